@@ -1,0 +1,75 @@
+"""The order of the data: a function of seed, epoch and position alone, so any run can resume and any rank agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, count, islice
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class BatchSampler:
+    """Batches of row indexes, over all ranks; ``len()`` is their number per epoch.
+
+    With ``shuffle`` each epoch has its own order. The last batch is smaller when ``batch_size`` does not divide
+    ``n_rows``, or left out with ``drop_last``. Raises ``ValueError`` if there would be no batch.
+    """
+
+    def __init__(self, n_rows: int, batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = False) -> None:
+        _check_sizes(n_rows, batch_size)
+        if drop_last and n_rows < batch_size:
+            raise ValueError(f"{n_rows} rows do not fill one batch of {batch_size}: use a smaller batch or more data.")
+        self.n_rows, self.batch_size, self.seed = n_rows, batch_size, seed
+        self.shuffle, self.drop_last = shuffle, drop_last
+
+    def __len__(self) -> int:
+        return self.n_rows // self.batch_size if self.drop_last else -(-self.n_rows // self.batch_size)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
+        """Global row indexes of each batch of ``epoch``, from batch number ``start`` (0 to ``len(self)``) on."""
+        if epoch < 0 or not 0 <= start <= len(self):
+            raise ValueError(f"no batch {start} in epoch {epoch}: an epoch has {len(self)} batches.")
+        order = _order(self.n_rows, self.seed, epoch) if self.shuffle else list(range(self.n_rows))
+        size = self.batch_size
+        return (order[i * size : (i + 1) * size] for i in range(start, len(self)))
+
+
+def cyclic_batches(n_rows: int, batch_size: int, seed: int, start: int = 0) -> Iterator[list[int]]:
+    """Endless full batches of row indexes, from batch number ``start`` on.
+
+    They run through reshuffled passes without gaps: a batch may begin in one pass and end in the next, so each run
+    of ``n_rows`` indexes from the start of a pass has every row once.
+    """
+    _check_sizes(n_rows, batch_size)
+    if start < 0:
+        raise ValueError(f"no batch {start}: batches are numbered from 0.")
+    return _cyclic_batches(n_rows, batch_size, seed, start)
+
+
+def _cyclic_batches(n_rows: int, batch_size: int, seed: int, start: int) -> Iterator[list[int]]:
+    epoch, offset = divmod(start * batch_size, n_rows)
+    passes = (_order(n_rows, seed, number) for number in count(epoch))
+    indexes = islice(chain.from_iterable(passes), offset, None)
+    while True:
+        yield list(islice(indexes, batch_size))
+
+
+def shard(batch: Sequence[T], rank: int, world_size: int) -> list[T]:
+    """The part of ``batch`` that ``rank`` works on: contiguous, sizes differ by one at most, in rank order."""
+    assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+    n = len(batch)
+    return list(batch[rank * n // world_size : (rank + 1) * n // world_size])
+
+
+def _order(n_rows: int, seed: int, epoch: int) -> list[int]:
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    order: list[int] = torch.randperm(n_rows, generator=generator).tolist()
+    return order
+
+
+def _check_sizes(n_rows: int, batch_size: int) -> None:
+    if n_rows < 1 or batch_size < 1:
+        raise ValueError(f"{n_rows} rows in batches of {batch_size}: both must be at least 1.")

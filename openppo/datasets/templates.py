@@ -1,0 +1,207 @@
+"""Values of data columns -> text and token ids, by template.
+
+What training sees must be what generation sees: every example starts with exactly the ids of ``render_prompt``,
+and every example ends with one EOS, as a sampled response does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+"""One turn of a chat: at least "role" and "content", both strings."""
+
+
+@dataclass(frozen=True)
+class RenderedExample:
+    """A prompt and its response as token ids; ``response_ids`` ends with EOS.
+
+    ``as_rendered`` is False when the chat template renders the prompt differently once a response follows, so that
+    the response could not be cut out of the rendering and its bare text was used.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    as_rendered: bool = True
+
+
+def render_prompt(
+    value: object,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_template: str | None,
+    apply_chat_template: bool,
+) -> tuple[str, list[int]]:
+    """Text and token ids of a prompt, as generation starts from them: no EOS after it, one BOS at most.
+
+    ``value`` is a text (put into ``input_template`` at ``{}``) or, with ``apply_chat_template``, also a list of chat
+    messages. Raises ``ValueError`` for any other value, an empty one, or one that renders to no tokens.
+    """
+    if apply_chat_template:
+        text = _render_chat(as_messages(value, "user", input_template), tokenizer, for_generation=True)
+        ids = encode_bare(tokenizer, text)
+    else:
+        text = fill_template(value, input_template)
+        ids = encode_start(tokenizer, text)
+    if not ids:
+        raise ValueError(f"the prompt {value!r} has no tokens. Remove the row or choose another column.")
+    return text, ids
+
+
+def render_response(
+    prompt: object,
+    response: object,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_template: str | None,
+    apply_chat_template: bool,
+) -> RenderedExample:
+    """Token ids of ``prompt``, exactly those of ``render_prompt``, and of the ``response`` to it, ending with EOS.
+
+    ``response`` is a text or, with ``apply_chat_template``, also a list of messages: the turns after the prompt.
+    Raises ``ValueError`` for values of other types.
+    """
+    prompt_text, prompt_ids = render_prompt(
+        prompt, tokenizer, input_template=input_template, apply_chat_template=apply_chat_template
+    )
+    if not apply_chat_template:
+        response_ids = encode_bare(tokenizer, as_text(response))
+        return RenderedExample(prompt_ids, end_with_eos(tokenizer, response_ids))
+
+    turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else as_messages(response)
+    text = _render_chat([*as_messages(prompt, "user", input_template), *turns], tokenizer)
+    ids = encode_bare(tokenizer, text)
+    if ids[: len(prompt_ids)] == prompt_ids:
+        return RenderedExample(prompt_ids, end_with_eos(tokenizer, ids[len(prompt_ids) :]))
+    if text.startswith(prompt_text):  # a token spans the border between prompt and response
+        rest = encode_bare(tokenizer, text[len(prompt_text) :])
+        return RenderedExample(prompt_ids, end_with_eos(tokenizer, rest))
+    if len(turns) > 1:
+        raise ValueError(
+            "the chat template renders the prompt differently once a response follows, so a response of "
+            f"{len(turns)} turns cannot be told from it. Keep only the last turn as the response."
+        )
+    bare = encode_bare(tokenizer, turns[0]["content"])
+    return RenderedExample(prompt_ids, end_with_eos(tokenizer, bare), as_rendered=False)
+
+
+def render_whole(
+    value: object,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_template: str | None,
+    apply_chat_template: bool,
+) -> list[int]:
+    """Token ids of a whole text or, with ``apply_chat_template``, of a whole conversation; they end with EOS."""
+    if apply_chat_template:
+        if isinstance(value, str):
+            raise ValueError(
+                "a whole text cannot be split into chat turns. Leave --apply_chat_template out, or give a list of "
+                "messages."
+            )
+        ids = encode_bare(tokenizer, _render_chat(as_messages(value), tokenizer))
+    else:
+        ids = encode_start(tokenizer, fill_template(value, input_template))
+    if not ids:
+        raise ValueError(f"the text {value!r} has no tokens. Remove the row or choose another column.")
+    return ids[:1] + end_with_eos(tokenizer, ids[1:])  # the first token may be a BOS that equals EOS
+
+
+def as_messages(value: object, role: str | None = None, input_template: str | None = None) -> list[Message]:
+    """``value`` as chat messages; a text becomes one message of ``role``, put into ``input_template`` first.
+
+    Raises ``ValueError`` for anything but a text (where ``role`` is given) or a list of messages.
+    """
+    if isinstance(value, str) and role is not None:
+        return [{"role": role, "content": fill_template(value, input_template)}]
+    if not isinstance(value, list):
+        raise ValueError(f"neither a text nor a list of chat messages but {type(value).__name__}.")
+    if not value:
+        raise ValueError("the list of chat messages is empty. Remove the row or choose another column.")
+    if input_template is not None:
+        raise ValueError("--input_template goes around a text, and this is a list of chat messages. Leave it out.")
+    for message in value:
+        if not (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+        ):
+            raise ValueError(f'not a chat message with texts "role" and "content": {_shortened(message)}.')
+    return value
+
+
+def fill_template(value: object, input_template: str | None) -> str:
+    """``value``, which must be a text that is not empty, put into ``input_template`` at ``{}``."""
+    text = as_text(value)
+    if not text:
+        raise ValueError("the text is empty. Remove the row or choose another column.")
+    return text if input_template is None else input_template.replace("{}", text)
+
+
+def require_tokenizer(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool, eos: bool) -> None:
+    """Raise ``ValueError`` if the tokenizer lacks the chat template or the EOS token that is needed."""
+    if apply_chat_template and not tokenizer.chat_template:
+        raise ValueError(
+            "--apply_chat_template: the tokenizer of --pretrain has no chat template. Leave the flag out, or use a "
+            "model whose tokenizer has one."
+        )
+    if eos and tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer of --pretrain has no EOS token, so a model could not learn to stop. Set eos_token in its "
+            "tokenizer_config.json."
+        )
+
+
+def encode_start(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that something may follow: special tokens as the tokenizer adds them, but no EOS after it."""
+    ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
+    if ids and ids[-1] == tokenizer.eos_token_id:
+        bare = encode_bare(tokenizer, text)
+        if ids[-1 - len(bare) : -1] == bare:  # the EOS is not part of the text itself
+            return ids[:-1]
+    return ids
+
+
+def encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of the text alone."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """``ids`` ending with one EOS: appended if missing; whitespace after an EOS, as chat templates add, is cut."""
+    eos: int = tokenizer.eos_token_id
+    if eos in ids:
+        end = len(ids) - ids[::-1].index(eos)
+        if not str(tokenizer.decode(ids[end:])).strip():
+            return ids[:end]
+    return [*ids, eos]
+
+
+def _render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, for_generation: bool = False) -> str:
+    require_tokenizer(tokenizer, apply_chat_template=True, eos=False)
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=for_generation))
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
+
+
+def as_text(value: object) -> str:
+    """``value``, if it is a text; else ``ValueError``."""
+    if isinstance(value, list):
+        raise ValueError("a list of chat messages needs --apply_chat_template.")
+    if not isinstance(value, str):
+        raise ValueError(f"not a text but {type(value).__name__}: {_shortened(value)}.")
+    return value
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,78 @@
+"""The policy: a causal language model whose forward returns log-probs of the tokens it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from openppo.models.loading import apply_lora, disable_dropout, load_options
+from openppo.models.log_probs import entropy_from_logits, log_probs_from_logits
+
+
+class Actor(nn.Module):
+    """A causal language model as policy (or as reference).
+
+    ``pretrain_or_model`` is a local folder, a hub name or a loaded ``PreTrainedModel``; ``.model`` is the module
+    (with LoRA the PEFT model). Dropout is switched off. ``temperature`` is the sampling temperature; log-probs
+    and entropy are those of softmax(logits / temperature), always computed in float32.
+    """
+
+    def __init__(
+        self,
+        pretrain_or_model: str | PreTrainedModel,
+        bf16: bool = False,
+        flash_attn: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: int = 16,
+        lora_dropout: float = 0.0,
+        target_modules: str | Sequence[str] = "all-linear",
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__()
+        model = pretrain_or_model
+        if isinstance(model, str):
+            model = AutoModelForCausalLM.from_pretrained(model, **load_options(bf16, flash_attn))
+        disable_dropout(model)
+        self.model: nn.Module = model
+        if lora_rank > 0:
+            self.model = apply_lora(model, lora_rank, lora_alpha, lora_dropout, target_modules)
+        self.temperature = temperature
+
+    def forward(
+        self,
+        sequences: Tensor,
+        attention_mask: Tensor,
+        action_mask: Tensor | None = None,
+        temperature: float | None = None,
+        return_entropy: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Log-probs of ``sequences``, token-aligned: entry t is log p(token t | tokens before t).
+
+        ``sequences`` int64, ``attention_mask`` and ``action_mask`` bool, all (B, L), padded on the right.
+        Returns float32 (B, L), 0 where ``action_mask`` (default: ``attention_mask``) is not set and for the
+        first token; with ``return_entropy`` also the entropy in nats of the distribution token t came from.
+        Logits are computed only at positions that some row asks for.
+        """
+        wanted = attention_mask.bool() if action_mask is None else action_mask.bool()
+        positions = wanted[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token positions + 1
+        if len(positions) == 0:  # a row without any action still takes part in the forward
+            positions = positions.new_zeros(1)
+        # No attention mask: padding is on the right, and a causal model never looks there. SDPA then keeps its
+        # fast causal kernel.
+        logits = self.model(input_ids=sequences, logits_to_keep=positions, use_cache=False).logits  # (B, K, V)
+        temperature = self.temperature if temperature is None else temperature
+        log_probs = log_probs_from_logits(logits, sequences[:, positions + 1], temperature)
+        result = _place(log_probs, positions + 1, wanted)
+        if not return_entropy:
+            return result
+        return result, _place(entropy_from_logits(logits, temperature), positions + 1, wanted)
+
+
+def _place(values: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+    """``values`` (B, K) put at ``positions`` (K,) of a (B, L) tensor, 0 where not ``wanted`` and at token 0."""
+    placed = torch.zeros(wanted.shape, dtype=values.dtype, device=values.device).index_copy(1, positions, values)
+    return torch.where(F.pad(wanted[:, 1:], (1, 0)), placed, 0.0)

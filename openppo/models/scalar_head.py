@@ -1,0 +1,101 @@
+"""Critic and reward model: one transformer with one scalar per token, read at different places."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from openppo.models.loading import disable_dropout, load_options
+
+logger = logging.getLogger("openppo")
+
+Role = Literal["critic", "reward"]
+_HEAD = "score"
+
+
+class ScalarHeadModel(nn.Module):
+    """A causal transformer with a linear head of one output, wrapped around a Hugging Face classifier ``.model``.
+
+    As ``critic`` the forward returns values (B, L), entry t the value of the state in which token t was chosen:
+    the head's output at t - 1, and 0 at the first token. As ``reward`` it returns scores (B,), the head's output
+    at the last real token of each row. Both float32.
+    """
+
+    def __init__(self, model: PreTrainedModel, role: Role) -> None:
+        super().__init__()
+        self.model = model
+        self.role: Role = role
+
+    def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
+        """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right."""
+        # Without attention mask for the reason given in Actor.forward.
+        hidden = self.model.base_model(input_ids=sequences, use_cache=False).last_hidden_state
+        outputs = self.model.get_submodule(_HEAD)(hidden)[..., 0].float()  # (B, L)
+        if self.role == "critic":
+            return F.pad(outputs[:, :-1], (1, 0))
+        places = torch.arange(sequences.shape[1], device=sequences.device)
+        last = torch.where(attention_mask.bool(), places, 0).amax(-1, keepdim=True)  # (B, 1)
+        return outputs.gather(1, last)[:, 0]
+
+
+def get_llm_for_sequence_regression(
+    name: str,
+    role: Role,
+    *,
+    bf16: bool = False,
+    flash_attn: bool = False,
+    value_head_prefix: str = _HEAD,
+    init_value_head: bool | None = None,
+) -> ScalarHeadModel:
+    """Load ``name`` (folder or hub name) as critic or reward model.
+
+    Reads causal language models and sequence-classification checkpoints with one label; ``value_head_prefix``
+    is the head's name in the checkpoint. ``init_value_head`` allows a fresh head, normal(0, 1/sqrt(hidden + 1)),
+    where the checkpoint has none: by default a critic may, a reward model may not. Raises ``ValueError`` for a
+    missing head that may not be fresh, for a head of several labels, and for models without such a head.
+    """
+    may_init = role == "critic" if init_value_head is None else init_value_head
+    renamed = {} if value_head_prefix == _HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{_HEAD}."}
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        name,
+        num_labels=1,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, with a message that helps
+        key_mapping=renamed or None,
+        **load_options(bf16, flash_attn),
+    )
+    _check_head(name, model, report, value_head_prefix)
+    disable_dropout(model)
+    if f"{_HEAD}.weight" in report["missing_keys"]:
+        if not may_init:
+            raise ValueError(
+                f"{name} has no scalar head '{value_head_prefix}.weight', so as a reward model it would give random "
+                "scores. Train one with openppo.cli.train_rm, or name its head with --value_head_prefix."
+            )
+        hidden_size = model.config.get_text_config().hidden_size
+        nn.init.normal_(model.get_submodule(_HEAD).weight, mean=0.0, std=1 / (hidden_size + 1) ** 0.5)
+        logger.info("%s: fresh scalar head for the %s, normal(0, 1/sqrt(%d + 1))", name, role, hidden_size)
+    return ScalarHeadModel(model, role)
+
+
+def _check_head(name: str, model: PreTrainedModel, report: dict[str, set], value_head_prefix: str) -> None:
+    if not isinstance(getattr(model, _HEAD, None), nn.Linear):
+        raise ValueError(
+            f"{name} ({type(model).__name__}) keeps no linear head named '{_HEAD}' on a causal transformer; "
+            "reward models and critics of this kind cannot be used."
+        )
+    mismatched = [key for key, *_ in report["mismatched_keys"]]
+    if f"{_HEAD}.weight" in mismatched:
+        raise ValueError(
+            f"{name}: its head '{value_head_prefix}' has several labels; a reward model needs exactly one "
+            "(num_labels=1). Train one with openppo.cli.train_rm."
+        )
+    broken = sorted(mismatched) + sorted(key for key in report["missing_keys"] if not key.startswith(f"{_HEAD}."))
+    if broken:
+        raise ValueError(f"{name}: weights missing or of another shape than the config says: {broken[:5]}")

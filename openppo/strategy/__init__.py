@@ -1,0 +1,20 @@
+"""DeepSpeed and the process group. Knows ``nn.Module`` only; names load on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openppo.strategy.deepspeed import DeepspeedStrategy, get_strategy
+    from openppo.strategy.engine import TrainingEngine
+
+_HOME = {"DeepspeedStrategy": "deepspeed", "get_strategy": "deepspeed", "TrainingEngine": "engine"}
+
+__all__ = ["DeepspeedStrategy", "TrainingEngine", "get_strategy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

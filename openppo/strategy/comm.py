@@ -1,0 +1,58 @@
+"""The process group: start it, and combine values over ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def init_process_group(timeout: timedelta) -> torch.device:
+    """Join the group that torchrun describes in the environment, or make one of a single process.
+
+    gloo carries CPU tensors and Python objects, nccl carries CUDA tensors. Returns this rank's device.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    local_rank = int(os.environ["LOCAL_RANK"])
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+class TorchComm:
+    """``openppo.types.Comm`` over the default torch process group."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Combine over all ranks, ``op`` one of sum, max, min; returns a new tensor on the same device."""
+        result = tensor.clone()
+        dist.all_reduce(result, _OPS[op])
+        return result
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order; carried by gloo through CPU memory."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered

@@ -1,0 +1,168 @@
+"""DeepspeedStrategy: from modules to engines that share one process group under ZeRO."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+os.environ.setdefault("DS_LOG_LEVEL", "warning")
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the import: its search for devices is slow and loud
+
+import deepspeed
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.runtime.zero import GatheredParameters, unwrap_model_for_generation
+from transformers import get_scheduler
+
+from openppo.config import AdamConfig, DeepSpeedConfig
+from openppo.strategy.comm import TorchComm, init_process_group
+from openppo.strategy.ds_config import eval_config, merge, train_config
+from openppo.strategy.engine import TrainingEngine
+
+logger = logging.getLogger("openppo")
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+# DeepSpeed calls collectives that torch 2.13 renames; nothing a user could act on.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+_MIN_LR_RATE = 0.1
+
+
+class DeepspeedStrategy:
+    """All models of a run in one process group: gloo on CPUs, nccl on GPUs.
+
+    ``overrides`` is laid over the DeepSpeed configurations that our options make, for what has no flag.
+    """
+
+    def __init__(
+        self,
+        config: DeepSpeedConfig,
+        timeout: timedelta = timedelta(minutes=60),
+        overrides: dict[str, Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.overrides = overrides or {}
+        self.device = init_process_group(timeout)
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        self.comm = TorchComm()
+        self.zero_stage = config.zero_stage
+        if config.bf16 and config.zero_stage == 0:
+            self.zero_stage = 1
+            logger.info("--bf16 with --zero_stage 0: optimizer states are partitioned as with --zero_stage 1, since "
+                        "DeepSpeed accumulates bf16 gradients in float32 only from there on.")  # fmt: skip
+        self.seed_everything(config.seed)
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0."""
+        return self.comm.rank == 0
+
+    def seed_everything(self, seed: int) -> None:
+        """Seed Python, NumPy and torch alike on every rank, so that fresh weights are equal."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def seed_per_rank(self) -> None:
+        """Give each rank its own stream of random numbers; call it when the models are made."""
+        self.seed_everything(self.config.seed + 1 + self.comm.rank)
+
+    def prepare(self, module: nn.Module, adam: AdamConfig, learning_rate: float, total_steps: int) -> TrainingEngine:
+        """Wrap a module whose parameters with ``requires_grad`` are trained with AdamW for ``total_steps`` steps."""
+        if self.config.gradient_checkpointing:
+            _enable_gradient_checkpointing(module)
+        module.to(self.device)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        optimizer = self._adam(trained, adam, learning_rate)
+        extra = {"min_lr_rate": _MIN_LR_RATE} if adam.lr_scheduler == "cosine_with_min_lr" else None
+        scheduler = get_scheduler(
+            adam.lr_scheduler,
+            optimizer,
+            num_warmup_steps=int(adam.lr_warmup_ratio * total_steps),
+            num_training_steps=max(1, total_steps),
+            scheduler_specific_kwargs=extra,
+        )
+        options = train_config(
+            self.zero_stage,
+            self.config.bf16,
+            self.config.max_norm,
+            self.config.adam_offload,
+            sum(p.numel() for p in trained),
+        )
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=merge(options, self.overrides))
+        return TrainingEngine(engine, scheduler)
+
+    def prepare_frozen(self, module: nn.Module) -> nn.Module:
+        """A module for evaluation only: on the device, in the run's dtype, partitioned under ZeRO-3 alone."""
+        module.requires_grad_(False)
+        module.eval()
+        if self.config.bf16:
+            module.bfloat16()
+        if self.zero_stage < 3:
+            return module.to(self.device)
+        engine, *_ = deepspeed.initialize(model=module, config=merge(eval_config(self.config.bf16), self.overrides))
+        engine.eval()
+        return engine
+
+    @contextmanager
+    def gathered(self, engine: TrainingEngine) -> Iterator[None]:
+        """Under ZeRO-3, full weights on every rank and no hooks inside: forwards need no company of other ranks."""
+        engine.train(False)
+        if self.zero_stage == 3:
+            with unwrap_model_for_generation(engine.deepspeed):
+                yield
+        else:
+            yield
+        engine.train(True)
+
+    def save_pretrained(self, model: Any, folder: str | Path, tokenizer: Any = None) -> None:
+        """Write a Hugging Face model (and tokenizer) to ``folder``, gathered tensor by tensor; called on all ranks."""
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            with GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
+                if self.is_main:
+                    weights[name] = tensor.detach().cpu().clone()
+        if self.is_main:
+            model.save_pretrained(folder, state_dict=weights)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        dist.barrier()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _adam(self, parameters: list[nn.Parameter], adam: AdamConfig, learning_rate: float) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {"lr": learning_rate, "betas": adam.adam_betas, "weight_decay": adam.l2}
+        if self.config.adam_offload:
+            if CPUAdamBuilder().is_compatible(verbose=False):
+                return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
+            logger.warning("--adam_offload: DeepSpeed's CPU Adam cannot be compiled here (it needs a C++ compiler); "
+                           "torch's AdamW steps on the CPU instead, which is slower.")  # fmt: skip
+        return torch.optim.AdamW(parameters, fused=True, **options)
+
+
+def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
+    """The strategy for these options, with the process group joined."""
+    return DeepspeedStrategy(config)
+
+
+def _enable_gradient_checkpointing(module: nn.Module) -> None:
+    for child in module.modules():
+        if hasattr(child, "gradient_checkpointing_enable"):
+            child.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            return
+    raise ValueError(f"--gradient_checkpointing: {type(module).__name__} does not support it; leave the flag away.")

@@ -1,0 +1,52 @@
+"""DeepSpeed configurations as pure functions of our options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NEVER = 10**9
+
+
+def train_config(zero_stage: int, bf16: bool, max_norm: float, adam_offload: bool, n_parameters: int) -> dict[str, Any]:
+    """Configuration of an engine that is trained.
+
+    Accumulation boundaries are set by hand at each micro-batch, so DeepSpeed is told of one micro-batch per step
+    and never scales a loss. With bf16, gradients are accumulated and reduced in float32. ``n_parameters``
+    bounds the reduction buckets, which DeepSpeed would otherwise allocate for 500 million elements.
+    """
+    bucket = max(1, min(n_parameters, 500_000_000))
+    zero: dict[str, Any] = {"stage": zero_stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    if adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": bf16},
+        "steps_per_print": _NEVER,
+    }
+    if bf16:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def eval_config(bf16: bool) -> dict[str, Any]:
+    """Configuration of a frozen model whose parameters are partitioned (ZeRO-3)."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": bf16},
+        "steps_per_print": _NEVER,
+    }
+
+
+def merge(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with ``overrides`` laid over it, nested dictionaries key by key; neither is changed."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,55 @@
+"""One trained model: forward, backward with explicit boundaries, clipped optimizer step, schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+
+class TrainingEngine:
+    """A DeepSpeed engine with the few operations that training loops need.
+
+    Between two calls of ``step``, ``backward`` is called once for each micro-batch and the last call says
+    ``last=True``. Losses are not scaled in any way; DeepSpeed averages gradients over ranks, so a loss that is a
+    sum over this rank's share, divided by a total over all ranks, must be multiplied by the number of ranks.
+    """
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        self.deepspeed = engine
+        self.scheduler = scheduler
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was prepared."""
+        return self.deepspeed.module
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next optimizer step."""
+        return self.scheduler.get_last_lr()[0]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.deepspeed(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> None:
+        """Switch the module between training and evaluation mode."""
+        self.deepspeed.train(mode)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulate gradients of the scalar ``loss``; ``last`` marks the last micro-batch before ``step``."""
+        # Also before the backward: ZeRO-1 and 2 reduce gradients in hooks that ask for the boundary.
+        self.deepspeed.set_gradient_accumulation_boundary(last)
+        self.deepspeed.backward(loss)
+
+    def step(self) -> float:
+        """Clip, update, advance the schedule. Returns the gradient's L2 norm before clipping."""
+        norm = None
+        if self.deepspeed.zero_optimization_stage() == 0:  # DeepSpeed does not report it there
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
+        self.deepspeed.step()
+        self.scheduler.step()
+        return float(self.deepspeed.get_global_grad_norm() if norm is None else norm)

@@ -1,0 +1,32 @@
+"""What a run tells about itself: metrics, timers, trackers, progress, log."""
+
+from openppo.tracking.log import get_logger, setup_logging
+from openppo.tracking.metrics import Metrics, Reduction
+from openppo.tracking.progress import Progress, progress
+from openppo.tracking.run_folder import save_config
+from openppo.tracking.timers import PhaseTimer
+from openppo.tracking.trackers import (
+    ConsoleTracker,
+    JSONLTracker,
+    TensorBoardTracker,
+    Tracker,
+    Trackers,
+    make_trackers,
+)
+
+__all__ = [
+    "ConsoleTracker",
+    "JSONLTracker",
+    "Metrics",
+    "PhaseTimer",
+    "Progress",
+    "Reduction",
+    "TensorBoardTracker",
+    "Tracker",
+    "Trackers",
+    "get_logger",
+    "make_trackers",
+    "progress",
+    "save_config",
+    "setup_logging",
+]

@@ -1,0 +1,109 @@
+"""Metrics that know how they reduce over micro-batches and ranks.
+
+A result depends on the samples, never on how they were split: what is kept of each addition is
+``(weight, value, m2)``, ``m2`` the weighted sum of squared distances from the mean, and such triples merge
+exactly (Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from openppo.types import Comm
+
+Reduction: TypeAlias = Literal["mean", "sum", "max", "min", "std"]
+
+
+class Metrics:
+    """A bag of named metrics. Additions stay on their device until ``reduced``, so none waits for the GPU."""
+
+    def __init__(self) -> None:
+        self._reductions: dict[str, Reduction] = {}
+        self._pieces: dict[str, list[Tensor]] = {}  # each (3,) float64: weight, value, m2
+
+    def add(self, name: str, value: float | Tensor, *, weight: float = 1.0, reduce: Reduction = "mean") -> None:
+        """Add one number. ``weight`` counts in mean and std; an addition of weight 0 adds nothing at all."""
+        assert weight >= 0, f"{name}: negative weight {weight}"
+        self._declare(name, reduce)
+        if weight == 0:
+            return
+        value = torch.as_tensor(value, dtype=torch.float64).detach()
+        assert value.numel() == 1, f"{name}: one number expected, got shape {tuple(value.shape)}; see add_tensor"
+        self._pieces[name].append(torch.stack((value.new_tensor(weight), value.reshape(()), value.new_zeros(()))))
+
+    def add_tensor(self, name: str, values: Tensor, mask: Tensor | None = None, reduce: Reduction = "mean") -> None:
+        """Add all elements of ``values`` where ``mask`` (of the same shape) is true; the others may be NaN."""
+        self._declare(name, reduce)
+        assert mask is None or mask.shape == values.shape, f"{name}: {values.shape} values, {mask.shape} mask"
+        if values.numel() == 0:
+            return
+        values = values.detach().to(torch.float64)
+        inside = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+        count = inside.sum().to(torch.float64)
+        m2 = values.new_zeros(())
+        if reduce == "max":
+            value = values.masked_fill(~inside, -math.inf).max()
+        elif reduce == "min":
+            value = values.masked_fill(~inside, math.inf).min()
+        else:
+            value = values.masked_fill(~inside, 0.0).sum()
+        if reduce in ("mean", "std"):
+            value = value / count.clamp(min=1)
+            m2 = (values - value).masked_fill(~inside, 0.0).square().sum()
+        self._pieces[name].append(torch.stack((count, value, m2)))
+
+    def reduced(self, comm: Comm) -> dict[str, float]:
+        """All metrics over all micro-batches and ranks, in the order of first addition; the same on every rank.
+
+        Collective: every rank must call it. A metric to which nothing was added anywhere is left out.
+        """
+        state = {name: (self._reductions[name], _merge(self._reductions[name], p)) for name, p in self._pieces.items()}
+        triples: dict[str, list[Tensor]] = {}
+        reductions: dict[str, Reduction] = {}
+        for of_rank in comm.all_gather_object(state):
+            for name, (reduction, triple) in of_rank.items():
+                _check_same(name, reductions.setdefault(name, reduction), reduction)
+                triples.setdefault(name, []).append(torch.tensor(triple, dtype=torch.float64))
+        result = {}
+        for name, pieces in triples.items():
+            weight, value, m2 = _merge(reductions[name], pieces)
+            if weight > 0:
+                result[name] = math.sqrt(m2 / weight) if reductions[name] == "std" else value
+        return result
+
+    def _declare(self, name: str, reduction: Reduction) -> None:
+        _check_same(name, self._reductions.setdefault(name, reduction), reduction)
+        self._pieces.setdefault(name, [])
+
+
+def _check_same(name: str, before: Reduction, now: Reduction) -> None:
+    if before != now:
+        raise ValueError(f"metric {name} was declared with reduction {before}, now with {now}")
+
+
+def _merge(reduction: Reduction, pieces: list[Tensor]) -> list[float]:
+    """One triple ``[weight, value, m2]`` that stands for all ``pieces``; weight 0 when they hold nothing."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for piece in pieces:
+        by_device.setdefault(piece.device, []).append(piece)
+    rows = [torch.stack(of_device).cpu() for of_device in by_device.values()]  # one transfer for each device
+    stacked = torch.cat([torch.zeros(0, 3, dtype=torch.float64), *rows])  # (pieces, 3)
+    weights, values, m2s = stacked[stacked[:, 0] > 0].unbind(dim=1)
+    if len(weights) == 0:
+        return [0.0, 0.0, 0.0]
+    weight = weights.sum()
+    m2 = torch.zeros((), dtype=torch.float64)
+    if reduction == "sum":
+        value = values.sum()
+    elif reduction == "max":
+        value = values.max()
+    elif reduction == "min":
+        value = values.min()
+    else:
+        value = (weights * values).sum() / weight
+        m2 = (m2s + weights * (values - value).square()).sum()
+    return [float(weight), float(value), float(m2)]

@@ -1,0 +1,83 @@
+"""Progress bars that show the time left, and stay quiet in log files."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from types import TracebackType
+from typing import Generic, TypeVar, overload
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+SECONDS_BETWEEN_LINES = 30.0
+
+
+class Progress(Generic[T]):
+    """Iterate over it, or use it as a context manager and call ``update``.
+
+    On a terminal it is a tqdm bar that vanishes at the end. Elsewhere it writes a line every 30 s, and a last
+    one if it ran longer than that.
+    """
+
+    def __init__(self, iterable: Iterable[T], total: int | None, description: str, enabled: bool) -> None:
+        self._iterable = iterable
+        self._total = total
+        self._description = description
+        self._lines = enabled and not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total, desc=description, disable=not enabled or self._lines, leave=False, dynamic_ncols=True
+        )
+        self._done = 0
+        self._start = self._last_line = time.monotonic()
+        self._closed = False
+
+    def update(self, n: int = 1) -> None:
+        """Say that ``n`` more are done."""
+        self._done += n
+        self._bar.update(n)
+        if self._lines and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._write_line()
+
+    def close(self) -> None:
+        """End the bar; further calls do nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._bar.close()
+        if self._lines and time.monotonic() - self._start >= SECONDS_BETWEEN_LINES:
+            self._write_line()
+
+    def _write_line(self) -> None:
+        self._last_line = time.monotonic()
+        elapsed = self._last_line - self._start
+        line = tqdm.format_meter(self._done, self._total, elapsed, ncols=0, prefix=self._description)
+        print(line.strip(), file=sys.stderr, flush=True)
+
+    def __iter__(self) -> Iterator[T]:
+        with self:
+            for item in self._iterable:
+                yield item
+                self.update()
+
+    def __enter__(self) -> Progress[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@overload
+def progress(iterable_or_total: int, description: str, *, enabled: bool) -> Progress[int]: ...
+@overload
+def progress(iterable_or_total: Iterable[T], description: str, *, enabled: bool) -> Progress[T]: ...
+def progress(iterable_or_total: int | Iterable[T], description: str, *, enabled: bool) -> Progress[int] | Progress[T]:
+    """Show progress over an iterable, or over ``total`` things (then it also iterates over ``range(total)``)."""
+    if isinstance(iterable_or_total, int):
+        return Progress(range(iterable_or_total), iterable_or_total, description, enabled)
+    total = len(iterable_or_total) if isinstance(iterable_or_total, Sized) else None
+    return Progress(iterable_or_total, total, description, enabled)

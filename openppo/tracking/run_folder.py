@@ -1,0 +1,27 @@
+"""What a run leaves in its folder beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+
+import yaml
+
+
+def save_config(folder: Path, options: Mapping[str, object]) -> None:
+    """Write ``options`` to ``<folder>/config.yaml`` in their order; ``--config`` reads the file back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(_plain(options), sort_keys=False, allow_unicode=True, default_flow_style=False)
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def _plain(value: object) -> object:
+    """``value`` in the types that YAML knows: tuples become lists, paths and enums their text."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value

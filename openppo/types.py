@@ -1,0 +1,162 @@
+"""The nouns that every part of OpenPPO shares.
+
+Shape legend, used in all comments: B sequences, L padded tokens, V vocabulary, G samples per prompt.
+Every per-token tensor is ``(B, L)`` and token-aligned: entry t is about token t. Sequences are padded on
+the right; no mask is ever made by comparing ids with PAD or EOS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class FinishReason(str, Enum):
+    """Why a response ended."""
+
+    EOS = "eos"
+    """The policy sampled an end-of-sequence token; it is the last action token."""
+    LENGTH = "length"
+    """The limit on new tokens was reached; no end-of-sequence token was forced in."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample a response. ``temperature`` 0 takes the likeliest token."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as it enters a rollout.
+
+    ``text`` is for people and rewards; ``token_ids`` is what the model reads. ``row`` is the data row it came
+    from, ``label`` the value of that row's label column.
+    """
+
+    text: str
+    token_ids: list[int]
+    label: Any = None
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine returns for one prompt: equally long lists, the end-of-sequence token included."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+
+
+@dataclass
+class Trajectory:
+    """Tokens and what is known of each: the single source of truth about one sample.
+
+    ``token_ids``, ``action_mask``, ``log_probs`` and ``versions`` are equally long. ``log_probs`` are those of the
+    distribution that was sampled from (0.0 on tokens that no policy sampled), ``versions`` the policy version
+    that sampled each token (-1 likewise). ``group`` identifies the prompt; ``weight`` is shared by parts of one
+    episode; ``scores`` are rewards of the whole trajectory by name.
+    """
+
+    token_ids: list[int]
+    action_mask: list[bool]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    prompt: Prompt
+    group: int
+    weight: float = 1.0
+    scores: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}
+        assert len(lengths) == 1, f"lists of unequal length {lengths}"
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Token ids after the prompt."""
+        return self.token_ids[len(self.prompt.token_ids) :]
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A batch of trajectories as tensors. Each stage returns a new object with more fields; none mutates.
+
+    ``sequences`` int64 (B, L): prompt then response, right-padded. ``attention_mask`` bool (B, L): a real token.
+    ``action_mask`` bool (B, L): sampled by the policy and trained on. All others are float32 (B, L) and 0 where
+    ``action_mask`` is False, except ``scores`` (B,) and ``truncated`` bool (B,).
+    """
+
+    sequences: Tensor
+    attention_mask: Tensor
+    action_mask: Tensor
+    rollout_log_probs: Tensor
+    scores: Tensor
+    truncated: Tensor
+    log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    rewards: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.sequences.shape[0]
+
+    def with_fields(self, **tensors: Tensor) -> Experience:
+        """A copy that has these fields too."""
+        return replace(self, **tensors)
+
+    def to(self, device: torch.device | str) -> Experience:
+        """A copy on ``device``."""
+        return Experience(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are set."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+class Comm(Protocol):
+    """The process group, as far as code below the strategy needs to know it."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Combine a tensor over all ranks, ``op`` one of sum, max, min; returns a new tensor."""
+        ...
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order."""
+        ...
+
+
+class SingleProcess:
+    """``Comm`` of a program without a process group."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        return tensor.clone()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class RewardFunction(Protocol):
+    """What a Python ``--reward_fn`` is called with; lists of equal length, one number back per sample."""
+
+    def __call__(self, prompts: list[str], responses: list[str], labels: list[Any]) -> Sequence[float]: ...
