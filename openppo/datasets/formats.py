@@ -57,7 +57,7 @@ def _read_json_lines(path: Path, where: str) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.rstrip())
             except json.JSONDecodeError as error:
                 raise ValueError(
                     f"{where}, line {number}: not valid JSON ({error.msg} at column {error.colno}). {JSON_HINT}"

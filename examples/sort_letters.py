@@ -1,0 +1,145 @@
+"""A task small enough for a laptop: write the letters of a word in alphabetical order.
+
+    prompt  "dbgca>"      answer  "abcdg"
+
+`python examples/sort_letters.py make --out DIR --seed S` writes everything that the three stages of RLHF need:
+
+    DIR/model/                     a small Llama with random weights, and a tokenizer with one token per character
+    DIR/sft.jsonl                  {"input", "output"}               for supervised fine-tuning
+    DIR/preference.jsonl           {"prompt", "chosen", "rejected"}  for the reward model
+    DIR/preference_heldout.jsonl   the same, to measure the reward model
+    DIR/prompts.jsonl              {"input", "label"}                for PPO
+    DIR/heldout.jsonl              {"input", "label"}                to measure the policy
+
+No prompt of a held-out file appears in a training file. Whether an answer is right is decided by Python's sorted()
+(`is_correct`), never by a model, so the measured accuracy is independent of the learned reward.
+"""
+
+import argparse
+import json
+import random
+import string
+from collections.abc import Iterable
+from pathlib import Path
+
+ALPHABET = string.ascii_lowercase
+LENGTHS = (5, 6, 7, 8)  # letters in a prompt; a letter may occur more than once
+SIZES = {"sft": 20000, "preference": 20000, "preference_heldout": 1000, "prompts": 8000, "heldout": 500}
+
+
+def correct_answer(prompt: str) -> str:
+    """Return the letters to sort, in alphabetical order: "cab>" gives "abc"."""
+    return "".join(sorted(prompt.removesuffix(">")))
+
+
+def is_correct(prompt: str, answer: str) -> bool:
+    """Tell whether the answer is exactly the sorted letters of the prompt (surrounding blanks aside)."""
+    return answer.strip() == correct_answer(prompt)
+
+
+def exact_match(prompts: Iterable[str], answers: Iterable[str]) -> float:
+    """Return the share of right answers, between 0 and 1."""
+    marks = [is_correct(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    return sum(marks) / len(marks)
+
+
+def sample_prompt(rng: random.Random) -> str:
+    """Draw one prompt."""
+    return "".join(rng.sample(ALPHABET, rng.choice(LENGTHS))) + ">"
+
+
+def damage(answer: str, rng: random.Random) -> str:
+    """Make one mistake: replace, drop or add a letter, or break the order."""
+    letters = list(answer)
+    i = rng.randrange(len(letters))
+    kind = rng.choice(["replace", "replace", "replace", "drop", "add", "swap", "shuffle"])
+    if kind == "replace":  # the order is kept: the mistake that a half-trained model makes most often
+        letters[i] = rng.choice(ALPHABET)
+        letters.sort()
+    elif kind == "drop":
+        del letters[i]
+    elif kind == "add":
+        letters = sorted([*letters, rng.choice([*ALPHABET, *letters])])
+    elif kind == "swap":
+        j = min(i + 1, len(letters) - 1)
+        letters[i], letters[j] = letters[j], letters[i]
+    else:
+        rng.shuffle(letters)
+    return "".join(letters)
+
+
+def wrong_answer(prompt: str, rng: random.Random) -> str:
+    """Return an answer with one mistake or, less often, two or three."""
+    wrong = answer = correct_answer(prompt)
+    while wrong == answer:
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            wrong = damage(wrong, rng)
+    return wrong
+
+
+def write_data(out: Path, rng: random.Random) -> None:
+    """Write the five JSON-lines files; every prompt is used once only, in one file only."""
+    seen: set[str] = set()
+    for name, size in SIZES.items():
+        rows = []
+        while len(rows) < size:
+            prompt = sample_prompt(rng)
+            if prompt in seen:
+                continue
+            seen.add(prompt)
+            answer = correct_answer(prompt)
+            if name == "sft":
+                rows.append({"input": prompt, "output": answer})
+            elif name.startswith("preference"):
+                rows.append({"prompt": prompt, "chosen": answer, "rejected": wrong_answer(prompt, rng)})
+            else:
+                rows.append({"input": prompt, "label": answer})
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_model(out: Path, seed: int) -> None:
+    """Write a small Llama with random weights and a tokenizer whose tokens are single characters."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", ">", *ALPHABET])}
+    characters = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    characters.decoder = decoders.Fuse()
+    characters.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", vocab["<bos>"])]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+    config = LlamaConfig(
+        vocab_size=len(vocab),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+
+
+def main() -> None:
+    """Parse the command line and write the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    make = parser.add_subparsers(dest="command", required=True).add_parser("make", help="write the data and the model")
+    make.add_argument("--out", type=Path, required=True, help="the folder to write to")
+    make.add_argument("--seed", type=int, default=0, help="seed of the data and of the model's weights")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_data(args.out, random.Random(args.seed))
+    write_model(args.out, args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""From prompts to trajectories: engines that sample, and rewards that score."""

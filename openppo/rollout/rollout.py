@@ -1,0 +1,46 @@
+"""Prompts to trajectories: several samples of each prompt, each with a seed of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from openppo.rollout.engine import Engine
+from openppo.types import Completion, Prompt, SamplingParams, Trajectory
+
+
+def sample_seed(seed: int, number: int) -> int:
+    """A seed for the ``number``-th sample of a run: the same whatever the ranks and batches it falls into."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def sample_trajectories(
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, n_samples: int, seed: int, first_group: int
+) -> list[Trajectory]:
+    """``n_samples`` responses for each prompt, those of one prompt beside each other.
+
+    ``first_group`` is the number in the whole run of the first prompt; group and seeds follow from it.
+    """
+    groups = [first_group + i for i in range(len(prompts)) for _ in range(n_samples)]
+    repeated = [prompt for prompt in prompts for _ in range(n_samples)]
+    seeds = [sample_seed(seed, first_group * n_samples + i) for i in range(len(repeated))]
+    completions = engine.generate([prompt.token_ids for prompt in repeated], params, seeds)
+    return [
+        make_trajectory(prompt, completion, group, engine.version)
+        for prompt, completion, group in zip(repeated, completions, groups, strict=True)
+    ]
+
+
+def make_trajectory(prompt: Prompt, completion: Completion, group: int, version: int) -> Trajectory:
+    """One prompt and one response as a trajectory: every response token is an action."""
+    n_prompt, n_response = len(prompt.token_ids), len(completion.token_ids)
+    return Trajectory(
+        token_ids=prompt.token_ids + completion.token_ids,
+        action_mask=[False] * n_prompt + [True] * n_response,
+        log_probs=[0.0] * n_prompt + completion.log_probs,
+        versions=[-1] * n_prompt + [version] * n_response,
+        finish_reason=completion.finish_reason,
+        prompt=prompt,
+        group=group,
+    )

@@ -1,0 +1,166 @@
+"""One option, one name: every field is used, and every flag that we write about exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+
+TEXTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "examples")
+TEXT_SUFFIXES = {".md", ".rst", ".txt", ".sh", ".py", ".yaml", ".yml"}
+COMMAND_CONFIGS = {"train_ppo": "TrainPPOConfig", "train_sft": "TrainSFTConfig", "train_rm": "TrainRMConfig"}
+EVERY_COMMAND = {"config", "help"}
+OTHER_PROGRAMS = {
+    *("nproc_per_node", "nnodes", "node_rank", "standalone", "master_addr", "master_port"),  # torchrun
+    *("upgrade", "editable", "index-url", "extra-index-url", "no-build-isolation"),  # pip
+    *("import-mode", "durations", "check", "strict", "logdir"),  # pytest, ruff, mypy, tensorboard
+}
+FLAG = re.compile(r"(?<![\w!-])--([a-z][a-z0-9_-]*)")
+OUR_COMMAND = re.compile(r"openppo\.cli\.(\w+)")
+
+
+def config_classes(repo: Path) -> dict[str, dict[str, str]]:
+    """The dataclasses of config.py: class name -> field name -> annotation."""
+    tree = ast.parse((repo / "openppo" / "config.py").read_text(encoding="utf-8"))
+    return {
+        node.name: {
+            item.target.id: ast.unparse(item.annotation)
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        }
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def flags_of(repo: Path, command: str | None = None) -> set[str]:
+    """Flags of one command (of all commands when None): field names, and ``no_`` before boolean ones."""
+    classes = config_classes(repo)
+    top = {COMMAND_CONFIGS[command]} if command else set(COMMAND_CONFIGS.values())
+    flags: set[str] = set(EVERY_COMMAND)
+    for name in top & classes.keys():
+        for group in classes[name].values():
+            for field, annotation in classes[group].items():
+                flags |= {field, f"no_{field}"} if annotation == "bool" else {field}
+    return flags
+
+
+def unused_fields(repo: Path) -> list[str]:
+    """Fields of config.py that no other file of the package reads as an attribute."""
+    package = repo / "openppo"
+    read = {
+        node.attr
+        for file in package.rglob("*.py")
+        if file != package / "config.py"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    return [f"{name}.{field}" for name, fields in config_classes(repo).items() for field in fields if field not in read]
+
+
+def config_getattrs(repo: Path) -> list[str]:
+    """``getattr`` on a config: it would hide a wrong name behind a default."""
+    return [
+        f"{file}:{node.lineno}"
+        for file in sorted((repo / "openppo").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
+        if node.args and re.fullmatch(r"(self\._?)?(config|cfg)(\.\w+)?", ast.unparse(node.args[0]))
+    ]
+
+
+def texts(repo: Path) -> Iterator[tuple[Path, str]]:
+    """What we write for people: documents and examples, with continued lines joined."""
+    for entry in TEXTS:
+        top = repo / entry
+        for file in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            if file.is_file() and file.suffix in TEXT_SUFFIXES:
+                yield file, re.sub(r"\\\n\s*", " ", file.read_text(encoding="utf-8"))
+
+
+def argparse_flags(repo: Path) -> set[str]:
+    """Flags that our scripts and smaller commands declare with ``add_argument``."""
+    sources = [file for folder in ("examples", "benchmarks", "openppo/cli") for file in (repo / folder).rglob("*.py")]
+    declared = re.compile(r"add_argument\(\s*[\"']--([a-z][a-z0-9_-]*)")
+    return {flag for file in sources for flag in declared.findall(file.read_text(encoding="utf-8"))}
+
+
+def unknown_flags(repo: Path) -> list[str]:
+    """Flags in documents and examples that no command has; after ``openppo.cli.X``, that X does not have."""
+    anywhere = flags_of(repo) | OTHER_PROGRAMS | argparse_flags(repo)
+    found = []
+    for file, text in texts(repo):
+        for line in text.splitlines():
+            command = OUR_COMMAND.search(line)
+            for match in FLAG.finditer(line):
+                known = anywhere
+                if command and command.group(1) in COMMAND_CONFIGS and match.start() > command.end():
+                    known = flags_of(repo, command.group(1)) if "`" not in line else anywhere
+                if match.group(1) not in known:
+                    found.append(f"{file.relative_to(repo)}: --{match.group(1)}")
+    return found
+
+
+def test_every_option_is_used() -> None:
+    assert unused_fields(REPO) == []
+
+
+def test_no_option_is_read_with_a_default_of_its_own() -> None:
+    assert config_getattrs(REPO) == []
+
+
+def test_every_flag_in_documents_and_examples_exists() -> None:
+    assert unknown_flags(REPO) == []
+
+
+CONFIG = """
+class PPOConfig:
+    eps_clip: float = 0.2
+    offload: bool = True
+class RunConfig:
+    save_path: str = ""
+class TrainPPOConfig:
+    ppo: PPOConfig
+    run: RunConfig
+class TrainSFTConfig:
+    run: RunConfig
+"""
+
+
+def repo_with(root: Path, **files: str) -> Path:
+    """A repository made for a test: config.py and ``files``, whose names have __ for / and end in their suffix."""
+    for name, text in {"openppo__config_py": CONFIG, **files}.items():
+        stem, suffix = name.replace("__", "/").rsplit("_", 1)
+        path = root / f"{stem}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_the_checker_catches_unused_fields(tmp_path: Path) -> None:
+    repo = repo_with(tmp_path, openppo__a_py="x = config.ppo.eps_clip\ny = config.run\noffload = save_path = 1\n")
+    assert unused_fields(repo) == ["PPOConfig.offload", "RunConfig.save_path"]
+
+
+def test_the_checker_catches_getattr_on_configs_only(tmp_path: Path) -> None:
+    lines = ["getattr(config, 'a', 1)", "getattr(cfg, 'a')", "getattr(self.config, 'a')", "getattr(config.ppo, 'a')"]
+    repo = repo_with(tmp_path, openppo__a_py="\n".join([*lines, "getattr(model.config, 'a')", "getattr(x, 'a')"]))
+    assert [found.rsplit(":", 1)[1] for found in config_getattrs(repo)] == ["1", "2", "3", "4"]
+
+
+def test_the_checker_catches_flags_that_do_not_exist(tmp_path: Path) -> None:
+    script = "torchrun --nproc_per_node 2 -m openppo.cli.train_sft \\\n   --save_path x \\\n   --eps_clip 0.1\n"
+    readme = (
+        "| --- |\n<!--note-->\nUse `--eps_clip`, `--no_offload`, `--clip_eps`, `--no_eps_clip`; a--b; pip --upgrade\n"
+    )
+    script_py = 'parser.add_argument("--rows")\n# --rows 3 --columns 3\n'
+    repo = repo_with(tmp_path, examples__sft_sh=script, README_md=readme, examples__make_py=script_py)
+    assert unknown_flags(repo) == [
+        "README.md: --clip_eps",
+        "README.md: --no_eps_clip",
+        "examples/make.py: --columns",
+        "examples/sft.sh: --eps_clip",
+    ]

@@ -1,0 +1,236 @@
+"""Every format round trip, and every error message of loading."""
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from openppo.datasets import load_rows, loading, require_column
+
+ROWS = [
+    {"text": 'zwei,\n"drei" \u2028 é', "messages": [{"role": "user", "content": "a"}], "n": 1},
+    {"text": "", "messages": [], "n": 2},
+    {"text": "c", "messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}], "n": 3},
+]
+
+
+def load(source, split="train", max_samples=None):
+    return load_rows(str(source), flag="--prompt_data", split=split, max_samples=max_samples)
+
+
+def write_jsonl(path: Path, rows=ROWS) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def as_gzip(path: Path) -> Path:
+    packed = path.with_name(path.name + ".gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    return packed
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """The hub cannot be reached; returns the names that were asked for."""
+    asked = []
+
+    def refuse(name, split):
+        asked.append(name)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(loading, "load_dataset", refuse)
+    return asked
+
+
+def test_jsonl_rows_keep_order_and_types(tmp_path):
+    assert load(write_jsonl(tmp_path / "rows.jsonl")) == ROWS
+
+
+def test_json_array_and_json_lines_hold_the_same_rows(tmp_path):
+    array = tmp_path / "array.json"
+    array.write_text("\n " + json.dumps(ROWS, indent=2))
+    assert load(array) == load(write_jsonl(tmp_path / "lines.json")) == ROWS
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "ROWS.JSONL"])
+def test_packed_files_hold_the_same_rows(tmp_path, name):
+    assert load(as_gzip(write_jsonl(tmp_path / name))) == ROWS
+
+
+def test_byte_order_mark_and_blank_lines_do_not_matter(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n{"a": 2}')
+    assert load(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_rows_of_one_file_may_have_different_columns(tmp_path):
+    rows = [{"a": 1}, {"b": [1, "x"]}, {"a": "text"}]
+    assert load(write_jsonl(tmp_path / "rows.jsonl", rows)) == rows
+
+
+def test_csv_values_are_strings_with_commas_quotes_and_newlines(tmp_path):
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerows([["text", "n"], ['a, "b"\nc', 1], ["", "x" * 200_000]])
+    expected = [{"text": 'a, "b"\nc', "n": "1"}, {"text": "", "n": "x" * 200_000}]
+    assert load(path) == load(as_gzip(path)) == expected
+
+
+def test_parquet_rows_keep_nested_values(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert load(path) == ROWS
+
+
+def test_folder_saved_by_datasets_holds_the_same_rows(tmp_path):
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    assert load(tmp_path / "saved", split="ignored") == ROWS
+
+
+def test_folder_of_splits_saved_by_datasets_gives_the_split(tmp_path):
+    splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    assert load(tmp_path / "saved", split="train") == ROWS
+    assert load(tmp_path / "saved", split="test") == ROWS[:1]
+    with pytest.raises(ValueError, match=r"--prompt_data .*no split 'dev'.*are test, train.*--prompt_split"):
+        load(tmp_path / "saved", split="dev")
+
+
+def test_folder_of_files_gives_the_files_of_the_split_by_name(tmp_path):
+    write_jsonl(tmp_path / "train-00001.jsonl", ROWS[1:])
+    write_jsonl(tmp_path / "train-00000.jsonl", ROWS[:1])
+    write_jsonl(tmp_path / "harmless-test.jsonl", ROWS[2:])
+    (tmp_path / "README.md").write_text("about")
+    assert load(tmp_path, split="train") == ROWS
+    assert load(tmp_path, split="test") == ROWS[2:]
+    with pytest.raises(ValueError, match=r"no split 'validation'. Its splits are test, train"):
+        load(tmp_path, split="validation")
+
+
+def test_files_without_a_split_in_their_name_are_train(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "contest.jsonl")
+    assert load(tmp_path, split="train") == ROWS
+
+
+def test_max_samples_takes_the_first_rows_of_every_format(tmp_path):
+    lines, table, saved = write_jsonl(tmp_path / "a.jsonl"), tmp_path / "a.parquet", tmp_path / "saved"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), table)
+    datasets.Dataset.from_list(ROWS).save_to_disk(saved)
+    assert load(lines, max_samples=2) == load(table, max_samples=2) == load(saved, max_samples=2) == ROWS[:2]
+    assert load(saved, max_samples=100) == ROWS
+
+
+def test_an_edited_file_is_never_served_stale(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl")
+    load(path)
+    assert load(write_jsonl(path, ROWS[:1])) == ROWS[:1]
+
+
+def test_a_name_that_is_no_path_is_loaded_from_the_hub(monkeypatch):
+    asked = {}
+
+    def fake(name, split):
+        asked.update(name=name, split=split)
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(loading, "load_dataset", fake)
+    assert load("owner/name", split="train[:9]", max_samples=1) == ROWS[:1]
+    assert asked == {"name": "owner/name", "split": "train[:9]"}
+
+
+@pytest.mark.parametrize("source", ["no/such/file.jsonl", "./nowhere", "missing.json", "/no/folder"])
+def test_a_missing_path_is_an_error_without_asking_the_hub(no_hub, source):
+    with pytest.raises(
+        ValueError, match=r"--prompt_data .*no such file or folder, and no data set of that name could be loaded"
+    ):
+        load(source)
+    assert no_hub == []
+
+
+def test_a_name_the_hub_cannot_give_is_an_error_that_says_both(no_hub):
+    with pytest.raises(
+        ValueError, match=r"--prompt_data owner/name: no such file or folder, and no data set .*ConnectionError: no net"
+    ):
+        load("owner/name")
+    assert no_hub == ["owner/name"]
+
+
+def test_a_split_the_hub_does_not_have_is_an_error_with_its_splits(monkeypatch):
+    def refuse(name, split):
+        raise ValueError(f"Unknown split \"{split}\". Should be one of ['test'].")
+
+    monkeypatch.setattr(loading, "load_dataset", refuse)
+    with pytest.raises(ValueError, match=r"--prompt_data owner/name: split 'dev' .*Should be one of \['test'\]"):
+        load("owner/name", split="dev")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"a": 1}\n\n{"a": \n', r"a.jsonl, line 3: not valid JSON \(Expecting value at column 7\)"),
+        ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl, line 2: not an object but list"),
+        ("a.json", '[{"a": 1},\n {"a": }]', "a.json, line 2: not valid JSON"),
+        ("a.json", '[{"a": 1}, "x"]', "a.json, row 2: not an object but str"),
+        ("a.json", '{\n "a": 1\n}', "a.json, line 1: not valid JSON .*array of objects"),
+        ("a.jsonl", "", "a.jsonl: empty, it has no rows"),
+        ("a.json", "[]", "a.json: empty, it has no rows"),
+        ("a.csv", "", "a.csv: empty, it has no rows"),
+        ("a.csv", "x,y\n", "a.csv: empty, it has no rows"),
+        ("a.csv", "x,y\n1,2\n\n3\n", "a.csv, line 4: 1 fields, but the first line names 2 columns"),
+        ("a.csv", "x,x\n1,2\n", "a.csv, line 1: column 'x' occurs twice"),
+        ("a.csv", 'x\n"1', "a.csv, line 2: not valid CSV"),
+        ("a.parquet", "no table", "a.parquet: not a whole Parquet file"),
+        ("a.jsonl.gz", "not packed", "a.jsonl.gz: cannot be read"),
+        ("a.txt", "text", r"a.txt: unknown kind of file. Use .jsonl, .json or .csv"),
+        ("a.jsonl", b'{"a": "\xff"}', "a.jsonl: not UTF-8 text"),
+    ],
+)
+def test_a_malformed_file_is_an_error_that_names_flag_file_and_place(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=f"--prompt_data .*{message}"):
+        load(path)
+
+
+def test_a_cut_gzip_file_is_an_error(tmp_path):
+    path = as_gzip(write_jsonl(tmp_path / "a.jsonl"))
+    path.write_bytes(path.read_bytes()[:-12])
+    with pytest.raises(ValueError, match=r"a.jsonl.gz: cannot be read .*whole"):
+        load(path)
+
+
+def test_a_damaged_saved_folder_is_an_error(tmp_path):
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    for file in (tmp_path / "saved").glob("*.arrow"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"--prompt_data .*saved by 'datasets' that cannot be read"):
+        load(tmp_path / "saved")
+
+
+def test_a_folder_without_data_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no data file in this folder"):
+        load(tmp_path)
+
+
+def test_a_split_in_two_formats_is_an_error(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl")
+    (tmp_path / "train.csv").write_text("a\n1\n")
+    with pytest.raises(ValueError, match=r"files of several kinds for split 'train' \(train.csv, train.jsonl\)"):
+        load(tmp_path)
+
+
+def test_a_missing_column_is_an_error_with_row_columns_and_flag():
+    rows = [{"question": "a", "answer": "b"}, {"answer": "b", "id": 1}]
+    require_column(rows, "answer", flag_of_key="--input_key", flag_of_data="--prompt_data")
+    with pytest.raises(
+        ValueError, match=r"--prompt_data, row 2: no column 'question'. Its columns are answer, id: .*--input_key"
+    ):
+        require_column(rows, "question", flag_of_key="--input_key", flag_of_data="--prompt_data")

@@ -1,0 +1,65 @@
+"""The logger speaks for rank 0; the run folder gets the resolved options."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import yaml
+
+from openppo.config import PPODataConfig, PPOModelConfig, TrainPPOConfig, flat_dict
+from openppo.tracking import get_logger, save_config, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def logger_as_before() -> Iterator[None]:
+    """Undo what ``setup_logging`` does."""
+    logger = get_logger()
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+def test_rank_0_informs_and_the_others_only_warn_with_their_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 3):
+        setup_logging(rank)
+        get_logger().info("loaded %d rows", 7)
+        get_logger().warning("careful")
+    captured = capsys.readouterr()
+    assert captured.err == "[openppo] loaded 7 rows\n[openppo] careful\n[openppo rank 3] careful\n"
+    assert captured.out == ""
+
+
+def test_the_logger_is_a_standard_one_and_silent_until_a_command_sets_it_up() -> None:
+    assert get_logger() is logging.getLogger("openppo")
+
+
+def test_config_yaml_reads_back_in_order_with_tuples_as_lists(tmp_path: Path) -> None:
+    config = TrainPPOConfig(
+        PPOModelConfig(pretrain="\u00fcbung", reward_fn="r.py"), PPODataConfig(prompt_data="p.jsonl")
+    )
+    options = flat_dict(config)
+    save_config(tmp_path / "new" / "run", options)
+    text = (tmp_path / "new" / "run" / "config.yaml").read_text(encoding="utf-8")
+    read = yaml.safe_load(text)
+    assert list(read) == list(options)
+    assert read["adam_betas"] == [0.9, 0.95] and read["top_k"] is None and read["pretrain"] == "\u00fcbung"
+    assert all(read[name] == (list(value) if isinstance(value, tuple) else value) for name, value in options.items())
+
+
+def test_paths_and_enums_are_written_as_their_text(tmp_path: Path) -> None:
+    class Color(Enum):
+        RED = "red"
+
+    save_config(tmp_path, {"path": Path("a/b"), "color": Color.RED, "nested": {"pair": (1, 2)}})
+    read = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert read == {"path": "a/b", "color": "red", "nested": {"pair": [1, 2]}}
+
+
+def test_small_learning_rates_read_back_as_numbers(tmp_path: Path) -> None:
+    save_config(tmp_path, {"actor_learning_rate": 1e-6, "other": 5e-05})
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"actor_learning_rate": 1e-6, "other": 5e-05}

@@ -1,0 +1,169 @@
+"""A metric depends on the samples, not on how they were split over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openppo.tracking import Metrics
+from openppo.types import SingleProcess
+
+
+class ThreadComm:
+    """``Comm`` of ranks that are threads of this process."""
+
+    def __init__(self, rank: int, world_size: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._slots, self._barrier = slots, barrier
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        raise AssertionError("metrics gather objects only: ranks may lack names")
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._slots[self.rank] = value
+        self._barrier.wait(timeout=10)
+        gathered = list(self._slots)
+        self._barrier.wait(timeout=10)
+        return gathered
+
+
+def reduced_on_all(bags: list[Metrics]) -> list[dict[str, float]]:
+    """What each rank gets when every rank reduces its own bag."""
+    results: list[Any] = [None] * len(bags)
+    slots, barrier = list(results), threading.Barrier(len(bags))
+
+    def of_rank(rank: int) -> None:
+        results[rank] = bags[rank].reduced(ThreadComm(rank, len(bags), slots, barrier))
+
+    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(len(bags))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    return results
+
+
+NUMBERS = [3.0, -1.5, 0.25, 8.0, 8.0, -2.0, 100.5]
+# all numbers on one rank at once; one by one; over three ranks, one of them with nothing
+SPLITS = [
+    [[NUMBERS]],
+    [[[number] for number in NUMBERS]],
+    [[NUMBERS[:1], NUMBERS[1:4]], [], [NUMBERS[4:]]],
+]
+EXPECTED = {
+    "mean": statistics.fmean(NUMBERS),
+    "std": statistics.pstdev(NUMBERS),
+    "max": 100.5,
+    "min": -2.0,
+    "sum": math.fsum(NUMBERS),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("reduction", EXPECTED)
+def test_tensor_elements_reduce_alike_for_every_split(split: list[list[list[float]]], reduction: Any) -> None:
+    bags = [Metrics() for _ in split]
+    for bag, micro_batches in zip(bags, split, strict=True):
+        for numbers in micro_batches:
+            bag.add_tensor("x", torch.tensor(numbers), reduce=reduction)
+    for result in reduced_on_all(bags):
+        assert result == {"x": pytest.approx(EXPECTED[reduction], rel=1e-12)}
+
+
+@pytest.mark.parametrize("reduction", EXPECTED)
+def test_single_numbers_reduce_like_tensor_elements(reduction: Any) -> None:
+    metrics = Metrics()
+    for number in NUMBERS:
+        metrics.add("x", number, reduce=reduction)
+    assert metrics.reduced(SingleProcess())["x"] == pytest.approx(EXPECTED[reduction], rel=1e-12)
+
+
+def test_mean_is_weighted_by_sample_counts_not_by_micro_batches() -> None:
+    bags = [Metrics(), Metrics()]
+    bags[0].add("loss", 1.0, weight=3)
+    bags[0].add("loss", torch.tensor(2.0), weight=1)
+    bags[1].add("loss", 5.0, weight=4)
+    assert [result["loss"] for result in reduced_on_all(bags)] == [pytest.approx(25 / 8)] * 2
+
+
+def test_python_floats_keep_double_precision() -> None:
+    metrics = Metrics()
+    metrics.add("lr", 1e-6 / 3)
+    assert metrics.reduced(SingleProcess()) == {"lr": 1e-6 / 3}
+
+
+def test_std_keeps_its_digits_far_from_zero() -> None:
+    metrics = Metrics()
+    for offset in ([0.0, 1.0], [2.0], [3.0, 4.0]):  # sum of squares minus squared sum would give 0 or a NaN here
+        metrics.add_tensor("x", torch.tensor(offset, dtype=torch.float64) + 1e9, reduce="std")
+    assert metrics.reduced(SingleProcess())["x"] == pytest.approx(math.sqrt(2.0), rel=1e-9)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "std", "max", "min", "sum"])
+def test_nan_outside_the_mask_does_not_spread(reduction: Any) -> None:
+    values = torch.tensor([[1.0, math.nan, 4.0], [math.inf, 7.0, math.nan]])
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    metrics = Metrics()
+    metrics.add_tensor("x", values, mask, reduce=reduction)
+    inside = [1.0, 4.0, 7.0]
+    expected = {"mean": 4.0, "std": statistics.pstdev(inside), "max": 7.0, "min": 1.0, "sum": 12.0}
+    assert metrics.reduced(SingleProcess())["x"] == pytest.approx(expected[reduction])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "std", "max", "min", "sum"])
+def test_nan_inside_the_mask_shows(reduction: Any) -> None:
+    metrics = Metrics()
+    metrics.add_tensor("x", torch.tensor([1.0, math.nan]), reduce=reduction)
+    metrics.add_tensor("x", torch.tensor([2.0, 3.0]), reduce=reduction)
+    assert math.isnan(metrics.reduced(SingleProcess())["x"])
+
+
+def test_a_metric_of_nothing_is_left_out_and_a_zero_weight_addition_adds_nothing() -> None:
+    metrics = Metrics()
+    metrics.add("dummy_forward", math.nan, weight=0)
+    metrics.add("loss", math.nan, weight=0)
+    metrics.add("loss", 2.0, weight=5)
+    metrics.add_tensor("all_masked", torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool), reduce="max")
+    metrics.add_tensor("empty", torch.ones(0), reduce="std")
+    assert metrics.reduced(SingleProcess()) == {"loss": 2.0}
+
+
+def test_ranks_that_lack_names_get_the_same_dict_in_the_same_order() -> None:
+    bags = [Metrics(), Metrics(), Metrics()]
+    bags[0].add("b", 1.0)
+    bags[0].add("a", 2.0)
+    bags[1].add("c", 3.0, reduce="max")
+    bags[1].add("a", 4.0)
+    results = reduced_on_all(bags)
+    assert [list(result.items()) for result in results] == [[("b", 1.0), ("a", 3.0), ("c", 3.0)]] * 3
+
+
+def test_one_name_has_one_reduction() -> None:
+    metrics = Metrics()
+    metrics.add("x", 1.0, reduce="max")
+    with pytest.raises(ValueError, match="x was declared with reduction max, now with mean"):
+        metrics.add("x", 1.0)
+    with pytest.raises(ValueError, match="std"):
+        metrics.add_tensor("x", torch.ones(2), reduce="std")
+
+
+def test_metrics_hold_no_graph_and_reducing_twice_gives_the_same() -> None:
+    metrics = Metrics()
+    parameter = torch.ones(3, requires_grad=True)
+    metrics.add("loss", parameter.sum())
+    metrics.add_tensor("values", parameter * 2, reduce="std")
+    assert not any(piece.requires_grad for pieces in metrics._pieces.values() for piece in pieces)
+    assert metrics.reduced(SingleProcess()) == metrics.reduced(SingleProcess()) == {"loss": 3.0, "values": 0.0}
+
+
+def test_low_precision_and_boolean_tensors_are_counted_exactly() -> None:
+    metrics = Metrics()
+    metrics.add_tensor("clipped", torch.tensor([True, False, False, True]))
+    metrics.add_tensor("big", torch.full((4099,), 1.0, dtype=torch.bfloat16), reduce="sum")
+    assert metrics.reduced(SingleProcess()) == {"clipped": 0.5, "big": 4099.0}
