@@ -49,22 +49,21 @@ def sample_prompt(rng: random.Random) -> str:
 
 
 def damage(answer: str, rng: random.Random) -> str:
-    """Make one mistake: replace, drop or add a letter, or break the order."""
+    """Make one mistake: replace, drop or add a letter, or swap two."""
     letters = list(answer)
-    i = rng.randrange(len(letters))
-    kind = rng.choice(["replace", "replace", "replace", "drop", "add", "swap", "shuffle"])
-    if kind == "replace":  # the order is kept: the mistake that a half-trained model makes most often
-        letters[i] = rng.choice(ALPHABET)
-        letters.sort()
+    i, j = rng.randrange(len(letters)), rng.randrange(len(letters))
+    letter = rng.choice([*ALPHABET, *answer])
+    kind = rng.choice(["replace", "replace", "replace", "drop", "add", "swap"])
+    if kind == "replace":  # in most mistakes the order is kept, as in those of a half-trained model
+        letters[i] = letter
     elif kind == "drop":
         del letters[i]
     elif kind == "add":
-        letters = sorted([*letters, rng.choice([*ALPHABET, *letters])])
-    elif kind == "swap":
-        j = min(i + 1, len(letters) - 1)
-        letters[i], letters[j] = letters[j], letters[i]
+        letters.append(letter)
+    if kind != "swap":
+        letters.sort()
     else:
-        rng.shuffle(letters)
+        letters[i], letters[j] = letters[j], letters[i]
     return "".join(letters)
 
 
@@ -72,7 +71,7 @@ def wrong_answer(prompt: str, rng: random.Random) -> str:
     """Return an answer with one mistake or, less often, two or three."""
     wrong = answer = correct_answer(prompt)
     while wrong == answer:
-        for _ in range(rng.choice([1, 1, 2, 3])):
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
             wrong = damage(wrong, rng)
     return wrong
 

@@ -52,7 +52,7 @@ def cyclic_batches(n_rows: int, batch_size: int, seed: int, start: int = 0) -> I
 def _cyclic_batches(n_rows: int, batch_size: int, seed: int, start: int) -> Iterator[list[int]]:
     epoch, offset = divmod(start * batch_size, n_rows)
     passes = (_order(n_rows, seed, number) for number in count(epoch))
-    indexes = islice(chain.from_iterable(passes), 0, None)
+    indexes = islice(chain.from_iterable(passes), offset, None)
     while True:
         yield list(islice(indexes, batch_size))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from openppo.rollout.sampling import request_uniforms, sample
+from openppo.tracking import progress
 from openppo.types import Completion, FinishReason, SamplingParams
 
 
@@ -62,12 +63,14 @@ class HFEngine:
         pad_token_id: int,
         max_batch_size: int,
         any_rank_busy: Callable[[bool], bool] | None = None,
+        show_progress: bool = False,
     ) -> None:
         self.model = model
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pad_token_id = pad_token_id
         self.max_batch_size = max_batch_size
         self.any_rank_busy = any_rank_busy or bool
+        self.show_progress = show_progress
         self.version = 0
         self._numbers = count()
         self._waiting: list[_Request] = []
@@ -108,9 +111,13 @@ class HFEngine:
         """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
         longest_first = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
         place = {self.submit(prompts[i], params, seeds[i]): i for i in longest_first}
-        while self.any_rank_busy(self.busy):
-            self.step()
-        done = {place[number]: completion for number, completion in self.collect().items()}
+        done: dict[int, Completion] = {}
+        with progress(len(prompts), "generation", enabled=self.show_progress) as bar:
+            while self.any_rank_busy(self.busy):
+                self.step()
+                ended = self.collect()
+                done |= {place[number]: completion for number, completion in ended.items()}
+                bar.update(len(ended))
         return [done[i] for i in range(len(prompts))]
 
     def _admit(self) -> list[_Request]:

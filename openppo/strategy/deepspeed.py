@@ -119,13 +119,11 @@ class DeepspeedStrategy:
     @contextmanager
     def gathered(self, engine: TrainingEngine) -> Iterator[None]:
         """Under ZeRO-3, full weights on every rank and no hooks inside: forwards need no company of other ranks."""
-        engine.train(False)
         if self.zero_stage == 3:
             with unwrap_model_for_generation(engine.deepspeed):
                 yield
         else:
             yield
-        engine.train(True)
 
     def save_pretrained(self, model: Any, folder: str | Path, tokenizer: Any = None) -> None:
         """Write a Hugging Face model (and tokenizer) to ``folder``, gathered tensor by tensor; called on all ranks."""

@@ -174,7 +174,7 @@ def test_a_split_the_hub_does_not_have_is_an_error_with_its_splits(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"a": 1}\n\n{"a": \n', r"a.jsonl, line 3: not valid JSON \(Expecting value at column 7\)"),
+        ("a.jsonl", '{"a": 1}\n\n{"a": \n', r"a.jsonl, line 3: not valid JSON \(Expecting value at column 6\)"),
         ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl, line 2: not an object but list"),
         ("a.json", '[{"a": 1},\n {"a": }]', "a.json, line 2: not valid JSON"),
         ("a.json", '[{"a": 1}, "x"]', "a.json, row 2: not an object but str"),

@@ -1,0 +1,73 @@
+"""Trajectories to tensors, and experiences apart and together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from openppo.models.padding import pad_right
+from openppo.types import Experience, FinishReason, Trajectory
+
+PER_ROW_FIELDS = ("scores", "truncated")
+"""Fields of shape (B,); all others are (B, L)."""
+
+
+def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience:
+    """Right-padded tensors of what the trajectories know; masks come from lengths, never from token ids.
+
+    A trajectory's score is the sum of its named scores.
+    """
+    sequences, attention_mask = pad_right([t.token_ids for t in trajectories], pad_token_id)
+    action_mask, _ = pad_right([t.action_mask for t in trajectories], 0)
+    log_probs = torch.zeros(sequences.shape)
+    for row, trajectory in enumerate(trajectories):
+        log_probs[row, : len(trajectory.log_probs)] = torch.tensor(trajectory.log_probs)
+    return Experience(
+        sequences=sequences,
+        attention_mask=attention_mask,
+        action_mask=action_mask.bool(),
+        rollout_log_probs=torch.where(action_mask.bool(), log_probs, 0.0),
+        scores=torch.tensor([sum(t.scores.values()) for t in trajectories], dtype=torch.float32),
+        truncated=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
+    )
+
+
+def split_rows(experience: Experience) -> Iterator[Experience]:
+    """One experience per row, its padding cut off; copies, so that no row keeps the whole batch in memory."""
+    lengths = experience.attention_mask.sum(-1).tolist()
+    tensors = experience.tensors()
+    for row, length in enumerate(lengths):
+        yield Experience(
+            **{
+                name: (tensor[row : row + 1] if name in PER_ROW_FIELDS else tensor[row : row + 1, :length]).clone()
+                for name, tensor in tensors.items()
+            }
+        )
+
+
+def join_rows(rows: Sequence[Experience]) -> Experience:
+    """Rows (or batches) padded on the right to the longest; padding is 0 and False everywhere, ids included."""
+    width = max(row.sequences.shape[1] for row in rows)
+
+    def joined(name: str, tensors: list[Tensor]) -> Tensor:
+        if name in PER_ROW_FIELDS:
+            return torch.cat(tensors)
+        return torch.cat([F.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors])
+
+    names = rows[0].tensors()
+    return Experience(**{name: joined(name, [row.tensors()[name] for row in rows]) for name in names})
+
+
+def idle_experience(like: Experience | None = None) -> Experience:
+    """One row of two tokens without any action: what a rank computes on when others have more to do."""
+    shape, device = (1, 2), torch.device("cpu") if like is None else like.sequences.device
+    made = {field.name: torch.zeros(shape, device=device) for field in fields(Experience) if field.name not in PER_ROW_FIELDS}
+    made["sequences"] = made["sequences"].long()
+    made["attention_mask"] = torch.ones(shape, dtype=torch.bool, device=device)
+    made["action_mask"] = made["action_mask"].bool()
+    rows = {"scores": torch.zeros(1, device=device), "truncated": torch.zeros(1, dtype=torch.bool, device=device)}
+    return Experience(**made, **rows)

@@ -1,0 +1,128 @@
+"""ReplayBuffer: experience of one rollout, normalized over all ranks, dealt out in optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openppo.experience.collate import PER_ROW_FIELDS, idle_experience, join_rows, split_rows
+from openppo.types import Comm, Experience, SingleProcess
+
+_EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One rank's share of an optimizer step.
+
+    ``micro_batches`` has the same length on all ranks; where a rank has no samples left it holds one row without
+    any action. ``n_tokens`` counts the action tokens of the whole step, over all micro-batches and ranks.
+    """
+
+    micro_batches: list[Experience]
+    n_tokens: int
+
+
+class ReplayBuffer:
+    """Experiences of single samples.
+
+    Each rank fills its own; ``mini_batches`` puts all ranks' samples together, so that which samples share an
+    optimizer step does not depend on how many ranks made them. ``limit`` is the largest number of samples of one
+    rank (0: none): the oldest leave first.
+    """
+
+    def __init__(self, comm: Comm | None = None, limit: int = 0, cpu_offload: bool = True) -> None:
+        self.comm = comm or SingleProcess()
+        self.limit = limit
+        self.cpu_offload = cpu_offload
+        self.items: list[Experience] = []
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def append(self, experience: Experience) -> None:
+        """Add every row of a batch."""
+        for row in split_rows(experience):
+            self.items.append(row.to("cpu") if self.cpu_offload else row)
+        if self.limit > 0:
+            self.items = self.items[-self.limit :]
+
+    def extend(self, experiences: Iterable[Experience]) -> None:
+        """Add every row of several batches."""
+        for experience in experiences:
+            self.append(experience)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.items = []
+
+    def normalize(self, name: str) -> None:
+        """(x - mean) / sqrt(var + 1e-8) over the action tokens of all ranks, for the field ``name``; 0 elsewhere.
+
+        Mean and (biased) variance are taken in float64. All ranks call this together.
+        """
+        kept = [item.tensors()[name][item.action_mask].double() for item in self.items]
+        values = torch.cat([torch.zeros(0, dtype=torch.float64), *(part.cpu() for part in kept)])
+        count = self.comm.all_reduce(torch.tensor(float(len(values)), dtype=torch.float64)).clamp(min=1)
+        mean = self.comm.all_reduce(values.sum()) / count
+        variance = self.comm.all_reduce((values - mean).square().sum()) / count
+
+        def normalized(tensor: Tensor, mask: Tensor) -> Tensor:
+            scaled = (tensor.double() - mean.to(tensor.device)) / (variance.to(tensor.device) + _EPS).sqrt()
+            return torch.where(mask, scaled.to(tensor.dtype), 0.0)
+
+        self.items = [
+            item.with_fields(**{name: normalized(item.tensors()[name], item.action_mask)}) for item in self.items
+        ]
+
+    def mini_batches(self, batch_size: int, micro_batch_size: int, epochs: int, seed: int) -> Iterator[MiniBatch]:
+        """All ranks' samples, shuffled anew for each epoch from ``seed``, ``batch_size`` of them per optimizer step.
+
+        The last step of an epoch takes what is left. All ranks call this together, with the same arguments.
+        """
+        items = self._everyones()
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(epochs):
+            order = torch.randperm(len(items), generator=generator).tolist()
+            for start in range(0, len(order), batch_size):
+                yield self._share([items[i] for i in order[start : start + batch_size]], micro_batch_size)
+
+    def _share(self, step: list[Experience], size: int) -> MiniBatch:
+        """This rank's micro-batches of a step. Ranks' shares differ by one sample at most."""
+        rank, world = self.comm.rank, self.comm.world_size
+        mine = step[rank * len(step) // world : (rank + 1) * len(step) // world]
+        mine = sorted(mine, key=lambda item: item.sequences.shape[1])  # less padding
+        largest = -(-len(step) // world)
+        micro_batches = [join_rows(mine[start : start + size]) for start in range(0, len(mine), size)]
+        while len(micro_batches) < -(-largest // size):
+            micro_batches.append(idle_experience(like=step[0]))
+        return MiniBatch(micro_batches, n_tokens=sum(int(item.action_mask.sum()) for item in step))
+
+    def _everyones(self) -> list[Experience]:
+        """All ranks' samples in rank order."""
+        if self.comm.world_size == 1:
+            return self.items
+        packed = self.comm.all_gather_object(_pack(self.items))
+        device = self.items[0].sequences.device if self.items else torch.device("cpu")
+        return [item.to(device) for rank in packed for item in _unpack(rank)]
+
+
+def _pack(items: list[Experience]) -> tuple[list[int], dict[str, Tensor]]:
+    """Lengths and one flat CPU tensor per field: far fewer objects to send than one per sample and field."""
+    fields = items[0].tensors() if items else {}
+    flat = {name: torch.cat([item.tensors()[name].flatten() for item in items]).cpu() for name in fields}
+    return [item.sequences.shape[1] for item in items], flat
+
+
+def _unpack(packed: tuple[list[int], dict[str, Tensor]]) -> list[Experience]:
+    lengths, flat = packed
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in flat.items():
+        if name in PER_ROW_FIELDS:
+            parts[name] = list(tensor.split(1))  # (1,) each
+        else:
+            parts[name] = [piece[None] for piece in tensor.split(lengths)]  # (1, L) each
+    return [Experience(**{name: pieces[i] for name, pieces in parts.items()}) for i in range(len(lengths))]

@@ -1,0 +1,27 @@
+"""The training loops. Names load on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openppo.trainer.build import build_ppo_trainer
+    from openppo.trainer.ppo_trainer import PPOTrainer
+    from openppo.trainer.reward_model import RewardModelTrainer
+    from openppo.trainer.sft import SFTTrainer
+
+_HOME = {
+    "PPOTrainer": "ppo_trainer",
+    "RewardModelTrainer": "reward_model",
+    "SFTTrainer": "sft",
+    "build_ppo_trainer": "build",
+}
+
+__all__ = ["PPOTrainer", "RewardModelTrainer", "SFTTrainer", "build_ppo_trainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

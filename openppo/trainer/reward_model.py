@@ -1,0 +1,62 @@
+"""Reward-model training on preference pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openppo.config import TrainRMConfig
+from openppo.datasets import PreferenceExample
+from openppo.models.loading import pad_token_id
+from openppo.models.loss import LogExpLoss, PairWiseLoss
+from openppo.models.padding import pad_right
+from openppo.tracking import Metrics
+from openppo.trainer.supervised import ModelCall, SupervisedParts, SupervisedTrainer
+from openppo.trainer.token_batches import equal_micro_batches
+
+RM_HEADLINE = ("loss", "accuracy", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate", "time/step_s")
+_IDLE = PreferenceExample(chosen_ids=[0, 0], rejected_ids=[0, 0], margin=0.0)
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """Micro-batches of pairs, equally many on all ranks; empty where a rank has no pairs left."""
+
+    micro_batches: list[list[PreferenceExample]]
+    n_pairs: int
+
+
+class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
+    """Trains a ``ScalarHeadModel`` of role reward; the loss is the mean over the pairs of each optimizer step."""
+
+    def __init__(self, config: TrainRMConfig, parts: SupervisedParts[PreferenceExample]) -> None:
+        super().__init__(config, parts)
+        self.uses_margin = config.data.margin_key is not None
+        self.pair_loss = PairWiseLoss() if config.data.loss == "sigmoid" else LogExpLoss()
+
+    def make_batch(self, examples: Sequence[PreferenceExample]) -> PairBatch:
+        """This rank's micro-batches."""
+        size = self.config.batch.micro_train_batch_size
+        return PairBatch(equal_micro_batches(examples, size, self.comm), len(examples))
+
+    def loss(
+        self, model: ModelCall, batch: PairBatch, micro: list[PreferenceExample], metrics: Metrics, prefix: str
+    ) -> Tensor:
+        """Summed loss of this micro-batch's pairs over the pairs of the step; both sides in one forward."""
+        pairs = micro or [_IDLE]
+        rows = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
+        sequences, attention_mask = pad_right(rows, pad_token_id(self.parts.tokenizer))
+        scores = model(sequences.to(self.device), attention_mask.to(self.device))
+        chosen, rejected = scores.chunk(2)  # (B,) each
+        margin = torch.tensor([pair.margin for pair in pairs], device=self.device)
+        loss = self.pair_loss(chosen, rejected, margin) if self.uses_margin else self.pair_loss(chosen, rejected)
+        if not micro:
+            return 0.0 * loss  # runs along with ranks that have more pairs
+        metrics.add(f"{prefix}loss", loss.detach(), weight=len(pairs))
+        metrics.add_tensor(f"{prefix}accuracy", (chosen > rejected).float().detach())
+        metrics.add_tensor(f"{prefix}chosen_reward", chosen.detach())
+        metrics.add_tensor(f"{prefix}rejected_reward", rejected.detach())
+        return loss * len(pairs) / batch.n_pairs

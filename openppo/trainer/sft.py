@@ -1,0 +1,31 @@
+"""Supervised fine-tuning: the token-mean cross entropy of responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from openppo.datasets import TokenExample
+from openppo.models.loading import pad_token_id
+from openppo.tracking import Metrics
+from openppo.trainer.supervised import ModelCall, SupervisedTrainer
+from openppo.trainer.token_batches import Tensors, TokenBatch, token_batch
+
+SFT_HEADLINE = ("loss", "eval_loss", "grad_norm", "learning_rate", "time/step_s")
+
+
+class SFTTrainer(SupervisedTrainer[TokenExample]):
+    """Trains an ``Actor`` on token examples; the loss is the mean over the target tokens of each optimizer step."""
+
+    def make_batch(self, examples: Sequence[TokenExample]) -> TokenBatch:
+        """This rank's micro-batches."""
+        pad = pad_token_id(self.parts.tokenizer)
+        return token_batch(examples, self.config.batch.micro_train_batch_size, pad, self.comm)
+
+    def loss(self, model: ModelCall, batch: TokenBatch, micro: Tensors, metrics: Metrics, prefix: str) -> Tensor:
+        """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
+        sequences, attention_mask, loss_mask = (tensor.to(self.device) for tensor in micro)
+        log_probs = model(sequences, attention_mask, loss_mask)
+        metrics.add_tensor(f"{prefix}loss", -log_probs.detach(), loss_mask)
+        return -log_probs.sum() / max(batch.n_tokens, 1)
