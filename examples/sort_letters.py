@@ -1,6 +1,6 @@
 """A task small enough for a laptop: write the letters of a word in alphabetical order.
 
-    prompt  "dbgca>"      answer  "abcdg"
+    prompt  "dbgca>"      right answer  "abcdg"
 
 `python examples/sort_letters.py make --out DIR --seed S` writes everything that the three stages of RLHF need:
 
@@ -11,20 +11,19 @@
     DIR/prompts.jsonl              {"input", "label"}                for PPO
     DIR/heldout.jsonl              {"input", "label"}                to measure the policy
 
-No prompt of a held-out file appears in a training file. Whether an answer is right is decided by Python's sorted()
+No prompt of a held-out file appears in another file. Whether an answer is right is decided by Python's sorted()
 (`is_correct`), never by a model, so the measured accuracy is independent of the learned reward.
 """
 
 import argparse
 import json
 import random
-import string
 from collections.abc import Iterable
 from pathlib import Path
 
-ALPHABET = string.ascii_lowercase
-LENGTHS = (5, 6, 7, 8)  # letters in a prompt; a letter may occur more than once
-SIZES = {"sft": 20000, "preference": 20000, "preference_heldout": 1000, "prompts": 8000, "heldout": 500}
+ALPHABET = "abcdefgh"
+LENGTHS = (4, 5, 6)  # letters in a prompt; a letter may occur more than once
+SIZES = {"heldout": 500, "preference_heldout": 1000, "sft": 2400, "preference": 48000, "prompts": 20480}
 
 
 def correct_answer(prompt: str) -> str:
@@ -45,25 +44,27 @@ def exact_match(prompts: Iterable[str], answers: Iterable[str]) -> float:
 
 def sample_prompt(rng: random.Random) -> str:
     """Draw one prompt."""
-    return "".join(rng.sample(ALPHABET, rng.choice(LENGTHS))) + ">"
+    return "".join(rng.choices(ALPHABET, k=rng.choice(LENGTHS))) + ">"
 
 
 def damage(answer: str, rng: random.Random) -> str:
-    """Make one mistake: replace, drop or add a letter, or swap two."""
+    """Make one mistake: replace, drop or add a letter, swap two, or ramble on."""
     letters = list(answer)
     i, j = rng.randrange(len(letters)), rng.randrange(len(letters))
     letter = rng.choice([*ALPHABET, *answer])
-    kind = rng.choice(["replace", "replace", "replace", "drop", "add", "swap"])
+    kind = rng.choice(["replace", "replace", "replace", "drop", "add", "swap", "ramble"])
     if kind == "replace":  # in most mistakes the order is kept, as in those of a half-trained model
         letters[i] = letter
     elif kind == "drop":
         del letters[i]
     elif kind == "add":
         letters.append(letter)
-    if kind != "swap":
-        letters.sort()
-    else:
+    if kind == "swap":
         letters[i], letters[j] = letters[j], letters[i]
+    elif kind == "ramble":
+        letters += rng.choices(letters, k=rng.randint(1, 6))
+    else:
+        letters.sort()
     return "".join(letters)
 
 
@@ -77,15 +78,16 @@ def wrong_answer(prompt: str, rng: random.Random) -> str:
 
 
 def write_data(out: Path, rng: random.Random) -> None:
-    """Write the five JSON-lines files; every prompt is used once only, in one file only."""
-    seen: set[str] = set()
-    for name, size in SIZES.items():
+    """Write the five JSON-lines files; a held-out prompt occurs once only, in one file only."""
+    heldout: set[str] = set()
+    for name, size in SIZES.items():  # held-out files first
         rows = []
         while len(rows) < size:
             prompt = sample_prompt(rng)
-            if prompt in seen:
+            if prompt in heldout:
                 continue
-            seen.add(prompt)
+            if name.endswith("heldout"):
+                heldout.add(prompt)
             answer = correct_answer(prompt)
             if name == "sft":
                 rows.append({"input": prompt, "output": answer})

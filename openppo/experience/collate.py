@@ -65,7 +65,11 @@ def join_rows(rows: Sequence[Experience]) -> Experience:
 def idle_experience(like: Experience | None = None) -> Experience:
     """One row of two tokens without any action: what a rank computes on when others have more to do."""
     shape, device = (1, 2), torch.device("cpu") if like is None else like.sequences.device
-    made = {field.name: torch.zeros(shape, device=device) for field in fields(Experience) if field.name not in PER_ROW_FIELDS}
+    made = {
+        field.name: torch.zeros(shape, device=device)
+        for field in fields(Experience)
+        if field.name not in PER_ROW_FIELDS
+    }
     made["sequences"] = made["sequences"].long()
     made["attention_mask"] = torch.ones(shape, dtype=torch.bool, device=device)
     made["action_mask"] = made["action_mask"].bool()

@@ -95,8 +95,11 @@ class ExperienceMaker:
 
     def _measure(self, batch: Experience, metrics: Metrics) -> None:
         mask = batch.action_mask
-        assert batch.log_probs is not None and batch.entropy is not None
-        assert batch.values is not None and batch.returns is not None and batch.advantages is not None
+        assert batch.log_probs is not None
+        assert batch.entropy is not None
+        assert batch.values is not None
+        assert batch.returns is not None
+        assert batch.advantages is not None
         metrics.add_tensor("reward", batch.scores)
         metrics.add_tensor("reward_std", batch.scores, reduce="std")
         for name, estimator in (("kl", "k1"), ("kl_k3", "k3")):

@@ -81,9 +81,7 @@ class ValueLoss(nn.Module):
         self.clip_eps = clip_eps
         self.reduction: Reduction = reduction
 
-    def forward(
-        self, values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor | None = None) -> Tensor:
         """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``."""
         loss = (values - returns).square()
         if self.clip_eps is not None:
@@ -167,5 +165,7 @@ class PRMLoss(nn.Module):
         matches = labels[:, None] == tokens  # (N, number of reward tokens)
         if not bool(matches.any(-1).all()):
             strange = sorted(set(labels[~matches.any(-1)].tolist()))
-            raise ValueError(f"labels {strange} at placeholder positions are not among reward_token_ids {tokens.tolist()}")
+            raise ValueError(
+                f"labels {strange} at placeholder positions are not among reward_token_ids {tokens.tolist()}"
+            )
         return matches.int().argmax(-1)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from openppo.rollout.sampling import request_uniforms, sample
 from openppo.tracking import progress
@@ -58,7 +58,7 @@ class HFEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         eos_token_ids: Sequence[int],
         pad_token_id: int,
         max_batch_size: int,
@@ -140,7 +140,9 @@ class HFEngine:
         self._accept(self._batch, logits)
 
     def _decode(self, batch: _Batch) -> None:
-        logits = self._forward(batch.next_input, batch.attention_mask, _positions(batch.attention_mask)[:, -1:], batch.cache)
+        logits = self._forward(
+            batch.next_input, batch.attention_mask, _positions(batch.attention_mask)[:, -1:], batch.cache
+        )
         self._accept(batch, logits)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:

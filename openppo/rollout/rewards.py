@@ -87,7 +87,9 @@ def check_scores(scores: Sequence[Any], trajectories: Sequence[Trajectory], sour
     for score, trajectory in zip(scores, trajectories, strict=True):
         number = isinstance(score, int | float) or (hasattr(score, "item") and getattr(score, "size", 1) in (1, ()))
         if not (number and math.isfinite(score)):
-            raise ValueError(f"{source} returned {score!r} for prompt {trajectory.prompt.text!r}; a finite number is needed.")
+            raise ValueError(
+                f"{source} returned {score!r} for prompt {trajectory.prompt.text!r}; a finite number is needed."
+            )
     return [float(score) for score in scores]
 
 

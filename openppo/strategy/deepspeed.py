@@ -25,7 +25,7 @@ import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.zero import GatheredParameters, unwrap_model_for_generation
-from transformers import get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy.comm import TorchComm, init_process_group
@@ -160,7 +160,7 @@ def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
 
 def _enable_gradient_checkpointing(module: nn.Module) -> None:
     for child in module.modules():
-        if hasattr(child, "gradient_checkpointing_enable"):
+        if isinstance(child, PreTrainedModel):
             child.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             return
     raise ValueError(f"--gradient_checkpointing: {type(module).__name__} does not support it; leave the flag away.")

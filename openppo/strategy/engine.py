@@ -29,7 +29,7 @@ class TrainingEngine:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next optimizer step."""
-        return self.scheduler.get_last_lr()[0]
+        return float(self.scheduler.get_last_lr()[0])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.deepspeed(*args, **kwargs)

@@ -41,7 +41,8 @@ class ActorStep:
         metrics.add("actor_grad_norm", self.engine.step())
 
     def _policy_loss(self, micro: Experience, n_tokens: int, metrics: Metrics) -> Tensor:
-        assert micro.log_probs is not None and micro.advantages is not None
+        assert micro.log_probs is not None
+        assert micro.advantages is not None
         mask = micro.action_mask
         log_probs = self.engine(micro.sequences, micro.attention_mask, mask)
         loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask)  # (B, L)

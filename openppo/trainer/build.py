@@ -1,23 +1,18 @@
-"""From options to trainers: check everything cheap first, then load, wrap and put together."""
+"""From options to a PPO trainer: check everything cheap first, then load, wrap and put together."""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig, flat_dict
-from openppo.datasets import (
-    BatchSampler,
-    TokenExample,
-    load_documents,
-    load_preferences,
-    load_prompts,
-    load_rows,
-    load_sft_examples,
-)
+from openppo.config import TrainPPOConfig, flat_dict
+from openppo.datasets import BatchSampler, TokenExample, load_documents, load_prompts, load_rows, require_column
 from openppo.experience.maker import ExperienceMaker
 from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, check_model, eos_token_ids, load_tokenizer, pad_token_id
@@ -25,11 +20,9 @@ from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rewards import FunctionScorer, ModelScorer, Scorer, load_reward_function
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Trackers, make_trackers, save_config
 from openppo.trainer.ppo_trainer import HEADLINE, Parts, PPOTrainer
-from openppo.trainer.reward_model import RM_HEADLINE, RewardModelTrainer
-from openppo.trainer.sft import SFT_HEADLINE, SFTTrainer
-from openppo.trainer.supervised import SupervisedParts, total_optimizer_steps
 from openppo.types import Prompt
 
 logger = logging.getLogger("openppo")
@@ -44,10 +37,48 @@ def build_ppo_trainer(config: TrainPPOConfig, strategy: DeepspeedStrategy | None
     attention_implementation(model.flash_attn)
     tokenizer = load_tokenizer(model.pretrain, "--pretrain")
     _check_reward(config, actor_config, tokenizer)
-    prompts, documents = _load_ppo_data(config, tokenizer, actor_config)
+    prompts, documents = _load_data(config, tokenizer, actor_config)
     scorer = _scorer(config, strategy, tokenizer)  # before the large models: a missing head shows at once
+    actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(prompts))
+    strategy.seed_per_rank()
 
-    options = {"bf16": config.deepspeed.bf16, "flash_attn": model.flash_attn}
+    comm, pad = strategy.comm, pad_token_id(tokenizer)
+    policy: Any = actor.module.model
+    maker = ExperienceMaker(actor, critic, reference, config.ppo, comm, strategy.device, pad)
+    engine = HFEngine(
+        policy,
+        eos_token_ids(policy, tokenizer),
+        pad,
+        config.ppo.micro_rollout_batch_size,
+        show_progress=strategy.is_main,
+    )
+    sampler = BatchSampler(len(prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
+    trackers = start_trackers(config, strategy, HEADLINE, config.ppo.num_episodes * len(sampler))
+    return PPOTrainer(
+        config, Parts(strategy, tokenizer, actor, critic, engine, scorer, maker, prompts, documents, trackers)
+    )
+
+
+def start_trackers(config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int) -> Trackers:
+    """Trackers of a command, and its resolved options in ``<save_path>/logs/config.yaml``."""
+    trackers = make_trackers(config.run, strategy.comm, headline, total_steps)
+    if strategy.is_main:
+        save_config(Path(config.run.save_path) / "logs", flat_dict(config))
+    return trackers
+
+
+def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
+    """Say how many rows were too long, if any."""
+    if dropped > 0:
+        logger.warning("%s: %d rows longer than %s were dropped, %d are kept", flag, dropped, limit_flag, kept)
+
+
+def _prepare_models(
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, n_prompts: int
+) -> tuple[TrainingEngine, TrainingEngine, nn.Module | None]:
+    """Actor, critic and reference (None without a KL penalty), loaded and wrapped."""
+    model, rates, adam = config.model, config.learning_rate, config.adam
+    options: dict[str, Any] = {"bf16": config.deepspeed.bf16, "flash_attn": model.flash_attn}
     critic_name = model.critic_pretrain or model.reward_pretrain or model.pretrain
     check_model(critic_name, "--critic_pretrain")
     critic = get_llm_for_sequence_regression(
@@ -56,80 +87,80 @@ def build_ppo_trainer(config: TrainPPOConfig, strategy: DeepspeedStrategy | None
     actor = Actor(model.pretrain, temperature=config.generation.temperature, **options)
     reference = None
     if config.ppo.init_kl_coef > 0:
-        reference = strategy.prepare_frozen(
-            Actor(model.pretrain, temperature=config.generation.temperature, **options)
+        frozen = Actor(model.pretrain, temperature=config.generation.temperature, **options)
+        reference = strategy.prepare_frozen(frozen)
+    n_steps = _optimizer_steps(config, n_prompts)
+    actor_engine = strategy.prepare(actor, adam, rates.actor_learning_rate, n_steps)
+    critic_engine = strategy.prepare(critic, adam, rates.critic_learning_rate, n_steps)
+    return actor_engine, critic_engine, reference
+
+
+def _optimizer_steps(config: TrainPPOConfig, n_prompts: int) -> int:
+    """Optimizer steps of a whole run, the smaller last rollout of each episode included."""
+    ppo, batch = config.ppo, config.batch
+    full, rest = divmod(n_prompts, ppo.rollout_batch_size)
+    sizes = [ppo.rollout_batch_size] * full + [rest]
+    per_pass = sum(math.ceil(size * ppo.n_samples_per_prompt / batch.train_batch_size) for size in sizes)
+    return ppo.num_episodes * batch.max_epochs * per_pass
+
+
+def _load_data(
+    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig
+) -> tuple[list[Prompt], list[TokenExample]]:
+    """Prompts, and documents for the PTX loss (none without ``--pretrain_data``)."""
+    data, new_tokens = config.data, config.generation.generate_max_len
+    rows = load_rows(data.prompt_data, flag="--prompt_data", split=data.prompt_split, max_samples=data.max_samples)
+    loaded = load_prompts(rows, tokenizer, data)
+    log_dropped(loaded.dropped, len(loaded.prompts), "--prompt_data", "--prompt_max_len")
+    longest = max(len(prompt.token_ids) for prompt in loaded.prompts)
+    context = getattr(actor_config.get_text_config(), "max_position_embeddings", None)  # absent for some models
+    if context is not None and longest + new_tokens > context:
+        raise ValueError(
+            f"The longest prompt has {longest} tokens; with --generate_max_len {new_tokens} that exceeds the context "
+            f"of {context} tokens of --pretrain {config.model.pretrain}. Lower --generate_max_len or --prompt_max_len."
         )
-    n_steps = _optimizer_steps(config, len(prompts))
-    rates = config.learning_rate
-    actor_engine = strategy.prepare(actor, config.adam, rates.actor_learning_rate, n_steps)
-    critic_engine = strategy.prepare(critic, config.adam, rates.critic_learning_rate, n_steps)
-    strategy.seed_per_rank()
-
-    pad = pad_token_id(tokenizer)
-    maker = ExperienceMaker(actor_engine, critic_engine, reference, config.ppo, strategy.comm, strategy.device, pad)
-    engine = HFEngine(
-        actor.model,
-        eos_token_ids(actor.model, tokenizer),
-        pad,
-        config.ppo.micro_rollout_batch_size,
-        show_progress=strategy.is_main,
+    if data.pretrain_data is None or config.ppo.ptx_coef == 0:
+        return loaded.prompts, []
+    rows = load_rows(
+        data.pretrain_data, flag="--pretrain_data", split=data.pretrain_split, max_samples=data.max_samples
     )
-    trackers = _trackers(config, strategy, HEADLINE, config.ppo.num_episodes * _rollouts(config, len(prompts)))
-    parts = Parts(
-        strategy, tokenizer, actor_engine, critic_engine, engine, scorer, maker, prompts, documents, trackers
-    )
-    return PPOTrainer(config, parts)
+    key = data.pretrain_key or data.input_key
+    require_column(rows, key, flag_of_key="--pretrain_key", flag_of_data="--pretrain_data")
+    return loaded.prompts, load_documents(rows, tokenizer, key, longest + new_tokens)
 
 
-def build_sft_trainer(config: TrainSFTConfig) -> SFTTrainer:
-    """A supervised trainer of a causal language model, ready for ``fit()``."""
-    strategy = DeepspeedStrategy(config.deepspeed)
-    config.validate(strategy.comm.world_size)
-    options = config.supervised
-    check_model(options.pretrain, "--pretrain")
-    attention_implementation(options.flash_attn)
-    tokenizer = load_tokenizer(options.pretrain, "--pretrain")
-
-    def load(source: str, flag: str, split: str) -> list:
-        rows = load_rows(source, flag=flag, split=split, max_samples=options.max_samples)
-        examples, dropped = load_sft_examples(rows, tokenizer, options, config.data)
-        return _kept(examples, dropped, flag)
-
-    train, held_out = _train_and_eval(config, load)
-    actor = Actor(options.pretrain, bf16=config.deepspeed.bf16, flash_attn=options.flash_attn)
-    engine = strategy.prepare(
-        actor, config.adam, options.learning_rate, total_optimizer_steps(config, len(train))
-    )
-    trackers = _trackers(config, strategy, SFT_HEADLINE, total_optimizer_steps(config, len(train)))
-    return SFTTrainer(config, SupervisedParts(strategy, tokenizer, engine, train, held_out, trackers))
+def _check_reward(config: TrainPPOConfig, actor_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The reward model must read the actor's token ids, so it must have the actor's tokenizer."""
+    name = config.model.reward_pretrain
+    if name is None:
+        return
+    reward_config = check_model(name, "--reward_pretrain")
+    try:
+        same = AutoTokenizer.from_pretrained(name).get_vocab() == tokenizer.get_vocab()
+    except (OSError, ValueError, KeyError):
+        same = reward_config.get_text_config().vocab_size == actor_config.get_text_config().vocab_size
+        logger.info(
+            "--reward_pretrain %s has no tokenizer of its own; the sizes of the vocabularies were compared", name
+        )
+    if not same:
+        raise ValueError(
+            f"--reward_pretrain {name} has another vocabulary than --pretrain {config.model.pretrain}, and would read "
+            "token ids that are not its own. Use a reward model of the same family, or a --reward_fn."
+        )
 
 
-def build_rm_trainer(config: TrainRMConfig) -> RewardModelTrainer:
-    """A trainer of a reward model on preference pairs, ready for ``fit()``."""
-    strategy = DeepspeedStrategy(config.deepspeed)
-    config.validate(strategy.comm.world_size)
-    options = config.supervised
-    check_model(options.pretrain, "--pretrain")
-    attention_implementation(options.flash_attn)
-    tokenizer = load_tokenizer(options.pretrain, "--pretrain")
-
-    def load(source: str, flag: str, split: str) -> list:
-        rows = load_rows(source, flag=flag, split=split, max_samples=options.max_samples)
-        examples, dropped = load_preferences(rows, tokenizer, options, config.data)
-        return _kept(examples, dropped, flag)
-
-    train, held_out = _train_and_eval(config, load)
-    model = get_llm_for_sequence_regression(
-        options.pretrain,
+def _scorer(config: TrainPPOConfig, strategy: DeepspeedStrategy, tokenizer: PreTrainedTokenizerBase) -> Scorer:
+    """The Python function of ``--reward_fn``, or the frozen model of ``--reward_pretrain``."""
+    model = config.model
+    if model.reward_fn is not None:
+        return FunctionScorer(load_reward_function(model.reward_fn), model.reward_fn, tokenizer)
+    assert model.reward_pretrain is not None, "validated before"
+    reward = get_llm_for_sequence_regression(
+        model.reward_pretrain,
         "reward",
         bf16=config.deepspeed.bf16,
-        flash_attn=options.flash_attn,
-        value_head_prefix=config.data.value_head_prefix,
-        init_value_head=True,
+        flash_attn=model.flash_attn,
+        value_head_prefix=model.value_head_prefix,
     )
-    model.model.config.pad_token_id = tokenizer.pad_token_id  # plain transformers reads the score through it
-    engine = strategy.prepare(
-        model, config.adam, options.learning_rate, total_optimizer_steps(config, len(train))
-    )
-    trackers = _trackers(config, strategy, RM_HEADLINE, total_optimizer_steps(config, len(train)))
-    return RewardModelTrainer(config, SupervisedParts(strategy, tokenizer, engine, train, held_out, trackers))
+    frozen, size = strategy.prepare_frozen(reward), config.ppo.micro_rollout_batch_size
+    return ModelScorer(frozen, size, pad_token_id(tokenizer), strategy.comm, strategy.device)

@@ -26,7 +26,8 @@ class CriticStep:
         metrics.add("critic_learning_rate", self.engine.learning_rate, reduce="max")
         for i, micro in enumerate(batch.micro_batches):
             micro = micro.to(self.device)
-            assert micro.values is not None and micro.returns is not None
+            assert micro.values is not None
+            assert micro.returns is not None
             values = self.engine(micro.sequences, micro.attention_mask)
             loss = self.value_loss(values, micro.values, micro.returns, micro.action_mask)  # (B, L)
             metrics.add_tensor("value_loss", loss.detach(), micro.action_mask)

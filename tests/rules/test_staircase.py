@@ -147,7 +147,8 @@ def test_the_checker_accepts_downward_and_sideways_imports_in_one_package(tmp_pa
     write(tmp_path, "trainer/a.py", "from openppo import __version__\nfrom openppo.rollout.x import y")
     write(tmp_path, "cli/a.py", "def main():\n    from openppo.trainer import PPOTrainer")
     write(tmp_path, "__init__.py", "def __getattr__(name):\n    from openppo.trainer import x")
-    assert climbing_imports(tmp_path) == [] and inner_imports(tmp_path) == []
+    assert climbing_imports(tmp_path) == []
+    assert inner_imports(tmp_path) == []
 
 
 def test_the_checker_catches_imports_inside_functions(tmp_path: Path) -> None:

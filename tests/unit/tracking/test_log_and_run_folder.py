@@ -47,7 +47,9 @@ def test_config_yaml_reads_back_in_order_with_tuples_as_lists(tmp_path: Path) ->
     text = (tmp_path / "new" / "run" / "config.yaml").read_text(encoding="utf-8")
     read = yaml.safe_load(text)
     assert list(read) == list(options)
-    assert read["adam_betas"] == [0.9, 0.95] and read["top_k"] is None and read["pretrain"] == "\u00fcbung"
+    assert read["adam_betas"] == [0.9, 0.95]
+    assert read["top_k"] is None
+    assert read["pretrain"] == "\u00fcbung"
     assert all(read[name] == (list(value) if isinstance(value, tuple) else value) for name, value in options.items())
 
 

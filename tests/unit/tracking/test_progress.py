@@ -47,7 +47,8 @@ def test_a_long_phase_prints_a_line_every_30_seconds_and_one_at_the_end(
         clock[0] += 1.0
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
-    assert captured.out == "" and "\r" not in captured.err
+    assert captured.out == ""
+    assert "\r" not in captured.err
     assert [line.split("%")[0].split()[-1] for line in lines] == ["30", "60", "90", "100"]
     assert "30/100 [00:30<01:10" in lines[0]  # elapsed and left
 
@@ -78,5 +79,6 @@ def test_a_terminal_gets_a_bar_that_vanishes(monkeypatch: pytest.MonkeyPatch) ->
     for _ in progress(3, "bar", enabled=True):
         pass
     shown = stderr.getvalue()
-    assert "bar:   0%" in shown and "\n" not in shown
+    assert "bar:   0%" in shown
+    assert "\n" not in shown
     assert shown.rsplit("\r", 1)[0].rstrip(" ").endswith("\r")  # last thing written: blanks

@@ -100,7 +100,8 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     (text,) = events.Tensors("samples/0/text_summary")
     assert text.step == 2
     shown = text.tensor_proto.string_val[0].decode()
-    assert "**prompt**\n\n    2 + 2 =" in shown and "    # 4\n    *so*" in shown
+    assert "**prompt**\n\n    2 + 2 =" in shown
+    assert "    # 4\n    *so*" in shown
 
 
 def test_missing_tensorboard_names_the_flag_and_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -130,8 +131,10 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCap
         trackers.close()
         trackers.close()
     (record,) = caplog.records
-    assert "Recorder cannot write" in record.getMessage() and "No space left" in record.getMessage()
-    assert len(bad.records) == 1 and [step for step, _ in good.records] == [0, 1, 2, 3, 4]
+    assert "Recorder cannot write" in record.getMessage()
+    assert "No space left" in record.getMessage()
+    assert len(bad.records) == 1
+    assert [step for step, _ in good.records] == [0, 1, 2, 3, 4]
     assert (bad.closed, good.closed) == (1, 1)
 
 
@@ -162,7 +165,8 @@ def test_rank_0_gets_all_trackers_and_the_others_none(tmp_path: Path, capsys: py
     silent.log(1, {"reward": 1.0})
     silent.log_samples(1, [{"prompt": "p"}])
     silent.close()
-    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
 
     trackers = make_trackers(run, SingleProcess(), ["reward"], total_steps=2)
     trackers.log(1, {"reward": 1.0})

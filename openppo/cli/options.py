@@ -1,0 +1,134 @@
+"""Command lines to frozen configs: flags made from the dataclasses by tyro, YAML files, errors in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+import time
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import tyro
+import yaml
+
+from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig
+
+Config = TypeVar("Config", TrainPPOConfig, TrainSFTConfig, TrainRMConfig)
+
+_SECONDS_FOR_RANK_0 = 5
+
+
+class Runnable(Protocol):
+    """What a command builds."""
+
+    def fit(self) -> None:
+        """Do the work."""
+        ...
+
+
+def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) -> None:
+    """Parse ``sys.argv``, build, and run.
+
+    A ``ValueError`` before training starts is the user's: one line on stderr and exit status 2, no traceback.
+    """
+    try:
+        config = parse_options(config_type, sys.argv[1:])
+        config.validate(int(os.environ.get("WORLD_SIZE", "1")))
+        job = build(config)
+    except ValueError as error:
+        _leave(str(error))
+    job.fit()
+
+
+def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config:
+    """The config of a command line; ``--config FILE.yaml`` gives options that the command line may override."""
+    arguments, file = _take_config_file([_underscored(argument) for argument in arguments])
+    known = option_names(config_type)
+    for argument in arguments:
+        if argument.startswith("--") and argument not in ("--help", "--"):
+            _check_known(argument.partition("=")[0][2:], known, "flag --")
+    if file is not None:
+        given = {argument.partition("=")[0] for argument in arguments}
+        arguments = _arguments_of_file(file, known, given) + arguments
+    return tyro.cli(
+        config_type,
+        args=arguments,
+        use_underscores=True,
+        config=(tyro.conf.OmitArgPrefixes,),
+        console_outputs=_rank() == 0,
+    )
+
+
+def option_names(config_type: type) -> dict[str, dataclasses.Field]:
+    """All options of a command by name."""
+    groups = typing.get_type_hints(config_type).values()
+    return {option.name: option for group in groups for option in dataclasses.fields(group)}
+
+
+def _take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
+    for i, argument in enumerate(arguments):
+        if argument == "--config":
+            if i + 1 == len(arguments):
+                raise ValueError("--config needs a file: --config FILE.yaml.")
+            return arguments[:i] + arguments[i + 2 :], Path(arguments[i + 1])
+        if argument.startswith("--config="):
+            return arguments[:i] + arguments[i + 1 :], Path(argument.partition("=")[2])
+    return arguments, None
+
+
+def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field], given: set[str]) -> list[str]:
+    """The options of a YAML file as command-line arguments, without those that are ``given`` there already."""
+    try:
+        options = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {file}: {error}") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"--config {file}: it must hold 'option: value' lines.")
+    arguments = []
+    for name, value in options.items():
+        _check_known(str(name), known, f"option in --config {file}: ")
+        if f"--{name}" not in given and f"--no_{name}" not in given:
+            arguments += _arguments_of_option(name, value)
+    return arguments
+
+
+def _arguments_of_option(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no_{name}"]
+    values = value if isinstance(value, list) else [value]
+    return [f"--{name}", *map(str, values)]
+
+
+def _check_known(name: str, known: dict[str, dataclasses.Field], what: str) -> None:
+    negated = name.removeprefix("no_")
+    if name in known or (negated in known and known[negated].type == "bool"):
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "see --help for all options."
+    raise ValueError(f"unknown {what}{name}; {hint}")
+
+
+def _underscored(argument: str) -> str:
+    """``--zero-stage=2`` and ``--zero_stage=2`` are the same option."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name[:2] + name[2:].replace("-", "_") + equals + value
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _leave(message: str) -> typing.NoReturn:
+    """Print the message once, whether one rank or all of them got it, and exit with status 2."""
+    rank = _rank()
+    if rank > 0:
+        time.sleep(_SECONDS_FOR_RANK_0)  # torchrun ends this process now if rank 0 has said it already
+    who = "" if rank == 0 else f" on rank {rank}"
+    print(f"error{who}: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)

@@ -1,0 +1,23 @@
+"""Train a reward model on preference pairs."""
+
+from __future__ import annotations
+
+from openppo.cli.options import Runnable, run_command
+from openppo.config import TrainRMConfig
+
+
+def main() -> None:
+    """Entry point of ``python -m openppo.cli.train_rm``."""
+    run_command(TrainRMConfig, _build)
+
+
+def _build(config: TrainRMConfig) -> Runnable:  # heavy imports after parsing
+    from openppo.cli.startup import quiet_libraries
+    from openppo.trainer.build_supervised import build_rm_trainer
+
+    quiet_libraries()
+    return build_rm_trainer(config)
+
+
+if __name__ == "__main__":
+    main()

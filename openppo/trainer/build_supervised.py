@@ -1,0 +1,86 @@
+"""From options to SFT and reward-model trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from openppo.config import TrainRMConfig, TrainSFTConfig
+from openppo.datasets import load_preferences, load_rows, load_sft_examples
+from openppo.datasets.loading import Row
+from openppo.models.actor import Actor
+from openppo.models.loading import attention_implementation, check_model, load_tokenizer
+from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.trainer.build import log_dropped, start_trackers
+from openppo.trainer.reward_model import RM_HEADLINE, RewardModelTrainer
+from openppo.trainer.sft import SFT_HEADLINE, SFTTrainer
+from openppo.trainer.supervised import SupervisedParts, total_optimizer_steps
+
+Example = TypeVar("Example")
+
+
+def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None = None) -> SFTTrainer:
+    """A trainer of a causal language model, ready for ``fit()``. ``ValueError`` names the flag of what cannot work."""
+    strategy = strategy or DeepspeedStrategy(config.deepspeed)
+    config.validate(strategy.comm.world_size)
+    options = config.supervised
+    check_model(options.pretrain, "--pretrain")
+    attention_implementation(options.flash_attn)
+    tokenizer = load_tokenizer(options.pretrain, "--pretrain")
+    train, held_out = _load_both(
+        config, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
+    )
+    actor = Actor(options.pretrain, bf16=config.deepspeed.bf16, flash_attn=options.flash_attn)
+    n_steps = total_optimizer_steps(config, len(train))
+    engine = strategy.prepare(actor, config.adam, options.learning_rate, n_steps)
+    trackers = start_trackers(config, strategy, SFT_HEADLINE, n_steps)
+    return SFTTrainer(config, SupervisedParts(strategy, tokenizer, engine, train, held_out, trackers))
+
+
+def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None = None) -> RewardModelTrainer:
+    """A trainer of a reward model on preference pairs, ready for ``fit()``. Errors as in ``build_sft_trainer``."""
+    strategy = strategy or DeepspeedStrategy(config.deepspeed)
+    config.validate(strategy.comm.world_size)
+    options = config.supervised
+    check_model(options.pretrain, "--pretrain")
+    attention_implementation(options.flash_attn)
+    tokenizer = load_tokenizer(options.pretrain, "--pretrain")
+    train, held_out = _load_both(
+        config, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
+    )
+    model = get_llm_for_sequence_regression(
+        options.pretrain,
+        "reward",
+        bf16=config.deepspeed.bf16,
+        flash_attn=options.flash_attn,
+        value_head_prefix=config.data.value_head_prefix,
+        init_value_head=True,
+    )
+    model.model.config.pad_token_id = tokenizer.pad_token_id  # plain transformers finds the score through it
+    n_steps = total_optimizer_steps(config, len(train))
+    engine = strategy.prepare(model, config.adam, options.learning_rate, n_steps)
+    trackers = start_trackers(config, strategy, RM_HEADLINE, n_steps)
+    return RewardModelTrainer(config, SupervisedParts(strategy, tokenizer, engine, train, held_out, trackers))
+
+
+def _load_both(
+    config: TrainSFTConfig | TrainRMConfig, make: Callable[[list[Row], str], tuple[list[Example], int]]
+) -> tuple[list[Example], list[Example]]:
+    """Training examples, and held-out ones (none without ``--eval_dataset``)."""
+    options = config.supervised
+
+    def load(source: str, flag: str, split: str) -> list[Example]:
+        rows = load_rows(source, flag=flag, split=split, max_samples=options.max_samples)
+        examples, dropped = make(rows, flag)
+        log_dropped(dropped, len(examples), flag, "--max_len")
+        if not examples:
+            raise ValueError(
+                f"{flag} {source}: all {dropped} rows are longer than --max_len {options.max_len}; raise it."
+            )
+        return examples
+
+    train = load(options.dataset, "--dataset", options.dataset_split)
+    if options.eval_dataset is None:
+        return train, []
+    return train, load(options.eval_dataset, "--eval_dataset", options.eval_split)
