@@ -54,6 +54,7 @@ class DeepSpeedConfig:
 
     def validate(self) -> None:
         _require(self.zero_stage in (0, 1, 2, 3), f"--zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}.")
+        _require(self.seed >= 0, f"--seed must not be negative, got {self.seed}.")
         _require(self.max_norm >= 0, f"--max_norm must not be negative, got {self.max_norm}; 0 switches clipping off.")
         _require(
             not (self.adam_offload and self.zero_stage == 0),

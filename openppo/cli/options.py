@@ -50,7 +50,10 @@ def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config
     known = option_names(config_type)
     for argument in arguments:
         if argument.startswith("--") and argument not in ("--help", "--"):
-            _check_known(argument.partition("=")[0][2:], known, "flag --")
+            name = argument.partition("=")[0][2:]
+            switched_off = name.removeprefix("no_")
+            if not (switched_off in known and known[switched_off].type == "bool"):
+                _check_known(name, known, "flag --")
     if file is not None:
         given = {argument.partition("=")[0] for argument in arguments}
         arguments = _arguments_of_file(file, known, given) + arguments
@@ -92,20 +95,23 @@ def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field], given: s
     for name, value in options.items():
         _check_known(str(name), known, f"option in --config {file}: ")
         if f"--{name}" not in given and f"--no_{name}" not in given:
-            arguments += _arguments_of_option(name, value)
+            arguments += _arguments_of_option(known[name], value, file)
     return arguments
 
 
-def _arguments_of_option(name: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
+def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> list[str]:
+    name = option.name
+    if option.type == "bool":
+        if not isinstance(value, bool):
+            raise ValueError(f"--config {file}: --{name} must be true or false, got {value!r}.")
         return [f"--{name}" if value else f"--no_{name}"]
-    values = value if isinstance(value, list) else [value]
-    return [f"--{name}", *map(str, values)]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}={value}"]  # in one piece, because a text may start with dashes
 
 
 def _check_known(name: str, known: dict[str, dataclasses.Field], what: str) -> None:
-    negated = name.removeprefix("no_")
-    if name in known or (negated in known and known[negated].type == "bool"):
+    if name in known:
         return
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else "see --help for all options."

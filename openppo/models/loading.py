@@ -23,7 +23,7 @@ _HUB_TIMEOUT_SECONDS = 10
 
 def check_model(name: str, flag: str) -> PreTrainedConfig:
     """The config of ``name``, read before any weight is: ``ValueError`` naming ``flag`` when there is no such model."""
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"{flag} {name}: this folder has no config.json, so it is not a Hugging Face model.")

@@ -60,5 +60,6 @@ def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     parts = []
     for rows in _chunks(flat):
         probs = torch.softmax(flat[rows].to(_accumulation(logits)) / temperature, dim=-1)
-        parts.append(torch.special.entr(probs).sum(-1))  # entr(0) = 0, so tokens with logit -inf are harmless
+        probs = probs.clamp(min=torch.finfo(probs.dtype).tiny)  # at 0 the slope of entr is infinite
+        parts.append(torch.special.entr(probs).sum(-1))
     return torch.cat(parts).view(logits.shape[:-1])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from openppo.models.log_probs import log_probs_from_logits
 from openppo.models.masked import masked_mean
 
 Reduction = Literal["sequence_mean", "token_mean", "none"]
@@ -83,6 +84,9 @@ class ValueLoss(nn.Module):
 
     def forward(self, values: Tensor, old_values: Tensor, returns: Tensor, action_mask: Tensor | None = None) -> Tensor:
         """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``."""
+        if action_mask is not None:  # before the square, whose gradient at NaN is NaN even where it does not count
+            mask = action_mask.bool()
+            values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
         loss = (values - returns).square()
         if self.clip_eps is not None:
             clipped = old_values + (values - old_values).clamp(-self.clip_eps, self.clip_eps)
@@ -95,9 +99,9 @@ class GPTLMLoss(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """``logits`` (B, L, V), ``labels`` int64 (B, L); scalar mean over counted labels, 0 if there is none."""
-        targets = labels[:, 1:].flatten()
-        total = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=IGNORE_INDEX, reduction="sum")
-        return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
+        counted = labels[:, 1:] != IGNORE_INDEX
+        log_probs = log_probs_from_logits(logits[:, :-1], labels[:, 1:].masked_fill(~counted, 0))  # float32, (B, L - 1)
+        return -masked_mean(log_probs, counted)
 
 
 class PairWiseLoss(nn.Module):
@@ -112,7 +116,10 @@ class PairWiseLoss(nn.Module):
 
 
 class LogExpLoss(nn.Module):
-    """log(1 + exp(r_rejected - r_chosen)), averaged over pairs (arXiv 2204.05862); equals PairWiseLoss without margin."""
+    """log(1 + exp(r_rejected - r_chosen)), averaged over pairs (arXiv 2204.05862).
+
+    Equals PairWiseLoss without margin.
+    """
 
     def forward(self, chosen_reward: Tensor, reject_reward: Tensor) -> Tensor:
         """Rewards of shape (B,); scalar."""

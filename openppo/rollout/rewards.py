@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,6 +79,8 @@ class FunctionScorer:
         prompts = [t.prompt.text for t in trajectories]
         responses = self.tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
         scores = self.function(prompts, responses, [t.prompt.label for t in trajectories])
+        if not isinstance(scores, Iterable):
+            raise ValueError(f"--reward_fn {self.name} returned {scores!r}; a list of one number per sample is needed.")
         return check_scores(list(scores), trajectories, f"--reward_fn {self.name}")
 
 
@@ -84,26 +88,30 @@ def check_scores(scores: Sequence[Any], trajectories: Sequence[Trajectory], sour
     """The scores as floats; ``ValueError`` naming ``source`` and the sample for a wrong number of them or a bad one."""
     if len(scores) != len(trajectories):
         raise ValueError(f"{source} returned {len(scores)} scores for {len(trajectories)} samples; one each is needed.")
+    numbers = []
     for score, trajectory in zip(scores, trajectories, strict=True):
-        number = isinstance(score, int | float) or (hasattr(score, "item") and getattr(score, "size", 1) in (1, ()))
-        if not (number and math.isfinite(score)):
+        single = hasattr(score, "item") and math.prod(score.shape) == 1  # of NumPy or torch
+        number = score.item() if single else score
+        if not (isinstance(number, int | float) and math.isfinite(number)):
             raise ValueError(
                 f"{source} returned {score!r} for prompt {trajectory.prompt.text!r}; a finite number is needed."
             )
-    return [float(score) for score in scores]
+        numbers.append(float(number))
+    return numbers
 
 
 def load_reward_function(source: str) -> RewardFunction:
     """The function of ``path.py`` or ``path.py:name`` (default name ``reward_fn``); ``ValueError`` naming the flag."""
-    path, _, name = source.partition(".py")
-    file, name = Path(path + ".py").expanduser(), name.lstrip(":") or _DEFAULT_NAME
-    if not source.endswith(".py") and ".py:" not in source:
+    parts = re.fullmatch(r"(.+\.py)(?::(\w*))?", source)
+    if parts is None:
         raise ValueError(f"--reward_fn {source}: give a Python file, path.py or path.py:name.")
+    file, name = Path(parts[1]).expanduser(), parts[2] or _DEFAULT_NAME
     if not file.is_file():
         raise ValueError(f"--reward_fn {source}: no such file {file}. Check the path.")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(f"reward_fn_{file.stem}", file)
     assert spec is not None and spec.loader is not None, f"no loader for {file}"
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look it up there
     spec.loader.exec_module(module)
     function = vars(module).get(name)
     if not callable(function):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ if not torch.cuda.is_available():
 
 import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 from deepspeed.runtime.zero import GatheredParameters, unwrap_model_for_generation
 from transformers import PreTrainedModel, get_scheduler
 
@@ -34,6 +36,8 @@ from openppo.strategy.engine import TrainingEngine
 
 logger = logging.getLogger("openppo")
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+# An extra for inference that DeepSpeed would compile at start-up and fail without a compiler. gloo carries all we need.
+deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
 # DeepSpeed calls collectives that torch 2.13 renames; nothing a user could act on.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
@@ -145,12 +149,19 @@ class DeepspeedStrategy:
 
     def _adam(self, parameters: list[nn.Parameter], adam: AdamConfig, learning_rate: float) -> torch.optim.Optimizer:
         options: dict[str, Any] = {"lr": learning_rate, "betas": adam.adam_betas, "weight_decay": adam.l2}
-        if self.config.adam_offload:
-            if CPUAdamBuilder().is_compatible(verbose=False):
-                return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
-            logger.warning("--adam_offload: DeepSpeed's CPU Adam cannot be compiled here (it needs a C++ compiler); "
-                           "torch's AdamW steps on the CPU instead, which is slower.")  # fmt: skip
+        if self.config.adam_offload and self._can_compile_cpu_adam():
+            return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
         return torch.optim.AdamW(parameters, fused=True, **options)
+
+    @cache  # noqa: B019 (one strategy per process)
+    def _can_compile_cpu_adam(self) -> bool:
+        possible = CPUAdamBuilder().is_compatible(verbose=False) and shutil.which(os.environ.get("CXX", "c++"))
+        if not possible and self.is_main:
+            logger.warning(
+                "--adam_offload: DeepSpeed's CPU Adam cannot be compiled here (it needs a C++ compiler); torch's AdamW "
+                "steps on the CPU instead, which is slower."
+            )
+        return bool(possible)
 
 
 def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:

@@ -196,10 +196,11 @@ class PPOTrainer:
         return SamplingParams(options.generate_max_len, options.temperature, options.top_p, options.top_k)
 
     def _readable(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
-        responses = self.parts.tokenizer.batch_decode([t.response_ids for t in trajectories])
+        decode = self.parts.tokenizer.decode  # batch_decode([]) gives [''], and a rank may have no samples
         return [
-            {"prompt": t.prompt.text, "response": response, "finish_reason": t.finish_reason.value, **t.scores}
-            for t, response in zip(trajectories, responses, strict=True)
+            {"prompt": t.prompt.text, "response": decode(t.response_ids), "finish_reason": t.finish_reason.value}
+            | t.scores
+            for t in trajectories
         ]
 
 

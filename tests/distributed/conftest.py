@@ -1,0 +1,115 @@
+"""Inputs small enough to train on a laptop's CPU in a second, and a way to start several ranks."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+REPO = Path(__file__).resolve().parents[2]
+LETTERS = "abcdefgh"
+VOCABULARY = ["<pad>", "<eos>", "<unk>", *LETTERS]
+SECONDS_UNTIL_A_HANG_IS_CERTAIN = 300
+
+
+def _write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """One token per character, no BOS."""
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _write_rows(file: Path, rows: Sequence[dict[str, object]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _config(tokenizer: PreTrainedTokenizerFast, **more: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,  # the default gives a nearly uniform policy, on which little can go wrong
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        **more,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models ``actor`` and ``reward``, both with tokenizer, and JSON lines of each kind of data.
+
+    ``prompts`` (input, label), ``documents`` (input), ``sft`` (input, output), ``preference`` (prompt, chosen,
+    rejected, margin): texts of unequal length. Chosen texts say "a" more often than rejected ones.
+    """
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(7)
+    tokenizer = _write_tokenizer(folder / "actor")
+    LlamaForCausalLM(_config(tokenizer)).save_pretrained(folder / "actor")
+    _write_tokenizer(folder / "reward")
+    LlamaForSequenceClassification(_config(tokenizer, num_labels=1)).save_pretrained(folder / "reward")
+
+    rng = random.Random(7)
+
+    def text(least: int, most: int, letters: str = LETTERS) -> str:
+        return "".join(rng.choices(letters, k=rng.randint(least, most)))
+
+    _write_rows(folder / "prompts.jsonl", [{"input": text(1, 9), "label": i} for i in range(24)])
+    _write_rows(folder / "documents.jsonl", [{"input": text(1, 24)} for _ in range(14)])
+    _write_rows(folder / "sft.jsonl", [{"input": text(1, 9), "output": text(1, 9)} for _ in range(26)])
+    _write_rows(
+        folder / "preference.jsonl",
+        [
+            {"prompt": text(1, 5), "chosen": text(2, 9, "aab"), "rejected": text(2, 9, "bcd"), "margin": 0.5 * (i % 3)}
+            for i in range(26)
+        ],
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def launch() -> Callable[..., str]:
+    """``launch(ranks, "script.py" or "-m", ...)`` runs Python, under torchrun unless ``ranks`` is 0, until it ends.
+
+    Returns its output. Fails with it if the exit status is not ``status``, or if it does not end.
+    """
+
+    def run(ranks: int, *arguments: object, cwd: Path | None = None, status: int = 0) -> str:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+        command = [sys.executable, *torchrun, *map(str, arguments)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
+        try:
+            done = subprocess.run(
+                command,
+                cwd=cwd,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=SECONDS_UNTIL_A_HANG_IS_CERTAIN,
+            )
+        except subprocess.TimeoutExpired as error:
+            output = error.stdout.decode(errors="replace") if error.stdout else ""
+            pytest.fail(f"{' '.join(command)}\ndid not end within {error.timeout} s. Its output:\n{output}")
+        if done.returncode != status:
+            pytest.fail(f"{' '.join(command)}\nended with status {done.returncode}. Its output:\n{done.stdout}")
+        return done.stdout
+
+    return run

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# All tests, from a fresh clone: environment, style, types, unit, learning and distributed tests.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/../examples/scripts/setup.sh"
+cd "$repo"
+install requirements.txt requirements-dev.txt
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start processes of their own on few cores
+ruff check .
+ruff format --check .
+mypy
+python -m pytest "$@"

@@ -1,0 +1,129 @@
+"""Tiny models with random weights, a character tokenizer, and generation written without any of the library's engine."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from openppo.types import SamplingParams
+
+VOCAB = 24
+WINDOW = 5
+
+MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
+WarpByTransformers = Callable[[torch.Tensor, SamplingParams], torch.Tensor]
+NaiveSample = Callable[..., tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="session")
+def models() -> dict[str, PreTrainedModel]:
+    """By architecture; large random weights, so that distributions are far from uniform."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    no_ends = {"bos_token_id": None, "eos_token_id": None}
+    made = {
+        "llama": LlamaForCausalLM(LlamaConfig(**sizes, **heads, **no_ends, initializer_range=0.5)),
+        "gpt2": GPT2LMHeadModel(
+            GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=16, n_layer=2, n_head=2, **no_ends)
+        ),
+        "mistral": MistralForCausalLM(
+            MistralConfig(**sizes, **heads, **no_ends, initializer_range=0.5, sliding_window=WINDOW)
+        ),
+    }
+    torch.nn.init.normal_(made["gpt2"].transformer.wte.weight, std=0.5)
+    return {name: model.eval() for name, model in made.items()}
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    """Token ids of unequal lengths, two of them equal and one longer than the sliding window."""
+    return [[3, 4, 5], [7], [9, 2, 2, 6, 11, 13, 8, 1, 4], [7], [5, 4, 3, 21, 20]]
+
+
+@pytest.fixture(scope="session")
+def warp_by_transformers() -> WarpByTransformers:
+    """Logits after transformers' own warpers, in the order of its ``generate``."""
+
+    def warp(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+        logits = logits.float()
+        ids = torch.zeros(logits.shape[0], 1, dtype=torch.long)
+        logits = TemperatureLogitsWarper(params.temperature)(ids, logits)
+        if params.top_k is not None:
+            logits = TopKLogitsWarper(params.top_k)(ids, logits)
+        if params.top_p < 1:
+            logits = TopPLogitsWarper(params.top_p)(ids, logits)
+        return logits
+
+    return warp
+
+
+@pytest.fixture(scope="session")
+def naive_sample(warp_by_transformers: WarpByTransformers) -> NaiveSample:
+    """One response, one full forward pass per token: no batch, no padding, no cache.
+
+    ``uniforms[t]`` decides token t by inverting the cumulative distribution. Returns token ids and their log-probs.
+    """
+
+    @torch.no_grad()
+    def sample(
+        model: PreTrainedModel,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        uniforms: Sequence[float],
+        eos_token_ids: Sequence[int] = (),
+    ) -> tuple[list[int], list[float]]:
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        while len(tokens) < params.max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):
+            logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[:, -1]
+            if params.temperature == 0:
+                tokens.append(int(logits.argmax()))
+                log_probs.append(0.0)
+                continue
+            probs = warp_by_transformers(logits, params).double().softmax(-1)[0].numpy()
+            token = int(np.searchsorted(np.cumsum(probs), uniforms[len(tokens)], side="right"))
+            tokens.append(token)
+            log_probs.append(float(np.log(probs[token])))
+        return tokens, log_probs
+
+    return sample
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> MakeTokenizer:
+    """Builds a tokenizer with one token per character; <pad> 0, <eos> 1, <end> 2, <sep> 3, 'a' 4, 'b' 5 and so on.
+
+    All four are special tokens whatever is named: ``pad`` and ``eos`` are the names of those that play the role.
+    """
+
+    def make(*, pad: str | None = "<pad>", eos: str | None = "<eos>") -> PreTrainedTokenizerFast:
+        special = ["<pad>", "<eos>", "<end>", "<sep>"]
+        vocab = {token: index for index, token in enumerate([*special, *string.ascii_lowercase])}
+        core = Tokenizer(WordLevel(vocab, unk_token="<sep>"))
+        core.add_special_tokens(special)
+        core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        core.decoder = decoders.Fuse()
+        named = {name: token for name, token in (("pad_token", pad), ("eos_token", eos)) if token is not None}
+        return PreTrainedTokenizerFast(tokenizer_object=core, additional_special_tokens=special, **named)
+
+    return make
