@@ -69,7 +69,7 @@ class HFEngine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pad_token_id = pad_token_id
         self.max_batch_size = max_batch_size
-        self.any_rank_busy = any_rank_busy or bool
+        self.any_rank_busy = any_rank_busy
         self.show_progress = show_progress
         self.version = 0
         self._numbers = count()
@@ -113,7 +113,7 @@ class HFEngine:
         place = {self.submit(prompts[i], params, seeds[i]): i for i in longest_first}
         done: dict[int, Completion] = {}
         with progress(len(prompts), "generation", enabled=self.show_progress) as bar:
-            while self.any_rank_busy(self.busy):
+            while self.busy if self.any_rank_busy is None else self.any_rank_busy(self.busy):
                 self.step()
                 ended = self.collect()
                 done |= {place[number]: completion for number, completion in ended.items()}

@@ -42,6 +42,8 @@ deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 _MIN_LR_RATE = 0.1
+_SHARE_FOR_GATHERED_WEIGHTS = 0.5
+"""Of the free GPU memory; the rest is for the cache and activations of generation."""
 
 
 class DeepspeedStrategy:
@@ -119,6 +121,27 @@ class DeepspeedStrategy:
         engine, *_ = deepspeed.initialize(model=module, config=merge(eval_config(self.config.bf16), self.overrides))
         engine.eval()
         return engine
+
+    def fits_gathered(self, engine: TrainingEngine) -> bool:
+        """Whether every rank has memory for the full weights of a ZeRO-3 model; the same answer on all ranks."""
+        if self.zero_stage < 3 or self.device.type == "cpu":
+            return True
+        parameters: list[Any] = list(engine.module.parameters())  # with the attributes of ZeRO-3
+        needed = sum(p.ds_numel * p.element_size() for p in parameters)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        fits = not self.any_rank(needed > _SHARE_FOR_GATHERED_WEIGHTS * free)
+        if not fits and self.is_main:
+            logger.warning(
+                "The full weights do not fit on a GPU, so the ranks generate in lockstep, which is slower: "
+                "%.1f GiB are needed and %.1f GiB are free.",
+                needed / 2**30,
+                free / 2**30,
+            )
+        return fits
+
+    def any_rank(self, flag: bool) -> bool:
+        """True on all ranks if ``flag`` is on one of them."""
+        return bool(self.comm.all_reduce(torch.tensor(int(flag)), "max"))
 
     @contextmanager
     def gathered(self, engine: TrainingEngine) -> Iterator[None]:

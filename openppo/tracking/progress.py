@@ -53,7 +53,7 @@ class Progress(Generic[T]):
     def _write_line(self) -> None:
         self._last_line = time.monotonic()
         elapsed = self._last_line - self._start
-        line = tqdm.format_meter(self._done, self._total, elapsed, ncols=0, prefix=self._description)
+        line = tqdm.format_meter(self._done, self._total or 0, elapsed, ncols=0, prefix=self._description)
         print(line.strip(), file=sys.stderr, flush=True)
 
     def __iter__(self) -> Iterator[T]:

@@ -50,6 +50,7 @@ def build_ppo_trainer(config: TrainPPOConfig, strategy: DeepspeedStrategy | None
         eos_token_ids(policy, tokenizer),
         pad,
         config.ppo.micro_rollout_batch_size,
+        any_rank_busy=None if strategy.fits_gathered(actor) else strategy.any_rank,
         show_progress=strategy.is_main,
     )
     sampler = BatchSampler(len(prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)

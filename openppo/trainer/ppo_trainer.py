@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,9 @@ class PPOTrainer:
         mine = shard(ready, self.comm.rank, self.comm.world_size)
         first = self.consumed_samples + self.comm.rank * len(ready) // self.comm.world_size
         self.parts.actor.train(False)
-        with self.timer.phase("generation"), self.parts.strategy.gathered(self.parts.actor):
+        lockstep = self.parts.engine.any_rank_busy is not None
+        weights = nullcontext() if lockstep else self.parts.strategy.gathered(self.parts.actor)
+        with self.timer.phase("generation"), weights:
             trajectories = sample_trajectories(
                 self.parts.engine,
                 mine,

@@ -15,7 +15,16 @@ COMMAND_CONFIGS = {"train_ppo": "TrainPPOConfig", "train_sft": "TrainSFTConfig",
 EVERY_COMMAND = {"config", "help"}
 OTHER_PROGRAMS = {
     *("nproc_per_node", "nnodes", "node_rank", "standalone", "master_addr", "master_port"),  # torchrun
-    *("upgrade", "editable", "index-url", "extra-index-url", "no-build-isolation"),  # pip
+    *(
+        "quiet",
+        "disable-pip-version-check",
+        "no-deps",
+        "upgrade",
+        "editable",
+        "index-url",
+        "extra-index-url",
+        "no-build-isolation",
+    ),  # pip
     *("import-mode", "durations", "check", "strict", "logdir"),  # pytest, ruff, mypy, tensorboard
 }
 FLAG = re.compile(r"(?<![\w!-])--([a-z][a-z0-9_-]*)")
