@@ -3,7 +3,7 @@
 from openppo.tracking.log import get_logger, setup_logging
 from openppo.tracking.metrics import Metrics, Reduction
 from openppo.tracking.progress import Progress, progress
-from openppo.tracking.run_folder import save_config
+from openppo.tracking.run_folder import save_config, set_aside_logs
 from openppo.tracking.timers import PhaseTimer
 from openppo.tracking.trackers import (
     ConsoleTracker,
@@ -28,5 +28,6 @@ __all__ = [
     "make_trackers",
     "progress",
     "save_config",
+    "set_aside_logs",
     "setup_logging",
 ]

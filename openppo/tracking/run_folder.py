@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 
 import yaml
+
+logger = logging.getLogger("openppo")
 
 
 def save_config(folder: Path, options: Mapping[str, object]) -> None:
@@ -25,3 +29,13 @@ def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     return str(value) if isinstance(value, Path) else value
+
+
+def set_aside_logs(folder: Path) -> None:
+    """Rename the logs of an earlier run to ``<folder>.1``, ``.2``, ...: two runs never share a file."""
+    if not folder.is_dir():
+        return
+    number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
+    aside = folder.with_name(f"{folder.name}.{number}")
+    folder.rename(aside)
+    logger.info("logs of an earlier run are kept in %s", aside)

@@ -21,7 +21,7 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rewards import FunctionScorer, ModelScorer, Scorer, load_reward_function
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
-from openppo.tracking import Trackers, make_trackers, save_config
+from openppo.tracking import Trackers, make_trackers, save_config, set_aside_logs
 from openppo.trainer.ppo_trainer import HEADLINE, Parts, PPOTrainer
 from openppo.types import Prompt
 
@@ -62,9 +62,12 @@ def build_ppo_trainer(config: TrainPPOConfig, strategy: DeepspeedStrategy | None
 
 def start_trackers(config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int) -> Trackers:
     """Trackers of a command, and its resolved options in ``<save_path>/logs/config.yaml``."""
+    logs = Path(config.run.save_path) / "logs"
+    if strategy.is_main:
+        set_aside_logs(logs)
     trackers = make_trackers(config.run, strategy.comm, headline, total_steps)
     if strategy.is_main:
-        save_config(Path(config.run.save_path) / "logs", flat_dict(config))
+        save_config(logs, flat_dict(config))
     return trackers
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from openppo.config import PPODataConfig, PPOModelConfig, TrainPPOConfig, flat_dict
-from openppo.tracking import get_logger, save_config, setup_logging
+from openppo.tracking import get_logger, save_config, set_aside_logs, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +65,13 @@ def test_paths_and_enums_are_written_as_their_text(tmp_path: Path) -> None:
 def test_small_learning_rates_read_back_as_numbers(tmp_path: Path) -> None:
     save_config(tmp_path, {"actor_learning_rate": 1e-6, "other": 5e-05})
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"actor_learning_rate": 1e-6, "other": 5e-05}
+
+
+def test_a_second_run_in_the_same_folder_keeps_the_logs_of_the_first(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    for run in ("first", "second", "third"):
+        set_aside_logs(logs)
+        logs.mkdir()
+        (logs / "metrics.jsonl").write_text(run)
+    kept = {folder.name: (folder / "metrics.jsonl").read_text() for folder in tmp_path.iterdir()}
+    assert kept == {"logs": "third", "logs.1": "first", "logs.2": "second"}

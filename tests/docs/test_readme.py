@@ -1,0 +1,126 @@
+"""What README shows is what runs: its Python blocks, its training commands and the scripts to copy, in a tiny form."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+REPO = Path(__file__).parents[2]
+README = (REPO / "README.md").read_text()
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+SMALL = shlex.split(
+    "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 2 --micro_train_batch_size 2 "
+    "--generate_max_len 4 --prompt_max_len 32"
+)
+
+
+def blocks(language: str) -> list[str]:
+    """Fenced code of README in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def run(command: list[str], cwd: Path, **env: str) -> str:
+    """Output of a command that must succeed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)} | env
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands need: model, reward model, prompts, SFT and preference data, a reward file."""
+    folder = tmp_path_factory.mktemp("readme")
+    run([sys.executable, str(REPO / "examples/sort_letters.py"), "make", "--out", str(folder), "--seed", "0"], folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.chat_template = TEMPLATE
+    options = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, eos_token_id=tokenizer.eos_token_id, **options)
+    for name, model in (("policy", LlamaForCausalLM(config)), ("reward", LlamaForSequenceClassification(config))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    for name in ("prompts", "sft", "preference"):
+        rows = (folder / f"{name}.jsonl").read_text().splitlines()[:8]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    function = next(block for block in blocks("python") if block.startswith("def reward_fn"))
+    (folder / "reward.py").write_text(function)
+    return folder
+
+
+def training_commands() -> list[str]:
+    found = [block for block in blocks("bash") if "openppo.cli.train" in block and "STORIES" not in block]
+    return [block.replace("\\\n", " ").strip() for block in found if block.startswith("torchrun")]
+
+
+def test_readme_has_commands_for_one_gpu_and_for_eight() -> None:
+    assert [re.search(r"nproc_per_node (\d+)", command)[1] for command in training_commands()] == ["1", "8"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_training_command_of_the_readme_runs(number: int, tiny: Path) -> None:
+    words = shlex.split(training_commands()[number])
+    replaced = {
+        "8": "2",  # ranks
+        "Qwen/Qwen2.5-0.5B-Instruct": "policy",
+        "meta-llama/Llama-3.1-8B-Instruct": "policy",
+        "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "reward",
+        "examples/reward_sentiment.py": "reward.py",
+    }
+    words = [replaced.get(word, word) for word in words] + ["--label_key", "label", *SMALL]
+    run(words, tiny)
+    assert (tiny / "ckpt/ppo/model.safetensors").is_file()
+    assert len((tiny / "ckpt/ppo/logs/metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("train_sft.sh", "--train_batch_size 4 --max_len 32"),
+        ("train_rm.sh", "--train_batch_size 4 --max_len 32"),
+        ("train_ppo.sh", " ".join(SMALL)),
+    ],
+)
+def test_script_to_copy_runs(script: str, flags: str, tiny: Path) -> None:
+    data = {"DATASET": "preference.jsonl" if "rm" in script else "sft.jsonl", "PROMPT_DATA": "prompts.jsonl"}
+    models = {"PRETRAIN": "policy", "REWARD_PRETRAIN": "reward", "SAVE_PATH": f"out/{script}"}
+    run(["bash", str(REPO / "examples/scripts" / script), *flags.split()], tiny, GPUS="2", **data, **models)
+    assert (tiny / "out" / script / "model.safetensors").is_file()
+
+
+def test_loss_block_runs() -> None:
+    (block,) = (block for block in blocks("python") if "PolicyLoss(" in block)
+    tensors = {name: torch.randn(2, 5) for name in ("log_probs", "old_log_probs", "advantages")}
+    names = {**tensors, "action_mask": torch.ones(2, 5, dtype=torch.bool)}
+    exec(block, names)
+    assert names["loss"].isfinite()
+
+
+def test_own_loop_runs(tiny: Path) -> None:
+    (block,) = (block for block in blocks("python") if "build_ppo_trainer" in block)
+    block = block.replace('"MODEL"', '"policy"').replace(
+        "data=PPODataConfig(", 'data=PPODataConfig(max_samples=4, label_key="label", '
+    )
+    small = (
+        "ppo=PPOConfig(rollout_batch_size=4), batch=BatchConfig(train_batch_size=4), generation=GenerationConfig(4),"
+    )
+    block = block.replace("config = TrainPPOConfig(", f"config = TrainPPOConfig({small}")
+    block = "from openppo.config import *\n" + block + "\nprint('reward', metrics['reward'])"
+    assert "reward" in run([sys.executable, "-c", block], tiny)
+
+
+def test_metrics_that_the_readme_explains_are_logged(tiny: Path) -> None:
+    logged = json.loads((tiny / "ckpt/ppo/logs/metrics.jsonl").read_text().splitlines()[-1])
+    table = README.split("| metric | meaning |")[1].split("\n\n")[0]
+    names = re.findall(r"`([a-z0-9_]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
+    assert len(names) > 15
+    assert [name for name in names if name not in logged and name != "ptx_loss"] == []
