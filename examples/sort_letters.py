@@ -1,6 +1,6 @@
 """A task small enough for a laptop: write the letters of a word in alphabetical order.
 
-    prompt  "dbgca>"      right answer  "abcdg"
+    prompt  "dbgda>"   right answer  "abddg"
 
 `python examples/sort_letters.py make --out DIR --seed S` writes everything that the three stages of RLHF need:
 
@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ALPHABET = "abcdefgh"
-LENGTHS = (4, 5, 6)  # letters in a prompt; a letter may occur more than once
-SIZES = {"heldout": 500, "preference_heldout": 1000, "sft": 2400, "preference": 48000, "prompts": 20480}
+LENGTH = 5  # letters in a prompt; a letter may occur more than once
+SIZES = {"heldout": 500, "preference_heldout": 1000, "sft": 2400, "preference": 40000, "prompts": 24576}
 
 
 def correct_answer(prompt: str) -> str:
@@ -44,7 +44,7 @@ def exact_match(prompts: Iterable[str], answers: Iterable[str]) -> float:
 
 def sample_prompt(rng: random.Random) -> str:
     """Draw one prompt."""
-    return "".join(rng.choices(ALPHABET, k=rng.choice(LENGTHS))) + ">"
+    return "".join(rng.choices(ALPHABET, k=LENGTH)) + ">"
 
 
 def damage(answer: str, rng: random.Random) -> str:
@@ -62,7 +62,7 @@ def damage(answer: str, rng: random.Random) -> str:
     if kind == "swap":
         letters[i], letters[j] = letters[j], letters[i]
     elif kind == "ramble":
-        letters += rng.choices(letters, k=rng.randint(1, 6))
+        letters += rng.choices(letters, k=rng.randint(1, 11))
     else:
         letters.sort()
     return "".join(letters)

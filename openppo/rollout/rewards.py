@@ -112,7 +112,10 @@ def load_reward_function(source: str) -> RewardFunction:
     assert spec is not None and spec.loader is not None, f"no loader for {file}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look it up there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise ValueError(f"--reward_fn {source}: cannot be imported ({error}). Install what it needs.") from error
     function = vars(module).get(name)
     if not callable(function):
         functions = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))

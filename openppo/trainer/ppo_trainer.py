@@ -99,7 +99,6 @@ class PPOTrainer:
         with self.timer.phase("step"):
             trajectories = self.rollout(prompts)
             metrics = self.train_on(trajectories)
-        self.global_step += 1
         metrics |= self.timer.metrics(self.comm)
         self.timer.reset()
         return metrics
@@ -141,8 +140,9 @@ class PPOTrainer:
         n_tokens = sum(len(t.token_ids) for t in trajectories)
         self.timer.count_tokens("experience", n_tokens)
         self.timer.count_tokens("training", n_tokens * self.config.batch.max_epochs)
-        self.parts.trackers.log_samples(self.global_step + 1, self._readable(trajectories[:_N_LOGGED_SAMPLES]))
         self.replay_buffer.clear()
+        self.global_step += 1
+        self.parts.trackers.log_samples(self.global_step, self._readable(trajectories[:_N_LOGGED_SAMPLES]))
         return _with_explained_variance(metrics.reduced(self.comm))
 
     def report(self, metrics: dict[str, float]) -> None:

@@ -1,0 +1,66 @@
+"""What needs a CUDA device: the same numbers as on the CPU, and PPO in bf16 on one GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from openppo.models import Actor
+from openppo.rollout.hf_engine import HFEngine
+from openppo.types import SamplingParams
+
+REPO = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.fixture
+def actor() -> Actor:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    return Actor(LlamaForCausalLM(config)).eval()
+
+
+def test_log_probs_on_the_gpu_equal_those_on_the_cpu(actor: Actor) -> None:
+    sequences = torch.randint(0, 64, (4, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(20) < torch.tensor([20, 13, 7, 2])[:, None]
+    on_cpu = actor(sequences, mask)
+    on_gpu = actor.cuda()(sequences.cuda(), mask.cuda())
+    assert (on_cpu - on_gpu.cpu()).abs().max() < 1e-4
+
+
+def test_engine_on_the_gpu_reports_the_log_probs_of_a_forward(actor: Actor) -> None:
+    actor.cuda()
+    prompts = [[1, 5, 9], [7], [3, 3, 3, 3, 3]]
+    completions = HFEngine(actor.model, [2], 0, 8).generate(prompts, SamplingParams(16), [0, 1, 2])
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = torch.tensor([prompt + completion.token_ids], device="cuda")
+        log_probs = actor(tokens, torch.ones_like(tokens, dtype=torch.bool))[0, len(prompt) :]
+        assert (log_probs.cpu() - torch.tensor(completion.log_probs)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("zero_stage", ["0", "2", "3"])
+def test_ppo_runs_in_bf16_on_one_gpu(zero_stage: str, tmp_path: Path) -> None:
+    make = [sys.executable, str(REPO / "examples/sort_letters.py"), "make", "--out", str(tmp_path)]
+    subprocess.run(make, check=True)
+    (tmp_path / "reward.py").write_text("def reward_fn(p, r, labels):\n    return [float(len(x)) for x in r]\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    command += ["-m", "openppo.cli.train_ppo", "--pretrain", "model", "--reward_fn", "reward.py"]
+    command += ["--prompt_data", "prompts.jsonl", "--max_samples", "16", "--bf16", "--zero_stage", zero_stage]
+    command += ["--rollout_batch_size", "8", "--train_batch_size", "8", "--generate_max_len", "8"]
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-5000:]
+    rows = [json.loads(line) for line in (tmp_path / "ckpt/logs/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
