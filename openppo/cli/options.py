@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import io
+import itertools
 import os
 import sys
 import time
@@ -19,7 +22,8 @@ from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig
 
 Config = TypeVar("Config", TrainPPOConfig, TrainSFTConfig, TrainRMConfig)
 
-_SECONDS_FOR_RANK_0 = 5
+_SECONDS_FOR_RANK_0 = 20
+"""To print its error and leave; on a loaded machine Python takes seconds to do so."""
 
 
 class Runnable(Protocol):
@@ -41,6 +45,10 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
         job = build(config)
     except ValueError as error:
         _leave(str(error))
+    except SystemExit as ended:  # of tyro, which says on rank 0 what is wrong
+        if ended.code:
+            _let_rank_0_speak()
+        raise
     job.fit()
 
 
@@ -48,22 +56,19 @@ def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config
     """The config of a command line; ``--config FILE.yaml`` gives options that the command line may override."""
     arguments, file = _take_config_file([_underscored(argument) for argument in arguments])
     known = option_names(config_type)
-    for argument in arguments:
-        if argument.startswith("--") and argument not in ("--help", "--"):
-            name = argument.partition("=")[0][2:]
-            switched_off = name.removeprefix("no_")
-            if not (switched_off in known and known[switched_off].type == "bool"):
-                _check_known(name, known, "flag --")
+    _check_flags(arguments, known)
     if file is not None:
         given = {argument.partition("=")[0] for argument in arguments}
         arguments = _arguments_of_file(file, known, given) + arguments
-    return tyro.cli(
-        config_type,
-        args=arguments,
-        use_underscores=True,
-        config=(tyro.conf.OmitArgPrefixes,),
-        console_outputs=_rank() == 0,
-    )
+    speaks = _rank() == 0
+    with contextlib.redirect_stderr(sys.stderr if speaks else io.StringIO()):  # some errors ignore console_outputs
+        return tyro.cli(
+            config_type,
+            args=arguments,
+            use_underscores=True,
+            config=(tyro.conf.OmitArgPrefixes,),
+            console_outputs=speaks,
+        )
 
 
 def option_names(config_type: type) -> dict[str, dataclasses.Field]:
@@ -110,6 +115,18 @@ def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> l
     return [f"--{name}={value}"]  # in one piece, because a text may start with dashes
 
 
+def _check_flags(arguments: list[str], known: dict[str, dataclasses.Field]) -> None:
+    for argument, following in itertools.pairwise([*arguments, "--"]):
+        if not argument.startswith("--") or argument in ("--help", "--"):
+            continue
+        name, has_value, _ = argument[2:].partition("=")
+        switch = name.removeprefix("no_")
+        if not (switch in known and known[switch].type == "bool"):
+            _check_known(name, known, "flag --")
+        elif has_value or not following.startswith("-"):
+            raise ValueError(f"--{name} takes no value: use --{switch} or --no_{switch} alone.")
+
+
 def _check_known(name: str, known: dict[str, dataclasses.Field], what: str) -> None:
     if name in known:
         return
@@ -130,11 +147,16 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def _let_rank_0_speak() -> None:
+    """Wait on other ranks: torchrun ends all processes with the first one, and rank 0 may not be there yet."""
+    if _rank() > 0:
+        time.sleep(_SECONDS_FOR_RANK_0)
+
+
 def _leave(message: str) -> typing.NoReturn:
     """Print the message once, whether one rank or all of them got it, and exit with status 2."""
+    _let_rank_0_speak()
     rank = _rank()
-    if rank > 0:
-        time.sleep(_SECONDS_FOR_RANK_0)  # torchrun ends this process now if rank 0 has said it already
     who = "" if rank == 0 else f" on rank {rank}"
     print(f"error{who}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)

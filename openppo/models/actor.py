@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from openppo.models.log_probs import entropy_from_logits, log_probs_from_logits
 class Actor(nn.Module):
     """A causal language model as policy (or as reference).
 
-    ``pretrain_or_model`` is a local folder, a hub name or a loaded ``PreTrainedModel``; ``.model`` is the module
+    ``pretrain_or_model`` is a local folder, a hub name (loaded with ``bf16`` and ``flash_attn``) or a ``PreTrainedModel``; ``.model`` is the module
     (with LoRA the PEFT model). Dropout is switched off. ``temperature`` is the sampling temperature; log-probs
     and entropy are those of softmax(logits / temperature), always computed in float32.
     """
@@ -35,7 +36,7 @@ class Actor(nn.Module):
         super().__init__()
         model = pretrain_or_model
         if isinstance(model, str):
-            model = AutoModelForCausalLM.from_pretrained(model, **load_options(bf16, flash_attn))
+            model = _load(model, bf16, flash_attn)
         disable_dropout(model)
         self.model: nn.Module = model
         if lora_rank > 0:
@@ -70,6 +71,18 @@ class Actor(nn.Module):
         if not return_entropy:
             return result
         return result, _place(entropy_from_logits(logits, temperature), positions + 1, wanted)
+
+
+def _load(name: str, bf16: bool, flash_attn: bool) -> PreTrainedModel:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **load_options(bf16, flash_attn))
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{name} is no whole causal language model: it lacks {', '.join(missing[:5])}, which would be random. "
+            "Give a checkpoint that has them."
+        )
+    return model
 
 
 def _place(values: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:

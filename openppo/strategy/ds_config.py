@@ -14,7 +14,7 @@ def train_config(zero_stage: int, bf16: bool, max_norm: float, adam_offload: boo
     and never scales a loss. With bf16, gradients are accumulated and reduced in float32. ``n_parameters``
     bounds the reduction buckets, which DeepSpeed would otherwise allocate for 500 million elements.
     """
-    bucket = max(1, min(n_parameters, 500_000_000))
+    bucket = min(max(2, n_parameters + n_parameters % 2), 500_000_000)  # DeepSpeed wants an even number
     zero: dict[str, Any] = {"stage": zero_stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
@@ -30,6 +30,7 @@ def train_config(zero_stage: int, bf16: bool, max_norm: float, adam_offload: boo
     }
     if bf16:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["communication_data_type"] = "fp32"
     return config
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -36,7 +38,7 @@ def build_ppo_trainer(config: TrainPPOConfig, strategy: DeepspeedStrategy | None
     actor_config = check_model(model.pretrain, "--pretrain")
     attention_implementation(model.flash_attn)
     tokenizer = load_tokenizer(model.pretrain, "--pretrain")
-    _check_reward(config, actor_config, tokenizer)
+    _check_tokens(config, actor_config, tokenizer)
     prompts, documents = _load_data(config, tokenizer, actor_config)
     scorer = _scorer(config, strategy, tokenizer)  # before the large models: a missing head shows at once
     actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(prompts))
@@ -77,18 +79,31 @@ def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
         logger.warning("%s: %d rows longer than %s were dropped, %d are kept", flag, dropped, limit_flag, kept)
 
 
+@contextmanager
+def naming_model(flag: str, name: str) -> Iterator[None]:
+    """Whatever goes wrong while a model is loaded, as a ``ValueError`` that starts with its flag."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}" if str(error).startswith(name) else f"{flag} {name}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{flag} {name}: its weights cannot be read ({error}). Check the folder.") from error
+
+
 def _prepare_models(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, n_prompts: int
 ) -> tuple[TrainingEngine, TrainingEngine, nn.Module | None]:
     """Actor, critic and reference (None without a KL penalty), loaded and wrapped."""
     model, rates, adam = config.model, config.learning_rate, config.adam
     options: dict[str, Any] = {"bf16": config.deepspeed.bf16, "flash_attn": model.flash_attn}
-    critic_name = model.critic_pretrain or model.reward_pretrain or model.pretrain
-    check_model(critic_name, "--critic_pretrain")
-    critic = get_llm_for_sequence_regression(
-        critic_name, "critic", value_head_prefix=model.value_head_prefix, **options
-    )
-    actor = Actor(model.pretrain, temperature=config.generation.temperature, **options)
+    starts = {"--critic_pretrain": model.critic_pretrain, "--reward_pretrain": model.reward_pretrain}
+    flag, critic_name = next(((f, name) for f, name in starts.items() if name), ("--pretrain", model.pretrain))
+    with naming_model(flag, critic_name):
+        critic = get_llm_for_sequence_regression(
+            critic_name, "critic", value_head_prefix=model.value_head_prefix, **options
+        )
+    with naming_model("--pretrain", model.pretrain):
+        actor = Actor(model.pretrain, temperature=config.generation.temperature, **options)
     reference = None
     if config.ppo.init_kl_coef > 0:
         frozen = Actor(model.pretrain, temperature=config.generation.temperature, **options)
@@ -133,24 +148,23 @@ def _load_data(
     return loaded.prompts, load_documents(rows, tokenizer, key, longest + new_tokens)
 
 
-def _check_reward(config: TrainPPOConfig, actor_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The reward model must read the actor's token ids, so it must have the actor's tokenizer."""
-    name = config.model.reward_pretrain
-    if name is None:
-        return
-    reward_config = check_model(name, "--reward_pretrain")
-    try:
-        same = AutoTokenizer.from_pretrained(name).get_vocab() == tokenizer.get_vocab()
-    except (OSError, ValueError, KeyError):
-        same = reward_config.get_text_config().vocab_size == actor_config.get_text_config().vocab_size
-        logger.info(
-            "--reward_pretrain %s has no tokenizer of its own; the sizes of the vocabularies were compared", name
-        )
-    if not same:
-        raise ValueError(
-            f"--reward_pretrain {name} has another vocabulary than --pretrain {config.model.pretrain}, and would read "
-            "token ids that are not its own. Use a reward model of the same family, or a --reward_fn."
-        )
+def _check_tokens(config: TrainPPOConfig, actor_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Reward model and critic read the actor's token ids, so they must have the actor's tokenizer."""
+    model = config.model
+    for flag, name in (("--reward_pretrain", model.reward_pretrain), ("--critic_pretrain", model.critic_pretrain)):
+        if name is None:
+            continue
+        its_config = check_model(name, flag)
+        try:
+            same = AutoTokenizer.from_pretrained(name).get_vocab() == tokenizer.get_vocab()
+        except (OSError, ValueError, KeyError):
+            same = its_config.get_text_config().vocab_size == actor_config.get_text_config().vocab_size
+            logger.info("%s %s has no tokenizer of its own; the sizes of the vocabularies were compared", flag, name)
+        if not same:
+            raise ValueError(
+                f"{flag} {name} has another vocabulary than --pretrain {model.pretrain}, and would read token ids that "
+                "are not its own. Use a model of the same family" + (", or a --reward_fn." if "reward" in flag else ".")
+            )
 
 
 def _scorer(config: TrainPPOConfig, strategy: DeepspeedStrategy, tokenizer: PreTrainedTokenizerBase) -> Scorer:
@@ -159,12 +173,13 @@ def _scorer(config: TrainPPOConfig, strategy: DeepspeedStrategy, tokenizer: PreT
     if model.reward_fn is not None:
         return FunctionScorer(load_reward_function(model.reward_fn), model.reward_fn, tokenizer)
     assert model.reward_pretrain is not None, "validated before"
-    reward = get_llm_for_sequence_regression(
-        model.reward_pretrain,
-        "reward",
-        bf16=config.deepspeed.bf16,
-        flash_attn=model.flash_attn,
-        value_head_prefix=model.value_head_prefix,
-    )
+    with naming_model("--reward_pretrain", model.reward_pretrain):
+        reward = get_llm_for_sequence_regression(
+            model.reward_pretrain,
+            "reward",
+            bf16=config.deepspeed.bf16,
+            flash_attn=model.flash_attn,
+            value_head_prefix=model.value_head_prefix,
+        )
     frozen, size = strategy.prepare_frozen(reward), config.ppo.micro_rollout_batch_size
     return ModelScorer(frozen, size, pad_token_id(tokenizer), strategy.comm, strategy.device)

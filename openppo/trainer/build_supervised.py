@@ -12,7 +12,7 @@ from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, check_model, load_tokenizer
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.trainer.build import log_dropped, start_trackers
+from openppo.trainer.build import log_dropped, naming_model, start_trackers
 from openppo.trainer.reward_model import RM_HEADLINE, RewardModelTrainer
 from openppo.trainer.sft import SFT_HEADLINE, SFTTrainer
 from openppo.trainer.supervised import SupervisedParts, total_optimizer_steps
@@ -31,7 +31,8 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
     train, held_out = _load_both(
         config, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
     )
-    actor = Actor(options.pretrain, bf16=config.deepspeed.bf16, flash_attn=options.flash_attn)
+    with naming_model("--pretrain", options.pretrain):
+        actor = Actor(options.pretrain, bf16=config.deepspeed.bf16, flash_attn=options.flash_attn)
     n_steps = total_optimizer_steps(config, len(train))
     engine = strategy.prepare(actor, config.adam, options.learning_rate, n_steps)
     trackers = start_trackers(config, strategy, SFT_HEADLINE, n_steps)
@@ -49,14 +50,15 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     train, held_out = _load_both(
         config, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
     )
-    model = get_llm_for_sequence_regression(
-        options.pretrain,
-        "reward",
-        bf16=config.deepspeed.bf16,
-        flash_attn=options.flash_attn,
-        value_head_prefix=config.data.value_head_prefix,
-        init_value_head=True,
-    )
+    with naming_model("--pretrain", options.pretrain):
+        model = get_llm_for_sequence_regression(
+            options.pretrain,
+            "reward",
+            bf16=config.deepspeed.bf16,
+            flash_attn=options.flash_attn,
+            value_head_prefix=config.data.value_head_prefix,
+            init_value_head=True,
+        )
     model.model.config.pad_token_id = tokenizer.pad_token_id  # plain transformers finds the score through it
     n_steps = total_optimizer_steps(config, len(train))
     engine = strategy.prepare(model, config.adam, options.learning_rate, n_steps)

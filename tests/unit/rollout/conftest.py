@@ -1,9 +1,9 @@
-"""Tiny models with random weights, a character tokenizer, and generation written without any of the library's engine."""
+"""Tiny models with random weights, a character tokenizer, and generation that uses nothing of the library."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -34,23 +34,33 @@ WarpByTransformers = Callable[[torch.Tensor, SamplingParams], torch.Tensor]
 NaiveSample = Callable[..., tuple[list[int], list[float]]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """These models are too small to share among threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def models() -> dict[str, PreTrainedModel]:
     """By architecture; large random weights, so that distributions are far from uniform."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    no_ends = {"bos_token_id": None, "eos_token_id": None}
-    made = {
-        "llama": LlamaForCausalLM(LlamaConfig(**sizes, **heads, **no_ends, initializer_range=0.5)),
-        "gpt2": GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=16, n_layer=2, n_head=2, **no_ends)
-        ),
-        "mistral": MistralForCausalLM(
-            MistralConfig(**sizes, **heads, **no_ends, initializer_range=0.5, sliding_window=WINDOW)
-        ),
+    common = {
+        "vocab_size": VOCAB,
+        "initializer_range": 0.5,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
     }
-    torch.nn.init.normal_(made["gpt2"].transformer.wte.weight, std=0.5)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    made = {
+        "llama": LlamaForCausalLM(LlamaConfig(**common, **sizes, **heads)),
+        "gpt2": GPT2LMHeadModel(GPT2Config(**common, n_positions=64, n_embd=16, n_layer=2, n_head=2)),
+        "mistral": MistralForCausalLM(MistralConfig(**common, **sizes, **heads, sliding_window=WINDOW)),
+    }
     return {name: model.eval() for name, model in made.items()}
 
 

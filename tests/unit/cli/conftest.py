@@ -1,0 +1,115 @@
+"""Folders of tiny models, good and bad, and a way to run a command inside this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import string
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+CONTEXT = 64
+
+
+@dataclass
+class Ended:
+    """How a command ended."""
+
+    code: int
+    stderr: str
+
+
+RunCommand = Callable[..., Ended]
+
+
+def _tokenizer(letters: str) -> PreTrainedTokenizerFast:
+    special = ["<pad>", "<eos>", "<unk>"]
+    core = Tokenizer(WordLevel({token: i for i, token in enumerate([*special, *letters])}, unk_token="<unk>"))
+    core.add_special_tokens(special)
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of model folders, named by what they are: ``actor`` and ``reward`` are good, each other has one flaw.
+
+    Their tokenizer has one token per character and no chat template.
+    """
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    letters = string.ascii_lowercase + string.digits + " "
+
+    def config(n_letters: int, **options: int) -> LlamaConfig:
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+        return LlamaConfig(vocab_size=3 + n_letters, max_position_embeddings=CONTEXT, **sizes, **ends, **options)
+
+    def save(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Path:
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+        return root / name
+
+    ours, other = _tokenizer(letters), _tokenizer(letters[::-1] + "!")
+    save("actor", LlamaForCausalLM(config(37)), ours)
+    save("reward", LlamaForSequenceClassification(config(37, num_labels=1)), ours)
+    save("two_labels", LlamaForSequenceClassification(config(37, num_labels=2)), ours)
+    save("headless", LlamaForCausalLM(config(37)), ours)
+    save("other_vocabulary", LlamaForSequenceClassification(config(38, num_labels=1)), other)
+
+    (root / "no_config").mkdir()
+    (root / "no_config" / "notes.txt").write_text("nothing here")
+    (save("config_only", LlamaForCausalLM(config(37)), ours) / "model.safetensors").unlink()
+    (save("broken_weights", LlamaForCausalLM(config(37)), ours) / "model.safetensors").write_bytes(b"\0" * 100)
+    LlamaForCausalLM(config(37)).save_pretrained(root / "no_tokenizer")
+    (save("broken_config", LlamaForCausalLM(config(37)), ours) / "config.json").write_text("{")
+    (save("unknown_kind", LlamaForCausalLM(config(37)), ours) / "config.json").write_text('{"model_type": "abacus"}')
+    return root
+
+
+@pytest.fixture
+def run_in_process(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[RunCommand]:
+    """Runs a command as ``python -m openppo.cli.NAME ARGUMENTS`` would, away from the repository, until it exits.
+
+    What a command changes in its process is put back, but for the process group of one rank, which stays.
+    """
+    logger, environment, threads = logging.getLogger("openppo"), dict(os.environ), torch.get_num_threads()
+    handlers, level, verbosity = list(logger.handlers), logger.level, transformers.logging.get_verbosity()
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+
+    def run(command: str, *arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", [f"{command}.py", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            import_module(f"openppo.cli.{command}").main()
+        assert isinstance(ended.value.code, int)
+        return Ended(ended.value.code, capfd.readouterr().err)
+
+    yield run
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()

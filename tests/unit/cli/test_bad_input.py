@@ -1,0 +1,329 @@
+"""Whatever a user gets wrong ends in one line that names the flag and what to do; never in a traceback.
+
+Most cases run the command inside this process; some, of each kind, as real processes and under torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RunCommand = Callable[..., Any]
+
+REPO = Path(__file__).resolve().parents[3]
+
+FILES = {
+    "prompts.jsonl": '{"input": "abc", "answer": "d"}\n' * 4,
+    "empty.jsonl": "",
+    "blank.jsonl": "\n\n",
+    "malformed.jsonl": '{"input": "a"}\n{"input": \n',
+    "not_objects.jsonl": '["a", "b"]\n',
+    "gap.jsonl": '{"input": "a"}\n{"inputs": "b"}\n',
+    "numbers.jsonl": '{"input": 3}\n',
+    "chat.jsonl": '{"input": [{"role": "user", "content": "a"}]}\n',
+    "notes.txt": "a\n",
+    "table.csv": "input,answer\na,b,c\n",
+    "latin.csv": b"input\ncaf\xe9\n",
+    "broken.parquet": b"PAR1 nothing",
+    "sft.jsonl": '{"input": "abc", "output": "de"}\n' * 4,
+    "pairs.jsonl": '{"prompt": "a", "chosen": "bc", "rejected": "de", "margin": "much"}\n' * 4,
+    "reward.py": "def other():\n    pass\ndef reward_fn(prompts, responses, labels):\n    return [0] * len(prompts)\n",
+    "needs.py": "import not_there\n",
+    "bad.yaml": "gama: 0.9\n",
+    "list.yaml": "- gamma\n",
+}
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "train_ppo": {
+        "pretrain": "M/actor",
+        "prompt_data": "D/prompts.jsonl",
+        "reward_fn": "D/reward.py",
+        "rollout_batch_size": 4,
+        "train_batch_size": 4,
+        "generate_max_len": 8,
+    },
+    "train_sft": {"pretrain": "M/actor", "dataset": "D/sft.jsonl", "train_batch_size": 4},
+    "train_rm": {"pretrain": "M/actor", "dataset": "D/pairs.jsonl", "train_batch_size": 4},
+}
+"""A command line that works; M/ is the folder of models and D/ the folder of data."""
+
+
+@dataclass
+class Case:
+    """One mistake: options laid over those of ``GOOD``, where None takes one away and True gives a switch."""
+
+    name: str
+    options: dict[str, Any]
+    says: list[str]
+    """What the line must contain, the flag first."""
+    command: str = "train_ppo"
+    ranks: int = 0
+    """With torchrun on so many ranks; 0: without torchrun."""
+
+    def arguments(self, models: Path, data: Path) -> list[str]:
+        """The command line."""
+        arguments = []
+        for name, value in {**GOOD[self.command], **self.options}.items():
+            if value is not None:
+                arguments += [f"--{name}"] if value is True else [f"--{name}", in_folders(str(value), models, data)]
+        return arguments
+
+    def check(self, code: int, stderr: str, models: Path, data: Path) -> None:
+        """One line of ours, that says what it must."""
+        lines = [line for line in stderr.splitlines() if line.startswith("error")]
+        assert len(lines) == 1, stderr
+        for part in self.says:
+            assert in_folders(part, models, data) in lines[0]
+        assert code == (1 if self.ranks else 2), "torchrun makes 1 of every exit status"
+        assert f'File "{REPO}' not in stderr, "no traceback through our code"
+        assert "Traceback" not in stderr or self.ranks, "torchrun ends with a traceback of its own"
+
+
+def in_folders(text: str, models: Path, data: Path) -> str:
+    """``text`` with the folders put in."""
+    return text.replace("M/", f"{models}/").replace("D/", f"{data}/")
+
+
+def reward_model(name: str) -> dict[str, Any]:
+    """Score with a model instead of the function."""
+    return {"reward_fn": None, "reward_pretrain": f"M/{name}"}
+
+
+NO_FILE = "no such file or folder"
+JSON_REMEDY = "Put one JSON object on each line"
+DATA = [
+    Case(
+        "missing data file", {"prompt_data": "D/none.jsonl"}, ["--prompt_data D/none.jsonl", NO_FILE, "Check the path"]
+    ),
+    Case("missing data folder", {"prompt_data": "D/a/b/c"}, ["--prompt_data D/a/b/c", NO_FILE, "Check the path"]),
+    Case("empty data file", {"prompt_data": "D/empty.jsonl"}, ["--prompt_data D/empty.jsonl", "no rows", "Choose"]),
+    Case("blank data file", {"prompt_data": "D/blank.jsonl"}, ["--prompt_data D/blank.jsonl", "no rows", "Choose"]),
+    Case(
+        "malformed line", {"prompt_data": "D/malformed.jsonl"}, ["--prompt_data D/malformed.jsonl, line 2", JSON_REMEDY]
+    ),
+    Case("rows that are no objects", {"prompt_data": "D/not_objects.jsonl"}, ["--prompt_data", "line 1", JSON_REMEDY]),
+    Case("unknown kind of file", {"prompt_data": "D/notes.txt"}, ["--prompt_data D/notes.txt", "Use .jsonl"]),
+    Case("ragged CSV", {"prompt_data": "D/table.csv"}, ["--prompt_data D/table.csv, line 2", "Put quotes around"]),
+    Case(
+        "CSV that is not UTF-8", {"prompt_data": "D/latin.csv"}, ["--prompt_data D/latin.csv", "Save the file as UTF-8"]
+    ),
+    Case("damaged Parquet", {"prompt_data": "D/broken.parquet"}, ["--prompt_data D/broken.parquet", "Write it again"]),
+    Case("no such column", {"input_key": "q"}, ["--input_key", "--prompt_data, row 1", "'q'", "input, answer"]),
+    Case("a row lacks it", {"prompt_data": "D/gap.jsonl"}, ["--input_key", "row 2", "inputs"]),
+    Case("no such label", {"label_key": "l"}, ["--label_key", "--prompt_data, row 1", "'l'", "input, answer"]),
+    Case(
+        "prompts that are numbers", {"prompt_data": "D/numbers.jsonl"}, ["--prompt_data, row 1", "not a text but int"]
+    ),
+    Case("chat without template", {"prompt_data": "D/chat.jsonl"}, ["--prompt_data, row 1", "--apply_chat_template"]),
+    Case("no chat template", {"apply_chat_template": True}, ["--apply_chat_template", "Leave the flag out"]),
+    Case("template without place", {"input_template": "Q:"}, ["--input_template", "must contain {} once"]),
+    Case("prompts all too long", {"prompt_max_len": 2}, ["--prompt_max_len 2", "shortest has 3", "Raise"]),
+    Case("beyond the context", {"generate_max_len": 62}, ["--generate_max_len 62", "64 tokens", "Lower"]),
+    Case("missing documents", {"pretrain_data": "D/none.jsonl"}, ["--pretrain_data D/none.jsonl", NO_FILE]),
+    Case(
+        "no such column of documents",
+        {"pretrain_data": "D/prompts.jsonl", "pretrain_key": "t"},
+        ["--pretrain_key", "--pretrain_data, row 1", "'t'"],
+    ),
+]
+MODELS = [
+    Case("missing model", {"pretrain": "M/none"}, ["--pretrain M/none", "no such local folder", "Check the path"]),
+    Case("folder that is no model", {"pretrain": "M/no_config"}, ["--pretrain M/no_config", "has no config.json"]),
+    Case("file as model", {"pretrain": "D/notes.txt"}, ["--pretrain D/notes.txt", "this is a file; give the folder"]),
+    Case("broken config", {"pretrain": "M/broken_config"}, ["--pretrain M/broken_config", "its config cannot be read"]),
+    Case("unknown kind of model", {"pretrain": "M/unknown_kind"}, ["--pretrain M/unknown_kind", "abacus"]),
+    Case("no weights", {"pretrain": "M/config_only"}, ["--pretrain M/config_only", "its weights cannot be read"]),
+    Case("broken weights", {"pretrain": "M/broken_weights"}, ["--pretrain M/broken_weights", "Check the folder"]),
+    Case(
+        "no tokenizer", {"pretrain": "M/no_tokenizer"}, ["--pretrain M/no_tokenizer", "its tokenizer cannot be loaded"]
+    ),
+    Case("reward model as actor", {"pretrain": "M/reward"}, ["--pretrain M/reward", "lacks lm_head.weight", "Give a"]),
+    Case("missing reward model", reward_model("none"), ["--reward_pretrain M/none", "Check the path"]),
+    Case("reward folder that is no model", reward_model("no_config"), ["--reward_pretrain M/no_config", "config.json"]),
+    Case(
+        "reward without weights", reward_model("config_only"), ["--reward_pretrain M/config_only", "Check the folder"]
+    ),
+    Case("reward with broken weights", reward_model("broken_weights"), ["--reward_pretrain M/broken_weights"]),
+    Case(
+        "reward without head",
+        reward_model("headless"),
+        ["--reward_pretrain M/headless", "has no scalar head 'score.weight'", "train_rm", "--value_head_prefix"],
+    ),
+    Case(
+        "reward with two labels",
+        reward_model("two_labels"),
+        ["--reward_pretrain M/two_labels", "several labels", "exactly one", "train_rm"],
+    ),
+    Case(
+        "reward that reads other tokens",
+        reward_model("other_vocabulary"),
+        ["--reward_pretrain M/other_vocabulary", "another vocabulary than --pretrain M/actor", "--reward_fn"],
+    ),
+    Case("missing critic", {"critic_pretrain": "M/none"}, ["--critic_pretrain M/none", "Check the path"]),
+    Case(
+        "critic with two labels", {"critic_pretrain": "M/two_labels"}, ["--critic_pretrain M/two_labels", "exactly one"]
+    ),
+    Case(
+        "critic without weights", {"critic_pretrain": "M/config_only"}, ["--critic_pretrain M/config_only", "Check the"]
+    ),
+    Case(
+        "critic that reads other tokens",
+        {"critic_pretrain": "M/other_vocabulary"},
+        ["--critic_pretrain M/other_vocabulary", "another vocabulary than --pretrain M/actor", "same family"],
+    ),
+    Case("flash-attn not installed", {"flash_attn": True}, ["--flash_attn", "pip install flash-attn"]),
+    Case(
+        "folder cannot be written", {"save_path": "D/notes.txt"}, ["--save_path D/notes.txt", "choose another folder"]
+    ),
+]
+REWARDS = [
+    Case(
+        "missing reward file", {"reward_fn": "D/none.py"}, ["--reward_fn D/none.py", "no such file", "Check the path"]
+    ),
+    Case("missing function", {"reward_fn": "D/reward.py:f"}, ["--reward_fn", "no function 'f'", "other, reward_fn"]),
+    Case("reward file of another kind", {"reward_fn": "D/notes.txt"}, ["--reward_fn D/notes.txt", "path.py:name"]),
+    Case("reward that needs more", {"reward_fn": "D/needs.py"}, ["--reward_fn D/needs.py", "'not_there'", "Install"]),
+    Case("no reward", {"reward_fn": None}, ["--reward_fn", "--reward_pretrain", "pass"]),
+    Case("two rewards", {"reward_pretrain": "M/reward"}, ["--reward_pretrain and --reward_fn", "pass one of them"]),
+]
+OPTIONS = [
+    Case(
+        "steps that do not divide the samples",
+        {"train_batch_size": 3},
+        ["--train_batch_size 3", "--rollout_batch_size 4 x --n_samples_per_prompt 1", "make"],
+    ),
+    Case("offload without ZeRO", {"adam_offload": True, "zero_stage": 0}, ["--adam_offload", "use --zero_stage 1"]),
+    Case("switch with a value", {"bf16": "true"}, ["--bf16", "use --bf16 or --no_bf16"]),
+    Case("unknown flag", {"gama": 0.9}, ["--gama", "did you mean gamma?"]),
+    Case("missing config file", {"config": "D/none.yaml"}, ["--config D/none.yaml", "No such file"]),
+    Case("config that is a list", {"config": "D/list.yaml"}, ["--config D/list.yaml", "option: value"]),
+    Case("unknown option in config", {"config": "D/bad.yaml"}, ["--config D/bad.yaml", "did you mean gamma?"]),
+]
+SUPERVISED = [
+    Case("SFT: no input", {"input_key": "q"}, ["--input_key", "--dataset, row 1", "input, output"], "train_sft"),
+    Case("SFT: no output", {"output_key": "o"}, ["--output_key", "--dataset, row 1", "input, output"], "train_sft"),
+    Case("SFT: empty file", {"dataset": "D/empty.jsonl"}, ["--dataset D/empty.jsonl", "Choose"], "train_sft"),
+    Case("SFT: all too long", {"max_len": 3}, ["--max_len 3", "shortest has 6", "Raise"], "train_sft"),
+    Case("SFT: missing held-out", {"eval_dataset": "D/none.jsonl"}, ["--eval_dataset D/none.jsonl"], "train_sft"),
+    Case("SFT: held-out without output", {"eval_dataset": "D/prompts.jsonl"}, ["--eval_dataset", "row 1"], "train_sft"),
+    Case("SFT: missing model", {"pretrain": "M/none"}, ["--pretrain M/none", "Check the path"], "train_sft"),
+    Case("SFT: reward model", {"pretrain": "M/reward"}, ["--pretrain M/reward", "lm_head.weight"], "train_sft"),
+    Case("SFT: flag of PPO", {"gamma": 1}, ["--gamma"], "train_sft"),
+    Case("RM: no chosen", {"chosen_key": "c"}, ["--chosen_key", "--dataset, row 1", "prompt, chosen"], "train_rm"),
+    Case("RM: no rejected", {"rejected_key": "r"}, ["--rejected_key", "--dataset, row 1"], "train_rm"),
+    Case("RM: no prompt", {"prompt_key": "p"}, ["--prompt_key", "--dataset, row 1"], "train_rm"),
+    Case("RM: margin is no number", {"margin_key": "margin"}, ["--margin_key", "row 1", "'much'"], "train_rm"),
+    Case("RM: empty file", {"dataset": "D/empty.jsonl"}, ["--dataset D/empty.jsonl", "Choose"], "train_rm"),
+    Case("RM: all too long", {"max_len": 2}, ["--max_len 2", "shortest has 3", "Raise"], "train_rm"),
+    Case("RM: two labels", {"pretrain": "M/two_labels"}, ["--pretrain M/two_labels", "exactly one"], "train_rm"),
+    Case("RM: no weights", {"pretrain": "M/config_only"}, ["--pretrain M/config_only", "Check the"], "train_rm"),
+    Case(
+        "RM: log-exp with margin",
+        {"margin_key": "margin", "loss": "logexp"},
+        ["--margin_key works with --loss sigmoid only"],
+        "train_rm",
+    ),
+]
+IN_PROCESS = DATA + MODELS + REWARDS + OPTIONS + SUPERVISED
+PROCESSES = [
+    next(case for case in IN_PROCESS if case.name == name)
+    for name in ("missing data file", "reward without head", "unknown flag", "no reward", "RM: no chosen")
+] + [
+    Case(
+        "ranks and steps",
+        {"rollout_batch_size": 5, "train_batch_size": 5},
+        ["--train_batch_size 5", "2 ranks"],
+        ranks=2,
+    ),
+    Case(
+        "ranks and prompts", {"rollout_batch_size": 5, "n_samples_per_prompt": 4}, ["--rollout_batch_size 5"], ranks=2
+    ),
+    Case("ranks and head", reward_model("headless"), ["--reward_pretrain M/headless", "scalar head"], ranks=2),
+    Case("ranks and file", {"dataset": "D/none.jsonl"}, ["--dataset D/none.jsonl"], "train_sft", ranks=2),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``FILES``."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+@pytest.mark.parametrize("case", IN_PROCESS, ids=lambda case: case.name)
+def test_a_mistake_ends_in_one_line_with_flag_and_remedy(
+    case: Case, run_in_process: RunCommand, models: Path, data: Path
+) -> None:
+    ended = run_in_process(case.command, *case.arguments(models, data))
+    case.check(ended.code, ended.stderr, models, data)
+
+
+def test_without_a_mistake_every_command_reaches_its_training(
+    run_in_process: RunCommand, models: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for trainer in ("ppo_trainer.PPOTrainer", "supervised.SupervisedTrainer"):
+        monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
+    for command in GOOD:
+        ended = run_in_process(command, *Case("", {}, [], command).arguments(models, data))
+        assert ended.code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [({"gamma": "high"}, "--gamma"), ({"zero_stage": 5}, "--zero_stage"), ({"pretrain": None}, "--pretrain")],
+)
+def test_a_value_of_the_wrong_kind_or_a_missing_flag_is_named_in_a_box(
+    options: dict[str, Any], flag: str, run_in_process: RunCommand, models: Path, data: Path
+) -> None:
+    ended = run_in_process("train_ppo", *Case("", options, []).arguments(models, data))
+    assert ended.code == 2
+    assert flag in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+# Real processes
+
+
+@pytest.fixture(scope="module")
+def processes(
+    models: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """All of ``PROCESSES``, two at a time, each in a folder of its own."""
+    ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+    environment |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+
+    def run(case: Case) -> subprocess.CompletedProcess[str]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.ranks)]
+        start = [sys.executable, *(torchrun if case.ranks else []), "-m", f"openppo.cli.{case.command}"]
+        return subprocess.run(
+            [*start, *case.arguments(models, data)],
+            env=environment,
+            cwd=tmp_path_factory.mktemp("run"),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {case.name: pool.submit(run, case) for case in PROCESSES}
+
+
+@pytest.mark.parametrize("case", PROCESSES, ids=lambda case: case.name)
+def test_a_mistake_in_a_real_run_ends_in_one_line_with_flag_and_remedy(
+    case: Case, processes: dict[str, Future[subprocess.CompletedProcess[str]]], models: Path, data: Path
+) -> None:
+    ended = processes[case.name].result()
+    case.check(ended.returncode, ended.stderr, models, data)
+    assert ended.stdout == ""

@@ -1,0 +1,512 @@
+"""Command lines to configs: every option is a flag of its own name, whatever way it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from openppo.cli.options import option_names, parse_options, run_command
+from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig, flat_dict
+from openppo.tracking import save_config
+
+Flag = tuple[str, str, list[str], Any]
+"""Group in the config, flag, its arguments, and the value that they mean; none of them a default."""
+
+RUN: list[Flag] = [
+    ("run", "save_path", ["out dir"], "out dir"),
+    ("run", "logging_steps", ["5"], 5),
+    ("run", "use_tensorboard", ["tb"], "tb"),
+]
+DEEPSPEED: list[Flag] = [
+    ("deepspeed", "zero_stage", ["3"], 3),
+    ("deepspeed", "bf16", [], True),
+    ("deepspeed", "gradient_checkpointing", [], True),
+    ("deepspeed", "adam_offload", [], True),
+    ("deepspeed", "max_norm", ["0.5"], 0.5),
+    ("deepspeed", "seed", ["7"], 7),
+]
+ADAM: list[Flag] = [
+    ("adam", "adam_betas", ["0.8", "0.99"], (0.8, 0.99)),
+    ("adam", "l2", ["1e-2"], 0.01),
+    ("adam", "lr_scheduler", ["linear"], "linear"),
+    ("adam", "lr_warmup_ratio", ["0.1"], 0.1),
+]
+BATCH: list[Flag] = [
+    ("batch", "train_batch_size", ["16"], 16),
+    ("batch", "micro_train_batch_size", ["2"], 2),
+    ("batch", "max_epochs", ["3"], 3),
+]
+SUPERVISED: list[Flag] = [
+    ("supervised", "pretrain", ["model"], "model"),
+    ("supervised", "dataset", ["rows.jsonl"], "rows.jsonl"),
+    ("supervised", "dataset_split", ["part"], "part"),
+    ("supervised", "eval_dataset", ["held.jsonl"], "held.jsonl"),
+    ("supervised", "eval_split", ["dev"], "dev"),
+    ("supervised", "eval_steps", ["10"], 10),
+    ("supervised", "max_steps", ["20"], 20),
+    ("supervised", "learning_rate", ["3e-4"], 3e-4),
+    ("supervised", "input_template", ["Q: {}\nA:"], "Q: {}\nA:"),
+    ("supervised", "apply_chat_template", [], True),
+    ("supervised", "max_samples", ["100"], 100),
+    ("supervised", "max_len", ["256"], 256),
+    ("supervised", "flash_attn", [], True),
+]
+FLAGS: dict[type, list[Flag]] = {
+    TrainPPOConfig: [
+        *RUN,
+        *DEEPSPEED,
+        *ADAM,
+        *BATCH,
+        ("learning_rate", "actor_learning_rate", ["2e-6"], 2e-6),
+        ("learning_rate", "critic_learning_rate", ["0.001"], 0.001),
+        ("ppo", "num_episodes", ["2"], 2),
+        ("ppo", "rollout_batch_size", ["64"], 64),
+        ("ppo", "micro_rollout_batch_size", ["3"], 3),
+        ("ppo", "n_samples_per_prompt", ["4"], 4),
+        ("ppo", "eps_clip", ["0.3"], 0.3),
+        ("ppo", "value_clip", ["None"], None),
+        ("ppo", "init_kl_coef", ["0"], 0.0),
+        ("ppo", "kl_estimator", ["k3"], "k3"),
+        ("ppo", "reward_clip_range", ["-1", "2.5"], (-1.0, 2.5)),
+        ("ppo", "gamma", ["0.99"], 0.99),
+        ("ppo", "lambd", ["1"], 1.0),
+        ("ppo", "ptx_coef", ["0.1"], 0.1),
+        ("ppo", "buffer_limit", ["512"], 512),
+        ("ppo", "no_buffer_cpu_offload", [], False),
+        ("model", "pretrain", ["actor"], "actor"),
+        ("model", "reward_pretrain", ["reward"], "reward"),
+        ("model", "reward_fn", ["f.py:name"], "f.py:name"),
+        ("model", "critic_pretrain", ["critic"], "critic"),
+        ("model", "value_head_prefix", ["v_head"], "v_head"),
+        ("model", "flash_attn", [], True),
+        ("model", "save_value_network", [], True),
+        ("data", "prompt_data", ["prompts.jsonl"], "prompts.jsonl"),
+        ("data", "prompt_split", ["part"], "part"),
+        ("data", "pretrain_data", ["texts.jsonl"], "texts.jsonl"),
+        ("data", "pretrain_split", ["rest"], "rest"),
+        ("data", "pretrain_key", ["text"], "text"),
+        ("data", "input_key", ["question"], "question"),
+        ("data", "label_key", ["answer"], "answer"),
+        ("data", "input_template", ["Q: {}"], "Q: {}"),
+        ("data", "apply_chat_template", [], True),
+        ("data", "max_samples", ["100"], 100),
+        ("data", "prompt_max_len", ["77"], 77),
+        ("generation", "generate_max_len", ["55"], 55),
+        ("generation", "temperature", ["0.7"], 0.7),
+        ("generation", "top_p", ["0.9"], 0.9),
+        ("generation", "top_k", ["40"], 40),
+    ],
+    TrainSFTConfig: [
+        *RUN,
+        *DEEPSPEED,
+        *ADAM,
+        *BATCH,
+        *SUPERVISED,
+        ("data", "input_key", ["question"], "question"),
+        ("data", "output_key", ["None"], None),
+    ],
+    TrainRMConfig: [
+        *RUN,
+        *DEEPSPEED,
+        *ADAM,
+        *BATCH,
+        *SUPERVISED,
+        ("data", "prompt_key", ["prompt"], "prompt"),
+        ("data", "chosen_key", ["good"], "good"),
+        ("data", "rejected_key", ["bad"], "bad"),
+        ("data", "margin_key", ["margin"], "margin"),
+        ("data", "loss", ["logexp"], "logexp"),
+        ("data", "value_head_prefix", ["v_head"], "v_head"),
+    ],
+}
+REQUIRED = {
+    TrainPPOConfig: ["--pretrain", "m", "--prompt_data", "d"],
+    TrainSFTConfig: ["--pretrain", "m", "--dataset", "d"],
+    TrainRMConfig: ["--pretrain", "m", "--dataset", "d"],
+}
+EVERY_FLAG = [(command, *flag) for command, flags in FLAGS.items() for flag in flags]
+COMMANDS = pytest.mark.parametrize("command", FLAGS, ids=lambda command: command.__name__)
+
+
+@functools.cache
+def with_defaults(command: type) -> Any:
+    """The config of a command line with nothing but the required flags."""
+    return parse_options(command, REQUIRED[command])
+
+
+def ppo(*arguments: str) -> dict[str, Any]:
+    """The options of a train_ppo command line by name."""
+    return flat_dict(parse_options(TrainPPOConfig, [*REQUIRED[TrainPPOConfig], *arguments]))
+
+
+# Flags
+
+
+@COMMANDS
+def test_the_table_of_this_test_has_every_option(command: type) -> None:
+    assert sorted(flag.removeprefix("no_") for _, flag, _, _ in FLAGS[command]) == sorted(option_names(command))
+
+
+@COMMANDS
+def test_no_two_groups_of_a_command_have_an_option_of_the_same_name(command: type) -> None:
+    config = with_defaults(command)
+    names = [field.name for group in vars(config).values() for field in dataclasses.fields(group)]
+    assert sorted(names) == sorted(set(names)) == sorted(option_names(command))
+
+
+@pytest.mark.parametrize(("command", "group", "flag", "arguments", "value"), EVERY_FLAG)
+def test_a_flag_reaches_the_field_of_its_name_and_no_other(
+    command: type, group: str, flag: str, arguments: list[str], value: Any
+) -> None:
+    before = with_defaults(command)
+    after = parse_options(command, [*REQUIRED[command], f"--{flag}", *arguments])
+    name = flag.removeprefix("no_")
+    assert getattr(getattr(after, group), name) == value
+    assert type(getattr(getattr(after, group), name)) is type(value)
+    assert flat_dict(before)[name] != value, "the table must not name a default"
+    assert {**flat_dict(before), name: value} == flat_dict(after)
+
+
+@COMMANDS
+def test_all_flags_together(command: type) -> None:
+    arguments = [part for _, flag, values, _ in FLAGS[command] for part in (f"--{flag}", *values)]
+    config = parse_options(command, arguments)
+    assert flat_dict(config) == {flag.removeprefix("no_"): value for _, flag, _, value in FLAGS[command]}
+
+
+@pytest.mark.parametrize("arguments", [["--zero-stage", "1"], ["--zero_stage=1"], ["--zero-stage=1"]])
+def test_hyphens_and_equals_signs_are_understood(arguments: list[str]) -> None:
+    assert ppo(*arguments)["zero_stage"] == 1
+
+
+def test_a_value_after_an_equals_sign_is_taken_as_it_is() -> None:
+    options = ppo("--input_template=--- {} a-b=c", "--save-path=some-dir/with-hyphens")
+    assert options["input_template"] == "--- {} a-b=c"
+    assert options["save_path"] == "some-dir/with-hyphens"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [([], True), (["--no_buffer_cpu_offload"], False), (["--no-buffer-cpu-offload"], False)],
+)
+def test_a_switch_that_is_on_by_default_has_a_flag_to_turn_it_off(arguments: list[str], value: bool) -> None:
+    assert ppo(*arguments)["buffer_cpu_offload"] is value
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--zero_stages", "unknown flag --zero_stages; did you mean zero_stage?"),
+        ("--learning_rate", "did you mean actor_learning_rate?"),
+        ("--num-episode=3", "unknown flag --num_episode; did you mean num_episodes?"),
+        ("--no_gamma", "unknown flag --no_gamma; did you mean gamma?"),
+        ("--xyzzy", "unknown flag --xyzzy; see --help for all options."),
+    ],
+)
+def test_an_unknown_flag_is_an_error_with_the_nearest_name(flag: str, message: str) -> None:
+    with pytest.raises(ValueError, match="unknown flag") as error:
+        ppo(flag)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--bf16", "true"], "bf16"),
+        (["--bf16=False"], "bf16"),
+        (["--no-bf16", "1", "--gamma", "1"], "no_bf16"),
+        (["--gamma", "1", "--adam_offload", "yes"], "adam_offload"),
+    ],
+)
+def test_a_switch_with_a_value_is_an_error_that_shows_how_to_use_it(arguments: list[str], name: str) -> None:
+    switch = name.removeprefix("no_")
+    with pytest.raises(ValueError, match=f"--{name} takes no value: use --{switch} or --no_{switch} alone."):
+        ppo(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--zero_stage", "5"], "--zero_stage"),
+        (["--gamma", "high"], "--gamma"),
+        (["--max_samples", "1.5"], "--max_samples"),
+        (["--adam_betas", "0.9"], "--adam_betas"),
+        (["--kl_estimator", "k4"], "--kl_estimator"),
+        (["--save_path"], "--save_path"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_ends_the_command_and_names_the_flag(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ppo(*arguments)
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "named"), [(TrainPPOConfig, "--prompt_data"), (TrainSFTConfig, "--dataset")])
+def test_a_missing_required_flag_ends_the_command_and_is_named(
+    command: type, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_options(command, ["--pretrain", "m"])
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@COMMANDS
+def test_help_shows_every_flag(command: type, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_options(command, ["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    for name in option_names(command):
+        assert f"--{name}" in printed
+
+
+# YAML files
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A file of options; tests write it."""
+    return tmp_path / "options.yaml"
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("gamma: 0.9", "gamma", 0.9),
+        ("gamma: 1", "gamma", 1.0),
+        ("actor_learning_rate: 1e-5", "actor_learning_rate", 1e-5),  # a text to YAML 1.1
+        ("actor_learning_rate: 1.0e-5", "actor_learning_rate", 1e-5),
+        ("zero_stage: 3", "zero_stage", 3),
+        ("save_path: a dir", "save_path", "a dir"),
+        ("save_path: 2026-11-20", "save_path", "2026-11-20"),
+        ("adam_betas: [0.5, 0.6]", "adam_betas", (0.5, 0.6)),
+        ("reward_clip_range: [-5, -1.5]", "reward_clip_range", (-5.0, -1.5)),
+        ("bf16: true", "bf16", True),
+        ("bf16: false", "bf16", False),
+        ("buffer_cpu_offload: false", "buffer_cpu_offload", False),
+        ("buffer_cpu_offload: yes", "buffer_cpu_offload", True),
+        ("value_clip: null", "value_clip", None),
+        ("value_clip: None", "value_clip", None),
+        ("value_clip: 0.5", "value_clip", 0.5),
+        ("top_k: null", "top_k", None),
+        ('input_template: "--- {} -x"', "input_template", "--- {} -x"),
+        ('input_template: "a: {}\\n\\tb=c"', "input_template", "a: {}\n\tb=c"),
+        ('input_key: ""', "input_key", ""),
+    ],
+)
+def test_a_file_holds_options_by_the_names_of_the_flags(line: str, name: str, value: Any, config_file: Path) -> None:
+    config_file.write_text(line + "\n")
+    for arguments in (["--config", str(config_file)], [f"--config={config_file}"]):
+        options = ppo(*arguments)
+        assert options[name] == value
+        assert type(options[name]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments", "name", "value"),
+    [
+        ("gamma: 0.9", ["--gamma", "0.8"], "gamma", 0.8),
+        ("gamma: 0.9", ["--gamma=0.8"], "gamma", 0.8),
+        ("zero_stage: 3", ["--zero-stage", "1"], "zero_stage", 1),
+        ("bf16: true", ["--no_bf16"], "bf16", False),
+        ("bf16: false", ["--bf16"], "bf16", True),
+        ("bf16: true", ["--no-bf16"], "bf16", False),
+        ("value_clip: 0.5", ["--value_clip", "None"], "value_clip", None),
+        ("adam_betas: [0.5, 0.6]", ["--adam_betas", "0.1", "0.2"], "adam_betas", (0.1, 0.2)),
+    ],
+)
+@pytest.mark.parametrize("file_first", [True, False])
+def test_the_command_line_wins_over_the_file(
+    line: str, arguments: list[str], name: str, value: Any, file_first: bool, config_file: Path
+) -> None:
+    config_file.write_text(line + "\n")
+    file = ["--config", str(config_file)]
+    assert ppo(*(file + arguments if file_first else arguments + file))[name] == value
+
+
+def test_a_file_may_hold_the_required_options(config_file: Path) -> None:
+    config_file.write_text("pretrain: a\nprompt_data: b\n")
+    options = flat_dict(parse_options(TrainPPOConfig, ["--config", str(config_file)]))
+    assert (options["pretrain"], options["prompt_data"]) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gama: 0.9", "unknown option in --config {file}: gama; did you mean gamma?"),
+        ("no_bf16: true", "unknown option in --config {file}: no_bf16; did you mean bf16?"),
+        ("xyzzy: 1", "unknown option in --config {file}: xyzzy; see --help for all options."),
+        ("3: 4", "unknown option in --config {file}: 3; see --help for all options."),
+        ("bf16: 'true'", "--config {file}: --bf16 must be true or false, got 'true'."),
+        ("bf16: 1", "--config {file}: --bf16 must be true or false, got 1."),
+        ("- gamma", "--config {file}: it must hold 'option: value' lines."),
+        ("gamma", "--config {file}: it must hold 'option: value' lines."),
+        ("", "--config {file}: it must hold 'option: value' lines."),
+        ("a: b: c", "--config {file}: mapping values are not allowed here"),
+        (None, "--config {file}: [Errno 2] No such file or directory"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_an_error_naming_it(text: str | None, message: str, config_file: Path) -> None:
+    if text is not None:
+        config_file.write_text(text)
+    with pytest.raises(ValueError, match="--config") as error:
+        ppo("--config", str(config_file))
+    assert message.format(file=config_file) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"), [("value_clip: false", "--value_clip"), ("gamma: {a: 1}", "--gamma"), ("seed: []", "--seed")]
+)
+def test_a_value_of_the_wrong_kind_in_a_file_names_the_flag(
+    line: str, named: str, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file.write_text(line)
+    with pytest.raises(SystemExit) as ended:
+        ppo("--config", str(config_file))
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_config_without_a_file_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"--config needs a file: --config FILE\.yaml"):
+        ppo("--config")
+
+
+@COMMANDS
+@pytest.mark.parametrize("all_given", [False, True], ids=["defaults", "no default"])
+@pytest.mark.parametrize("written_by", ["save_config", "yaml"])
+def test_a_config_written_as_yaml_reads_back_to_an_equal_one(
+    command: type, all_given: bool, written_by: str, tmp_path: Path
+) -> None:
+    arguments = [part for _, flag, values, _ in FLAGS[command] for part in (f"--{flag}", *values)]
+    config = parse_options(command, arguments) if all_given else with_defaults(command)
+    if written_by == "save_config":
+        save_config(tmp_path, flat_dict(config))
+    else:
+        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in flat_dict(config).items()}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
+    assert parse_options(command, ["--config", str(tmp_path / "config.yaml")]) == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["--flag {}", "-x {}", "a=b {}", "'{}'", '"{}"', "{} #", "{}: [x]", " {} ", "{}\n\n", "\\n{}", "ü {}", "=", ""],
+)
+def test_any_text_survives_the_file(text: str, tmp_path: Path) -> None:
+    config = parse_options(TrainPPOConfig, [*REQUIRED[TrainPPOConfig], f"--input_template={text}"])
+    assert config.data.input_template == text
+    save_config(tmp_path, flat_dict(config))
+    assert parse_options(TrainPPOConfig, ["--config", str(tmp_path / "config.yaml")]) == config
+
+
+# Running
+
+
+class Job:
+    """Remembers that it ran, or raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ran = 0
+        self.error = error
+
+    def fit(self) -> None:
+        """Run."""
+        self.ran += 1
+        if self.error:
+            raise self.error
+
+
+GOOD = ["train_ppo.py", "--pretrain", "m", "--prompt_data", "d", "--reward_fn", "f.py"]
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds slept, without sleeping; the environment describes a single process."""
+    slept: list[float] = []
+    monkeypatch.setattr("openppo.cli.options.time.sleep", slept.append)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return slept
+
+
+def test_a_command_parses_builds_and_runs(monkeypatch: pytest.MonkeyPatch, naps: list[float]) -> None:
+    monkeypatch.setattr("sys.argv", [*GOOD, "--gamma", "0.5"])
+    seen, job = [], Job()
+
+    def build(config: TrainPPOConfig) -> Job:
+        seen.append(config.ppo.gamma)
+        return job
+
+    run_command(TrainPPOConfig, build)
+    assert (seen, job.ran) == ([0.5], 1)
+
+
+def test_options_are_validated_for_the_number_of_ranks_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, naps: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", GOOD)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit) as ended:
+        run_command(TrainPPOConfig, lambda config: pytest.fail("built"))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: --train_batch_size 128 does not divide among 3 ranks: use a multiple of 3.\n"
+    )
+
+
+@pytest.mark.parametrize(("rank", "start"), [(None, "error: "), ("0", "error: "), ("2", "error on rank 2: ")])
+def test_an_error_while_building_is_one_line_and_other_ranks_leave_rank_0_time_to_say_it(
+    rank: str | None,
+    start: str,
+    monkeypatch: pytest.MonkeyPatch,
+    naps: list[float],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", GOOD)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+
+    def build(config: TrainPPOConfig) -> Job:
+        raise ValueError("--pretrain m: no such folder.")
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(TrainPPOConfig, build)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"{start}--pretrain m: no such folder.\n"
+    assert bool(naps) == (rank == "2")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_value_of_the_wrong_kind_is_reported_by_rank_0_alone_and_other_ranks_wait_for_it(
+    rank: str, monkeypatch: pytest.MonkeyPatch, naps: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [*GOOD, "--gamma", "high"])
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as ended:
+        run_command(TrainPPOConfig, lambda config: pytest.fail("built"))
+    assert ended.value.code == 2
+    assert ("--gamma" in capsys.readouterr().err) == (rank == "0")
+    assert bool(naps) == (rank == "1")
+
+
+def test_an_error_of_ours_and_an_error_while_running_keep_their_tracebacks(
+    monkeypatch: pytest.MonkeyPatch, naps: list[float]
+) -> None:
+    monkeypatch.setattr("sys.argv", GOOD)
+
+    def build(config: TrainPPOConfig) -> Job:
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError, match="ours"):
+        run_command(TrainPPOConfig, build)
+    with pytest.raises(ValueError, match="while running"):
+        run_command(TrainPPOConfig, lambda config: Job(ValueError("while running")))

@@ -1,0 +1,160 @@
+"""What a user can get wrong when naming a model is said at once, and ids of a model are all found."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from email.message import Message
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.error import HTTPError, URLError
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from openppo.models import loading
+from openppo.models.loading import check_model, disable_dropout, eos_token_ids, load_tokenizer, pad_token_id
+
+MakeModel = Callable[..., torch.nn.Module]
+
+FLAG = "--pretrain"
+VOCAB = {"<eos>": 0, "<pad>": 1, "a": 2, "<unk>": 3}
+
+
+def tokenizer(**special: str) -> PreTrainedTokenizerBase:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(VOCAB, unk_token="<unk>")), **special)
+
+
+def model_with_eos(generation: int | list[int] | None, config: int | list[int] | None) -> SimpleNamespace:
+    return SimpleNamespace(
+        generation_config=SimpleNamespace(eos_token_id=generation), config=SimpleNamespace(eos_token_id=config)
+    )
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lets every connection fail and lists the addresses that were tried."""
+    tried: list[str] = []
+
+    def fail(url: str, timeout: float) -> io.BytesIO:
+        tried.append(url)
+        raise URLError("no route to host")
+
+    monkeypatch.setattr(loading, "urlopen", fail)
+    monkeypatch.setattr(loading, "HF_HUB_OFFLINE", False)
+    return tried
+
+
+def test_the_config_of_a_folder_is_read_without_its_weights(llama_folder: Path, no_network: list[str]) -> None:
+    assert check_model(str(llama_folder), FLAG).model_type == "llama"
+    assert no_network == []
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "../nowhere", "~/nowhere", "models/of/mine"])
+def test_a_path_that_does_not_exist_is_an_error_without_asking_the_hub(name: str, no_network: list[str]) -> None:
+    with pytest.raises(ValueError, match=rf"{FLAG} {name}: no such local folder.*Check the path"):
+        check_model(name, FLAG)
+    assert no_network == []
+
+
+def test_a_file_is_an_error_that_asks_for_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(ValueError, match=rf"{FLAG} .*this is a file; give the folder"):
+        check_model(str(tmp_path / "model.safetensors"), FLAG)
+
+
+def test_a_folder_without_config_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{FLAG} .*has no config.json"):
+        check_model(str(tmp_path), FLAG)
+
+
+@pytest.mark.parametrize("text", ["{", '{"model_type": "no_such_architecture"}', "{}"])
+def test_a_config_that_cannot_be_read_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"{FLAG} .*its config cannot be read"):
+        check_model(str(tmp_path), FLAG)
+
+
+def test_a_hub_name_with_an_unreachable_hub_is_an_error_after_one_try(no_network: list[str]) -> None:
+    with pytest.raises(ValueError, match=rf"{FLAG} nobody/nothing: .*hub cannot be reached .*no route to host"):
+        check_model("nobody/nothing", FLAG)
+    assert len(no_network) == 1
+
+
+def test_a_hub_name_offline_is_an_error_that_names_the_variable(
+    no_network: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=rf"{FLAG} nobody/nothing: .*HF_HUB_OFFLINE is set"):
+        check_model("nobody/nothing", FLAG)
+    assert no_network == []
+
+
+def test_a_hub_that_answers_leaves_the_verdict_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(url: str, timeout: float) -> io.BytesIO:
+        raise HTTPError(url, 403, "Forbidden", Message(), None)
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name} is not a valid model identifier")
+
+    monkeypatch.setattr(loading, "urlopen", refuse)
+    monkeypatch.setattr(loading, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", missing)
+    with pytest.raises(ValueError, match=rf"{FLAG} nobody/nothing: .*not a valid model identifier"):
+        check_model("nobody/nothing", FLAG)
+
+
+def test_a_cached_model_needs_no_connection(no_network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: "/cache/config.json")
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name: f"config of {name}")
+    assert check_model("owner/model", FLAG) == "config of owner/model"
+    assert no_network == []
+
+
+def test_a_missing_tokenizer_is_an_error_that_names_the_flag(llama_folder: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{FLAG} .*tokenizer cannot be loaded"):
+        load_tokenizer(str(llama_folder), FLAG)
+
+
+def test_every_end_of_sequence_id_is_found() -> None:
+    llama3 = model_with_eos(generation=[128001, 128008, 128009], config=128001)
+    assert eos_token_ids(llama3) == [128001, 128008, 128009]
+    assert eos_token_ids(llama3, tokenizer(eos_token="<eos>")) == [0, 128001, 128008, 128009]
+
+
+def test_end_of_sequence_ids_may_be_missing_anywhere() -> None:
+    assert eos_token_ids(model_with_eos(None, None), tokenizer()) == []
+    assert eos_token_ids(model_with_eos(None, [7, 5])) == [5, 7]
+    assert eos_token_ids(model_with_eos(0, None), tokenizer(eos_token="<eos>")) == [0]
+
+
+def test_end_of_sequence_ids_of_a_real_model_are_those_of_its_generation_config(llama: MakeModel) -> None:
+    model = llama(eos_token_id=5)
+    model.generation_config.eos_token_id = [5, 8]
+    assert eos_token_ids(model, tokenizer(eos_token="a")) == [2, 5, 8]
+
+
+def test_pad_is_pad_else_end_of_sequence_else_zero() -> None:
+    assert pad_token_id(tokenizer(pad_token="<pad>", eos_token="a")) == 1
+    assert pad_token_id(tokenizer(pad_token="<eos>", eos_token="a")) == 0
+    assert pad_token_id(tokenizer(eos_token="a")) == 2
+    assert pad_token_id(tokenizer()) == 0
+
+
+def test_dropout_is_removed_from_modules_and_from_plain_attributes() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+            self.attention_dropout = 0.3
+            self.eps = 0.1
+
+    model = nn.Sequential(Layer(), nn.Dropout(0.2))
+    disable_dropout(model)
+    assert (model[0].drop.p, model[0].attention_dropout, model[0].eps, model[1].p) == (0.0, 0.0, 0.1, 0.0)
+    ones = torch.ones(100)
+    assert torch.equal(model[1].train()(ones), ones)

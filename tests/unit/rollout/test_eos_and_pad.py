@@ -1,0 +1,316 @@
+"""Where other libraries went wrong: PAD = EOS, several EOS ids, no PAD, cut and empty responses, from end to end.
+
+A scripted model samples what each case wants; then trajectory, tensors, score, token rewards and GAE are compared
+with numbers worked out by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from openppo.experience import compute_reward, get_advantages_and_returns
+from openppo.experience.collate import collate
+from openppo.models.loading import eos_token_ids, pad_token_id
+from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.rewards import FunctionScorer, ModelScorer
+from openppo.rollout.rollout import sample_trajectories
+from openppo.types import Experience, FinishReason, Prompt, SamplingParams, SingleProcess, Trajectory
+
+PAD, EOS, END, A, B, C = 0, 1, 2, 4, 5, 6
+VOCAB = 30
+
+
+class ScriptedModel(nn.Module):
+    """A language model that, after a sequence of n real tokens, is sure of the token that its script has at n.
+
+    ``script`` maps a prompt's first token to the whole sequence. It needs no cache: the engine's calls are followed
+    by row, and finished rows are recognised as the engine drops them from the cache.
+    """
+
+    def __init__(self, scripts: dict[int, list[int]]) -> None:
+        super().__init__()
+        self.scripts = scripts
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.config = SimpleNamespace(eos_token_id=None)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, past_key_values: Any, **_: Any) -> Any:
+        """Logits (B, 1, V) of the next token."""
+        lengths = attention_mask.sum(-1).tolist()
+        if input_ids.shape[1] > 1 or not hasattr(past_key_values, "first"):
+            starts = (attention_mask.long().argmax(-1)).tolist()
+            past_key_values.first = torch.tensor(
+                [int(row[start]) for row, start in zip(input_ids, starts, strict=True)]
+            )
+        logits = torch.full((len(lengths), 1, VOCAB), -1e4)
+        for row, (first, length) in enumerate(zip(past_key_values.first.tolist(), lengths, strict=True)):
+            logits[row, 0, self.scripts[first][length]] = 1e4
+        return SimpleNamespace(logits=logits)
+
+
+class ScriptedCache:
+    """What the engine asks of a cache."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def batch_select_indices(self, rows: torch.Tensor) -> None:
+        """Keep these rows."""
+        self.first = self.first[rows]
+
+
+@dataclass
+class Case:
+    """Two prompts, what the model would go on to say, and what must come of it."""
+
+    tokenizer: dict[str, str | None]
+    eos: list[int]
+    scripts: list[list[int]]
+    """Prompt and all that the model would say; the prompt is the first ``n_prompt`` tokens."""
+    n_prompt: list[int]
+    token_ids: list[list[int]]
+    reasons: list[FinishReason]
+    texts: list[str]
+    """Responses as a reward function sees them."""
+    returns: list[list[float]]
+    """Of each action: scores 3 and -2 at the end, and a penalty of 1 for each token; not discounted."""
+
+
+MAX_NEW_TOKENS = 4
+CASES = {
+    "PAD is EOS": Case(
+        tokenizer={"pad": "<eos>", "eos": "<eos>"},
+        eos=[EOS],
+        scripts=[[A, B, C, EOS, A], [B, EOS, A, B, C, A, A]],  # an EOS inside a prompt is a token like any other
+        n_prompt=[1, 3],
+        token_ids=[[A, B, C, EOS], [B, EOS, A, B, C, A, A]],
+        reasons=[FinishReason.EOS, FinishReason.LENGTH],
+        texts=["bc", "bcaa"],
+        returns=[[0, 1, 2], [-6, -5, -4, -3]],
+    ),
+    "several EOS ids": Case(
+        tokenizer={"pad": "<pad>", "eos": "<eos>"},
+        eos=[EOS, END],
+        scripts=[[A, B, END, C, C], [B, C, EOS, A, A]],
+        n_prompt=[1, 1],
+        token_ids=[[A, B, END], [B, C, EOS]],
+        reasons=[FinishReason.EOS, FinishReason.EOS],
+        texts=["b", "c"],
+        returns=[[1, 2], [-4, -3]],
+    ),
+    "no PAD token": Case(
+        tokenizer={"pad": None, "eos": "<eos>"},
+        eos=[EOS],
+        scripts=[[A, B, EOS, C], [B, A, A, C, C, EOS]],
+        n_prompt=[1, 2],
+        token_ids=[[A, B, EOS], [B, A, A, C, C, EOS]],
+        reasons=[FinishReason.EOS, FinishReason.EOS],
+        texts=["b", "acc"],
+        returns=[[1, 2], [-6, -5, -4, -3]],
+    ),
+    "neither PAD nor EOS token": Case(
+        tokenizer={"pad": None, "eos": None},
+        eos=[],
+        scripts=[[A, PAD, EOS, PAD, END, A], [B, C, C, C, C, C, A]],
+        n_prompt=[1, 2],
+        token_ids=[[A, PAD, EOS, PAD, END], [B, C, C, C, C, C]],
+        reasons=[FinishReason.LENGTH, FinishReason.LENGTH],
+        texts=["", "cccc"],
+        returns=[[-1, 0, 1, 2], [-6, -5, -4, -3]],
+    ),
+    "cut by length": Case(
+        tokenizer={"pad": "<pad>", "eos": "<eos>"},
+        eos=[EOS],
+        scripts=[[A, B, C, B, C, EOS], [B, A, B, C, A, EOS]],  # EOS would come one token later, and at the last place
+        n_prompt=[1, 2],
+        token_ids=[[A, B, C, B, C], [B, A, B, C, A, EOS]],
+        reasons=[FinishReason.LENGTH, FinishReason.EOS],
+        texts=["bcbc", "bca"],
+        returns=[[-1, 0, 1, 2], [-6, -5, -4, -3]],
+    ),
+    "EOS at once": Case(
+        tokenizer={"pad": "<eos>", "eos": "<eos>"},
+        eos=[EOS],
+        scripts=[[A, EOS, B], [B, C, A, EOS, B]],
+        n_prompt=[1, 2],
+        token_ids=[[A, EOS], [B, C, A, EOS]],
+        reasons=[FinishReason.EOS, FinishReason.EOS],
+        texts=["", "a"],
+        returns=[[2], [-4, -3]],
+    ),
+    "PAD sampled as an ordinary token": Case(
+        tokenizer={"pad": "<pad>", "eos": "<eos>"},
+        eos=[EOS],
+        scripts=[[A, PAD, B, PAD, EOS], [B, PAD, PAD, PAD, PAD, A]],
+        n_prompt=[1, 1],
+        token_ids=[[A, PAD, B, PAD, EOS], [B, PAD, PAD, PAD, PAD]],
+        reasons=[FinishReason.EOS, FinishReason.LENGTH],
+        texts=["b", ""],
+        returns=[[-1, 0, 1, 2], [-6, -5, -4, -3]],
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    """Each trap."""
+    return CASES[request.param]
+
+
+@pytest.fixture
+def tokenizer(case: Case, make_tokenizer: Callable[..., Any]) -> Any:
+    """The tokenizer of the case."""
+    return make_tokenizer(**case.tokenizer)
+
+
+@pytest.fixture
+def trajectories(case: Case, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> list[Trajectory]:
+    """Sampled by the real engine from the scripted model."""
+    monkeypatch.setattr("openppo.rollout.hf_engine.DynamicCache", ScriptedCache)
+    model: Any = ScriptedModel({script[0]: script for script in case.scripts})
+    engine = HFEngine(model, case.eos, pad_token_id(tokenizer), max_batch_size=8)
+    prompts = [Prompt("", script[:n]) for script, n in zip(case.scripts, case.n_prompt, strict=True)]
+    return sample_trajectories(engine, prompts, SamplingParams(MAX_NEW_TOKENS), 1, seed=0, first_group=0)
+
+
+def experience_of(trajectories: list[Trajectory], tokenizer: Any, scores: list[float]) -> Experience:
+    """The trajectories as a batch, with scores."""
+    for trajectory, score in zip(trajectories, scores, strict=True):
+        trajectory.scores["reward"] = score
+    return collate(trajectories, pad_token_id(tokenizer))
+
+
+def test_sampled_tokens_and_the_reasons_of_their_end(case: Case, trajectories: list[Trajectory]) -> None:
+    assert [t.token_ids for t in trajectories] == case.token_ids
+    assert [t.finish_reason for t in trajectories] == case.reasons
+
+
+def test_masks_follow_from_lengths(case: Case, trajectories: list[Trajectory], tokenizer: Any) -> None:
+    batch = experience_of(trajectories, tokenizer, [0.0, 0.0])
+    for row, (ids, n_prompt) in enumerate(zip(case.token_ids, case.n_prompt, strict=True)):
+        places = range(batch.sequences.shape[1])
+        assert batch.sequences[row, : len(ids)].tolist() == ids
+        assert batch.attention_mask[row].tolist() == [t < len(ids) for t in places]
+        assert batch.action_mask[row].tolist() == [n_prompt <= t < len(ids) for t in places]
+    assert batch.truncated.tolist() == [reason is FinishReason.LENGTH for reason in case.reasons]
+
+
+def test_a_reward_function_sees_the_response_without_special_tokens(
+    case: Case, trajectories: list[Trajectory], tokenizer: Any
+) -> None:
+    seen: list[str] = []
+
+    def reward_fn(prompts: list[str], responses: list[str], labels: list[Any]) -> list[float]:
+        seen.extend(responses)
+        return [0.0] * len(responses)
+
+    FunctionScorer(reward_fn, "f.py", tokenizer).score(trajectories)
+    assert seen == case.texts
+
+
+def test_a_reward_model_reads_the_last_sampled_token(
+    case: Case, trajectories: list[Trajectory], tokenizer: Any
+) -> None:
+    def place_and_token(sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        last = attention_mask.sum(-1) - 1
+        return last * 100.0 + sequences.gather(1, last[:, None])[:, 0]
+
+    scorer = ModelScorer(place_and_token, 2, pad_token_id(tokenizer), SingleProcess(), torch.device("cpu"))
+    assert scorer.score(trajectories) == [100.0 * (len(ids) - 1) + ids[-1] for ids in case.token_ids]
+
+
+def test_the_score_is_the_reward_of_the_last_sampled_token_and_reaches_every_action(
+    case: Case, trajectories: list[Trajectory], tokenizer: Any
+) -> None:
+    scores = [3.0, -2.0]
+    batch = experience_of(trajectories, tokenizer, scores)
+    kl = torch.full(batch.sequences.shape, 10.0)  # on padding and prompts too: it must not count there
+    rewards = compute_reward(batch.scores, kl, batch.action_mask, kl_coef=0.1)
+    values = torch.ones(batch.sequences.shape)
+    _, returns = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=1.0, lambd=1.0)
+    one_step, _ = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=1.0, lambd=0.0)
+    for row, (ids, n_prompt, score) in enumerate(zip(case.token_ids, case.n_prompt, scores, strict=True)):
+        n = len(ids) - n_prompt
+        before, after = [0.0] * n_prompt, [0.0] * (batch.sequences.shape[1] - len(ids))
+        assert rewards[row].tolist() == before + [-1.0] * (n - 1) + [score - 1.0] + after
+        assert returns[row].tolist() == before + case.returns[row] + after
+        # r + V_next - V: the values are 1, and 0 after the last action
+        assert one_step[row].tolist() == before + [-1.0] * (n - 1) + [score - 2.0] + after
+
+
+@pytest.mark.parametrize("case", ["EOS at once"], indirect=True)
+def test_an_empty_response_has_one_action_with_all_of_the_score(tokenizer: Any, trajectories: list[Trajectory]) -> None:
+    batch = experience_of(trajectories[:1], tokenizer, [3.0])
+    rewards = compute_reward(batch.scores, None, batch.action_mask, kl_coef=0.1)
+    values = torch.tensor([[7.0, 0.5]])
+    advantages, returns = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=1.0, lambd=0.95)
+    assert rewards.tolist() == [[0.0, 3.0]]
+    assert advantages.tolist() == [[0.0, 2.5]]
+    assert returns.tolist() == [[0.0, 3.0]]
+
+
+@pytest.mark.parametrize("case", ["cut by length"], indirect=True)
+def test_advantages_of_a_cut_response_in_plain_numbers(tokenizer: Any, trajectories: list[Trajectory]) -> None:
+    batch = experience_of(trajectories[:1], tokenizer, [3.0])
+    rewards = compute_reward(batch.scores, None, batch.action_mask, kl_coef=0.1)
+    values = torch.tensor([[9.0, 1.0, 2.0, 1.0, 0.0]])
+    advantages, returns = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=0.5, lambd=0.5)
+    # deltas 0.5 V_next - V, with the score at the end and nothing after it: 0, -1.5, -1, 3; each step back is worth 1/4
+    assert advantages.tolist() == [[0.0, -0.390625, -1.5625, -0.25, 3.0]]
+    assert returns.tolist() == [[0.0, 0.609375, 0.4375, 0.75, 3.0]]
+
+
+# Which ids end a response, and which one fills
+
+
+@pytest.mark.parametrize(
+    ("in_generation", "in_config", "eos", "expected"),
+    [
+        (None, 1, "<eos>", [1]),
+        ([1, 2], 1, "<eos>", [1, 2]),
+        ([7, 8, 9], [1], None, [1, 7, 8, 9]),
+        (2, None, "<eos>", [1, 2]),
+        (None, None, None, []),
+        (0, None, None, [0]),
+    ],
+)
+def test_all_eos_ids_of_generation_config_model_config_and_tokenizer_end_a_response(
+    in_generation: Any, in_config: Any, eos: str | None, expected: list[int], make_tokenizer: Callable[..., Any]
+) -> None:
+    model = SimpleNamespace(
+        generation_config=SimpleNamespace(eos_token_id=in_generation), config=SimpleNamespace(eos_token_id=in_config)
+    )
+    assert eos_token_ids(model, make_tokenizer(eos=eos)) == expected
+
+
+@pytest.mark.parametrize(
+    ("pad", "eos", "expected"), [("<pad>", "<eos>", 0), (None, "<end>", 2), (None, None, 0), ("<sep>", None, 3)]
+)
+def test_padding_is_filled_with_pad_else_eos_else_zero(
+    pad: str | None, eos: str | None, expected: int, make_tokenizer: Callable[..., Any]
+) -> None:
+    assert pad_token_id(make_tokenizer(pad=pad, eos=eos)) == expected
+
+
+def test_a_real_model_with_pad_equal_to_one_of_its_eos_ids_trains_on_every_token_it_sampled(
+    models: dict[str, PreTrainedModel],
+) -> None:
+    engine = HFEngine(models["llama"], [0, 12, 17], pad_token_id=12, max_batch_size=8)
+    prompts = [Prompt("", ids) for ids in ([3, 12, 5], [7], [9, 2, 2, 6, 11])]
+    trajectories = sample_trajectories(engine, prompts, SamplingParams(8, temperature=1.3), 4, seed=1, first_group=0)
+    assert {t.finish_reason for t in trajectories} == set(FinishReason)
+    batch = collate(trajectories, pad_token_id=12)
+    assert batch.action_mask.sum(-1).tolist() == [len(t.token_ids) - len(t.prompt.token_ids) for t in trajectories]
+    last = batch.attention_mask.sum(-1) - 1
+    for row, trajectory in enumerate(trajectories):
+        ended = trajectory.finish_reason is FinishReason.EOS
+        assert bool(batch.sequences[row, last[row]] in (0, 12, 17)) == ended
+        assert batch.action_mask[row, last[row]]
+        assert (batch.rollout_log_probs[row] != 0).tolist() == batch.action_mask[row].tolist()

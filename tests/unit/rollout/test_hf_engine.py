@@ -1,0 +1,270 @@
+"""The engine against transformers' own generation and against a loop without batch, padding and cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from openppo.models.actor import Actor
+from openppo.models.padding import pad_right
+from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.sampling import request_uniforms
+from openppo.types import Completion, FinishReason, SamplingParams
+
+Models = dict[str, PreTrainedModel]
+Prompts = list[list[int]]
+NaiveSample = Callable[..., tuple[list[int], list[float]]]
+
+ARCHITECTURES = ["llama", "gpt2", "mistral"]
+EOS_IDS = [0, 12, 17, 19]
+SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.3)
+WARPED = SamplingParams(max_new_tokens=12, temperature=1.6, top_k=15, top_p=0.95)
+VOCAB = 24
+
+
+def engine_of(model: PreTrainedModel, eos: list[int] = EOS_IDS, pad: int = 0, batch: int = 8) -> HFEngine:
+    """An engine with the settings that most claims share."""
+    return HFEngine(model, eos, pad, batch)
+
+
+def seeds_for(prompts: Prompts) -> list[int]:
+    """A seed of its own for each prompt."""
+    return [100 + i for i in range(len(prompts))]
+
+
+def same(completion: Completion, other: Completion) -> bool:
+    """Equal but for the order of floating-point operations."""
+    return (
+        completion.token_ids == other.token_ids
+        and completion.finish_reason == other.finish_reason
+        and bool(np.allclose(completion.log_probs, other.log_probs, atol=1e-5))
+    )
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def model(request: pytest.FixtureRequest, models: Models) -> PreTrainedModel:
+    """Each architecture: rotary positions, learned positions, and a sliding window shorter than a prompt."""
+    return models[request.param]
+
+
+def test_greedy_responses_are_those_of_transformers_generate(model: PreTrainedModel, prompts: Prompts) -> None:
+    def by_transformers(prompt: list[int], eos: list[int] | None) -> list[int]:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+        return model.generate(ids, attention_mask=mask, **options)[0, len(prompt) :].tolist()
+
+    endless = [by_transformers(prompt, None) for prompt in prompts]
+    eos = [endless[0][4], endless[2][1]]  # so that responses end at different places
+    expected = [by_transformers(prompt, eos) for prompt in prompts]
+    assert len({len(tokens) for tokens in expected}) > 1, "else the claim below would be weak"
+
+    params = SamplingParams(max_new_tokens=12, temperature=0)
+    completions = engine_of(model, eos).generate(prompts, params, seeds_for(prompts))
+    assert [completion.token_ids for completion in completions] == expected
+    for completion in completions:
+        assert completion.log_probs == [0.0] * len(completion.token_ids)
+        assert completion.finish_reason is (
+            FinishReason.EOS if completion.token_ids[-1] in eos else FinishReason.LENGTH
+        )
+
+
+@pytest.mark.parametrize("params", [SAMPLED, WARPED], ids=["temperature", "top-k-and-top-p"])
+def test_sampled_responses_are_those_of_a_loop_without_batch_padding_and_cache(
+    model: PreTrainedModel, prompts: Prompts, params: SamplingParams, naive_sample: NaiveSample
+) -> None:
+    seeds = seeds_for(prompts)
+    completions = engine_of(model).generate(prompts, params, seeds)
+    assert len({len(completion.token_ids) for completion in completions}) > 1, "rows leave at different times"
+    for prompt, seed, completion in zip(prompts, seeds, completions, strict=True):
+        uniforms = request_uniforms(seed, params.max_new_tokens).tolist()
+        tokens, log_probs = naive_sample(model, prompt, params, uniforms, EOS_IDS)
+        assert completion.token_ids == tokens
+        np.testing.assert_allclose(completion.log_probs, log_probs, atol=1e-4)
+
+
+def test_log_probs_are_those_that_the_actor_recomputes_for_training(model: PreTrainedModel, prompts: Prompts) -> None:
+    completions = engine_of(model).generate(prompts * 3, SAMPLED, seeds_for(prompts * 3))
+    assert len({len(completion.token_ids) for completion in completions}) > 3, "rows leave at different times"
+    rows = [prompt + completion.token_ids for prompt, completion in zip(prompts * 3, completions, strict=True)]
+    with torch.no_grad():
+        recomputed = Actor(model, temperature=SAMPLED.temperature)(*pad_right(rows, 0))
+    for row, prompt, completion in zip(recomputed, prompts * 3, completions, strict=True):
+        response = row[len(prompt) : len(prompt) + len(completion.token_ids)]
+        np.testing.assert_allclose(completion.log_probs, response, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 64])
+def test_a_response_does_not_depend_on_the_batch_size(model: PreTrainedModel, prompts: Prompts, batch: int) -> None:
+    whole = engine_of(model).generate(prompts, SAMPLED, seeds_for(prompts))
+    parts = engine_of(model, batch=batch).generate(prompts, SAMPLED, seeds_for(prompts))
+    assert all(map(same, whole, parts))
+
+
+def test_a_response_does_not_depend_on_its_neighbours(model: PreTrainedModel, prompts: Prompts) -> None:
+    seeds = seeds_for(prompts)
+    together = engine_of(model).generate(prompts, SAMPLED, seeds)
+    backwards = engine_of(model).generate(prompts[::-1], SAMPLED, seeds[::-1])[::-1]
+    alone = [engine_of(model).generate([p], SAMPLED, [s])[0] for p, s in zip(prompts, seeds, strict=True)]
+    assert all(map(same, together, backwards))
+    assert all(map(same, together, alone))
+
+
+def test_equal_prompts_get_responses_of_their_own_seeds(models: Models) -> None:
+    completions = engine_of(models["llama"]).generate([[7, 8]] * 20, SAMPLED, [*range(19), 0])
+    assert same(completions[0], completions[19])
+    assert len({tuple(completion.token_ids) for completion in completions}) > 10
+
+
+@pytest.mark.parametrize("pad", [0, 12, 5, 23])
+def test_the_id_that_fills_padded_places_changes_nothing_even_if_it_is_eos_or_in_a_prompt(
+    model: PreTrainedModel, prompts: Prompts, pad: int
+) -> None:
+    expected = engine_of(model, pad=1).generate(prompts, SAMPLED, seeds_for(prompts))
+    got = engine_of(model, pad=pad).generate(prompts, SAMPLED, seeds_for(prompts))
+    assert all(map(same, expected, got))
+
+
+def test_any_of_several_eos_ids_ends_a_response_and_belongs_to_it(models: Models, prompts: Prompts) -> None:
+    completions = engine_of(models["llama"]).generate(prompts * 10, SAMPLED, seeds_for(prompts * 10))
+    ended = [c for c in completions if c.finish_reason is FinishReason.EOS]
+    assert {c.token_ids[-1] for c in ended} >= set(EOS_IDS[1:]), "most of them occur"
+    assert all(c.token_ids[-1] in EOS_IDS for c in ended)
+    assert not any(token in EOS_IDS for c in completions for token in c.token_ids[:-1])
+
+
+def test_a_response_cut_by_length_gets_no_eos(model: PreTrainedModel, prompts: Prompts) -> None:
+    completions = engine_of(model, eos=[]).generate(prompts, SAMPLED, seeds_for(prompts))
+    assert [len(completion.token_ids) for completion in completions] == [12] * len(prompts)
+    assert {completion.finish_reason for completion in completions} == {FinishReason.LENGTH}
+
+    long = SamplingParams(max_new_tokens=12, temperature=SAMPLED.temperature)
+    short = SamplingParams(max_new_tokens=3, temperature=SAMPLED.temperature)
+    seeds = seeds_for(prompts)
+    cut = engine_of(model).generate(prompts, short, seeds)
+    for got, whole in zip(cut, engine_of(model).generate(prompts, long, seeds), strict=True):
+        assert len(got.token_ids) <= 3
+        if len(whole.token_ids) > 3:
+            assert got.finish_reason is FinishReason.LENGTH
+            assert got.token_ids[-1] not in EOS_IDS
+
+
+def test_eos_as_the_last_token_allowed_is_an_end_not_a_cut(models: Models) -> None:
+    every_token = list(range(VOCAB))
+    [completion] = engine_of(models["llama"], eos=every_token).generate([[3]], SamplingParams(max_new_tokens=1), [0])
+    assert completion.finish_reason is FinishReason.EOS
+
+
+def test_eos_at_once_is_a_response_of_one_token(model: PreTrainedModel, prompts: Prompts) -> None:
+    every_token = list(range(VOCAB))
+    completions = engine_of(model, eos=every_token).generate(prompts, SAMPLED, seeds_for(prompts))
+    for completion in completions:
+        assert len(completion.token_ids) == len(completion.log_probs) == 1
+        assert completion.log_probs[0] < 0
+        assert completion.finish_reason is FinishReason.EOS
+
+
+def test_an_empty_prompt_is_an_error_of_the_caller(models: Models) -> None:
+    engine = engine_of(models["llama"])
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.submit([], SAMPLED, seed=0)
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.generate([[1], []], SAMPLED, [0, 1])
+
+
+def test_no_prompts_give_no_completions(models: Models) -> None:
+    assert engine_of(models["llama"]).generate([], SAMPLED, []) == []
+
+
+def test_the_model_keeps_its_gradients_and_mode(models: Models, prompts: Prompts) -> None:
+    model = models["llama"]
+    engine_of(model).generate(prompts, SAMPLED, seeds_for(prompts))
+    loss = model(torch.tensor([[1, 2, 3]])).logits.square().mean()
+    loss.backward()
+    assert all(p.grad is not None and not p.is_inference() for p in model.parameters())
+    model.zero_grad()
+    assert not model.training
+
+
+def test_requests_submitted_while_others_run_are_collected_once_each_and_unchanged(
+    model: PreTrainedModel, prompts: Prompts
+) -> None:
+    seeds = seeds_for(prompts)
+    expected = engine_of(model).generate(prompts, SAMPLED, seeds)
+    engine = engine_of(model, batch=2)
+    assert not engine.busy
+    waiting = list(zip(prompts, seeds, strict=True))
+    numbers = [engine.submit(waiting[0][0], SAMPLED, waiting[0][1])]
+    assert engine.busy
+    done: dict[int, Completion] = {}
+    while engine.busy:
+        engine.step()
+        collected = engine.collect()
+        assert not done.keys() & collected.keys()
+        done |= collected
+        if len(numbers) < len(waiting):
+            prompt, seed = waiting[len(numbers)]
+            numbers.append(engine.submit(prompt, SAMPLED, seed))
+    assert engine.collect() == {}
+    assert len(set(numbers)) == len(prompts)
+    assert all(same(done[number], completion) for number, completion in zip(numbers, expected, strict=True))
+
+
+def test_a_step_is_one_forward_pass_and_finished_rows_leave_it(models: Models, prompts: Prompts) -> None:
+    model, sizes = models["llama"], []
+    hook = model.register_forward_hook(
+        lambda _module, _args, kwargs, _output: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        engine = engine_of(model)
+        completions = engine.generate(prompts, SAMPLED, seeds_for(prompts))
+    finally:
+        hook.remove()
+    lengths = [len(completion.token_ids) for completion in completions]
+    still_running = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    assert sizes == [(len(prompts), max(map(len, prompts))), *((rows, 1) for rows in still_running[1:])]
+
+
+def test_requests_with_unequal_sampling_parameters_share_a_queue_but_not_each_others_parameters(
+    models: Models, prompts: Prompts
+) -> None:
+    model = models["llama"]
+    kinds = [
+        SAMPLED,
+        SamplingParams(max_new_tokens=4),
+        SamplingParams(max_new_tokens=9, temperature=0),
+        WARPED,
+        SAMPLED,
+    ]
+    requests = list(zip(prompts, kinds, seeds_for(prompts), strict=True))
+    expected = [engine_of(model).generate([prompt], params, [seed])[0] for prompt, params, seed in requests]
+    engine = engine_of(model)
+    numbers = [engine.submit(prompt, params, seed) for prompt, params, seed in requests]
+    done: dict[int, Completion] = {}
+    while engine.busy:
+        engine.step()
+        done |= engine.collect()
+    assert all(same(done[number], completion) for number, completion in zip(numbers, expected, strict=True))
+
+
+def test_weights_are_read_in_place(models: Models) -> None:
+    model = models["llama"]
+    engine = engine_of(model, eos=[])
+    params = SamplingParams(max_new_tokens=3, temperature=0)
+    before = engine.generate([[3, 4]], params, [0])[0].token_ids
+    head = model.lm_head.weight
+    old = head.detach().clone()
+    wanted = next(token for token in range(VOCAB) if token not in before)
+    try:
+        with torch.no_grad():
+            hidden = model.model(torch.tensor([[3, 4]])).last_hidden_state[0, -1]
+            head[wanted] = 100 * hidden
+        assert engine.generate([[3, 4]], params, [0])[0].token_ids[0] == wanted
+    finally:
+        with torch.no_grad():
+            head.copy_(old)
+    assert engine.generate([[3, 4]], params, [0])[0].token_ids == before

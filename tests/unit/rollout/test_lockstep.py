@@ -1,0 +1,101 @@
+"""Engines in lockstep make equally many forward passes, as partitioned weights demand, with the same responses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+from openppo.rollout.hf_engine import HFEngine
+from openppo.types import Completion, SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=15, temperature=1.3)
+EOS_IDS = [0, 12, 17, 19]
+
+
+class AnyRankBusy:
+    """What a max all-reduce does, for ranks that are threads."""
+
+    def __init__(self, world_size: int) -> None:
+        self.flags = [False] * world_size
+        self.barrier = Barrier(world_size, timeout=60)
+
+    def on_rank(self, rank: int) -> Callable[[bool], bool]:
+        """The function to give to the engine of ``rank``."""
+
+        def any_rank_busy(busy: bool) -> bool:
+            self.flags[rank] = busy
+            self.barrier.wait()
+            result = any(self.flags)
+            self.barrier.wait()
+            return result
+
+        return any_rank_busy
+
+
+def forwards_and_completions(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    first_seed: int,
+    batch: int,
+    any_rank_busy: Callable[[bool], bool] | None = None,
+) -> tuple[int, list[Completion]]:
+    """Generate on a copy of ``model``, counting its forward passes."""
+    model, count = copy.deepcopy(model), 0
+
+    def add_one(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    model.register_forward_hook(add_one)
+    engine = HFEngine(model, EOS_IDS, 0, batch, any_rank_busy)
+    completions = engine.generate(prompts, PARAMS, range(first_seed, first_seed + len(prompts)))
+    return count, completions
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [[[3, 4, 5], [7]], [[9, 2, 2, 6], [5]]],
+        [[[3, 4, 5], [7], [1], [2]], [[9]]],
+        [[[3, 4, 5], [7]], []],
+    ],
+    ids=["equal shares", "one rank has more batches", "one rank has nothing"],
+)
+def test_ranks_make_equally_many_forward_passes_and_get_the_responses_they_get_alone(
+    shares: list[list[list[int]]], models: dict[str, PreTrainedModel]
+) -> None:
+    model = models["llama"]
+    alone = [forwards_and_completions(model, share, 50 * rank, batch=2) for rank, share in enumerate(shares)]
+    assert alone[0][0] != alone[1][0], "without lockstep these ranks would wait for each other forever"
+
+    group = AnyRankBusy(len(shares))
+    with ThreadPoolExecutor(len(shares)) as threads:
+        runs = [
+            threads.submit(forwards_and_completions, model, share, 50 * rank, 2, group.on_rank(rank))
+            for rank, share in enumerate(shares)
+        ]
+        together = [run.result(timeout=120) for run in runs]
+    assert {count for count, _ in together} == {max(count for count, _ in alone)}
+    for (_, expected), (_, got) in zip(alone, together, strict=True):
+        assert [c.token_ids for c in got] == [c.token_ids for c in expected]
+        for completion, other in zip(got, expected, strict=True):
+            np.testing.assert_allclose(completion.log_probs, other.log_probs, atol=1e-5)
+
+
+def test_ranks_that_take_in_requests_by_hand_step_together(models: dict[str, PreTrainedModel]) -> None:
+    engine = HFEngine(copy.deepcopy(models["llama"]), EOS_IDS, 0, 2)
+    engine.step()
+    assert not engine.busy
+    assert engine.collect() == {}, "a step without requests runs along and leaves nothing behind"
+    engine.submit([3, 4], PARAMS, seed=5)
+    while engine.busy:
+        engine.step()
+    [completion] = engine.collect().values()
+    [expected] = HFEngine(models["llama"], EOS_IDS, 0, 2).generate([[3, 4]], PARAMS, [5])
+    assert completion.token_ids == expected.token_ids

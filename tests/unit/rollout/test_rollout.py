@@ -1,0 +1,124 @@
+"""From prompts to trajectories: groups, seeds that know nothing of ranks, and every field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from transformers import PreTrainedModel
+
+from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.rollout import make_trajectory, sample_seed, sample_trajectories
+from openppo.types import Completion, FinishReason, Prompt, SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=6)
+PROMPTS = [Prompt(f"text {i}", [3 + i] * (1 + i % 3), label=i, row={"input": f"text {i}"}) for i in range(6)]
+
+
+class RecordingEngine:
+    """Answers each prompt with its first token and remembers what it was asked."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.prompts: list[Sequence[int]] = []
+        self.seeds: list[int] = []
+        self.params: list[SamplingParams] = []
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """One token for each prompt."""
+        self.prompts += prompts
+        self.seeds += seeds
+        self.params.append(params)
+        return [Completion([prompt[0]], [-0.5], FinishReason.LENGTH) for prompt in prompts]
+
+
+def seeds_used(prompts: list[Prompt], n_samples: int, seed: int, first_group: int) -> list[int]:
+    """The seeds that the engine is given."""
+    engine = RecordingEngine()
+    sample_trajectories(engine, prompts, PARAMS, n_samples, seed, first_group)
+    return engine.seeds
+
+
+def test_samples_of_a_prompt_are_beside_each_other_and_share_its_group() -> None:
+    engine = RecordingEngine()
+    trajectories = sample_trajectories(engine, PROMPTS[:3], PARAMS, 2, seed=1, first_group=10)
+    assert [t.group for t in trajectories] == [10, 10, 11, 11, 12, 12]
+    assert [t.prompt.text for t in trajectories] == ["text 0", "text 0", "text 1", "text 1", "text 2", "text 2"]
+    assert engine.prompts == [[3], [3], [4, 4], [4, 4], [5, 5, 5], [5, 5, 5]]
+    assert engine.params == [PARAMS]
+
+
+def test_all_samples_of_a_run_have_seeds_of_their_own() -> None:
+    n_samples = 4
+    seeds = [
+        seed
+        for first_group in range(0, 600, 6)
+        for seed in seeds_used(PROMPTS, n_samples, seed=42, first_group=first_group)
+    ]
+    assert len(set(seeds)) == len(seeds) == 600 * n_samples
+    assert all(0 <= seed < 2**63 for seed in seeds), "what torch.Generator.manual_seed takes"
+
+
+def test_runs_of_neighbouring_seeds_share_no_sample_seed() -> None:
+    runs = [{sample_seed(seed, number) for number in range(500)} for seed in range(5)]
+    assert len(set.union(*runs)) == 5 * 500
+
+
+@pytest.mark.parametrize("n_samples", [1, 3])
+def test_seeds_do_not_depend_on_how_prompts_are_dealt_out(n_samples: int) -> None:
+    whole = seeds_used(PROMPTS, n_samples, seed=7, first_group=20)
+    for size in (1, 2, 3):
+        starts = range(0, len(PROMPTS), size)
+        parts = [seeds_used(PROMPTS[i : i + size], n_samples, seed=7, first_group=20 + i) for i in starts]
+        assert [seed for part in parts for seed in part] == whole
+    assert whole != seeds_used(PROMPTS, n_samples, seed=8, first_group=20)
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_two_ranks_sample_what_one_rank_samples(models: dict[str, PreTrainedModel], batch: int) -> None:
+    def sampled(prompts: list[Prompt], first_group: int, max_batch_size: int) -> list[tuple]:
+        engine = HFEngine(models["llama"], [0, 12, 17], 0, max_batch_size)
+        trajectories = sample_trajectories(engine, prompts, PARAMS, 2, seed=3, first_group=first_group)
+        return [(t.group, t.token_ids, t.action_mask, t.finish_reason) for t in trajectories]
+
+    one_rank = sampled(PROMPTS, 100, max_batch_size=64)
+    two_ranks = sampled(PROMPTS[:3], 100, batch) + sampled(PROMPTS[3:], 103, batch)
+    assert one_rank == two_ranks
+    assert len({tuple(ids) for _, ids, *_ in one_rank}) > 6, "samples of one prompt differ"
+
+
+def test_a_trajectory_says_of_each_token_where_it_came_from() -> None:
+    prompt = Prompt("ab", [11, 12], label="x", row={"input": "ab"})
+    completion = Completion([13, 14, 1], [-0.1, -0.2, -0.3], FinishReason.EOS)
+    trajectory = make_trajectory(prompt, completion, group=4, version=9)
+    assert trajectory.token_ids == [11, 12, 13, 14, 1]
+    assert trajectory.action_mask == [False, False, True, True, True]
+    assert trajectory.log_probs == [0.0, 0.0, -0.1, -0.2, -0.3]
+    assert trajectory.versions == [-1, -1, 9, 9, 9]
+    assert trajectory.finish_reason is FinishReason.EOS
+    assert trajectory.prompt is prompt
+    assert trajectory.group == 4
+    assert trajectory.weight == 1.0
+    assert trajectory.scores == {}
+    assert trajectory.response_ids == [13, 14, 1]
+
+
+def test_trajectories_share_no_list_with_their_prompt_or_each_other() -> None:
+    prompt = Prompt("a", [3])
+    first, second = sample_trajectories(RecordingEngine(), [prompt], PARAMS, 2, seed=0, first_group=0)
+    first.token_ids.append(99)
+    first.scores["reward"] = 1.0
+    assert prompt.token_ids == [3]
+    assert second.token_ids == [3, 3]
+    assert second.scores == {}
+
+
+def test_tokens_carry_the_version_of_the_policy_that_sampled_them() -> None:
+    [trajectory] = sample_trajectories(RecordingEngine(version=6), PROMPTS[:1], PARAMS, 1, seed=0, first_group=0)
+    assert trajectory.versions == [-1, 6]
+
+
+def test_no_prompts_give_no_trajectories() -> None:
+    assert sample_trajectories(RecordingEngine(), [], PARAMS, 3, seed=0, first_group=0) == []

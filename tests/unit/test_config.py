@@ -1,0 +1,309 @@
+"""Options: defaults as published, and errors that name the flag and the remedy."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import math
+import re
+from typing import Any
+
+import pytest
+
+import openppo.config
+from openppo.config import (
+    PPODataConfig,
+    PPOModelConfig,
+    SupervisedConfig,
+    TrainPPOConfig,
+    TrainRMConfig,
+    TrainSFTConfig,
+    flat_dict,
+)
+
+Config = TrainPPOConfig | TrainSFTConfig | TrainRMConfig
+
+DEFAULTS: dict[type, dict[str, Any]] = {
+    TrainPPOConfig: {
+        # checkpoint
+        "save_path": "./ckpt",
+        "save_value_network": False,
+        "logging_steps": 1,
+        # PPO
+        "num_episodes": 1,
+        "rollout_batch_size": 512,
+        "micro_rollout_batch_size": 8,
+        "train_batch_size": 128,
+        "micro_train_batch_size": 4,
+        "max_epochs": 1,
+        "eps_clip": 0.2,
+        "value_clip": 0.2,
+        "init_kl_coef": 0.01,
+        "kl_estimator": "k1",
+        "gamma": 1.0,
+        "lambd": 0.95,
+        "ptx_coef": 0.05,
+        "max_norm": 1.0,
+        "reward_clip_range": (-10.0, 10.0),
+        "buffer_limit": 0,
+        "buffer_cpu_offload": True,
+        # models
+        "pretrain": "m",
+        "reward_pretrain": None,
+        "critic_pretrain": None,
+        "reward_fn": "f.py",
+        "value_head_prefix": "score",
+        "flash_attn": False,
+        "bf16": False,
+        # optimizer
+        "actor_learning_rate": 1e-6,
+        "critic_learning_rate": 9e-6,
+        "adam_betas": (0.9, 0.95),
+        "lr_warmup_ratio": 0.03,
+        "lr_scheduler": "cosine_with_min_lr",
+        "l2": 0.0,
+        # data
+        "prompt_data": "d",
+        "prompt_split": "train",
+        "pretrain_data": None,
+        "pretrain_split": "train",
+        "pretrain_key": None,
+        "input_key": "input",
+        "label_key": None,
+        "input_template": None,
+        "apply_chat_template": False,
+        "max_samples": None,
+        "prompt_max_len": 1024,
+        "n_samples_per_prompt": 1,
+        # generation
+        "generate_max_len": 1024,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": None,
+        # DeepSpeed
+        "zero_stage": 2,
+        "gradient_checkpointing": False,
+        "adam_offload": False,
+        "seed": 42,
+        # logging
+        "use_tensorboard": None,
+    },
+    TrainSFTConfig: {
+        "save_path": "./ckpt",
+        "logging_steps": 1,
+        "use_tensorboard": None,
+        "pretrain": "m",
+        "dataset": "d",
+        "dataset_split": "train",
+        "eval_dataset": None,
+        "eval_split": "test",
+        "eval_steps": -1,
+        "max_steps": -1,
+        "learning_rate": 5e-6,
+        "input_template": None,
+        "apply_chat_template": False,
+        "max_samples": None,
+        "max_len": 512,
+        "flash_attn": False,
+        "input_key": "input",
+        "output_key": "output",
+        "train_batch_size": 128,
+        "micro_train_batch_size": 4,
+        "max_epochs": 1,
+        "adam_betas": (0.9, 0.95),
+        "l2": 0.0,
+        "lr_scheduler": "cosine_with_min_lr",
+        "lr_warmup_ratio": 0.03,
+        "zero_stage": 2,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "adam_offload": False,
+        "max_norm": 1.0,
+        "seed": 42,
+    },
+}
+DEFAULTS[TrainRMConfig] = {
+    **{name: value for name, value in DEFAULTS[TrainSFTConfig].items() if name not in ("input_key", "output_key")},
+    "prompt_key": None,
+    "chosen_key": "chosen",
+    "rejected_key": "rejected",
+    "margin_key": None,
+    "loss": "sigmoid",
+    "value_head_prefix": "score",
+}
+
+
+def config_of(command: type, **changes: Any) -> Any:
+    """A valid config of a command with some options changed, each in the group that has it."""
+    if command is TrainPPOConfig:
+        config: Any = TrainPPOConfig(model=PPOModelConfig("m", reward_fn="f.py"), data=PPODataConfig("d"))
+    else:
+        config = command(supervised=SupervisedConfig("m", "d"))
+    for group_name, group in vars(config).items():
+        mine = {name: changes.pop(name) for name in list(changes) if name in vars(group)}
+        config = dataclasses.replace(config, **{group_name: dataclasses.replace(group, **mine)})
+    assert not changes, f"no such options: {changes}"
+    return config
+
+
+@pytest.mark.parametrize("command", DEFAULTS, ids=lambda command: command.__name__)
+def test_defaults_are_the_published_ones(command: type) -> None:
+    assert flat_dict(config_of(command)) == DEFAULTS[command]
+
+
+@pytest.mark.parametrize("command", DEFAULTS, ids=lambda command: command.__name__)
+def test_defaults_are_valid_on_one_to_eight_ranks(command: type) -> None:
+    for world_size in (1, 2, 4, 8):
+        config_of(command).validate(world_size)
+
+
+@pytest.mark.parametrize("command", DEFAULTS, ids=lambda command: command.__name__)
+def test_a_config_is_frozen(command: type) -> None:
+    config = config_of(command)
+    for group in vars(config).values():
+        for field in dataclasses.fields(group):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(group, field.name, None)
+
+
+def test_every_option_is_explained_in_sentences() -> None:
+    tree = ast.parse(inspect.getsource(openppo.config))
+    for group in tree.body:
+        if not isinstance(group, ast.ClassDef) or group.name in ("TrainPPOConfig", "TrainSFTConfig", "TrainRMConfig"):
+            continue
+        for field, text in itertools.pairwise(group.body):
+            if isinstance(field, ast.AnnAssign):
+                name = f"{group.name}.{ast.unparse(field.target)}"
+                assert isinstance(text, ast.Expr), name
+                explained = ast.literal_eval(text.value)
+                assert re.fullmatch(r"[A-Z].*\.", explained, re.DOTALL), f"{name}: {explained}"
+
+
+PPO, SFT, RM = TrainPPOConfig, TrainSFTConfig, TrainRMConfig
+NO_REWARD = "No reward is given: pass --reward_pretrain MODEL or --reward_fn FILE.py[:name]."
+BAD: list[tuple[type, dict[str, Any], int, str]] = [
+    # options of all commands
+    (SFT, {"logging_steps": 0}, 1, "--logging_steps must be at least 1, got 0"),
+    (RM, {"zero_stage": 4}, 1, "--zero_stage must be 0, 1, 2 or 3, got 4"),
+    (PPO, {"seed": -1}, 1, "--seed must not be negative, got -1"),
+    (PPO, {"max_norm": -1.0}, 1, "--max_norm must not be negative, got -1.0; 0 switches clipping off"),
+    (PPO, {"max_norm": math.nan}, 1, "--max_norm must not be negative, got nan"),
+    (SFT, {"adam_offload": True, "zero_stage": 0}, 1, "--adam_offload needs .* use --zero_stage 1, 2 or 3"),
+    (PPO, {"adam_betas": (0.9, 1.0)}, 1, r"--adam_betas must lie in \[0, 1\), got 0.9 1.0"),
+    (PPO, {"adam_betas": (-0.1, 0.9)}, 1, r"--adam_betas must lie in \[0, 1\)"),
+    (PPO, {"lr_warmup_ratio": 1.1}, 1, r"--lr_warmup_ratio must lie in \[0, 1\], got 1.1"),
+    (PPO, {"lr_warmup_ratio": -0.1}, 1, r"--lr_warmup_ratio must lie in \[0, 1\]"),
+    (PPO, {"l2": -0.1}, 1, "--l2 must not be negative, got -0.1"),
+    (SFT, {"train_batch_size": 0}, 1, "--train_batch_size must be at least 1, got 0"),
+    (RM, {"micro_train_batch_size": 0}, 1, "--micro_train_batch_size must be at least 1"),
+    (PPO, {"max_epochs": 0}, 1, "--max_epochs must be at least 1"),
+    (PPO, {"train_batch_size": 128}, 3, "--train_batch_size 128 .* among 3 ranks: use a multiple of 3"),
+    (SFT, {"train_batch_size": 5}, 2, "--train_batch_size 5 .* among 2 ranks: use a multiple of 2"),
+    (RM, {"train_batch_size": 5}, 2, "--train_batch_size 5 .* among 2 ranks: use a multiple of 2"),
+    # PPO
+    (PPO, {"num_episodes": 0}, 1, "--num_episodes must be at least 1, got 0"),
+    (PPO, {"rollout_batch_size": 0}, 1, "--rollout_batch_size must be at least 1"),
+    (PPO, {"micro_rollout_batch_size": 0}, 1, "--micro_rollout_batch_size must be at least 1"),
+    (PPO, {"n_samples_per_prompt": 0}, 1, "--n_samples_per_prompt must be at least 1"),
+    (PPO, {"init_kl_coef": -0.01}, 1, "--init_kl_coef must be at least 0, got -0.01"),
+    (PPO, {"ptx_coef": -1.0}, 1, "--ptx_coef must be at least 0"),
+    (PPO, {"buffer_limit": -1}, 1, "--buffer_limit must be at least 0"),
+    (PPO, {"eps_clip": 0.0}, 1, "--eps_clip must be positive, got 0.0"),
+    (PPO, {"eps_clip": math.nan}, 1, "--eps_clip must be positive, got nan"),
+    (PPO, {"value_clip": 0.0}, 1, "--value_clip must be positive or None, got 0.0"),
+    (PPO, {"gamma": 1.1}, 1, r"--gamma must lie in \[0, 1\], got 1.1"),
+    (PPO, {"gamma": math.nan}, 1, r"--gamma must lie in \[0, 1\], got nan"),
+    (PPO, {"lambd": -0.1}, 1, r"--lambd must lie in \[0, 1\], got -0.1"),
+    (PPO, {"reward_clip_range": (1.0, 1.0)}, 1, "--reward_clip_range needs two rising numbers, got 1.0 1.0"),
+    (PPO, {"reward_clip_range": (5.0, -5.0)}, 1, "--reward_clip_range needs two rising numbers, got 5.0 -5.0"),
+    (PPO, {"reward_fn": None}, 1, re.escape(NO_REWARD)),
+    (PPO, {"reward_pretrain": "r"}, 1, "--reward_pretrain and --reward_fn are both given: pass one of them"),
+    (PPO, {"actor_learning_rate": -1.0}, 1, "--actor_learning_rate must not be negative, got -1.0"),
+    (PPO, {"critic_learning_rate": -1.0}, 1, "--critic_learning_rate must not be negative, got -1.0"),
+    (PPO, {"input_template": "Q:"}, 1, "--input_template must contain {} once, where the prompt goes; got 'Q:'"),
+    (PPO, {"input_template": "{} {}"}, 1, "--input_template must contain {} once"),
+    (PPO, {"max_samples": 0}, 1, "--max_samples must be at least 1, got 0"),
+    (PPO, {"prompt_max_len": 0}, 1, "--prompt_max_len must be at least 1, got 0"),
+    (PPO, {"generate_max_len": 0}, 1, "--generate_max_len must be at least 1, got 0"),
+    (PPO, {"temperature": 0.0}, 1, "--temperature must be positive, got 0.0"),
+    (PPO, {"top_p": 0.0}, 1, r"--top_p must lie in \(0, 1\], got 0.0"),
+    (PPO, {"top_p": 1.1}, 1, r"--top_p must lie in \(0, 1\], got 1.1"),
+    (PPO, {"top_k": 0}, 1, "--top_k must be at least 1, got 0"),
+    (
+        PPO,
+        {"rollout_batch_size": 6, "train_batch_size": 4, "n_samples_per_prompt": 2},
+        4,
+        "--rollout_batch_size 6 does not divide among 4 ranks: use a multiple of 4",
+    ),
+    (
+        PPO,
+        {"rollout_batch_size": 6, "train_batch_size": 4, "n_samples_per_prompt": 3},
+        2,
+        "--rollout_batch_size 6 x --n_samples_per_prompt 3 = 18 samples .* --train_batch_size 4: make "
+        "--train_batch_size a divisor of that number",
+    ),
+    (
+        PPO,
+        {"rollout_batch_size": 64, "train_batch_size": 128},
+        1,
+        "--rollout_batch_size 64 x --n_samples_per_prompt 1 = 64 samples do not divide",
+    ),
+    (
+        PPO,
+        {"buffer_limit": 63},
+        2,
+        "--buffer_limit 63 on 2 ranks holds fewer samples than --train_batch_size 128: raise it, or use 0 for no limit",
+    ),
+    # SFT and RM
+    (SFT, {"input_template": "{}{}"}, 1, "--input_template must contain {} once"),
+    (RM, {"max_samples": 0}, 1, "--max_samples must be at least 1"),
+    (SFT, {"max_len": 1}, 1, "--max_len must be at least 2, got 1"),
+    (RM, {"learning_rate": -1.0}, 1, "--learning_rate must not be negative, got -1.0"),
+    (SFT, {"eval_steps": 0}, 1, "--eval_steps must be -1 or at least 1, got 0"),
+    (SFT, {"eval_steps": -2}, 1, "--eval_steps must be -1 or at least 1, got -2"),
+    (RM, {"max_steps": 0}, 1, "--max_steps must be -1 or at least 1, got 0"),
+    (RM, {"margin_key": "m", "loss": "logexp"}, 1, "--margin_key works with --loss sigmoid only"),
+]
+
+
+@pytest.mark.parametrize(("command", "changes", "world_size", "message"), BAD, ids=lambda value: str(value)[:60])
+def test_an_option_that_cannot_work_is_an_error_naming_the_flag_and_the_remedy(
+    command: type, changes: dict[str, Any], world_size: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(command, **changes).validate(world_size)
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "world_size"),
+    [
+        (PPO, {"value_clip": None}, 1),
+        (PPO, {"gamma": 0.0, "lambd": 0.0}, 1),
+        (PPO, {"init_kl_coef": 0.0, "ptx_coef": 0.0, "max_norm": 0.0, "l2": 0.0, "seed": 0}, 1),
+        (PPO, {"actor_learning_rate": 0.0, "critic_learning_rate": 0.0}, 1),
+        (PPO, {"top_p": 1e-9, "top_k": 1, "max_samples": 1}, 1),
+        (PPO, {"adam_betas": (0.0, 0.0), "lr_warmup_ratio": 1.0}, 1),
+        (PPO, {"buffer_limit": 64}, 2),
+        (PPO, {"rollout_batch_size": 6, "n_samples_per_prompt": 4, "train_batch_size": 12}, 3),
+        (PPO, {"reward_fn": None, "reward_pretrain": "r"}, 1),
+        (PPO, {"input_template": "{}"}, 1),
+        (SFT, {"adam_offload": True, "zero_stage": 1}, 1),
+        (SFT, {"eval_steps": 1, "max_steps": 1, "max_len": 2}, 1),
+        (RM, {"margin_key": "m", "loss": "sigmoid"}, 1),
+        (RM, {"loss": "logexp"}, 1),
+    ],
+    ids=str,
+)
+def test_options_at_the_edge_of_what_works_are_accepted(
+    command: type, changes: dict[str, Any], world_size: int
+) -> None:
+    config_of(command, **changes).validate(world_size)
+
+
+def test_the_flat_form_keeps_the_order_of_the_groups() -> None:
+    names = list(flat_dict(config_of(PPO)))
+    assert names[0] == "pretrain"
+    assert names[-1] == "use_tensorboard"
+    assert len(names) == len(set(names))

@@ -1,0 +1,111 @@
+"""The nouns keep their promises."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from openppo.types import Completion, Experience, FinishReason, Prompt, SamplingParams, SingleProcess, Trajectory
+
+
+def trajectory(**changes: object) -> Trajectory:
+    """Two prompt tokens and three response tokens."""
+    fields: dict = {
+        "token_ids": [5, 6, 7, 8, 1],
+        "action_mask": [False, False, True, True, True],
+        "log_probs": [0.0, 0.0, -1.0, -2.0, -3.0],
+        "versions": [-1, -1, 0, 0, 0],
+        "finish_reason": FinishReason.EOS,
+        "prompt": Prompt("ab", [5, 6]),
+        "group": 0,
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+def experience(**changes: torch.Tensor) -> Experience:
+    """Two rows of three tokens."""
+    fields = {
+        "sequences": torch.tensor([[5, 6, 1], [5, 1, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(),
+        "action_mask": torch.tensor([[0, 1, 1], [0, 1, 0]]).bool(),
+        "rollout_log_probs": torch.zeros(2, 3),
+        "scores": torch.tensor([1.0, 2.0]),
+        "truncated": torch.tensor([False, True]),
+    }
+    return Experience(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("field", ["token_ids", "action_mask", "log_probs", "versions"])
+def test_the_lists_of_a_trajectory_are_equally_long(field: str) -> None:
+    whole = getattr(trajectory(), field)
+    with pytest.raises(AssertionError, match="unequal length"):
+        trajectory(**{field: whole[:-1]})
+
+
+def test_a_response_is_what_follows_the_prompt() -> None:
+    assert trajectory().response_ids == [7, 8, 1]
+
+
+def test_trajectories_do_not_share_their_scores() -> None:
+    first, second = trajectory(), trajectory()
+    first.scores["reward"] = 1.0
+    assert second.scores == {}
+
+
+def test_the_reasons_of_an_end_are_plain_words() -> None:
+    assert [reason.value for reason in FinishReason] == ["eos", "length"]
+    assert FinishReason("length") is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("noun", [SamplingParams(3), Prompt("a", [1]), Completion([1], [0.0], FinishReason.EOS)])
+def test_what_travels_between_parts_cannot_be_changed_on_the_way(noun: object) -> None:
+    name = dataclasses.fields(noun)[0].name  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(noun, name, None)
+
+
+def test_equal_sampling_params_are_equal_so_that_requests_can_share_a_batch() -> None:
+    assert SamplingParams(3, top_p=0.9) == SamplingParams(3, 1.0, 0.9)
+    assert SamplingParams(3) != SamplingParams(4)
+
+
+def test_an_experience_knows_the_fields_that_are_set() -> None:
+    assert list(experience().tensors()) == [
+        "sequences",
+        "attention_mask",
+        "action_mask",
+        "rollout_log_probs",
+        "scores",
+        "truncated",
+    ]
+    assert "values" in experience(values=torch.zeros(2, 3)).tensors()
+    assert len(experience()) == 2
+
+
+def test_a_stage_adds_fields_to_a_copy() -> None:
+    before = experience()
+    after = before.with_fields(values=torch.ones(2, 3), scores=torch.zeros(2))
+    assert before.values is None
+    assert before.scores.tolist() == [1.0, 2.0]
+    assert after.values is not None
+    assert after.scores.tolist() == [0.0, 0.0]
+    assert after.sequences is before.sequences
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.values = torch.zeros(2, 3)  # type: ignore[misc]
+
+
+def test_an_experience_moves_with_all_its_fields() -> None:
+    moved = experience(values=torch.ones(2, 3)).to("meta")
+    assert {tensor.device.type for tensor in moved.tensors().values()} == {"meta"}
+    assert moved.values is not None
+    assert moved.log_probs is None
+
+
+def test_a_program_without_process_group_is_its_own_rank_0() -> None:
+    comm, tensor = SingleProcess(), torch.tensor([1.0])
+    reduced = comm.all_reduce(tensor, "max")
+    reduced += 1
+    assert tensor.tolist() == [1.0], "the result is a new tensor"
+    assert (comm.rank, comm.world_size, comm.all_gather_object("x")) == (0, 1, ["x"])

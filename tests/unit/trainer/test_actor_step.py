@@ -1,0 +1,242 @@
+"""The actor's gradient is that of one token mean over the whole step, however the step is cut into pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from openppo.config import PPOConfig
+from openppo.datasets import TokenExample
+from openppo.experience import ReplayBuffer
+from openppo.experience.collate import idle_experience, join_rows
+from openppo.experience.replay_buffer import MiniBatch
+from openppo.models import Actor, GPTLMLoss
+from openppo.tracking import Metrics
+from openppo.trainer.actor_step import ActorStep
+from openppo.trainer.token_batches import TokenBatch, token_batch
+from openppo.types import Experience, SingleProcess
+
+EngineOf = Callable[[nn.Module], Any]
+Comm = Callable[[int, int], Any]
+CPU = torch.device("cpu")
+TEMPERATURE = 0.7
+CONFIG = PPOConfig(eps_clip=0.2, ptx_coef=0.3)
+DOCUMENTS = [
+    TokenExample(token_ids=[3, 7, 9, 2], loss_mask=[True, True, True, True]),
+    TokenExample(token_ids=[5, 2], loss_mask=[False, True]),
+    TokenExample(token_ids=[8, 8, 1, 0, 12, 2], loss_mask=[False, True, False, True, True, True]),
+    TokenExample(token_ids=[4, 11, 2], loss_mask=[False, False, False]),
+    TokenExample(token_ids=[6, 13, 14, 15, 16, 17, 2], loss_mask=[False] + [True] * 6),
+]
+
+
+def mini_batch(rows: list[Experience], micro: int) -> MiniBatch:
+    buffer = ReplayBuffer()
+    buffer.extend(rows)
+    [batch] = buffer.mini_batches(len(rows), micro, epochs=1, seed=0)
+    return batch
+
+
+def documents(micro: int, comm: Any = None) -> TokenBatch:
+    return token_batch(DOCUMENTS, micro, 0, comm or SingleProcess())
+
+
+def widened(batch: MiniBatch, by: int) -> MiniBatch:
+    """The same step with more columns of padding, filled with strange numbers."""
+
+    def wide(name: str, tensor: Tensor) -> Tensor:
+        filler = {"sequences": 13, "attention_mask": False, "action_mask": False}.get(name, 7.5)
+        return tensor if tensor.dim() == 1 else F.pad(tensor, (0, by), value=filler)
+
+    def of(micro: Experience) -> Experience:
+        return Experience(**{name: wide(name, tensor) for name, tensor in micro.tensors().items()})
+
+    return MiniBatch([of(micro) for micro in batch.micro_batches], batch.n_tokens)
+
+
+def trained(
+    engine: Any, batch: MiniBatch, ptx: TokenBatch | None, config: PPOConfig = CONFIG, comm: Any = None
+) -> tuple[list[Tensor], dict[str, float]]:
+    """Gradient and metrics of one step."""
+    metrics = Metrics()
+    ActorStep(engine, config, comm or SingleProcess(), CPU).train(batch, ptx, metrics)
+    return engine.gradient, metrics.reduced(SingleProcess())
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert any(bool((gradient != 0).any()) for gradient in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def naive_token_losses(model: nn.Module, rows: list[Experience]) -> list[Tensor]:
+    """The clipped loss of each action token, row by row without padding, from the plain model's logits."""
+    losses = []
+    for row in rows:
+        log_probs = torch.log_softmax(model(input_ids=row.sequences).logits[0] / TEMPERATURE, -1)
+        for t in range(1, row.sequences.shape[1]):
+            if row.action_mask[0, t]:
+                ratio = (log_probs[t - 1, row.sequences[0, t]] - row.log_probs[0, t]).exp()
+                advantage = row.advantages[0, t]
+                losses.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+    return losses
+
+
+def naive_gradient(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    gradient = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return gradient
+
+
+def labels_of_documents() -> tuple[Tensor, Tensor]:
+    width = max(len(document.token_ids) for document in DOCUMENTS)
+    ids, labels = torch.zeros(len(DOCUMENTS), width, dtype=torch.int64), torch.full((len(DOCUMENTS), width), -100)
+    for b, document in enumerate(DOCUMENTS):
+        for t, (token, counts) in enumerate(zip(document.token_ids, document.loss_mask, strict=True)):
+            ids[b, t] = token
+            labels[b, t] = token if counts else -100
+    return ids, labels
+
+
+def test_the_policy_gradient_is_that_of_the_mean_over_all_action_tokens(
+    causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    losses = naive_token_losses(causal, rows)
+    expected = naive_gradient(causal, torch.stack(losses).sum() / len(losses))
+    engine = engine_of(Actor(causal, temperature=TEMPERATURE))
+    gradient, metrics = trained(engine, mini_batch(rows, 3), None)
+    assert_same(gradient, expected)
+    assert metrics["policy_loss"] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-6)
+    assert metrics["actor_grad_norm"] == pytest.approx(torch.cat([g.flatten() for g in expected]).norm().item())
+    assert metrics["actor_learning_rate"] == 0.25
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_gradient_is_the_same_for_any_micro_batch_size(
+    with_documents: bool, causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    engine = engine_of(Actor(causal, temperature=TEMPERATURE))
+
+    def of_size(micro: int) -> tuple[list[Tensor], dict[str, float]]:
+        return trained(engine, mini_batch(rows, micro), documents(micro) if with_documents else None)
+
+    whole, whole_metrics = of_size(100)
+    for micro in (1, 3, 8):
+        gradient, metrics = of_size(micro)
+        assert_same(gradient, whole)
+        assert metrics == pytest.approx(whole_metrics, abs=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(
+    world_size: int, causal: nn.Module, engine_of: EngineOf, rank_of: Comm, rows: list[Experience]
+) -> None:
+    engine = engine_of(Actor(causal, temperature=TEMPERATURE))
+    whole, _ = trained(engine, mini_batch(rows, 2), documents(2))
+    n_tokens = sum(int(row.action_mask.sum()) for row in rows)
+    of_ranks = []
+    for rank in range(world_size):
+        mine = rows[rank::world_size]
+        micro_batches = [join_rows(mine[:1]), join_rows(mine[1:]), idle_experience()]
+        comm = rank_of(rank, world_size)
+        gradient, _ = trained(engine, MiniBatch(micro_batches, n_tokens), documents(2, comm), comm=comm)
+        of_ranks.append(gradient)
+    assert_same([sum(parts) / world_size for parts in zip(*of_ranks, strict=True)], whole)
+
+
+def test_extra_padding_columns_do_not_change_the_gradient(
+    causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    engine = engine_of(Actor(causal, temperature=TEMPERATURE))
+    narrow, narrow_metrics = trained(engine, mini_batch(rows, 4), None)
+    wide, wide_metrics = trained(engine, widened(mini_batch(rows, 4), by=9), None)
+    assert_same(wide, narrow)
+    assert wide_metrics == pytest.approx(narrow_metrics, abs=1e-6)
+
+
+def without_advantage(rows: list[Experience]) -> list[Experience]:
+    """Their policy gradient is zero, so that only the documents are left."""
+    return [row.with_fields(advantages=torch.zeros_like(row.advantages)) for row in rows]
+
+
+@pytest.mark.parametrize("micro", [1, 2, 100])
+def test_the_gradient_of_documents_is_that_of_the_language_model_loss(
+    micro: int, causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    ids, labels = labels_of_documents()
+    logits = causal(input_ids=ids).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert GPTLMLoss()(logits, labels).item() == pytest.approx(loss.item(), abs=1e-9)
+    expected = naive_gradient(causal, CONFIG.ptx_coef * loss)
+    engine = engine_of(Actor(causal, temperature=TEMPERATURE))
+    gradient, metrics = trained(engine, mini_batch(without_advantage(rows), 3), documents(micro))
+    assert_same(gradient, expected)
+    assert metrics["ptx_loss"] == pytest.approx(loss.item(), abs=1e-6)
+
+
+def test_the_sampling_temperature_does_not_touch_the_loss_of_documents(
+    causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    batch = mini_batch(without_advantage(rows), 3)
+    cold, hot = (trained(engine_of(Actor(causal, temperature=t)), batch, documents(2)) for t in (0.3, 2.0))
+    assert_same(cold[0], hot[0])
+    assert cold[1]["ptx_loss"] == pytest.approx(hot[1]["ptx_loss"], abs=1e-9)
+
+
+def test_the_two_losses_are_added_in_one_gradient(
+    causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    engine = engine_of(Actor(causal, temperature=TEMPERATURE))
+    policy, _ = trained(engine, mini_batch(rows, 4), None)
+    language, _ = trained(engine, mini_batch(without_advantage(rows), 4), documents(4))
+    both, _ = trained(engine, mini_batch(rows, 4), documents(4))
+    assert_same(both, [p + d for p, d in zip(policy, language, strict=True)])
+
+
+def test_the_weight_of_the_documents_scales_their_gradient(
+    causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    engine, batch = engine_of(Actor(causal)), mini_batch(without_advantage(rows), 4)
+    single, _ = trained(engine, batch, documents(4))
+    double, _ = trained(engine, batch, documents(4), dataclasses.replace(CONFIG, ptx_coef=2 * CONFIG.ptx_coef))
+    assert_same(double, [2 * gradient for gradient in single])
+
+
+@pytest.mark.parametrize(("micro", "with_documents", "count"), [(3, False, 4), (3, True, 6), (100, True, 2)])
+def test_only_the_very_last_backward_pass_is_marked_as_last(
+    micro: int, with_documents: bool, count: int, causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    engine = engine_of(Actor(causal))
+    trained(engine, mini_batch(rows, micro), documents(micro) if with_documents else None)
+    assert engine.boundaries == [False] * (count - 1) + [True]
+
+
+def test_the_clip_fraction_counts_tokens_that_left_the_clip_range(
+    causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    with torch.no_grad():
+        ratios = []
+        for row in rows:
+            log_probs = torch.log_softmax(causal(input_ids=row.sequences).logits[0] / TEMPERATURE, -1)
+            for t in row.action_mask[0].nonzero()[:, 0].tolist():
+                ratios.append((log_probs[t - 1, row.sequences[0, t]] - row.log_probs[0, t]).exp().item())
+    _, metrics = trained(engine_of(Actor(causal, temperature=TEMPERATURE)), mini_batch(rows, 4), None)
+    assert metrics["clip_fraction"] == pytest.approx(sum(abs(r - 1) > 0.2 for r in ratios) / len(ratios))
+    assert metrics["ratio_max"] == pytest.approx(max(ratios), abs=1e-6)
+
+
+def test_a_step_without_any_action_has_gradient_zero(
+    causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    engine = engine_of(Actor(causal))
+    gradient, metrics = trained(engine, mini_batch([rows[5]], 1), None)
+    assert all(bool((g == 0).all()) for g in gradient)
+    assert "policy_loss" not in metrics

@@ -1,0 +1,72 @@
+"""Documents become micro-batches: masks from lengths, every rank equally many, tokens counted over all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from openppo.datasets import TokenExample
+from openppo.trainer.token_batches import equal_micro_batches, token_batch
+from openppo.types import SingleProcess
+
+PAD = 9
+Comm = Callable[[int, int], Any]
+
+
+def example(*ids: int, first: int = 1) -> TokenExample:
+    """Targets are the tokens from ``first`` on."""
+    return TokenExample(list(ids), [t >= first for t in range(len(ids))])
+
+
+def test_tensors_are_padded_on_the_right_and_masks_come_from_lengths() -> None:
+    batch = token_batch([example(4, PAD, 5, first=2), example(PAD, PAD)], 2, PAD, SingleProcess())
+    [(sequences, attention_mask, loss_mask)] = batch.micro_batches
+    assert sequences.tolist() == [[4, PAD, 5], [PAD, PAD, PAD]]
+    assert attention_mask.tolist() == [[True, True, True], [True, True, False]]
+    assert loss_mask.tolist() == [[False, False, True], [False, True, False]]
+    assert (sequences.dtype, attention_mask.dtype, loss_mask.dtype) == (torch.int64, torch.bool, torch.bool)
+
+
+def test_the_first_token_is_never_a_target() -> None:
+    batch = token_batch([example(4, 5, 6, first=0), example(7, 8, first=0)], 2, PAD, SingleProcess())
+    assert batch.micro_batches[0][2].tolist() == [[False, True, True], [False, True, False]]
+    assert batch.n_tokens == 3
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("micro", [1, 2, 3, 10])
+def test_every_example_is_used_once_in_equally_many_micro_batches(world_size: int, micro: int, rank_of: Comm) -> None:
+    examples = [example(number, *range(2 + number % 3)) for number in range(7)]
+    batches = [token_batch(examples, micro, PAD, rank_of(rank, world_size)) for rank in range(world_size)]
+    assert len({len(batch.micro_batches) for batch in batches}) == 1
+    assert {batch.n_tokens for batch in batches} == {sum(len(e.token_ids) - 1 for e in examples)}
+    tensors = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+    first_ids = [int(s[0]) for ids, _, loss in tensors for s, m in zip(ids, loss, strict=True) if m.any()]
+    assert sorted(first_ids) == list(range(7))
+    assert sum(int(loss.sum()) for _, _, loss in tensors) == batches[0].n_tokens
+    assert max(len(ids) for ids, _, _ in tensors) <= micro
+
+
+def test_a_rank_with_less_to_do_gets_rows_without_target(rank_of: Comm) -> None:
+    [one, other] = (token_batch([example(4, 5)], 1, PAD, rank_of(rank, 2)) for rank in range(2))
+    targets = sorted(int(batch.micro_batches[0][2].sum()) for batch in (one, other))
+    assert targets == [0, 1]
+    assert (one.n_tokens, other.n_tokens) == (1, 1)
+
+
+def test_micro_batches_keep_the_order_of_the_examples() -> None:
+    assert equal_micro_batches(list("abcde"), 2, SingleProcess()) == [["a", "b"], ["c", "d"], ["e"]]
+
+
+def test_no_example_at_all_is_one_empty_micro_batch() -> None:
+    assert equal_micro_batches([], 2, SingleProcess()) == [[]]
+
+
+def test_micro_batches_go_to_the_device_one_after_the_other() -> None:
+    batch = token_batch([example(4, 5), example(6, 7)], 1, PAD, SingleProcess())
+    moved = list(batch.to(torch.device("meta")))
+    assert len(moved) == 2
+    assert all(tensor.device.type == "meta" for tensors in moved for tensor in tensors)
