@@ -20,6 +20,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    logging,
 )
 
 NEW_TOKENS = 16
@@ -31,7 +32,9 @@ def respond(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts:
     """Answers as text, with tokens (B, L), and the masks of real tokens and of answer tokens."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True)
     width = batch["input_ids"].shape[1]
-    tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=not greedy, top_k=0)
+    tokens = model.generate(
+        **batch, max_new_tokens=NEW_TOKENS, do_sample=not greedy, **({} if greedy else {"top_k": 0})
+    )
     ended = (tokens[:, width:] == tokenizer.eos_token_id).int().cumsum(-1)
     answered = torch.nn.functional.pad(ended, (1, 0))[:, :-1] == 0  # up to and including the first EOS
     real = torch.cat([batch["attention_mask"].bool(), answered], dim=1)
@@ -85,6 +88,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a quickstart run")
     run = parser.parse_args().run
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     (before, after), (first, second), prompts = compare(run)
     logged = [json.loads(line) for line in (run / "ppo" / "logs" / "metrics.jsonl").read_text().splitlines()]
 

@@ -17,6 +17,7 @@ No prompt of a held-out file appears in another file. Whether an answer is right
 
 import argparse
 import json
+import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -102,7 +103,11 @@ def write_model(out: Path, seed: int) -> None:
     """Write a small Llama with random weights and a tokenizer whose tokens are single characters."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, logging
+
+    logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, if installed, warns that it found no GPU
 
     vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", ">", *ALPHABET])}
     characters = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))

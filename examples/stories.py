@@ -39,7 +39,9 @@ def evaluate(model: str, base: str, prompts: Path, new_tokens: int, seed: int) -
     """Mean sentiment and mean log-prob per token under ``base`` of sampled stories, and the stories."""
     import torch
     from reward_sentiment import reward_fn
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.disable_progress_bar()
 
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
     policy, untouched = (AutoModelForCausalLM.from_pretrained(name).eval() for name in (model, base))
