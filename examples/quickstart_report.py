@@ -97,11 +97,11 @@ def main() -> None:
     print(f"{'exact match (greedy), %':<34}{before['exact match']:>12.1f}{after['exact match']:>12.1f}")
     print(f"{'mean reward (sampled)':<34}{before['reward']:>12.2f}{after['reward']:>12.2f}")
     print(f"{'KL from SFT per answer, nats':<34}{before['kl']:>12.2f}{after['kl']:>12.2f}")
-    print(f"\n{'prompt':<16}{'before PPO':<20}{'after PPO':<20}")
+    print(f"\n{'prompt':<10}{'before PPO':<28}{'after PPO':<28}")
     marks = {True: "right", False: "wrong"}
     for i in range(min(N_SHOWN, len(prompts))):
-        columns = [f"{side['answers'][i]:<10}{marks[side['right'][i]]:<10}" for side in (first, second)]
-        print(f"{prompts[i]:<16}{''.join(columns)}")
+        columns = [f"{side['answers'][i]:<18}{marks[side['right'][i]]:<10}" for side in (first, second)]
+        print(f"{prompts[i]:<10}{''.join(columns)}")
     print(f"\nreward over {len(logged)} steps  {sparkline([row['reward'] for row in logged])}")
     print(f"KL over {len(logged)} steps      {sparkline([row['kl_per_response'] for row in logged])}")
     print(f"\nmodel   {run / 'ppo'}   (AutoModelForCausalLM.from_pretrained reads it)")

@@ -17,9 +17,9 @@ from openppo.models.log_probs import entropy_from_logits, log_probs_from_logits
 class Actor(nn.Module):
     """A causal language model as policy (or as reference).
 
-    ``pretrain_or_model`` is a local folder, a hub name (loaded with ``bf16`` and ``flash_attn``) or a ``PreTrainedModel``; ``.model`` is the module
-    (with LoRA the PEFT model). Dropout is switched off. ``temperature`` is the sampling temperature; log-probs
-    and entropy are those of softmax(logits / temperature), always computed in float32.
+    ``pretrain_or_model`` is a local folder or hub name, loaded with ``bf16`` and ``flash_attn``, or a model that is
+    loaded already; ``.model`` is the module (with LoRA the PEFT model). Dropout is switched off. ``temperature`` is
+    the sampling temperature; log-probs and entropy are those of softmax(logits / temperature), in float32.
     """
 
     def __init__(

@@ -1,0 +1,186 @@
+"""Launched by torchrun: ``run_steps.py CASES.json OUT`` runs a few steps of a trainer for each case.
+
+A case: ``name``; ``command`` (train_ppo, train_sft or train_rm) and its ``arguments``; ``n_steps`` of ``n_rows``
+each, or without them all of ``fit()``; ``extra_columns`` of padding in every batch; ``no_compiler`` for a machine
+without; ``lockstep`` for weights that are too large to gather. ``OUT/<name>`` receives the models (``model``, and for
+PPO ``model_critic``) and ``result.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from openppo.cli.options import parse_options
+from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig
+from openppo.experience import collate
+from openppo.models import padding
+from openppo.strategy import DeepspeedStrategy
+from openppo.trainer import PPOTrainer
+from openppo.trainer.build import build_ppo_trainer
+from openppo.trainer.build_supervised import build_rm_trainer, build_sft_trainer
+from openppo.types import Experience, Trajectory
+
+JUNK_ID = 5
+PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+HANG_AFTER = timedelta(seconds=100)
+Case = dict[str, Any]
+
+
+class Widener:
+    """Puts ``columns`` more columns of padding on batches, and counts the batches."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.n_batches = 0
+
+    def join_rows(self, rows: Sequence[Experience]) -> Experience:
+        """The wider batch: junk ids, and zeros or False elsewhere."""
+        self.n_batches += 1
+        batch = collate.join_rows(rows)
+        wide = {
+            name: F.pad(tensor, (0, self.columns), value=JUNK_ID if name == "sequences" else 0)
+            for name, tensor in batch.tensors().items()
+            if tensor.dim() == 2
+        }
+        return batch.with_fields(**wide)
+
+    def pad_right(self, rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The wider batch and its mask."""
+        self.n_batches += 1
+        sequences, mask = padding.pad_right(rows, pad_token_id)
+        return F.pad(sequences, (0, self.columns), value=pad_token_id), F.pad(mask, (0, self.columns))
+
+
+def circumstances(case: Case, widener: Widener) -> ExitStack:
+    """What a case changes around the library, as long as the stack is open."""
+    stack = ExitStack()
+    if case.get("extra_columns"):
+        stack.enter_context(mock.patch("openppo.experience.replay_buffer.join_rows", widener.join_rows))
+        for module in ("experience.collate", "trainer.token_batches", "trainer.reward_model", "rollout.rewards"):
+            stack.enter_context(mock.patch(f"openppo.{module}.pad_right", widener.pad_right))
+    if case.get("no_compiler"):
+        missing = mock.Mock(return_value=mock.Mock(is_compatible=mock.Mock(return_value=False)))
+        stack.enter_context(mock.patch("openppo.strategy.deepspeed.CPUAdamBuilder", missing))
+    if case.get("lockstep"):
+        stack.enter_context(mock.patch.object(DeepspeedStrategy, "fits_gathered", return_value=False))
+    return stack
+
+
+def partitioned_share(module: nn.Module) -> float:
+    """This rank's share of a module's parameters; 1 where they are not partitioned."""
+    held = sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in module.parameters())
+    return held / sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in module.parameters())
+
+
+def record(trainer: PPOTrainer) -> list[list[Trajectory]]:
+    """A list to which each step adds the trajectories of this rank that experience is made of."""
+    recorded: list[list[Trajectory]] = []
+    make: Callable[..., list[Experience]] = trainer.maker.make
+
+    def recording(trajectories: Sequence[Trajectory], *arguments: Any) -> list[Experience]:
+        recorded.append(list(trajectories))
+        return make(trajectories, *arguments)
+
+    trainer.maker.make = recording  # type: ignore[method-assign]
+    return recorded
+
+
+def plain(trajectory: Trajectory) -> dict[str, Any]:
+    """What tests want to know of a sample."""
+    return {
+        "prompt": trajectory.prompt.token_ids,
+        "response": trajectory.response_ids,
+        "group": trajectory.group,
+        "score": trajectory.scores["reward"],
+        "finish_reason": trajectory.finish_reason.value,
+    }
+
+
+@torch.no_grad()
+def probe(trainer: PPOTrainer) -> dict[str, list[Any]]:
+    """What the trained models say of the first three prompts."""
+    ids = [prompt.token_ids for prompt in trainer.parts.prompts[:3]]
+    sequences, mask = padding.pad_right(ids, 0)
+    trainer.parts.actor.train(False)
+    trainer.parts.critic.train(False)
+    return {
+        "ids": ids,
+        "log_probs": trainer.parts.actor(sequences, mask, temperature=1.0).tolist(),
+        "values": trainer.parts.critic(sequences, mask).tolist(),
+    }
+
+
+def run_ppo(case: Case, arguments: list[str]) -> dict[str, Any]:
+    """Global steps of PPO."""
+    config = parse_options(TrainPPOConfig, [*arguments, "--save_value_network"])
+    strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
+    trainer = build_ppo_trainer(config, strategy)
+    models = {
+        "actor": trainer.parts.actor.module,
+        "critic": trainer.parts.critic.module,
+        "reference": trainer.maker.reference,
+        "reward": trainer.parts.scorer.model,  # type: ignore[attr-defined]
+    }
+    shares = {name: partitioned_share(model) for name, model in models.items()}  # type: ignore[arg-type]
+    recorded = record(trainer)
+    metrics = []
+    if "n_steps" in case:
+        for start in range(0, case["n_steps"] * case["n_rows"], case["n_rows"]):
+            metrics.append(trainer.step(trainer.parts.prompts[start : start + case["n_rows"]]))
+        trainer.save()
+    else:
+        trainer.fit()
+    steps = [[plain(t) for t in step] for step in recorded]
+    of_ranks = strategy.comm.all_gather_object(steps)
+    return {
+        "metrics": metrics,
+        "samples": [[t for of_rank in of_ranks for t in of_rank[i]] for i in range(len(steps))],
+        "probe": probe(trainer),
+        "shares": shares,
+        "zero_stage": trainer.parts.actor.deepspeed.zero_optimization_stage(),
+    }
+
+
+def run_supervised(case: Case, arguments: list[str]) -> dict[str, Any]:
+    """Optimizer steps of SFT or reward-model training."""
+    is_sft = case["command"] == "train_sft"
+    config: Any = parse_options(TrainSFTConfig if is_sft else TrainRMConfig, arguments)
+    strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
+    trainer = (build_sft_trainer if is_sft else build_rm_trainer)(config, strategy)
+    size = case["n_rows"]
+    steps = [trainer.parts.train_examples[i * size : (i + 1) * size] for i in range(case["n_steps"])]
+    metrics = [trainer.step(examples) | trainer.evaluate() for examples in steps]
+    trainer.save()
+    return {
+        "metrics": metrics,
+        "samples": [],
+        "shares": {"model": partitioned_share(trainer.parts.engine.module)},
+        "zero_stage": trainer.parts.engine.deepspeed.zero_optimization_stage(),
+    }
+
+
+def main() -> None:
+    """All cases of the file."""
+    cases, out = Path(sys.argv[1]), Path(sys.argv[2])
+    for case in json.loads(cases.read_text()):
+        folder, widener = out / case["name"], Widener(case.get("extra_columns", 0))
+        run = run_ppo if case["command"] == "train_ppo" else run_supervised
+        with circumstances(case, widener):
+            result = run(case, [*case["arguments"], "--save_path", str(folder / "model")])
+        if (folder / "model").exists() and torch.distributed.get_rank() == 0:
+            (folder / "result.json").write_text(json.dumps(result | {"wide_batches": widener.n_batches}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""The split never matters: how samples fall into micro-batches, ranks, padding and ZeRO stages changes nothing.
+
+Each case trains a few steps from the same start. What it may differ in from its reference (one rank, no ZeRO, one
+micro-batch) is the order in which numbers are added.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+SCRIPT = Path(__file__).with_name("run_steps.py")
+RANKS = (1, 2)
+STAGES = (0, 1, 2, 3)
+EVERYTHING = 100  # as micro-batch size: more than there is
+
+PARAMETER_TOLERANCE = 1e-5
+"""Relative, of the norm of all parameters; at most 2e-7 was measured."""
+UPDATE_TOLERANCE = 1e-3
+"""Relative, of the norm of what training changed; at most 5e-5 was measured, a wrong divisor gives 0.01 and more."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on what; decides the result."""
+
+    command: str
+    arguments: str
+    n_rows: int
+    n_steps: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task and a way to split it, which must not matter."""
+
+    task: str
+    zero_stage: int = 0
+    micro: int = EVERYTHING
+    micro_rollout: int = EVERYTHING
+    more: str = ""
+    extra_columns: int = 0
+    no_compiler: bool = False
+    lockstep: bool = False
+
+    @property
+    def name(self) -> str:
+        """A name for folders and reports."""
+        about = [self.task, f"zero{self.zero_stage}", f"micro{self.micro}", f"rollout{self.micro_rollout}"]
+        about += self.more.replace("--", "").split()
+        about += [name for name in ("extra_columns", "no_compiler", "lockstep") if getattr(self, name)]
+        return "-".join(about)
+
+
+# 13 rows on two ranks are 6 and 7: with micro-batches of 1, 3 or 6 one rank has more of them than the other.
+TASKS = {
+    "step": Task("train_ppo", "--train_batch_size 14", n_rows=13, n_steps=1),
+    # Optimizer steps of 6, 6 and 1 samples, so that a rank has none in the last; two epochs, two global steps.
+    "steps": Task("train_ppo", "--train_batch_size 6 --rollout_batch_size 12 --max_epochs 2", n_rows=13, n_steps=2),
+    "prompt": Task("train_ppo", "--train_batch_size 14", n_rows=1, n_steps=2),
+    "samples": Task("train_ppo", "--train_batch_size 14 --n_samples_per_prompt 2", n_rows=5, n_steps=2),
+    "sft": Task("train_sft", "--train_batch_size 14", n_rows=13, n_steps=2),
+    "rm": Task("train_rm", "--train_batch_size 14 --margin_key margin", n_rows=13, n_steps=2),
+}
+REFERENCES = {task: Case(task) for task in TASKS}
+CASES = [
+    *REFERENCES.values(),
+    *(Case("step", stage, micro, 15 - micro) for stage in STAGES for micro in (1, 3, 8, 14)),
+    *(Case("step", stage, 4, 4, extra_columns=7) for stage in STAGES),
+    *(Case("steps", stage, 2, 3) for stage in STAGES),
+    *(Case("prompt", stage, 2, 2) for stage in STAGES),
+    *(Case("samples", stage, 3, 2) for stage in STAGES),
+    *(Case(task, stage, 3) for task in ("sft", "rm") for stage in STAGES),
+    *(Case(task, 2, 4, extra_columns=7) for task in ("sft", "rm")),
+    *(Case("step", stage, 4, 4, "--gradient_checkpointing") for stage in (0, 3)),
+    Case("step", 2, 4, 4, "--adam_offload"),
+    *(Case("step", stage, 4, 4, "--adam_offload", no_compiler=True) for stage in (1, 3)),
+    *(Case(task, 3, 4, 4, lockstep=True) for task in ("steps", "prompt")),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case left behind."""
+
+    models: dict[str, Tensor]
+    """All parameters of a model as one vector, by role."""
+    updates: dict[str, Tensor]
+    """What training added to them; not for a model with a fresh head, whose start is not on disk."""
+    result: dict[str, Any]
+
+
+def as_vector(folder: Path) -> Tensor:
+    weights = load_file(folder / "model.safetensors")
+    return torch.cat([weights[name].double().flatten() for name in sorted(weights)])
+
+
+def arguments_of(case: Case, tiny: Path) -> list[str]:
+    task = TASKS[case.task]
+    common = f"{task.arguments} --zero_stage {case.zero_stage} --micro_train_batch_size {case.micro} {case.more}"
+    common += " --lr_warmup_ratio 0 --lr_scheduler constant"
+    if task.command == "train_sft":
+        common += f" --pretrain {tiny}/actor --dataset {tiny}/sft.jsonl --learning_rate 1e-3"
+        common += f" --eval_dataset {tiny}/sft.jsonl"
+    elif task.command == "train_rm":
+        common += f" --pretrain {tiny}/reward --dataset {tiny}/preference.jsonl --learning_rate 1e-3"
+        common += f" --prompt_key prompt --eval_dataset {tiny}/preference.jsonl"
+    else:
+        common += f" --pretrain {tiny}/actor --reward_pretrain {tiny}/reward --prompt_data {tiny}/prompts.jsonl"
+        common += f" --pretrain_data {tiny}/documents.jsonl --micro_rollout_batch_size {case.micro_rollout}"
+        common += " --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --generate_max_len 12 --temperature 0.8"
+        common += " --init_kl_coef 0.1"
+        common += "" if "--rollout_batch_size" in common else " --rollout_batch_size 14"
+    return common.split()
+
+
+@pytest.fixture(scope="module")
+def outcome(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]
+) -> Callable[[int, Case], Outcome]:
+    """The outcome of a case on so many ranks; all cases of a number of ranks run in one launch."""
+    folders: dict[int, Path] = {}
+
+    def run_all(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        cases = []
+        for case in CASES:
+            task = TASKS[case.task]
+            cases.append(
+                {
+                    "name": case.name,
+                    "command": task.command,
+                    "arguments": arguments_of(case, tiny),
+                    "n_rows": task.n_rows,
+                    "n_steps": task.n_steps,
+                    "extra_columns": case.extra_columns,
+                    "no_compiler": case.no_compiler,
+                    "lockstep": case.lockstep,
+                }
+            )
+        (folder / "cases.json").write_text(json.dumps(cases))
+        launch(ranks, SCRIPT, folder / "cases.json", folder)
+        return folder
+
+    def get(ranks: int, case: Case) -> Outcome:
+        if ranks not in folders:
+            folders[ranks] = run_all(ranks)
+        folder = folders[ranks] / case.name
+        command = TASKS[case.task].command
+        starts = {"model": "actor", "model_critic": "reward"} if command == "train_ppo" else {"model": "actor"}
+        if command == "train_rm":
+            starts = {"model": "reward"}
+        models = {role: as_vector(folder / role) for role in starts}
+        updates = {role: models[role] - as_vector(tiny / start) for role, start in starts.items()}
+        return Outcome(models, updates, json.loads((folder / "result.json").read_text()))
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_split_never_matters(outcome: Callable[[int, Case], Outcome], ranks: int, case: Case) -> None:
+    got, want = outcome(ranks, case), outcome(1, REFERENCES[case.task])
+
+    tokens = [[(s["group"], s["prompt"], s["response"]) for s in step] for step in got.result["samples"]]
+    assert tokens == [[(s["group"], s["prompt"], s["response"]) for s in step] for step in want.result["samples"]]
+    for role in want.models:
+        difference = (got.models[role] - want.models[role]).norm()
+        assert difference <= PARAMETER_TOLERANCE * want.models[role].norm(), role
+        assert difference <= UPDATE_TOLERANCE * want.updates[role].norm(), role
+    for step, metrics in enumerate(want.result["metrics"]):
+        of_results = {name: value for name, value in metrics.items() if not name.startswith(("time/", "speed/"))}
+        for name, value in of_results.items():
+            assert got.result["metrics"][step][name] == pytest.approx(value, rel=1e-3, abs=1e-5), (step, name)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_steps_are_large_enough_to_tell(outcome: Callable[[int, Case], Outcome], task: str) -> None:
+    reference = outcome(1, REFERENCES[task])
+    for role, update in reference.updates.items():
+        assert update.norm() > 1e-3 * reference.models[role].norm(), role
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_cases_are_what_they_say(outcome: Callable[[int, Case], Outcome], case: Case) -> None:
+    result = outcome(2, case).result
+    assert result["zero_stage"] == case.zero_stage
+    assert all(share <= 0.52 if case.zero_stage == 3 else share == 1 for share in result["shares"].values())
+    assert (result["wide_batches"] > 0) == (case.extra_columns > 0)
+
+
+def test_prompts_and_steps_have_responses_of_their_own(outcome: Callable[[int, Case], Outcome]) -> None:
+    first, second = outcome(2, REFERENCES["samples"]).result["samples"]
+    assert [sample["group"] for sample in first] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [sample["group"] for sample in second] == [5, 5, 6, 6, 7, 7, 8, 8, 9, 9]
+    assert first[0]["prompt"] == first[1]["prompt"]
+    assert len({tuple(sample["response"]) for sample in first + second}) > 12
+    reasons = {sample["finish_reason"] for sample in outcome(2, REFERENCES["step"]).result["samples"][0]}
+    assert reasons == {"eos", "length"}
