@@ -72,7 +72,7 @@ def compare(run: Path) -> tuple[list[dict[str, float]], list[dict], list[str]]:
         right = [is_correct(prompt, answer) for prompt, answer in zip(prompts, greedy["answers"], strict=True)]
         kl = (log_probs(model, sampled) - log_probs(before, sampled)).sum(-1).mean().item()
         accuracy = 100 * sum(right) / len(right)
-        figures.append({"exact match": accuracy, "reward": mean_reward(reward, sampled), "kl": abs(kl)})
+        figures.append({"exact match": accuracy, "reward": mean_reward(reward, sampled), "kl": kl + 0.0})
         greedy_answers.append({"answers": greedy["answers"], "right": right})
     return figures, greedy_answers, prompts
 

@@ -8,4 +8,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start processes of their 
 ruff check .
 ruff format --check .
 mypy
-python -m pytest "$@"
+CUDA_VISIBLE_DEVICES="" python -m pytest "$@" # the CPU is what the tests are written for
+if [ $# -eq 0 ] && command -v nvidia-smi > /dev/null; then
+    python -m pytest tests/gpu
+fi

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # A small real language model learns to tell happier stories: MODEL=folder bash examples/scripts/stories.sh [more flags]
 set -euo pipefail
-examples="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+install requirements.txt
+examples="$repo/examples"
 save_path="${SAVE_PATH:-ckpt/stories}"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" # two processes on two cores
 python "$examples/stories.py" make --out "$save_path/data"
 torchrun --standalone --nproc_per_node 2 -m openppo.cli.train_ppo \
     --pretrain "$MODEL" \

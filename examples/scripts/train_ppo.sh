@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # PPO with a reward model. Copy, change the models and data, run: bash train_ppo.sh [more flags]
 # One GPU: GPUS=1. Eight GPUs: GPUS=8. Out of memory: halve the micro batch sizes first (results stay the same),
-# then --gradient_checkpointing, --zero_stage 3, --adam_offload.
+# then --adam_offload. A model that fits easily: --zero_stage 2 --no_gradient_checkpointing is faster.
 set -euo pipefail
 torchrun --standalone --nproc_per_node "${GPUS:-8}" -m openppo.cli.train_ppo \
     --pretrain "${PRETRAIN:-meta-llama/Llama-3.1-8B-Instruct}" \
@@ -11,8 +11,9 @@ torchrun --standalone --nproc_per_node "${GPUS:-8}" -m openppo.cli.train_ppo \
     --apply_chat_template \
     --save_path "${SAVE_PATH:-ckpt/ppo}" \
     --use_tensorboard "${SAVE_PATH:-ckpt/ppo}/tensorboard" \
-    --zero_stage 2 \
     --bf16 \
+    --zero_stage 3 \
+    --gradient_checkpointing \
     --num_episodes 1 \
     --rollout_batch_size 512 \
     --micro_rollout_batch_size 32 \

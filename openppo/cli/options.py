@@ -33,6 +33,10 @@ class Runnable(Protocol):
         """Do the work."""
         ...
 
+    def close(self) -> None:
+        """Leave the process group."""
+        ...
+
 
 def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) -> None:
     """Parse ``sys.argv``, build, and run.
@@ -50,6 +54,7 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
             _let_rank_0_speak()
         raise
     job.fit()
+    job.close()
 
 
 def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config:

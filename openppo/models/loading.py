@@ -13,6 +13,7 @@ from urllib.request import urlopen
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -42,8 +43,11 @@ def _check_on_hub(name: str, flag: str) -> None:
     nowhere = f"{flag} {name}: no such local folder, and "
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(nowhere + "this is not a hub name of the form owner/model. Check the path.")
-    if try_to_load_from_cache(name, "config.json") is not None:
-        return
+    try:
+        if try_to_load_from_cache(name, "config.json") is not None:
+            return
+    except HFValidationError as error:
+        raise ValueError(nowhere + "this is not a hub name of the form owner/model. Check the path.") from error
     if HF_HUB_OFFLINE:
         raise ValueError(nowhere + "HF_HUB_OFFLINE is set and the model is not in the local cache.")
     try:

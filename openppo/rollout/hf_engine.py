@@ -90,7 +90,7 @@ class HFEngine:
         self._waiting.append(request)
         return request.number
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
     def step(self) -> None:
         """One forward pass of the model: decode one token per row, or prefill waiting requests, or run along."""
         if self._batch is not None:
@@ -136,6 +136,10 @@ class HFEngine:
         cache = DynamicCache(config=self.model.config)
         uniforms = torch.stack([request_uniforms(r.seed, r.params.max_new_tokens) for r in requests])
         logits = self._forward(self._tensor(ids), mask, _positions(mask), cache)
+        if cache.get_seq_length() != width:
+            raise ValueError(
+                f"{type(self.model).__name__} keeps no key-value cache; such models cannot be sampled here."
+            )
         self._batch = _Batch(requests, cache, mask, self._tensor([[0]]), uniforms.to(self._device), steps=0)
         self._accept(self._batch, logits)
 

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openppo.models.padding import pad_right
+from openppo.tracking import progress
 from openppo.types import Comm, RewardFunction, Trajectory
 
 _DEFAULT_NAME = "reward_fn"
@@ -55,7 +56,7 @@ class ModelScorer:
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
         scores: dict[int, float] = {}
-        for k in range(n_forwards):
+        for k in progress(range(n_forwards), "scoring", enabled=self.comm.rank == 0):
             rows = batches[k] if k < len(batches) else []
             ids = [trajectories[i].token_ids for i in rows] or [[self.pad_token_id] * 2]
             sequences, attention_mask = pad_right(ids, self.pad_token_id)

@@ -18,12 +18,18 @@ def init_process_group(timeout: timedelta) -> torch.device:
     """Join the group that torchrun describes in the environment, or make one of a single process.
 
     gloo carries CPU tensors and Python objects, nccl carries CUDA tensors. Returns this rank's device.
+    ``ValueError`` if there are fewer GPUs than ranks on this machine.
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
     local_rank = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.is_available()
     if cuda:
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"--nproc_per_node asks for more ranks than the {torch.cuda.device_count()} GPUs that are visible; use "
+                "as many, or set CUDA_VISIBLE_DEVICES= to run on CPUs."
+            )
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)

@@ -115,7 +115,8 @@ class DeepspeedStrategy:
         module.requires_grad_(False)
         module.eval()
         if self.config.bf16:
-            module.bfloat16()
+            for parameter in module.parameters():  # not the buffers: rotary frequencies must keep float32
+                parameter.data = parameter.data.bfloat16()
         if self.zero_stage < 3:
             return module.to(self.device)
         engine, *_ = deepspeed.initialize(model=module, config=merge(eval_config(self.config.bf16), self.overrides))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import deepspeed
@@ -45,11 +46,17 @@ class TrainingEngine:
         self.deepspeed.backward(loss)
 
     def step(self) -> float:
-        """Clip, update, advance the schedule. Returns the gradient's L2 norm before clipping."""
-        norm = None
+        """Clip, update, advance the schedule. Returns the gradient's L2 norm before clipping.
+
+        Raises ``FloatingPointError`` when that is not finite: the weights are lost then.
+        """
+        norm: float | Tensor | None = None
         if self.deepspeed.zero_optimization_stage() == 0:  # DeepSpeed does not report it there
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads)
         self.deepspeed.step()
         self.scheduler.step()
-        return float(self.deepspeed.get_global_grad_norm() if norm is None else norm)
+        norm = float(self.deepspeed.get_global_grad_norm() if norm is None else norm)
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient's norm is {norm}: training diverged; lower the learning rate.")
+        return norm

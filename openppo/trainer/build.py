@@ -81,7 +81,8 @@ def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
 
 @contextmanager
 def naming_model(flag: str, name: str) -> Iterator[None]:
-    """Whatever goes wrong while a model is loaded, as a ``ValueError`` that starts with its flag."""
+    """Whatever goes wrong while a model is loaded, as a ``ValueError`` that starts with its flag; and a log line."""
+    logger.info("loading %s %s", flag, name)
     try:
         yield
     except ValueError as error:
@@ -93,8 +94,8 @@ def naming_model(flag: str, name: str) -> Iterator[None]:
 def _prepare_models(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, n_prompts: int
 ) -> tuple[TrainingEngine, TrainingEngine, nn.Module | None]:
-    """Actor, critic and reference (None without a KL penalty), loaded and wrapped."""
-    model, rates, adam = config.model, config.learning_rate, config.adam
+    """Actor, critic and reference (None without a KL penalty), each loaded and wrapped before the next is loaded."""
+    model, rates, adam, n_steps = config.model, config.learning_rate, config.adam, _optimizer_steps(config, n_prompts)
     options: dict[str, Any] = {"bf16": config.deepspeed.bf16, "flash_attn": model.flash_attn}
     starts = {"--critic_pretrain": model.critic_pretrain, "--reward_pretrain": model.reward_pretrain}
     flag, critic_name = next(((f, name) for f, name in starts.items() if name), ("--pretrain", model.pretrain))
@@ -102,15 +103,14 @@ def _prepare_models(
         critic = get_llm_for_sequence_regression(
             critic_name, "critic", value_head_prefix=model.value_head_prefix, **options
         )
+    critic_engine = strategy.prepare(critic, adam, rates.critic_learning_rate, n_steps)
     with naming_model("--pretrain", model.pretrain):
         actor = Actor(model.pretrain, temperature=config.generation.temperature, **options)
+    actor_engine = strategy.prepare(actor, adam, rates.actor_learning_rate, n_steps)
     reference = None
     if config.ppo.init_kl_coef > 0:
         frozen = Actor(model.pretrain, temperature=config.generation.temperature, **options)
         reference = strategy.prepare_frozen(frozen)
-    n_steps = _optimizer_steps(config, n_prompts)
-    actor_engine = strategy.prepare(actor, adam, rates.actor_learning_rate, n_steps)
-    critic_engine = strategy.prepare(critic, adam, rates.critic_learning_rate, n_steps)
     return actor_engine, critic_engine, reference
 
 
@@ -149,14 +149,15 @@ def _load_data(
 
 
 def _check_tokens(config: TrainPPOConfig, actor_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Reward model and critic read the actor's token ids, so they must have the actor's tokenizer."""
+    """Reward model and critic read the actor's token ids, so they must know all of them by the same names."""
     model = config.model
     for flag, name in (("--reward_pretrain", model.reward_pretrain), ("--critic_pretrain", model.critic_pretrain)):
         if name is None:
             continue
         its_config = check_model(name, flag)
         try:
-            same = AutoTokenizer.from_pretrained(name).get_vocab() == tokenizer.get_vocab()
+            theirs = AutoTokenizer.from_pretrained(name).get_vocab()  # may hold more, such as a [PAD] of its own
+            same = all(theirs.get(token) == token_id for token, token_id in tokenizer.get_vocab().items())
         except (OSError, ValueError, KeyError):
             same = its_config.get_text_config().vocab_size == actor_config.get_text_config().vocab_size
             logger.info("%s %s has no tokenizer of its own; the sizes of the vocabularies were compared", flag, name)

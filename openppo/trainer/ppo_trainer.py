@@ -85,6 +85,10 @@ class PPOTrainer:
         self.save()
         self.parts.trackers.close()
 
+    def close(self) -> None:
+        """Leave the process group; the trainer is of no use afterwards."""
+        self.parts.strategy.close()
+
     def prompt_batches(self) -> Iterator[list[Prompt]]:
         """Every episode passes over all prompts once, in an order of its own."""
         for episode in range(self.config.ppo.num_episodes):
@@ -125,6 +129,7 @@ class PPOTrainer:
         with self.timer.phase("scoring"):
             for trajectory, score in zip(trajectories, self.parts.scorer.score(trajectories), strict=True):
                 trajectory.scores["reward"] = score
+        self.timer.count_tokens("scoring", _count_tokens(trajectories))
         return trajectories
 
     def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -137,7 +142,7 @@ class PPOTrainer:
             self.replay_buffer.normalize("advantages")
         with self.timer.phase("training"):
             self._train(metrics)
-        n_tokens = sum(len(t.token_ids) for t in trajectories)
+        n_tokens = _count_tokens(trajectories)
         self.timer.count_tokens("experience", n_tokens)
         self.timer.count_tokens("training", n_tokens * self.config.batch.max_epochs)
         self.replay_buffer.clear()
@@ -152,7 +157,7 @@ class PPOTrainer:
 
     def save(self) -> None:
         """Write the actor, and the critic if asked for, as Hugging Face folders with tokenizer."""
-        strategy, folder = self.parts.strategy, Path(self.config.run.save_path)
+        strategy, folder = self.parts.strategy, Path(self.config.run.save_path).resolve()
         strategy.save_pretrained(self.parts.actor.module.model, folder, self.parts.tokenizer)
         if self.config.model.save_value_network:
             beside = folder.with_name(folder.name + "_critic")
@@ -192,6 +197,10 @@ class PPOTrainer:
             input_template=data.input_template,
             apply_chat_template=data.apply_chat_template,
         )
+        if len(ids) > data.prompt_max_len:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens is longer than prompt_max_len {data.prompt_max_len}: {text!r}"
+            )
         return Prompt(text, ids)
 
     def _sampling_params(self) -> SamplingParams:
@@ -205,6 +214,10 @@ class PPOTrainer:
             | t.scores
             for t in trajectories
         ]
+
+
+def _count_tokens(trajectories: Sequence[Trajectory]) -> int:
+    return sum(len(trajectory.token_ids) for trajectory in trajectories)
 
 
 def _with_explained_variance(metrics: dict[str, float]) -> dict[str, float]:

@@ -83,6 +83,10 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.save()
         self.parts.trackers.close()
 
+    def close(self) -> None:
+        """Leave the process group; the trainer is of no use afterwards."""
+        self.parts.strategy.close()
+
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step on ``examples``, given alike on all ranks; returns its metrics."""
         metrics, timer, engine = Metrics(), PhaseTimer(), self.parts.engine
@@ -102,7 +106,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
         """Metrics of all held-out examples, each with the prefix ``eval_``."""
         metrics, size = Metrics(), self.config.batch.train_batch_size
         self.parts.engine.train(False)
-        for start in range(0, len(self.parts.eval_examples), size):
+        starts = range(0, len(self.parts.eval_examples), size)
+        for start in progress(starts, "evaluation", enabled=self.parts.strategy.is_main):
             batch = self.make_batch(self.parts.eval_examples[start : start + size])
             for micro in batch.micro_batches:
                 self.loss(self.parts.engine, batch, micro, metrics, prefix="eval_")

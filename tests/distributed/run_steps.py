@@ -148,6 +148,7 @@ def run_ppo(case: Case, arguments: list[str]) -> dict[str, Any]:
         "samples": [[t for of_rank in of_ranks for t in of_rank[i]] for i in range(len(steps))],
         "probe": probe(trainer),
         "shares": shares,
+        "buffer_types": sorted({str(b.dtype) for model in models.values() for b in model.buffers()}),  # type: ignore
         "zero_stage": trainer.parts.actor.deepspeed.zero_optimization_stage(),
     }
 
@@ -175,10 +176,11 @@ def main() -> None:
     cases, out = Path(sys.argv[1]), Path(sys.argv[2])
     for case in json.loads(cases.read_text()):
         folder, widener = out / case["name"], Widener(case.get("extra_columns", 0))
+        print(f"case {case['name']}", flush=True)  # shown if it fails
         run = run_ppo if case["command"] == "train_ppo" else run_supervised
         with circumstances(case, widener):
             result = run(case, [*case["arguments"], "--save_path", str(folder / "model")])
-        if (folder / "model").exists() and torch.distributed.get_rank() == 0:
+        if torch.distributed.get_rank() == 0:
             (folder / "result.json").write_text(json.dumps(result | {"wide_batches": widener.n_batches}))
 
 

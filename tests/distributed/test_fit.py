@@ -128,6 +128,8 @@ def test_bf16_trains(runs: dict[str, Run], tiny: Path, stage: str) -> None:
     assert run["zero_stage"] == max(int(stage[0]), 1)
     (metrics,) = run["logged"]
     assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["kl"] == metrics["kl_k3"] == 0  # the reference computes exactly as the actor does
+    assert run["buffer_types"] == ["torch.float32"]  # rotary frequencies in bfloat16 would blur positions
     assert run["samples"] == runs["bf16 1"]["samples"]
     for folder, start in (("model", "actor"), ("model_critic", "reward")):
         trained, same, before = (

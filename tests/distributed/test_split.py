@@ -21,9 +21,13 @@ STAGES = (0, 1, 2, 3)
 EVERYTHING = 100  # as micro-batch size: more than there is
 
 PARAMETER_TOLERANCE = 1e-5
-"""Relative, of the norm of all parameters; at most 2e-7 was measured."""
+"""Relative, of the norm of all parameters; at most 1e-6 was measured."""
 UPDATE_TOLERANCE = 1e-3
-"""Relative, of the norm of what training changed; at most 5e-5 was measured, a wrong divisor gives 0.01 and more."""
+"""Relative, of the norm of what training changed. At most 6e-5 was measured for PPO and 1.3e-4 for SFT.
+
+Adam's first updates have the size of the learning rate whatever the size of the gradient, so a gradient that is zero
+but for rounding counts as much as any other.
+"""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class Outcome:
     models: dict[str, Tensor]
     """All parameters of a model as one vector, by role."""
     updates: dict[str, Tensor]
-    """What training added to them; not for a model with a fresh head, whose start is not on disk."""
+    """What training added to them."""
     result: dict[str, Any]
 
 
@@ -120,38 +124,45 @@ def arguments_of(case: Case, tiny: Path) -> list[str]:
     return common.split()
 
 
-@pytest.fixture(scope="module")
-def outcome(
-    tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]
-) -> Callable[[int, Case], Outcome]:
-    """The outcome of a case on so many ranks; all cases of a number of ranks run in one launch."""
-    folders: dict[int, Path] = {}
+def run_all(ranks: int, tiny: Path, factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Path:
+    """All cases in one launch; the folder of what they left."""
+    folder = factory.mktemp(f"ranks{ranks}")
+    cases = []
+    for case in CASES:
+        task = TASKS[case.task]
+        cases.append(
+            {
+                "name": case.name,
+                "command": task.command,
+                "arguments": arguments_of(case, tiny),
+                "n_rows": task.n_rows,
+                "n_steps": task.n_steps,
+                "extra_columns": case.extra_columns,
+                "no_compiler": case.no_compiler,
+                "lockstep": case.lockstep,
+            }
+        )
+    (folder / "cases.json").write_text(json.dumps(cases))
+    launch(ranks, SCRIPT, folder / "cases.json", folder)
+    return folder
 
-    def run_all(ranks: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        cases = []
-        for case in CASES:
-            task = TASKS[case.task]
-            cases.append(
-                {
-                    "name": case.name,
-                    "command": task.command,
-                    "arguments": arguments_of(case, tiny),
-                    "n_rows": task.n_rows,
-                    "n_steps": task.n_steps,
-                    "extra_columns": case.extra_columns,
-                    "no_compiler": case.no_compiler,
-                    "lockstep": case.lockstep,
-                }
-            )
-        (folder / "cases.json").write_text(json.dumps(cases))
-        launch(ranks, SCRIPT, folder / "cases.json", folder)
-        return folder
+
+@pytest.fixture(scope="module")
+def one_rank(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Path:
+    return run_all(1, tiny, tmp_path_factory, launch)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Path:
+    return run_all(2, tiny, tmp_path_factory, launch)
+
+
+@pytest.fixture
+def outcome(tiny: Path, request: pytest.FixtureRequest) -> Callable[[int, Case], Outcome]:
+    """The outcome of a case on so many ranks."""
 
     def get(ranks: int, case: Case) -> Outcome:
-        if ranks not in folders:
-            folders[ranks] = run_all(ranks)
-        folder = folders[ranks] / case.name
+        folder = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks]) / case.name
         command = TASKS[case.task].command
         starts = {"model": "actor", "model_critic": "reward"} if command == "train_ppo" else {"model": "actor"}
         if command == "train_rm":

@@ -66,6 +66,23 @@ def test_readme_has_commands_for_one_gpu_and_for_eight() -> None:
     assert [re.search(r"nproc_per_node (\d+)", command)[1] for command in training_commands()] == ["1", "8"]
 
 
+def test_script_to_copy_has_the_flags_of_the_readme() -> None:
+    script = (REPO / "examples/scripts/train_ppo.sh").read_text()
+    words = [word for word in shlex.split(training_commands()[1]) if word.startswith("--")]
+    assert [word for word in words if word not in script] == []
+    for choice in ("--zero_stage 3", "--gradient_checkpointing", "--bf16"):
+        assert choice in script
+
+
+def test_nothing_is_left_to_fill_in() -> None:
+    assert re.findall(r"[A-Z]+_(?:TIME|OUTPUT|RESULT|COMMAND)\b", README) == []
+
+
+def test_every_path_that_the_readme_names_exists() -> None:
+    named = re.findall(r"`((?:openppo|examples|tests)/[\w/.]+)`", README)
+    assert [path for path in named if not (REPO / path).exists()] == []
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_training_command_of_the_readme_runs(number: int, tiny: Path) -> None:
     words = shlex.split(training_commands()[number])
@@ -74,9 +91,8 @@ def test_training_command_of_the_readme_runs(number: int, tiny: Path) -> None:
         "Qwen/Qwen2.5-0.5B-Instruct": "policy",
         "meta-llama/Llama-3.1-8B-Instruct": "policy",
         "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "reward",
-        "examples/reward_sentiment.py": "reward.py",
     }
-    words = [replaced.get(word, word) for word in words] + ["--label_key", "label", *SMALL]
+    words = [replaced.get(word, word) for word in words] + SMALL
     run(words, tiny)
     assert (tiny / "ckpt/ppo/model.safetensors").is_file()
     assert len((tiny / "ckpt/ppo/logs/metrics.jsonl").read_text().splitlines()) == 2

@@ -17,6 +17,8 @@ OTHER_PROGRAMS = {
     *("nproc_per_node", "nnodes", "node_rank", "standalone", "master_addr", "master_port"),  # torchrun
     *(
         "quiet",
+        "version",
+        "clear",
         "disable-pip-version-check",
         "no-deps",
         "upgrade",

@@ -158,3 +158,9 @@ def test_dropout_is_removed_from_modules_and_from_plain_attributes() -> None:
     assert (model[0].drop.p, model[0].attention_dropout, model[0].eps, model[1].p) == (0.0, 0.0, 0.1, 0.0)
     ones = torch.ones(100)
     assert torch.equal(model[1].train()(ones), ones)
+
+
+@pytest.mark.parametrize("name", ["sft/", "my model", "a--b"])
+def test_a_name_that_the_hub_would_refuse_is_an_error_that_names_the_flag(name: str) -> None:
+    with pytest.raises(ValueError, match="--pretrain .*no such local folder.*Check the path"):
+        check_model(name, "--pretrain")

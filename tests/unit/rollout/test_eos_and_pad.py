@@ -46,6 +46,7 @@ class ScriptedModel(nn.Module):
         lengths = attention_mask.sum(-1).tolist()
         if input_ids.shape[1] > 1 or not hasattr(past_key_values, "first"):
             starts = (attention_mask.long().argmax(-1)).tolist()
+            past_key_values.length = input_ids.shape[1]
             past_key_values.first = torch.tensor(
                 [int(row[start]) for row, start in zip(input_ids, starts, strict=True)]
             )
@@ -60,6 +61,10 @@ class ScriptedCache:
 
     def __init__(self, **_: Any) -> None:
         pass
+
+    def get_seq_length(self) -> int:
+        """Tokens of the prefill."""
+        return self.length
 
     def batch_select_indices(self, rows: torch.Tensor) -> None:
         """Keep these rows."""

@@ -1,0 +1,77 @@
+"""Divergence and too many ranks end with a message, not in silence or inside CUDA."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from openppo.strategy.comm import init_process_group
+from openppo.strategy.ds_config import eval_config, merge, train_config
+from openppo.strategy.engine import TrainingEngine
+
+
+class FakeDeepSpeed:
+    """The calls that a step makes; ZeRO stage 2 reports this norm."""
+
+    def __init__(self, norm: float) -> None:
+        self.norm = norm
+        self.module = nn.Linear(1, 1)
+        self.steps = 0
+
+    def zero_optimization_stage(self) -> int:
+        return 2
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def get_global_grad_norm(self) -> float:
+        return self.norm
+
+
+def engine(norm: float) -> TrainingEngine:
+    scheduler: Any = SimpleNamespace(step=lambda: None)
+    deepspeed: Any = FakeDeepSpeed(norm)
+    return TrainingEngine(deepspeed, scheduler)
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -1 * math.inf])
+def test_a_gradient_that_is_not_finite_ends_the_run(norm: float) -> None:
+    with pytest.raises(FloatingPointError, match="lower the learning rate"):
+        engine(norm).step()
+
+
+def test_a_finite_gradient_norm_is_returned() -> None:
+    assert engine(0.25).step() == 0.25
+
+
+def test_more_ranks_than_gpus_is_an_error_that_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="--nproc_per_node .*1 GPUs"):
+        init_process_group(timedelta(seconds=1))
+
+
+def test_overrides_reach_into_nested_options_and_change_neither_side() -> None:
+    options = train_config(zero_stage=3, bf16=True, max_norm=1.0, adam_offload=False, n_parameters=11)
+    before = options["zero_optimization"]["stage"]
+    merged = merge(options, {"zero_optimization": {"stage3_param_persistence_threshold": 0}})
+    assert merged["zero_optimization"]["stage"] == before == 3
+    assert merged["zero_optimization"]["stage3_param_persistence_threshold"] == 0
+    assert "stage3_param_persistence_threshold" not in options["zero_optimization"]
+
+
+def test_deepspeed_is_told_of_one_micro_batch_per_step_so_that_it_scales_nothing() -> None:
+    for stage in (0, 1, 2, 3):
+        options = train_config(zero_stage=stage, bf16=False, max_norm=0.5, adam_offload=False, n_parameters=7)
+        assert options["gradient_accumulation_steps"] == 1
+        assert options["gradient_clipping"] == 0.5
+    assert "offload_optimizer" not in options["zero_optimization"]
+    assert eval_config(bf16=False)["zero_optimization"] == {"stage": 3}
