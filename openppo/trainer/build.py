@@ -64,13 +64,16 @@ def build_ppo_trainer(config: TrainPPOConfig, strategy: DeepspeedStrategy | None
 
 def start_trackers(config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int) -> Trackers:
     """Trackers of a command, and its resolved options in ``<save_path>/logs/config.yaml``."""
-    logs = Path(config.run.save_path) / "logs"
     if strategy.is_main:
-        set_aside_logs(logs)
-    trackers = make_trackers(config.run, strategy.comm, headline, total_steps)
-    if strategy.is_main:
-        save_config(logs, flat_dict(config))
-    return trackers
+        logs = Path(config.run.save_path) / "logs"
+        try:
+            set_aside_logs(logs)
+            save_config(logs, flat_dict(config))
+        except OSError as error:
+            raise ValueError(
+                f"--save_path {config.run.save_path}: cannot be written ({error}). Choose another."
+            ) from error
+    return make_trackers(config.run, strategy.comm, headline, total_steps)
 
 
 def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:

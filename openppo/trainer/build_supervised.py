@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from transformers import PreTrainedTokenizerBase
+
 from openppo.config import TrainRMConfig, TrainSFTConfig
 from openppo.datasets import load_preferences, load_rows, load_sft_examples
 from openppo.datasets.loading import Row
@@ -22,12 +24,8 @@ Example = TypeVar("Example")
 
 def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None = None) -> SFTTrainer:
     """A trainer of a causal language model, ready for ``fit()``. ``ValueError`` names the flag of what cannot work."""
-    strategy = strategy or DeepspeedStrategy(config.deepspeed)
-    config.validate(strategy.comm.world_size)
-    options = config.supervised
-    check_model(options.pretrain, "--pretrain")
-    attention_implementation(options.flash_attn)
-    tokenizer = load_tokenizer(options.pretrain, "--pretrain")
+    strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
+    tokenizer = _check_and_load_tokenizer(config, strategy)
     train, held_out = _load_both(
         config, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
     )
@@ -41,12 +39,8 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
 
 def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None = None) -> RewardModelTrainer:
     """A trainer of a reward model on preference pairs, ready for ``fit()``. Errors as in ``build_sft_trainer``."""
-    strategy = strategy or DeepspeedStrategy(config.deepspeed)
-    config.validate(strategy.comm.world_size)
-    options = config.supervised
-    check_model(options.pretrain, "--pretrain")
-    attention_implementation(options.flash_attn)
-    tokenizer = load_tokenizer(options.pretrain, "--pretrain")
+    strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
+    tokenizer = _check_and_load_tokenizer(config, strategy)
     train, held_out = _load_both(
         config, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
     )
@@ -64,6 +58,16 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     engine = strategy.prepare(model, config.adam, options.learning_rate, n_steps)
     trackers = start_trackers(config, strategy, RM_HEADLINE, n_steps)
     return RewardModelTrainer(config, SupervisedParts(strategy, tokenizer, engine, train, held_out, trackers))
+
+
+def _check_and_load_tokenizer(
+    config: TrainSFTConfig | TrainRMConfig, strategy: DeepspeedStrategy
+) -> PreTrainedTokenizerBase:
+    """What can be found wrong before any data or weights are read."""
+    config.validate(strategy.comm.world_size)
+    check_model(config.supervised.pretrain, "--pretrain")
+    attention_implementation(config.supervised.flash_attn)
+    return load_tokenizer(config.supervised.pretrain, "--pretrain")
 
 
 def _load_both(
