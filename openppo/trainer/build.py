@@ -71,7 +71,7 @@ def start_trackers(config: Any, strategy: DeepspeedStrategy, headline: Sequence[
             save_config(logs, flat_dict(config))
         except OSError as error:
             raise ValueError(
-                f"--save_path {config.run.save_path}: cannot be written ({error}). Choose another."
+                f"--save_path {config.run.save_path}: cannot be written ({error}); choose another folder."
             ) from error
     return make_trackers(config.run, strategy.comm, headline, total_steps)
 

@@ -424,6 +424,10 @@ class Job:
         if self.error:
             raise self.error
 
+    def close(self) -> None:
+        """Note that the job was closed after it ran."""
+        self.closed_after = self.ran
+
 
 GOOD = ["train_ppo.py", "--pretrain", "m", "--prompt_data", "d", "--reward_fn", "f.py"]
 
@@ -447,7 +451,7 @@ def test_a_command_parses_builds_and_runs(monkeypatch: pytest.MonkeyPatch, naps:
         return job
 
     run_command(TrainPPOConfig, build)
-    assert (seen, job.ran) == ([0.5], 1)
+    assert (seen, job.ran, job.closed_after) == ([0.5], 1, 1)
 
 
 def test_options_are_validated_for_the_number_of_ranks_before_anything_is_built(
