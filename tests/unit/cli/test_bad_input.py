@@ -84,7 +84,7 @@ class Case:
         for part in self.says:
             assert in_folders(part, models, data) in lines[0]
         assert code == (1 if self.ranks else 2), "torchrun makes 1 of every exit status"
-        assert f'File "{REPO}' not in stderr, "no traceback through our code"
+        assert f'File "{REPO}/openppo' not in stderr, "no traceback through our code"
         assert "Traceback" not in stderr or self.ranks, "torchrun ends with a traceback of its own"
 
 
