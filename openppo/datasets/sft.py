@@ -83,17 +83,21 @@ def load_documents(
     flag = "--pretrain_data"
     require_tokenizer(tokenizer, apply_chat_template=False, eos=True)
     require_column(rows, key, flag_of_key="--pretrain_key", flag_of_data=flag)
-    examples = []
+    examples, n_cut = [], 0
     for number, row in enumerate(rows, start=1):
         with naming_row(flag, number):
             text = as_text(row[key])
         ids = encode_start(tokenizer, text) if text.strip() else []
         if ids:
-            examples.append(_all_targets((ids[:1] + end_with_eos(tokenizer, ids[1:]))[:max_len]))
+            ids = ids[:1] + end_with_eos(tokenizer, ids[1:])
+            n_cut += len(ids) > max_len
+            examples.append(_all_targets(ids[:max_len]))
     if not examples:
         raise ValueError(f"{flag}: every text in column {key!r} is empty. Name another column with --pretrain_key.")
     if len(examples) < len(rows):
         logger.info("%s: %d of %d documents are empty and left out.", flag, len(rows) - len(examples), len(rows))
+    if n_cut:
+        logger.info("%s: %d of %d documents are cut at %d tokens.", flag, n_cut, len(examples), max_len)
     return examples
 
 

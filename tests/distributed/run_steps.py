@@ -182,6 +182,7 @@ def main() -> None:
             result = run(case, [*case["arguments"], "--save_path", str(folder / "model")])
         if torch.distributed.get_rank() == 0:
             (folder / "result.json").write_text(json.dumps(result | {"wide_batches": widener.n_batches}))
+    torch.distributed.destroy_process_group()  # else its threads may abort the process at exit
 
 
 if __name__ == "__main__":

@@ -157,6 +157,15 @@ def test_document_is_cut_at_the_limit(make_tokenizer, max_len, expected):
     assert tokenizer.decode(document.token_ids) == expected
 
 
+def test_documents_that_are_cut_are_counted_in_the_log(tokenizer, caplog):
+    rows = [{"text": "ab"}, {"text": "abcdefgh"}, {"text": "abcdefg"}]
+    with caplog.at_level(logging.INFO):
+        load_documents(rows, tokenizer, "text", 4)
+    assert [record.getMessage() for record in caplog.records] == [
+        "--pretrain_data: 2 of 3 documents are cut at 4 tokens."
+    ]
+
+
 def test_empty_documents_are_left_out(tokenizer):
     rows = [{"text": ""}, {"text": "ab"}, {"text": " \n"}]
     assert len(load_documents(rows, tokenizer, "text", max_len=9)) == 1
