@@ -28,6 +28,12 @@ class PairBatch:
     micro_batches: list[list[PreferenceExample]]
     n_pairs: int
 
+    @property
+    def n_input_tokens(self) -> int:
+        """Real tokens that this rank feeds to the model."""
+        pairs = [pair for micro in self.micro_batches for pair in micro]
+        return sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in pairs)
+
 
 class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
     """Trains a ``ScalarHeadModel`` of role reward; the loss is the mean over the pairs of each optimizer step."""

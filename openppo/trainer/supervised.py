@@ -32,6 +32,11 @@ class StepBatch(Protocol):
         """In whatever form the trainer's ``loss`` takes."""
         ...
 
+    @property
+    def n_input_tokens(self) -> int:
+        """Real tokens that this rank feeds to the model."""
+        ...
+
 
 @dataclass
 class SupervisedParts(Generic[Example]):
@@ -64,7 +69,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.global_step = 0
 
     @abstractmethod
-    def make_batch(self, examples: Sequence[Example]) -> Any:
+    def make_batch(self, examples: Sequence[Example]) -> StepBatch:
         """This rank's ``StepBatch`` of ``examples``, which are those of the whole step."""
 
     @abstractmethod
@@ -98,6 +103,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
                 loss = self.loss(engine, batch, micro, metrics, prefix="")
                 engine.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
             metrics.add("grad_norm", engine.step())
+        timer.count_tokens("step", batch.n_input_tokens)
         self.global_step += 1
         return metrics.reduced(self.comm) | timer.metrics(self.comm)
 

@@ -26,6 +26,11 @@ class TokenBatch:
     micro_batches: list[Tensors]
     n_tokens: int
 
+    @property
+    def n_input_tokens(self) -> int:
+        """Real tokens that this rank feeds to the model."""
+        return sum(int(attention_mask.sum()) for _, attention_mask, _ in self.micro_batches)
+
     def to(self, device: torch.device) -> Iterator[Tensors]:
         """The micro-batches, one after the other on ``device``."""
         for sequences, attention_mask, loss_mask in self.micro_batches:

@@ -20,7 +20,7 @@ PPO_METRICS = """
     advantages response_length truncated_fraction actor_grad_norm critic_grad_norm actor_learning_rate
     critic_learning_rate time/step_s
     time/generation_s time/scoring_s time/experience_s time/training_s
-    speed/generation_tokens_per_s speed/experience_tokens_per_s speed/training_tokens_per_s
+    speed/generation_tokens_per_s speed/scoring_tokens_per_s speed/experience_tokens_per_s speed/training_tokens_per_s
 """.split()
 
 
@@ -84,6 +84,7 @@ def test_train_sft_lowers_the_loss(sft_run: Path, tiny: Path) -> None:
     lines = logged(sft_run / "model")
     assert [line["step"] for line in lines] == list(range(1, 10))  # 26 rows: steps of 10, 10 and 6, three times
     assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["speed/step_tokens_per_s"] > 0
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6, 9]
     model = AutoModelForCausalLM.from_pretrained(sft_run / "model")
     tokenizer = AutoTokenizer.from_pretrained(sft_run / "model")
