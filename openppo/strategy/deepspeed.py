@@ -167,8 +167,9 @@ class DeepspeedStrategy:
         dist.barrier()
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group, all ranks together. Without it gloo's threads may abort a process that exits."""
         if dist.is_initialized():
+            dist.barrier()
             dist.destroy_process_group()
 
     def _adam(self, parameters: list[nn.Parameter], adam: AdamConfig, learning_rate: float) -> torch.optim.Optimizer:
