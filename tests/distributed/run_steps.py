@@ -9,6 +9,7 @@ PPO ``model_critic``) and ``result.json``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -172,9 +173,10 @@ def run_supervised(case: Case, arguments: list[str]) -> dict[str, Any]:
 
 
 def leave() -> None:
-    """End without a crash: a thread of gloo that frees a tensor while Python exits aborts the process."""
+    """End at once: a thread of gloo that frees a tensor while Python shuts down may abort the process."""
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def main() -> None:
