@@ -1,0 +1,109 @@
+"""Every option of every command, declared once.
+
+A field is a flag of the same name: ``LossConfig.eps_clip`` is ``--eps_clip`` and reaches the code as
+``config.loss.eps_clip``. Fields are grouped by the part of the library that owns them; a command's config
+(``TrainPPOConfig``, ``TrainSFTConfig``, ...) is a tuple of groups, flat on the command line.
+
+``validate()`` raises ``ValueError`` with a message that names the flag and the remedy. Only the standard
+library is imported here, so ``--help`` is quick.
+"""
+
+from openppo.config.commands import (
+    TrainPPOConfig,
+    TrainPRMConfig,
+    TrainRMConfig,
+    TrainSFTConfig,
+    flat_dict,
+)
+from openppo.config.ppo import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    KLConfig,
+    LossAggregation,
+    LossConfig,
+    PolicyLossType,
+    PPOConfig,
+    PPOLearningRateConfig,
+    RolloutCorrection,
+)
+from openppo.config.rewards import (
+    RewardShapingConfig,
+    RewardSourceConfig,
+    Verifier,
+)
+from openppo.config.roles import (
+    DataFormat,
+    EvaluationConfig,
+    GenerationConfig,
+    PPODataConfig,
+    PPOModelConfig,
+    parse_probs,
+)
+from openppo.config.shared import (
+    AdamConfig,
+    BatchConfig,
+    DeepSpeedConfig,
+    LoRAConfig,
+    RunConfig,
+)
+from openppo.config.supervised import (
+    PreferenceConfig,
+    ProcessConfig,
+    SFTDataConfig,
+    SupervisedConfig,
+)
+from openppo.config.tools import (
+    EvaluateConfig,
+    GenerateConfig,
+    JudgementConfig,
+    MergeConfig,
+    MergeLoRAConfig,
+    OutputConfig,
+    PromptsConfig,
+    ServerConfig,
+    ServeRMConfig,
+)
+
+__all__ = [
+    "AdamConfig",
+    "AdvantageConfig",
+    "AdvantageEstimator",
+    "BatchConfig",
+    "DataFormat",
+    "DeepSpeedConfig",
+    "EvaluateConfig",
+    "EvaluationConfig",
+    "GenerateConfig",
+    "GenerationConfig",
+    "JudgementConfig",
+    "KLConfig",
+    "LoRAConfig",
+    "LossAggregation",
+    "LossConfig",
+    "MergeConfig",
+    "MergeLoRAConfig",
+    "OutputConfig",
+    "PPOConfig",
+    "PPODataConfig",
+    "PPOLearningRateConfig",
+    "PPOModelConfig",
+    "PolicyLossType",
+    "PreferenceConfig",
+    "ProcessConfig",
+    "PromptsConfig",
+    "RewardShapingConfig",
+    "RewardSourceConfig",
+    "RolloutCorrection",
+    "RunConfig",
+    "SFTDataConfig",
+    "ServeRMConfig",
+    "ServerConfig",
+    "SupervisedConfig",
+    "TrainPPOConfig",
+    "TrainPRMConfig",
+    "TrainRMConfig",
+    "TrainSFTConfig",
+    "Verifier",
+    "flat_dict",
+    "parse_probs",
+]

@@ -1,0 +1,171 @@
+"""The config of each command: a tuple of groups, flat on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PPOConfig, PPOLearningRateConfig
+from openppo.config.rewards import RewardShapingConfig, RewardSourceConfig
+from openppo.config.roles import EvaluationConfig, GenerationConfig, PPODataConfig, PPOModelConfig
+from openppo.config.shared import (
+    AdamConfig,
+    BatchConfig,
+    DeepSpeedConfig,
+    LoRAConfig,
+    RunConfig,
+    require,
+    validate_lora_with_zero,
+)
+from openppo.config.supervised import PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
+
+
+@dataclass(frozen=True)
+class TrainPPOConfig:
+    """Options of openppo.cli.train_ppo."""
+
+    model: PPOModelConfig
+    data: PPODataConfig
+    source: RewardSourceConfig = field(default_factory=RewardSourceConfig)
+    shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    learning_rate: PPOLearningRateConfig = field(default_factory=PPOLearningRateConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
+        _validate_groups(self)
+        _validate_train_batch(self.batch, world_size)
+        validate_lora_with_zero(self.lora, self.deepspeed)
+        self._validate_sizes(world_size)
+        buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
+        require(
+            buffer is None or buffer <= longest,
+            f"--overlong_buffer_len {buffer} is longer than --generate_max_len {longest}: make it shorter.",
+        )
+        require(
+            not self.ppo.dynamic_sampling or self.ppo.n_samples_per_prompt > 1,
+            "--dynamic_sampling compares the responses to one prompt: use --n_samples_per_prompt of at least 2.",
+        )
+        require(
+            self.source.reward_pretrain is not None
+            or not (self.shaping.normalize_reward and self.shaping.reward_normalizer == "model"),
+            "--normalize_reward takes mean and std from a reward model, and there is no --reward_pretrain: use "
+            "--reward_normalizer running.",
+        )
+        verified = {"exact_match", "math"} & set(self.source.verifiable_reward)
+        require(
+            not verified or self.data.label_key is not None or self.data.input_key is None,
+            f"--verifiable_reward {' '.join(sorted(verified))} compares with a label: name its column with "
+            "--label_key.",
+        )
+
+    def _validate_sizes(self, world_size: int) -> None:
+        prompts, samples = self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt
+        require(
+            prompts % world_size == 0,
+            f"--rollout_batch_size {prompts} does not divide among {world_size} ranks: use a multiple of {world_size}.",
+        )
+        require(
+            prompts * samples % self.batch.train_batch_size == 0,
+            f"--rollout_batch_size {prompts} x --n_samples_per_prompt {samples} = {prompts * samples} samples do not "
+            f"divide into optimizer steps of --train_batch_size {self.batch.train_batch_size}: make "
+            "--train_batch_size a divisor of that number.",
+        )
+        require(
+            not (0 < self.ppo.buffer_limit * world_size < self.batch.train_batch_size),
+            f"--buffer_limit {self.ppo.buffer_limit} on {world_size} ranks holds fewer samples than "
+            f"--train_batch_size {self.batch.train_batch_size}: raise it, or use 0 for no limit.",
+        )
+
+
+@dataclass(frozen=True)
+class TrainSFTConfig:
+    """Options of openppo.cli.train_sft."""
+
+    supervised: SupervisedConfig
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
+        _validate_supervised(self, world_size)
+
+
+@dataclass(frozen=True)
+class TrainRMConfig:
+    """Options of openppo.cli.train_rm."""
+
+    supervised: SupervisedConfig
+    data: PreferenceConfig = field(default_factory=PreferenceConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
+        _validate_supervised(self, world_size)
+
+
+@dataclass(frozen=True)
+class TrainPRMConfig:
+    """Options of openppo.cli.train_prm."""
+
+    supervised: SupervisedConfig
+    data: ProcessConfig = field(default_factory=ProcessConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
+        _validate_supervised(self, world_size)
+
+
+SupervisedCommand = TrainSFTConfig | TrainRMConfig | TrainPRMConfig
+
+
+def _validate_groups(config: Any) -> None:
+    for group in vars(config).values():
+        group.validate()
+
+
+def _validate_supervised(config: SupervisedCommand, world_size: int) -> None:
+    _validate_groups(config)
+    _validate_train_batch(config.batch, world_size)
+    validate_lora_with_zero(config.lora, config.deepspeed)
+
+
+def _validate_train_batch(batch: BatchConfig, world_size: int) -> None:
+    require(
+        batch.train_batch_size % world_size == 0,
+        f"--train_batch_size {batch.train_batch_size} does not divide among {world_size} ranks: "
+        f"use a multiple of {world_size}.",
+    )
+
+
+def flat_dict(config: Any) -> dict[str, object]:
+    """All options of a command by flag name, in the order of the groups; reads back through ``--config``."""
+    return {
+        field.name: value
+        for group in vars(config).values()
+        for field, value in zip(dataclasses.fields(group), dataclasses.astuple(group), strict=True)
+    }

@@ -1,0 +1,129 @@
+"""Where rewards come from and what is done to them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from openppo.config.shared import require
+
+Verifier = Literal["exact_match", "regex", "math", "length"]
+
+
+@dataclass(frozen=True)
+class RewardSourceConfig:
+    """Where rewards come from: one source or several, whose weighted sum is the reward."""
+
+    reward_pretrain: str | None = None
+    """Reward model: a sequence-classification checkpoint with one label, or a PEFT folder of one."""
+    reward_fn: str | None = None
+    """Python reward function, path.py or path.py:name; called with what its parameters name."""
+    remote_rm_url: str | None = None
+    """Reward servers, URL[,URL...], or a .py file with reward_func(queries, prompts, labels)."""
+    verifiable_reward: tuple[Verifier, ...] = ()
+    """Built-in rewards: exact_match, regex, math (needs math-verify) against --label_key, or length."""
+    prm_pretrain: str | None = None
+    """Process reward model (openppo.cli.train_prm): rewards at the end of each step of a response."""
+    reward_weights: tuple[str, ...] = ()
+    """Weights of named rewards, NAME=NUMBER ... (default: 1 each)."""
+    reward_error_value: float | None = None
+    """Reward of a sample on which the reward function raises (default: end the run, naming the sample)."""
+    remote_rm_timeout: float = 180.0
+    """Seconds for one request to a reward server."""
+    remote_rm_retries: int = 5
+    """Further attempts after a failed request, with growing pauses, before the run ends."""
+    remote_rm_batch_size: int = 64
+    """Samples of one request to a reward server."""
+    remote_rm_token_file: str | None = None
+    """File with the token that the reward servers ask for (sent as 'Authorization: Bearer TOKEN')."""
+    verify_regex: str | None = None
+    """With --verifiable_reward regex: what a response must contain; a group in it must be the label."""
+    verify_length: int | None = None
+    """With --verifiable_reward length: the reward is 1 at this many response tokens and falls by 1 per as many."""
+    step_separator: str = "\n\n"
+    """Text between the steps of a response, for rewards per step."""
+    prm_placeholder_token: str = "ки"
+    """Token after each step at which the process reward model is read."""
+    prm_reward_tokens: tuple[str, ...] = ("+", "-")
+    """Tokens for good and bad whose probabilities the process reward model gives."""
+    prm_aggregate: Literal["steps", "min", "mean", "last", "product"] = "steps"
+    """Reward each step at its end, or the whole response by one number made of its steps."""
+
+    def validate(self) -> None:
+        sources = (self.reward_pretrain, self.reward_fn, self.remote_rm_url, self.prm_pretrain)
+        require(
+            any(source is not None for source in sources) or len(self.verifiable_reward) > 0,
+            "No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name], --remote_rm_url URL, "
+            "--verifiable_reward NAME or --prm_pretrain MODEL.",
+        )
+        require(self.remote_rm_timeout > 0, f"--remote_rm_timeout must be positive, got {self.remote_rm_timeout}.")
+        for name, value, least in (
+            ("remote_rm_retries", self.remote_rm_retries, 0),
+            ("remote_rm_batch_size", self.remote_rm_batch_size, 1),
+        ):
+            require(value >= least, f"--{name} must be at least {least}, got {value}.")
+        for verifier, flag, value in (
+            ("regex", "verify_regex", self.verify_regex),
+            ("length", "verify_length", self.verify_length),
+        ):
+            asked = verifier in self.verifiable_reward
+            require(not asked or value is not None, f"--verifiable_reward {verifier} needs --{flag}.")
+            require(asked or value is None, f"--{flag} has no effect without --verifiable_reward {verifier}.")
+        require(
+            self.verify_length is None or self.verify_length >= 1,
+            f"--verify_length must be at least 1, got {self.verify_length}.",
+        )
+        require(self.step_separator != "", "--step_separator must not be empty.")
+        require(
+            len(self.prm_reward_tokens) == 2,
+            f"--prm_reward_tokens needs two tokens, good and bad; got {' '.join(self.prm_reward_tokens)}.",
+        )
+        self.weights()
+
+    def weights(self) -> dict[str, float]:
+        """``--reward_weights`` as numbers by name; ``ValueError`` for anything but NAME=NUMBER."""
+        parsed: dict[str, float] = {}
+        for item in self.reward_weights:
+            name, _, number = item.rpartition("=")
+            try:
+                weight = float(number)
+            except ValueError:
+                weight = math.nan
+            require(name != "" and math.isfinite(weight), f"--reward_weights takes NAME=NUMBER ..., got {item!r}.")
+            require(name not in parsed, f"--reward_weights names {name!r} twice.")
+            parsed[name] = weight
+        return parsed
+
+
+@dataclass(frozen=True)
+class RewardShapingConfig:
+    """What is done to a score before it becomes the reward of the last action."""
+
+    normalize_reward: bool = False
+    """Subtract the mean of the scores and divide by their standard deviation."""
+    reward_normalizer: Literal["model", "running"] = "model"
+    """With --normalize_reward: mean and std that the reward model stores, or those of all scores of the run so far."""
+    reward_clip_range: tuple[float, float] = (-10.0, 10.0)
+    """Scores are clipped to this range before they enter the token rewards."""
+    missing_eos_penalty: float | None = None
+    """Subtract this from the score of a response that --generate_max_len cut off."""
+    overlong_filter: bool = False
+    """Leave responses that --generate_max_len cut off out of the losses (DAPO)."""
+    overlong_buffer_len: int | None = None
+    """Penalize the last this many tokens before --generate_max_len, rising to --overlong_penalty_factor (DAPO)."""
+    overlong_penalty_factor: float = 1.0
+    """Largest penalty of --overlong_buffer_len."""
+
+    def validate(self) -> None:
+        low, high = self.reward_clip_range
+        require(low < high, f"--reward_clip_range needs two rising numbers, got {low} {high}.")
+        for name, value in (
+            ("missing_eos_penalty", self.missing_eos_penalty),
+            ("overlong_penalty_factor", self.overlong_penalty_factor),
+        ):
+            require(value is None or value >= 0, f"--{name} must not be negative, got {value}: it is subtracted.")
+        require(
+            self.overlong_buffer_len is None or self.overlong_buffer_len >= 1,
+            f"--overlong_buffer_len must be at least 1, got {self.overlong_buffer_len}.",
+        )

@@ -1,0 +1,137 @@
+"""Options that several commands have: where results go, ZeRO, Adam, batch sizes, LoRA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ValueError`` with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where results go and how often they are reported."""
+
+    save_path: str = "./ckpt"
+    """Folder that receives the trained model in Hugging Face format; logs go to its subfolder 'logs'."""
+    logging_steps: int = 1
+    """Write metrics every this many steps."""
+    use_tensorboard: str | None = None
+    """Folder for TensorBoard event files (off when not given)."""
+
+    def validate(self) -> None:
+        require(self.logging_steps >= 1, f"--logging_steps must be at least 1, got {self.logging_steps}.")
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """How the models share the processes: ZeRO, precision of training, memory savers, seed."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """ZeRO stage: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters are partitioned over the ranks."""
+    bf16: bool = False
+    """Compute in bfloat16 and keep float32 master weights in the optimizer."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    adam_offload: bool = False
+    """Keep optimizer states and the optimizer step on the CPU (needs --zero_stage 1, 2 or 3)."""
+    max_norm: float = 1.0
+    """Clip the gradient to this L2 norm (0: no clipping)."""
+    zpg: int = 1
+    """ZeRO-3 only: keep a second copy of the weights partitioned over groups of this many ranks (ZeRO++)."""
+    overlap_comm: bool = False
+    """Reduce gradients while the backward pass goes on (more memory)."""
+    seed: int = 42
+    """Seed of data order, initialization and sampling."""
+
+    def validate(self) -> None:
+        require(self.zero_stage in (0, 1, 2, 3), f"--zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}.")
+        require(self.seed >= 0, f"--seed must not be negative, got {self.seed}.")
+        require(self.max_norm >= 0, f"--max_norm must not be negative, got {self.max_norm}; 0 switches clipping off.")
+        require(self.zpg >= 1, f"--zpg must be at least 1, got {self.zpg}.")
+        require(
+            self.zpg == 1 or self.zero_stage == 3,
+            f"--zpg {self.zpg} partitions weights, which --zero_stage {self.zero_stage} does not: use --zero_stage 3.",
+        )
+        require(
+            not (self.adam_offload and self.zero_stage == 0),
+            "--adam_offload needs partitioned optimizer states: use --zero_stage 1, 2 or 3.",
+        )
+
+
+@dataclass(frozen=True)
+class AdamConfig:
+    """What the optimizers of a command have in common."""
+
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of Adam's running means."""
+    l2: float = 0.0
+    """Decoupled weight decay (AdamW)."""
+    lr_scheduler: Literal["cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup"] = (
+        "cosine_with_min_lr"
+    )
+    """Learning-rate schedule; cosine_with_min_lr ends at 10 % of the peak."""
+    lr_warmup_ratio: float = 0.03
+    """Share of all optimizer steps in which the learning rate rises from zero to its peak."""
+
+    def validate(self) -> None:
+        require(
+            all(0 <= beta < 1 for beta in self.adam_betas),
+            f"--adam_betas must lie in [0, 1), got {' '.join(map(str, self.adam_betas))}.",
+        )
+        require(0 <= self.lr_warmup_ratio <= 1, f"--lr_warmup_ratio must lie in [0, 1], got {self.lr_warmup_ratio}.")
+        require(self.l2 >= 0, f"--l2 must not be negative, got {self.l2}.")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Sizes of an optimizer step."""
+
+    train_batch_size: int = 128
+    """Samples of one optimizer step, over all ranks and micro-batches."""
+    micro_train_batch_size: int = 4
+    """Samples of one forward and backward pass on one rank; changes memory and speed, never the gradient."""
+    max_epochs: int = 1
+    """Passes over the data (for train_ppo: over each rollout batch)."""
+
+    def validate(self) -> None:
+        for name, value in vars(self).items():
+            require(value >= 1, f"--{name} must be at least 1, got {value}.")
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Low-rank adapters instead of training all weights."""
+
+    lora_rank: int = 0
+    """Rank of the adapters (0: no LoRA, all weights are trained)."""
+    lora_alpha: int = 16
+    """Adapters are scaled by this over their rank."""
+    lora_dropout: float = 0.0
+    """Dropout on the adapters' input while training."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the linear layers that get an adapter; 'all-linear' takes all but the head."""
+    load_in_4bit: bool = False
+    """Keep the frozen weights in 4 bits (NF4; needs bitsandbytes, --lora_rank and --zero_stage 0, 1 or 2)."""
+
+    def validate(self) -> None:
+        require(self.lora_rank >= 0, f"--lora_rank must not be negative, got {self.lora_rank}; 0 switches LoRA off.")
+        require(self.lora_alpha >= 1, f"--lora_alpha must be at least 1, got {self.lora_alpha}.")
+        require(0 <= self.lora_dropout < 1, f"--lora_dropout must lie in [0, 1), got {self.lora_dropout}.")
+        require(len(self.target_modules) > 0, "--target_modules needs at least one name, or 'all-linear'.")
+        require(
+            self.lora_rank > 0 or not self.load_in_4bit,
+            "--load_in_4bit keeps the weights frozen: give --lora_rank, so that there is something to train.",
+        )
+
+
+def validate_lora_with_zero(lora: LoRAConfig, deepspeed: DeepSpeedConfig) -> None:
+    """What neither group can check alone."""
+    require(
+        not (lora.load_in_4bit and deepspeed.zero_stage == 3),
+        "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2.",
+    )

@@ -1,0 +1,205 @@
+"""Options of the commands that do not train: generate, evaluate, serve_rm, merge_lora."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from openppo.config.rewards import RewardSourceConfig
+from openppo.config.roles import DataFormat, validate_data
+from openppo.config.shared import require
+
+
+@dataclass(frozen=True)
+class PromptsConfig:
+    """Which prompts a model answers, and how."""
+
+    pretrain: str
+    """Causal language model: a local folder (also a PEFT folder) or a hub name."""
+    prompt_data: str
+    """Prompts, in any format of train_ppo; several sources with commas."""
+    prompt_split: str = "test"
+    """Split of --prompt_data when it has splits."""
+    data_format: DataFormat = "auto"
+    """Shape of the rows; 'auto' recognizes it by the columns unless --input_key is given."""
+    dataset_class: str | None = None
+    """Your own loader of --prompt_data, path.py:name: a class or function called with the source that gives rows."""
+    input_key: str | None = None
+    """Column that holds the prompt (default: recognized)."""
+    label_key: str | None = None
+    """Column that is passed to the rewards as label."""
+    input_template: str | None = None
+    """Text around each prompt, with {} where the prompt goes."""
+    apply_chat_template: bool = False
+    """Render prompts with the tokenizer's chat template."""
+    max_samples: int | None = None
+    """Use only the first this many rows of each data set."""
+    prompt_max_len: int = 1024
+    """Prompts with more tokens are dropped, with a count in the log."""
+    generate_max_len: int = 1024
+    """Largest number of sampled tokens per response."""
+    n_samples_per_prompt: int = 1
+    """Responses to each prompt."""
+    temperature: float = 0.0
+    """Sampling temperature (0: the likeliest token)."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this total probability."""
+    top_k: int | None = None
+    """Sample from the this many likeliest tokens."""
+    micro_batch_size: int = 32
+    """Samples that are decoded or scored together."""
+    bf16: bool = False
+    """Load models in bfloat16."""
+    flash_attn: bool = False
+    """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
+    seed: int = 42
+    """Seed of sampling."""
+
+    def validate(self) -> None:
+        validate_data(self.input_template, self.max_samples)
+        for name, value in (
+            ("prompt_max_len", self.prompt_max_len),
+            ("generate_max_len", self.generate_max_len),
+            ("n_samples_per_prompt", self.n_samples_per_prompt),
+            ("micro_batch_size", self.micro_batch_size),
+        ):
+            require(value >= 1, f"--{name} must be at least 1, got {value}.")
+        require(self.temperature >= 0, f"--temperature must not be negative, got {self.temperature}.")
+        require(0 < self.top_p <= 1, f"--top_p must lie in (0, 1], got {self.top_p}.")
+        require(self.top_k is None or self.top_k >= 1, f"--top_k must be at least 1, got {self.top_k}.")
+        require(self.seed >= 0, f"--seed must not be negative, got {self.seed}.")
+        require(
+            self.n_samples_per_prompt == 1 or self.temperature > 0,
+            f"--n_samples_per_prompt {self.n_samples_per_prompt} with --temperature 0 would give the same response "
+            "each time: raise --temperature.",
+        )
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    """Where answers go."""
+
+    output_path: str
+    """JSONL file that receives one line for each response."""
+
+    def validate(self) -> None:
+        require(self.output_path != "", "--output_path must not be empty.")
+
+
+@dataclass(frozen=True)
+class JudgementConfig:
+    """How answers are judged."""
+
+    pass_reward: float = 1.0
+    """A response passes when its reward is at least this."""
+    value_head_prefix: str = "score"
+    """Name of the scalar head of --reward_pretrain."""
+    output_path: str | None = None
+    """JSONL file that receives every response with its rewards (default: none is kept)."""
+
+    def validate(self) -> None:
+        """Nothing to check: any number and name may occur."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """A reward server."""
+
+    reward_pretrain: str
+    """Reward model: a sequence-classification checkpoint with one label, or a PEFT folder of one."""
+    value_head_prefix: str = "score"
+    """Name of the model's scalar head."""
+    host: str = "127.0.0.1"
+    """Address to listen on; any but loopback needs --token_file."""
+    port: int = 5000
+    """Port to listen on (0: a free one)."""
+    token_file: str | None = None
+    """File with a token that clients must send as 'Authorization: Bearer TOKEN'."""
+    max_batch_size: int = 16
+    """Texts of one forward pass, over all requests that wait."""
+    max_len: int = 2048
+    """Longer texts keep their last this many tokens."""
+    max_request_mb: float = 64.0
+    """Larger requests are refused."""
+    normalize_reward: bool = False
+    """Subtract the mean that the reward model stores and divide by its std."""
+    bf16: bool = False
+    """Load the model in bfloat16."""
+    flash_attn: bool = False
+    """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
+
+    def validate(self) -> None:
+        require(0 <= self.port < 65536, f"--port must lie in 0..65535, got {self.port}.")
+        for name, value in (("max_batch_size", self.max_batch_size), ("max_len", self.max_len)):
+            require(value >= 1, f"--{name} must be at least 1, got {value}.")
+        require(self.max_request_mb > 0, f"--max_request_mb must be positive, got {self.max_request_mb}.")
+        require(
+            self.host in ("127.0.0.1", "::1", "localhost") or self.token_file is not None,
+            f"--host {self.host} can be reached by others: give a --token_file.",
+        )
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """A PEFT folder and where its full weights go."""
+
+    lora_path: str
+    """PEFT folder, as training with --lora_rank saves it."""
+    save_path: str
+    """Folder that receives the full model and its tokenizer."""
+    pretrain: str | None = None
+    """Base model (default: the one that the PEFT folder names)."""
+    bf16: bool = False
+    """Write the weights in bfloat16."""
+
+    def validate(self) -> None:
+        require(self.lora_path != self.save_path, "--save_path must not be --lora_path: the adapters would be lost.")
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Options of openppo.cli.generate."""
+
+    prompts: PromptsConfig
+    output: OutputConfig
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option that cannot work."""
+        self.prompts.validate()
+        self.output.validate()
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Options of openppo.cli.evaluate."""
+
+    prompts: PromptsConfig
+    source: RewardSourceConfig = field(default_factory=RewardSourceConfig)
+    judgement: JudgementConfig = field(default_factory=JudgementConfig)
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option that cannot work."""
+        self.prompts.validate()
+        self.source.validate()
+        self.judgement.validate()
+
+
+@dataclass(frozen=True)
+class ServeRMConfig:
+    """Options of openppo.cli.serve_rm."""
+
+    server: ServerConfig
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option that cannot work."""
+        self.server.validate()
+
+
+@dataclass(frozen=True)
+class MergeLoRAConfig:
+    """Options of openppo.cli.merge_lora."""
+
+    merge: MergeConfig
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option that cannot work."""
+        self.merge.validate()
