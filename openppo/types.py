@@ -7,7 +7,7 @@ the right; no mask is ever made by comparing ids with PAD or EOS.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -40,13 +40,16 @@ class Prompt:
     """One prompt as it enters a rollout.
 
     ``text`` is for people and rewards; ``token_ids`` is what the model reads. ``row`` is the data row it came
-    from, ``label`` the value of that row's label column.
+    from, ``label`` the value of that row's label column. ``messages`` are the chat messages that ``text`` was rendered
+    from (None without a chat template), ``source`` the data set's name.
     """
 
     text: str
     token_ids: list[int]
     label: Any = None
     row: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ class Trajectory:
     ``token_ids``, ``action_mask``, ``log_probs`` and ``versions`` are equally long. ``log_probs`` are those of the
     distribution that was sampled from (0.0 on tokens that no policy sampled), ``versions`` the policy version
     that sampled each token (-1 likewise). ``group`` identifies the prompt; ``weight`` is shared by parts of one
-    episode; ``scores`` are rewards of the whole trajectory by name.
+    episode. ``scores`` are rewards of the whole trajectory by name, ``token_rewards`` further rewards of single
+    tokens (as long as ``token_ids``; None: no such rewards). ``baseline`` is the reward of the greedy response to
+    the prompt, for estimators that ask for it.
     """
 
     token_ids: list[int]
@@ -77,6 +82,8 @@ class Trajectory:
     group: int
     weight: float = 1.0
     scores: dict[str, float] = field(default_factory=dict)
+    token_rewards: list[float] | None = None
+    baseline: float | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}
@@ -86,6 +93,21 @@ class Trajectory:
     def response_ids(self) -> list[int]:
         """Token ids after the prompt."""
         return self.token_ids[len(self.prompt.token_ids) :]
+
+    def total_score(self, weights: Mapping[str, float]) -> float:
+        """The sum of the named scores, each times its weight (1 where none is given)."""
+        return sum(score * weights.get(name, 1.0) for name, score in self.scores.items())
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a reward source says of one trajectory.
+
+    ``rewards`` of the whole trajectory by name; ``token_rewards`` of single response tokens, as long as the response.
+    """
+
+    rewards: dict[str, float] = field(default_factory=dict)
+    token_rewards: list[float] | None = None
 
 
 @dataclass(frozen=True)

@@ -117,10 +117,8 @@ class EvaluationConfig:
     """A response passes when its reward is at least this."""
 
     def validate(self) -> None:
-        require(
-            self.eval_steps == -1 or self.eval_steps >= 1,
-            f"--eval_steps must be -1 or at least 1, got {self.eval_steps}.",
-        )
+        every = self.eval_steps
+        require(every == -1 or every >= 1, f"--eval_steps must be -1 or at least 1, got {every}.")
         n = self.eval_n_samples_per_prompt
         require(n >= 1, f"--eval_n_samples_per_prompt must be at least 1, got {n}.")
         require(self.eval_temperature >= 0, f"--eval_temperature must not be negative, got {self.eval_temperature}.")

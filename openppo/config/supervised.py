@@ -16,7 +16,7 @@ class SupervisedConfig:
     pretrain: str
     """Model to start from: a local folder or a hub name."""
     dataset: str
-    """Training data: JSONL, JSON, CSV or Parquet files, folders saved by 'datasets', or hub names; several with commas."""
+    """Training data: JSONL, JSON, CSV or Parquet files, folders of 'datasets', or hub names; several with commas."""
     dataset_probs: str | None = None
     """Shares in which several --dataset are mixed, with commas (default: all rows of all)."""
     dataset_split: str = "train"
