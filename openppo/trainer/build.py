@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import TrainPPOConfig, flat_dict
+from openppo.config import TrainPPOConfig
 from openppo.datasets import BatchSampler, TokenExample, load_documents, load_prompts, load_rows, require_column
 from openppo.experience.maker import ExperienceMaker
 from openppo.models.actor import Actor
@@ -23,8 +19,8 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rewards import FunctionScorer, ModelScorer, Scorer, load_reward_function
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
-from openppo.tracking import Trackers, make_trackers, save_config, set_aside_logs
 from openppo.trainer.ppo_trainer import HEADLINE, Parts, PPOTrainer
+from openppo.trainer.startup import log_dropped, naming_model, start_trackers
 from openppo.types import Prompt
 
 logger = logging.getLogger("openppo")
@@ -60,38 +56,6 @@ def build_ppo_trainer(config: TrainPPOConfig, strategy: DeepspeedStrategy | None
     return PPOTrainer(
         config, Parts(strategy, tokenizer, actor, critic, engine, scorer, maker, prompts, documents, trackers)
     )
-
-
-def start_trackers(config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int) -> Trackers:
-    """Trackers of a command, and its resolved options in ``<save_path>/logs/config.yaml``."""
-    if strategy.is_main:
-        logs = Path(config.run.save_path) / "logs"
-        try:
-            set_aside_logs(logs)
-            save_config(logs, flat_dict(config))
-        except OSError as error:
-            raise ValueError(
-                f"--save_path {config.run.save_path}: cannot be written ({error}); choose another folder."
-            ) from error
-    return make_trackers(config.run, strategy.comm, headline, total_steps)
-
-
-def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
-    """Say how many rows were too long, if any."""
-    if dropped > 0:
-        logger.warning("%s: %d rows longer than %s were dropped, %d are kept", flag, dropped, limit_flag, kept)
-
-
-@contextmanager
-def naming_model(flag: str, name: str) -> Iterator[None]:
-    """Whatever goes wrong while a model is loaded, as a ``ValueError`` that starts with its flag; and a log line."""
-    logger.info("loading %s %s", flag, name)
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{flag} {error}" if str(error).startswith(name) else f"{flag} {name}: {error}") from error
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{flag} {name}: its weights cannot be read ({error}). Check the folder.") from error
 
 
 def _prepare_models(

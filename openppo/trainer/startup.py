@@ -1,0 +1,49 @@
+"""What every command does while it is put together: logs, trackers, errors that name the flag of a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from openppo.config import flat_dict
+from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.tracking import Trackers, make_trackers, save_config, set_aside_logs
+
+logger = logging.getLogger("openppo")
+
+
+def start_trackers(config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int) -> Trackers:
+    """Trackers of a command, and its resolved options in ``<save_path>/logs/config.yaml``."""
+    if strategy.is_main:
+        logs = Path(config.run.save_path) / "logs"
+        try:
+            set_aside_logs(logs)
+            save_config(logs, flat_dict(config))
+        except OSError as error:
+            raise ValueError(
+                f"--save_path {config.run.save_path}: cannot be written ({error}); choose another folder."
+            ) from error
+    return make_trackers(config.run, strategy.comm, headline, total_steps)
+
+
+def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
+    """Say how many rows were too long, if any."""
+    if dropped > 0:
+        logger.warning("%s: %d rows longer than %s were dropped, %d are kept", flag, dropped, limit_flag, kept)
+
+
+@contextmanager
+def naming_model(flag: str, name: str) -> Iterator[None]:
+    """Whatever goes wrong while a model is loaded, as a ``ValueError`` that starts with its flag; and a log line."""
+    logger.info("loading %s %s", flag, name)
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}" if str(error).startswith(name) else f"{flag} {name}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{flag} {name}: its weights cannot be read ({error}). Check the folder.") from error
