@@ -13,7 +13,7 @@ def main() -> None:
 
 def _build(config: TrainSFTConfig) -> Runnable:  # heavy imports after parsing
     from openppo.cli.startup import quiet_libraries
-    from openppo.trainer.build_supervised import build_sft_trainer
+    from openppo.trainer.supervised.build import build_sft_trainer
 
     quiet_libraries()
     return build_sft_trainer(config)

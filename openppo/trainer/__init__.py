@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from openppo.trainer.build import build_ppo_trainer
     from openppo.trainer.ppo_trainer import PPOTrainer
-    from openppo.trainer.reward_model import RewardModelTrainer
-    from openppo.trainer.sft import SFTTrainer
+    from openppo.trainer.supervised.reward_model import RewardModelTrainer
+    from openppo.trainer.supervised.sft import SFTTrainer
 
 _HOME = {
     "PPOTrainer": "ppo_trainer",
-    "RewardModelTrainer": "reward_model",
-    "SFTTrainer": "sft",
+    "RewardModelTrainer": "supervised.reward_model",
+    "SFTTrainer": "supervised.sft",
     "build_ppo_trainer": "build",
 }
 

@@ -29,7 +29,7 @@ from openppo.models import padding
 from openppo.strategy import DeepspeedStrategy
 from openppo.trainer import PPOTrainer
 from openppo.trainer.build import build_ppo_trainer
-from openppo.trainer.build_supervised import build_rm_trainer, build_sft_trainer
+from openppo.trainer.supervised.build import build_rm_trainer, build_sft_trainer
 from openppo.types import Experience, Trajectory
 
 JUNK_ID = 5
@@ -68,7 +68,12 @@ def circumstances(case: Case, widener: Widener) -> ExitStack:
     stack = ExitStack()
     if case.get("extra_columns"):
         stack.enter_context(mock.patch("openppo.experience.replay_buffer.join_rows", widener.join_rows))
-        for module in ("experience.collate", "trainer.token_batches", "trainer.reward_model", "rollout.rewards"):
+        for module in (
+            "experience.collate",
+            "trainer.token_batches",
+            "trainer.supervised.reward_model",
+            "rollout.rewards",
+        ):
             stack.enter_context(mock.patch(f"openppo.{module}.pad_right", widener.pad_right))
     if case.get("no_compiler"):
         missing = mock.Mock(return_value=mock.Mock(is_compatible=mock.Mock(return_value=False)))

@@ -14,10 +14,10 @@ from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, check_model, load_tokenizer
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.trainer.reward_model import RM_HEADLINE, RewardModelTrainer
-from openppo.trainer.sft import SFT_HEADLINE, SFTTrainer
 from openppo.trainer.startup import log_dropped, naming_model, start_trackers
-from openppo.trainer.supervised import SupervisedParts, total_optimizer_steps
+from openppo.trainer.supervised.loop import SupervisedParts, total_optimizer_steps
+from openppo.trainer.supervised.reward_model import RM_HEADLINE, RewardModelTrainer
+from openppo.trainer.supervised.sft import SFT_HEADLINE, SFTTrainer
 
 Example = TypeVar("Example")
 

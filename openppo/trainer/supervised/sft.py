@@ -9,7 +9,7 @@ from torch import Tensor
 from openppo.datasets import TokenExample
 from openppo.models.loading import pad_token_id
 from openppo.tracking import Metrics
-from openppo.trainer.supervised import ModelCall, SupervisedTrainer
+from openppo.trainer.supervised.loop import ModelCall, SupervisedTrainer
 from openppo.trainer.token_batches import Tensors, TokenBatch, token_batch
 
 SFT_HEADLINE = ("loss", "eval_loss", "grad_norm", "learning_rate", "time/step_s")

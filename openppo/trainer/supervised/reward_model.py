@@ -14,7 +14,7 @@ from openppo.models.loading import pad_token_id
 from openppo.models.loss import LogExpLoss, PairWiseLoss
 from openppo.models.padding import pad_right
 from openppo.tracking import Metrics
-from openppo.trainer.supervised import ModelCall, SupervisedParts, SupervisedTrainer
+from openppo.trainer.supervised.loop import ModelCall, SupervisedParts, SupervisedTrainer
 from openppo.trainer.token_batches import equal_micro_batches
 
 RM_HEADLINE = ("loss", "accuracy", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate", "time/step_s")

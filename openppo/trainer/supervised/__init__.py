@@ -1,0 +1,1 @@
+"""Training on given data: SFT, reward models and process reward models share one loop."""
