@@ -12,11 +12,13 @@ def compute_reward(
     action_mask: Tensor,
     kl_coef: float,
     reward_clip_range: tuple[float, float] | None = None,
+    token_rewards: Tensor | None = None,
 ) -> Tensor:
-    """r_t = -kl_coef kl_t + [t is the last action] clip(score) (arXiv 1909.08593, 2009.01325).
+    """r_t = -kl_coef kl_t + token_reward_t + [t is the last action] clip(score) (arXiv 1909.08593, 2009.01325).
 
-    ``scores`` (B,), ``kl`` (B, L) per-token estimates or None without a reference, ``action_mask`` bool (B, L).
-    Returns float32 (B, L), 0 where the mask is not set; a row without any action has no reward.
+    ``scores`` (B,), ``kl`` (B, L) per-token estimates or None without a reference, ``action_mask`` bool (B, L),
+    ``token_rewards`` (B, L) of single tokens, which are not clipped. Returns float32 (B, L), 0 where the mask is
+    not set; a row without any action has no reward.
     """
     mask = action_mask.bool()
     if reward_clip_range is not None:
@@ -26,4 +28,6 @@ def compute_reward(
     rewards = torch.where(places == last, scores[:, None].float(), 0.0)
     if kl is not None:
         rewards = rewards - kl_coef * kl
-    return torch.where(mask, rewards, 0.0)
+    if token_rewards is not None:
+        rewards = rewards + token_rewards
+    return torch.where(mask, rewards, 0.0).float()

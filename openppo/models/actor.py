@@ -50,13 +50,16 @@ class Actor(nn.Module):
         action_mask: Tensor | None = None,
         temperature: float | None = None,
         return_entropy: bool = False,
+        position_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probs of ``sequences``, token-aligned: entry t is log p(token t | tokens before t).
 
         ``sequences`` int64, ``attention_mask`` and ``action_mask`` bool, all (B, L), padded on the right.
         Returns float32 (B, L), 0 where ``action_mask`` (default: ``attention_mask``) is not set and for the
         first token; with ``return_entropy`` also the entropy in nats of the distribution token t came from.
-        Logits are computed only at positions that some row asks for.
+        Logits are computed only at positions that some row asks for. ``position_ids`` int64 (B, L) that start again
+        at 0 mark several documents in one row, which do not see each other (see ``packing_is_exact``); the first
+        token of each must not be in ``action_mask``.
         """
         wanted = attention_mask.bool() if action_mask is None else action_mask.bool()
         positions = wanted[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token positions + 1
@@ -64,9 +67,10 @@ class Actor(nn.Module):
             positions = positions.new_zeros(1)
         # No attention mask: padding is on the right, and a causal model never looks there. SDPA then keeps its
         # fast causal kernel.
-        logits = self.model(input_ids=sequences, logits_to_keep=positions, use_cache=False).logits  # (B, K, V)
+        options = {} if position_ids is None else {"position_ids": position_ids}
+        logits = self.model(input_ids=sequences, logits_to_keep=positions, use_cache=False, **options).logits
         temperature = self.temperature if temperature is None else temperature
-        log_probs = log_probs_from_logits(logits, sequences[:, positions + 1], temperature)
+        log_probs = log_probs_from_logits(logits, sequences[:, positions + 1], temperature)  # (B, K)
         result = _place(log_probs, positions + 1, wanted)
         if not return_entropy:
             return result

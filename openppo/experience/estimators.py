@@ -1,0 +1,140 @@
+"""The advantage estimators by name: what is subtracted from a trajectory's reward, and what becomes of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openppo.config import AdvantageConfig, LossAggregation
+from openppo.experience.advantages import (
+    get_advantages_and_returns,
+    get_cumulative_returns,
+    length_adaptive_lambda,
+)
+
+Baseline = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+_EPS = 1e-9
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One entry of ``ESTIMATORS``.
+
+    ``baseline(totals, groups, greedy)`` takes each trajectory's whole reward (its score and token rewards), the id
+    of its prompt int64, and the reward of the greedy response to its prompt (None unless ``needs_greedy``), all
+    (B,) and in any order. It returns two (B,): what to subtract from the score, and what to divide the difference
+    and the token rewards by. The KL penalty is neither centred nor divided.
+    """
+
+    baseline: Baseline
+    uses_critic: bool = False
+    """Generalized advantages with a critic; all others take the discounted reward to go."""
+    needs_groups: bool = False
+    """Compares the responses to one prompt, so there must be several."""
+    needs_greedy: bool = False
+    """Asks for the reward of the greedy response to each prompt."""
+    normalize: bool = True
+    """Advantages are normalized over the action tokens of the whole buffer unless an option says otherwise."""
+    loss_agg: LossAggregation = "token_mean"
+    """How the policy loss adds up unless an option says otherwise."""
+
+
+def no_baseline(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rewards as they are."""
+    return torch.zeros_like(totals), torch.ones_like(totals)
+
+
+def group_mean(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mean reward of all responses to the prompt, this one included (arXiv 2501.03262, 2503.20783)."""
+    _, mean, _ = _group_statistics(totals, groups)
+    return mean.to(totals.dtype), torch.ones_like(totals)
+
+
+def leave_one_out_mean(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mean reward of the other responses to the prompt (RLOO, arXiv 2402.14740)."""
+    count, mean, _ = _group_statistics(totals, groups)
+    _require_several(count, "rloo")
+    others = (mean * count - totals.double()) / (count - 1)
+    return others.to(totals.dtype), torch.ones_like(totals)
+
+
+def group_mean_and_std(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased standard deviation + 1e-9 of the rewards of the prompt (GRPO, arXiv 2402.03300)."""
+    count, mean, squares = _group_statistics(totals, groups)
+    _require_several(count, "group_norm")
+    std = (squares / (count - 1)).sqrt()
+    return mean.to(totals.dtype), (std + _EPS).to(totals.dtype)
+
+
+def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The reward of the greedy response to the prompt (ReMax, arXiv 2310.10505)."""
+    assert greedy is not None, "remax needs the rewards of greedy responses"
+    return greedy.to(totals), torch.ones_like(totals)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": Estimator(no_baseline, uses_critic=True),
+    "reinforce": Estimator(no_baseline),
+    "reinforce_baseline": Estimator(group_mean, needs_groups=True),
+    "rloo": Estimator(leave_one_out_mean, needs_groups=True),
+    "group_norm": Estimator(group_mean_and_std, needs_groups=True, normalize=False),
+    "dr_grpo": Estimator(group_mean, needs_groups=True, normalize=False, loss_agg="constant"),
+    "remax": Estimator(greedy_reward, needs_greedy=True, normalize=False),
+}
+"""By the names of ``--advantage_estimator``."""
+
+
+def check_estimator(name: str, n_samples_per_prompt: int) -> None:
+    """``ValueError`` if there is no estimator ``name``, or if it compares responses and there is one per prompt."""
+    if name not in ESTIMATORS:
+        raise ValueError(f"--advantage_estimator {name} does not exist: use one of {', '.join(ESTIMATORS)}.")
+    if ESTIMATORS[name].needs_groups and n_samples_per_prompt < 2:
+        raise ValueError(
+            f"--advantage_estimator {name} compares the responses to one prompt: use --n_samples_per_prompt of at "
+            f"least 2 instead of {n_samples_per_prompt}, or --advantage_estimator gae, reinforce or remax."
+        )
+
+
+def compute_advantages(
+    estimator: Estimator, rewards: Tensor, action_mask: Tensor, values: Tensor | None, config: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, (B, L) and 0 outside ``action_mask``, of token rewards (B, L) after the baseline.
+
+    ``values`` (B, L) for estimators with a critic. Without one the returns are the advantages.
+    """
+    if not estimator.uses_critic:
+        returns = get_cumulative_returns(rewards, action_mask, config.gamma)
+        return returns, returns
+    assert values is not None, "this estimator needs the critic's values"
+    lambd: float | Tensor = config.lambd
+    if config.adaptive_lambd_alpha is not None:
+        lambd = length_adaptive_lambda(action_mask, config.adaptive_lambd_alpha)
+    lambd_critic = config.lambd if config.lambd_critic is None else config.lambd_critic
+    return get_advantages_and_returns(values, rewards, action_mask, config.gamma, lambd, lambd_critic)
+
+
+def _group_statistics(totals: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Size, mean and sum of squared deviations of each row's group, (B,) float64.
+
+    In float64 the mean of equal rewards is exactly that reward, so that such a group has advantages of exactly 0.
+    """
+    _, index = groups.unique(return_inverse=True)  # (B,)
+    values = totals.double()
+
+    def group_sum(numbers: Tensor) -> Tensor:
+        return torch.zeros_like(values).index_add_(0, index, numbers)[index]
+
+    count = group_sum(torch.ones_like(values))
+    mean = group_sum(values) / count
+    return count, mean, group_sum((values - mean).square())
+
+
+def _require_several(count: Tensor, name: str) -> None:
+    if bool((count < 2).any()):
+        raise ValueError(
+            f"--advantage_estimator {name} met a prompt with a single response, which it cannot compare with others: "
+            "use --n_samples_per_prompt of at least 2, and keep the responses to a prompt together."
+        )
