@@ -114,6 +114,9 @@ def test_train_rm_learns_and_its_folder_is_a_plain_classifier(rm_run: Path, tiny
     assert last["eval_accuracy"] == pytest.approx(accuracy)
     assert last["eval_chosen_reward"] == pytest.approx(chosen.logits.mean().item(), abs=1e-4)
     assert accuracy > 0.8
+    scores = torch.cat([chosen.logits, rejected.logits])
+    assert model.config.mean == pytest.approx(scores.mean().item(), rel=1e-4)
+    assert model.config.std == pytest.approx(scores.std().item(), rel=1e-4)
 
 
 def test_train_rm_takes_the_log_exp_loss(tiny: Path, tmp_path: Path, launch: Launch) -> None:

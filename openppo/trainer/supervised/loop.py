@@ -1,4 +1,4 @@
-"""The loop that SFT and reward-model training share: epochs, exact accumulation, evaluation, reports."""
+"""The loop that all supervised training shares: epochs, exact accumulation, evaluation, reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from openppo.config import TrainRMConfig, TrainSFTConfig
+from openppo.config.commands import SupervisedCommand
 from openppo.datasets import BatchSampler
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
@@ -50,16 +50,16 @@ class SupervisedParts(Generic[Example]):
     trackers: Trackers
 
 
-def total_optimizer_steps(config: TrainSFTConfig | TrainRMConfig, n_examples: int) -> int:
+def total_optimizer_steps(config: SupervisedCommand, n_examples: int) -> int:
     """Optimizer steps of a whole run: ``--max_epochs`` of them, or ``--max_steps`` if that is fewer."""
     steps = config.batch.max_epochs * -(-n_examples // config.batch.train_batch_size)
     return steps if config.supervised.max_steps == -1 else min(steps, config.supervised.max_steps)
 
 
 class SupervisedTrainer(ABC, Generic[Example]):
-    """Base of ``SFTTrainer`` and ``RewardModelTrainer``: they say what a batch costs, this says when to step."""
+    """Base of the trainers beside it: they say what a batch costs, this says when to step."""
 
-    def __init__(self, config: TrainSFTConfig | TrainRMConfig, parts: SupervisedParts[Example]) -> None:
+    def __init__(self, config: SupervisedCommand, parts: SupervisedParts[Example]) -> None:
         self.config = config
         self.parts = parts
         self.comm = parts.strategy.comm
@@ -108,13 +108,14 @@ class SupervisedTrainer(ABC, Generic[Example]):
         return metrics.reduced(self.comm) | timer.metrics(self.comm)
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Metrics of all held-out examples, each with the prefix ``eval_``."""
+    def evaluate(self, examples: Sequence[Example] | None = None) -> dict[str, float]:
+        """Metrics of ``examples``, the same on all ranks (default: all held-out ones), with the prefix ``eval_``."""
+        examples = self.parts.eval_examples if examples is None else examples
         metrics, size = Metrics(), self.config.batch.train_batch_size
         self.parts.engine.train(False)
-        starts = range(0, len(self.parts.eval_examples), size)
+        starts = range(0, len(examples), size)
         for start in progress(starts, "evaluation", enabled=self.parts.strategy.is_main):
-            batch = self.make_batch(self.parts.eval_examples[start : start + size])
+            batch = self.make_batch(examples[start : start + size])
             for micro in batch.micro_batches:
                 self.loss(self.parts.engine, batch, micro, metrics, prefix="eval_")
         return metrics.reduced(self.comm)

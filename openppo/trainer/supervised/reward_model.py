@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +20,11 @@ from openppo.tracking import Metrics
 from openppo.trainer.supervised.loop import ModelCall, SupervisedParts, SupervisedTrainer
 from openppo.trainer.token_batches import equal_micro_batches
 
+logger = logging.getLogger("openppo")
+
 RM_HEADLINE = ("loss", "accuracy", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate", "time/step_s")
+_MOST_PAIRS_FOR_STATISTICS = 1024
+_SMALLEST_STD = 1e-8
 _IDLE = PreferenceExample(chosen_ids=[0, 0], rejected_ids=[0, 0], margin=0.0)
 
 
@@ -65,4 +72,26 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         metrics.add_tensor(f"{prefix}accuracy", (chosen > rejected).float().detach())
         metrics.add_tensor(f"{prefix}chosen_reward", chosen.detach())
         metrics.add_tensor(f"{prefix}rejected_reward", rejected.detach())
+        metrics.add_tensor(f"{prefix}reward_mean", scores)
+        metrics.add_tensor(f"{prefix}reward_std", scores, reduce="std")
         return loss * len(pairs) / batch.n_pairs
+
+    def save(self) -> None:
+        """Write the model; its config gets ``mean`` and ``std`` of its scores, which ``--normalize_reward`` reads.
+
+        They are those of the held-out pairs, both sides, or without such of up to 1024 training pairs. ``std`` is the
+        unbiased one, as in OpenRLHF.
+        """
+        pairs = self.parts.eval_examples or spread(self.parts.train_examples, _MOST_PAIRS_FOR_STATISTICS)
+        metrics, n = self.evaluate(pairs), 2 * len(pairs)
+        model: Any = self.parts.engine.module.model
+        config = model.config
+        config.mean = metrics["eval_reward_mean"]
+        config.std = max(metrics["eval_reward_std"] * math.sqrt(n / (n - 1)), _SMALLEST_STD)
+        logger.info("scores of %d texts: mean %.4g, std %.4g; stored in the model's config", n, config.mean, config.std)
+        super().save()
+
+
+def spread(pairs: Sequence[PreferenceExample], most: int) -> Sequence[PreferenceExample]:
+    """At most ``most`` pairs at equal distances, since neighbours may come from one source."""
+    return pairs[:: -(-len(pairs) // most)]
