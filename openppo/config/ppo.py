@@ -65,7 +65,7 @@ class AdvantageConfig:
     """From rewards to advantages."""
 
     advantage_estimator: AdvantageEstimator = "gae"
-    """gae has a critic; all others have none and, but for reinforce and remax, compare the responses to one prompt."""
+    """Only gae has a critic; all others but reinforce and remax compare the responses to one prompt."""
     gamma: float = 1.0
     """Discount per action token."""
     lambd: float = 0.95
@@ -75,7 +75,7 @@ class AdvantageConfig:
     adaptive_lambd_alpha: float | None = None
     """Use lambda = 1 - 1 / (alpha x response length) for the advantages instead of --lambd (VAPO: 0.05)."""
     normalize_advantages: Literal["default", "on", "off"] = "default"
-    """Normalize over the action tokens of the whole buffer; by default all but group_norm and dr_grpo do."""
+    """Normalize over the action tokens of the whole buffer; default: gae, reinforce, reinforce_baseline, rloo."""
 
     def validate(self) -> None:
         for name, share in (("gamma", self.gamma), ("lambd", self.lambd), ("lambd_critic", self.lambd_critic)):
@@ -123,7 +123,7 @@ class LossConfig:
     """Policy and value losses."""
 
     policy_loss_type: PolicyLossType = "ppo"
-    """ppo: clipped token ratios; gspo: clipped sequence ratios; cispo: truncated weights on log-probs."""
+    """Clipped ratios of tokens (ppo) or of sequences (gspo), or log-probs with truncated weights (cispo)."""
     eps_clip: float = 0.2
     """Clip range of the policy ratio."""
     eps_clip_high: float | None = None

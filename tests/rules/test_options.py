@@ -11,7 +11,16 @@ REPO = Path(__file__).resolve().parents[2]
 
 TEXTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "examples")
 TEXT_SUFFIXES = {".md", ".rst", ".txt", ".sh", ".py", ".yaml", ".yml"}
-COMMAND_CONFIGS = {"train_ppo": "TrainPPOConfig", "train_sft": "TrainSFTConfig", "train_rm": "TrainRMConfig"}
+COMMAND_CONFIGS = {
+    "train_ppo": "TrainPPOConfig",
+    "train_sft": "TrainSFTConfig",
+    "train_rm": "TrainRMConfig",
+    "train_prm": "TrainPRMConfig",
+    "generate": "GenerateConfig",
+    "evaluate": "EvaluateConfig",
+    "serve_rm": "ServeRMConfig",
+    "merge_lora": "MergeLoRAConfig",
+}
 EVERY_COMMAND = {"config", "help"}
 OTHER_PROGRAMS = {
     *("nproc_per_node", "nnodes", "node_rank", "standalone", "master_addr", "master_port"),  # torchrun
@@ -34,15 +43,16 @@ OUR_COMMAND = re.compile(r"openppo\.cli\.(\w+)")
 
 
 def config_classes(repo: Path) -> dict[str, dict[str, str]]:
-    """The dataclasses of config.py: class name -> field name -> annotation."""
-    tree = ast.parse((repo / "openppo" / "config.py").read_text(encoding="utf-8"))
+    """The dataclasses of the config: class name -> field name -> annotation."""
+    files = sorted((repo / "openppo" / "config").glob("*.py"))
     return {
         node.name: {
             item.target.id: ast.unparse(item.annotation)
             for item in node.body
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
         }
-        for node in tree.body
+        for file in files
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)
     }
 
@@ -60,16 +70,25 @@ def flags_of(repo: Path, command: str | None = None) -> set[str]:
 
 
 def unused_fields(repo: Path) -> list[str]:
-    """Fields of config.py that no other file of the package reads as an attribute."""
+    """Options that no file of the package reads as an attribute; checks in the config itself do not count."""
     package = repo / "openppo"
     read = {
         node.attr
         for file in package.rglob("*.py")
-        if file != package / "config.py"
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for part in _parts_that_use(file, package)
+        for node in ast.walk(part)
         if isinstance(node, ast.Attribute)
     }
     return [f"{name}.{field}" for name, fields in config_classes(repo).items() for field in fields if field not in read]
+
+
+def _parts_that_use(file: Path, package: Path) -> list[ast.AST]:
+    """The whole file; of the config only methods that give an option another form, since validation is no use."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    if package / "config" not in file.parents:
+        return [tree]
+    methods = [method for node in tree.body if isinstance(node, ast.ClassDef) for method in node.body]
+    return [method for method in methods if isinstance(method, ast.FunctionDef) and "validate" not in method.name]
 
 
 def config_getattrs(repo: Path) -> list[str]:
@@ -142,8 +161,8 @@ class TrainSFTConfig:
 
 
 def repo_with(root: Path, **files: str) -> Path:
-    """A repository made for a test: config.py and ``files``, whose names have __ for / and end in their suffix."""
-    for name, text in {"openppo__config_py": CONFIG, **files}.items():
+    """A repository made for a test: its config and ``files``, whose names have __ for / and end in their suffix."""
+    for name, text in {"openppo__config__all_py": CONFIG, **files}.items():
         stem, suffix = name.replace("__", "/").rsplit("_", 1)
         path = root / f"{stem}.{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)

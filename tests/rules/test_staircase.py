@@ -87,9 +87,9 @@ def inner_imports(root: Path) -> list[str]:
 
 
 def strangers_in_config(root: Path) -> list[str]:
-    """Imports of config.py from outside the standard library."""
-    names = [name for path, _, name in imports_of(root) if path == Path("config.py")]
-    return [name for name in names if name.split(".")[0] not in sys.stdlib_module_names]
+    """Imports of the config from outside the standard library."""
+    names = [name.split(".") for path, _, name in imports_of(root) if owner(path) == "config"]
+    return [".".join(n) for n in names if n[0] not in sys.stdlib_module_names and n[:2] != ["openppo", "config"]]
 
 
 def vllm_outside_its_engine(root: Path) -> list[str]:
@@ -158,7 +158,7 @@ def test_the_checker_catches_imports_inside_functions(tmp_path: Path) -> None:
 
 
 def test_the_checker_catches_torch_in_config_and_vllm_elsewhere(tmp_path: Path) -> None:
-    write(tmp_path, "config.py", "import dataclasses\nimport torch")
+    write(tmp_path, "config/ppo.py", "import dataclasses\nimport torch\nfrom openppo.config.shared import A")
     write(tmp_path, "rollout/vllm_engine.py", "from vllm import LLM")
     write(tmp_path, "rollout/engine.py", "def f():\n    import vllm.sampling_params")
     assert strangers_in_config(tmp_path) == ["torch"]

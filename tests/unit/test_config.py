@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import itertools
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +16,15 @@ import openppo.config
 from openppo.config import (
     PPODataConfig,
     PPOModelConfig,
+    RewardSourceConfig,
     SupervisedConfig,
     TrainPPOConfig,
+    TrainPRMConfig,
     TrainRMConfig,
     TrainSFTConfig,
     flat_dict,
+    parse_probs,
 )
-
-Config = TrainPPOConfig | TrainSFTConfig | TrainRMConfig
 
 DEFAULTS: dict[type, dict[str, Any]] = {
     TrainPPOConfig: {
@@ -38,15 +39,74 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "train_batch_size": 128,
         "micro_train_batch_size": 4,
         "max_epochs": 1,
+        "dynamic_sampling": False,
+        "dynamic_sampling_max_batches": 10,
+        "freezing_actor_steps": -1,
+        "value_pretrain_steps": 0,
+        "enable_ema": False,
+        "ema_beta": 0.992,
+        "policy_loss_type": "ppo",
         "eps_clip": 0.2,
+        "eps_clip_high": None,
+        "dual_clip": None,
+        "cispo_eps_max": 5.0,
+        "loss_agg": None,
+        "entropy_coef": 0.0,
+        "rollout_correction": "none",
+        "rollout_correction_low": None,
+        "rollout_correction_high": None,
         "value_clip": 0.2,
         "init_kl_coef": 0.01,
+        "kl_target": None,
+        "kl_horizon": 10000,
         "kl_estimator": "k1",
+        "use_kl_loss": False,
+        "advantage_estimator": "gae",
         "gamma": 1.0,
         "lambd": 0.95,
+        "lambd_critic": None,
+        "adaptive_lambd_alpha": None,
+        "normalize_advantages": "default",
         "ptx_coef": 0.05,
         "max_norm": 1.0,
+        # rewards
+        "normalize_reward": False,
+        "reward_normalizer": "model",
+        "missing_eos_penalty": None,
+        "overlong_filter": False,
+        "overlong_buffer_len": None,
+        "overlong_penalty_factor": 1.0,
         "reward_clip_range": (-10.0, 10.0),
+        "remote_rm_url": None,
+        "verifiable_reward": (),
+        "prm_pretrain": None,
+        "reward_weights": (),
+        "reward_error_value": None,
+        "remote_rm_timeout": 180.0,
+        "remote_rm_retries": 5,
+        "remote_rm_batch_size": 64,
+        "remote_rm_token_file": None,
+        "verify_regex": None,
+        "verify_length": None,
+        "step_separator": "\n\n",
+        "prm_placeholder_token": "ки",
+        "prm_reward_tokens": ("+", "-"),
+        "prm_aggregate": "steps",
+        # LoRA
+        "lora_rank": 0,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "target_modules": ("all-linear",),
+        "load_in_4bit": False,
+        "critic_lora_rank": None,
+        # evaluation
+        "eval_data": None,
+        "eval_split": "test",
+        "eval_steps": -1,
+        "eval_before_training": False,
+        "eval_n_samples_per_prompt": 1,
+        "eval_temperature": 0.0,
+        "pass_reward": 1.0,
         "buffer_limit": 0,
         "buffer_cpu_offload": True,
         # models
@@ -66,11 +126,15 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "l2": 0.0,
         # data
         "prompt_data": "d",
+        "prompt_data_probs": None,
         "prompt_split": "train",
+        "data_format": "auto",
+        "dataset_class": None,
+        "pretrain_data_probs": None,
         "pretrain_data": None,
         "pretrain_split": "train",
         "pretrain_key": None,
-        "input_key": "input",
+        "input_key": None,
         "label_key": None,
         "input_template": None,
         "apply_chat_template": False,
@@ -86,6 +150,8 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "zero_stage": 2,
         "gradient_checkpointing": False,
         "adam_offload": False,
+        "zpg": 1,
+        "overlap_comm": False,
         "seed": 42,
         # logging
         "use_tensorboard": None,
@@ -96,7 +162,17 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "use_tensorboard": None,
         "pretrain": "m",
         "dataset": "d",
+        "dataset_probs": None,
         "dataset_split": "train",
+        "data_format": "auto",
+        "dataset_class": None,
+        "lora_rank": 0,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "target_modules": ("all-linear",),
+        "load_in_4bit": False,
+        "zpg": 1,
+        "overlap_comm": False,
         "eval_dataset": None,
         "eval_split": "test",
         "eval_steps": -1,
@@ -107,7 +183,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "max_samples": None,
         "max_len": 512,
         "flash_attn": False,
-        "input_key": "input",
+        "input_key": None,
         "output_key": "output",
         "train_batch_size": 128,
         "micro_train_batch_size": 4,
@@ -133,12 +209,19 @@ DEFAULTS[TrainRMConfig] = {
     "loss": "sigmoid",
     "value_head_prefix": "score",
 }
+DEFAULTS[TrainPRMConfig] = {
+    **{name: value for name, value in DEFAULTS[TrainSFTConfig].items() if name != "output_key"},
+    "label_key": None,
+    "placeholder_token": "ки",
+    "reward_tokens": ("+", "-"),
+}
 
 
 def config_of(command: type, **changes: Any) -> Any:
     """A valid config of a command with some options changed, each in the group that has it."""
     if command is TrainPPOConfig:
-        config: Any = TrainPPOConfig(model=PPOModelConfig("m", reward_fn="f.py"), data=PPODataConfig("d"))
+        source = RewardSourceConfig(reward_fn="f.py")
+        config: Any = TrainPPOConfig(model=PPOModelConfig("m"), data=PPODataConfig("d"), source=source)
     else:
         config = command(supervised=SupervisedConfig("m", "d"))
     for group_name, group in vars(config).items():
@@ -169,9 +252,11 @@ def test_a_config_is_frozen(command: type) -> None:
 
 
 def test_every_option_is_explained_in_sentences() -> None:
-    tree = ast.parse(inspect.getsource(openppo.config))
-    for group in tree.body:
-        if not isinstance(group, ast.ClassDef) or group.name in ("TrainPPOConfig", "TrainSFTConfig", "TrainRMConfig"):
+    files = Path(openppo.config.__file__).parent.glob("*.py")
+    groups = [node for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert len(groups) > 20
+    for group in groups:
+        if ast.get_docstring(group).startswith("Options of openppo.cli."):  # a tuple of groups
             continue
         for field, text in itertools.pairwise(group.body):
             if isinstance(field, ast.AnnAssign):
@@ -181,8 +266,11 @@ def test_every_option_is_explained_in_sentences() -> None:
                 assert re.fullmatch(r"[A-Z].*\.", explained, re.DOTALL), f"{name}: {explained}"
 
 
-PPO, SFT, RM = TrainPPOConfig, TrainSFTConfig, TrainRMConfig
-NO_REWARD = "No reward is given: pass --reward_pretrain MODEL or --reward_fn FILE.py[:name]."
+PPO, SFT, RM, PRM = TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig
+NO_REWARD = (
+    "No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name], --remote_rm_url URL, "
+    "--verifiable_reward NAME or --prm_pretrain MODEL."
+)
 BAD: list[tuple[type, dict[str, Any], int, str]] = [
     # options of all commands
     (SFT, {"logging_steps": 0}, 1, "--logging_steps must be at least 1, got 0"),
@@ -219,7 +307,6 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
     (PPO, {"reward_clip_range": (1.0, 1.0)}, 1, "--reward_clip_range needs two rising numbers, got 1.0 1.0"),
     (PPO, {"reward_clip_range": (5.0, -5.0)}, 1, "--reward_clip_range needs two rising numbers, got 5.0 -5.0"),
     (PPO, {"reward_fn": None}, 1, re.escape(NO_REWARD)),
-    (PPO, {"reward_pretrain": "r"}, 1, "--reward_pretrain and --reward_fn are both given: pass one of them"),
     (PPO, {"actor_learning_rate": -1.0}, 1, "--actor_learning_rate must not be negative, got -1.0"),
     (PPO, {"critic_learning_rate": -1.0}, 1, "--critic_learning_rate must not be negative, got -1.0"),
     (PPO, {"input_template": "Q:"}, 1, "--input_template must contain {} once, where the prompt goes; got 'Q:'"),
@@ -256,7 +343,73 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
         2,
         "--buffer_limit 63 on 2 ranks holds fewer samples than --train_batch_size 128: raise it, or use 0 for no limit",
     ),
-    # SFT and RM
+    (PPO, {"dynamic_sampling_max_batches": 0}, 1, "--dynamic_sampling_max_batches must be at least 1, got 0"),
+    (PPO, {"freezing_actor_steps": -2}, 1, "--freezing_actor_steps must be at least -1"),
+    (PPO, {"value_pretrain_steps": -1}, 1, "--value_pretrain_steps must be at least 0"),
+    (PPO, {"ema_beta": 1.0}, 1, r"--ema_beta must lie in \[0, 1\), got 1.0"),
+    (PPO, {"dynamic_sampling": True}, 1, "--dynamic_sampling .* use --n_samples_per_prompt of at least 2"),
+    (PPO, {"lambd_critic": 1.5}, 1, r"--lambd_critic must lie in \[0, 1\], got 1.5"),
+    (PPO, {"adaptive_lambd_alpha": 0.0}, 1, "--adaptive_lambd_alpha must be positive or None, got 0.0"),
+    (PPO, {"kl_horizon": 0}, 1, "--kl_horizon must be at least 1"),
+    (PPO, {"kl_target": 0.0}, 1, "--kl_target must be positive, got 0.0"),
+    (PPO, {"kl_target": 6.0, "init_kl_coef": 0.0}, 1, "--kl_target .* --init_kl_coef 0 .*: start from a positive one"),
+    (PPO, {"use_kl_loss": True, "init_kl_coef": 0.0, "kl_estimator": "k3"}, 1, "give a positive --init_kl_coef"),
+    (PPO, {"use_kl_loss": True}, 1, "--use_kl_loss with --kl_estimator k1 .* Use --kl_estimator k2 or k3"),
+    (PPO, {"eps_clip_high": 0.0}, 1, "--eps_clip_high must be positive, got 0.0"),
+    (PPO, {"dual_clip": 1.0}, 1, "--dual_clip must be above 1, got 1.0"),
+    (PPO, {"dual_clip": 3.0, "policy_loss_type": "cispo"}, 1, "leave --dual_clip out"),
+    (PPO, {"cispo_eps_max": 0.0}, 1, "--cispo_eps_max must be positive"),
+    (PPO, {"entropy_coef": -0.1}, 1, "--entropy_coef must not be negative, got -0.1"),
+    (PPO, {"rollout_correction_high": 2.0}, 1, "--rollout_correction_high has no effect without --rollout_correction"),
+    (PPO, {"rollout_correction_low": 0.5, "rollout_correction": "tis"}, 1, "tis: use mis or icepop"),
+    (
+        PPO,
+        {"rollout_correction_low": 2.0, "rollout_correction_high": 1.0, "rollout_correction": "mis"},
+        1,
+        "--rollout_correction_low 2.0 must be below --rollout_correction_high 1.0",
+    ),
+    (PPO, {"missing_eos_penalty": -1.0}, 1, "--missing_eos_penalty must not be negative, got -1.0: it is subtracted"),
+    (PPO, {"overlong_buffer_len": 0}, 1, "--overlong_buffer_len must be at least 1"),
+    (PPO, {"overlong_buffer_len": 2000}, 1, "--overlong_buffer_len 2000 is longer than --generate_max_len 1024"),
+    (PPO, {"overlong_penalty_factor": -1.0}, 1, "--overlong_penalty_factor must not be negative"),
+    (PPO, {"normalize_reward": True}, 1, "no --reward_pretrain: use --reward_normalizer running"),
+    (PPO, {"reward_weights": ("a",)}, 1, "--reward_weights takes NAME=NUMBER ..., got 'a'"),
+    (PPO, {"reward_weights": ("a=b",)}, 1, "--reward_weights takes NAME=NUMBER ..., got 'a=b'"),
+    (PPO, {"reward_weights": ("a=1", "a=2")}, 1, "--reward_weights names 'a' twice"),
+    (PPO, {"remote_rm_timeout": 0.0}, 1, "--remote_rm_timeout must be positive"),
+    (PPO, {"remote_rm_retries": -1}, 1, "--remote_rm_retries must be at least 0"),
+    (PPO, {"remote_rm_batch_size": 0}, 1, "--remote_rm_batch_size must be at least 1"),
+    (PPO, {"verifiable_reward": ("regex",)}, 1, "--verifiable_reward regex needs --verify_regex"),
+    (PPO, {"verify_length": 5}, 1, "--verify_length has no effect without --verifiable_reward length"),
+    (PPO, {"verifiable_reward": ("math",), "input_key": "q"}, 1, "math compares with a label: .* --label_key"),
+    (PPO, {"prm_reward_tokens": ("+",)}, 1, "--prm_reward_tokens needs two tokens, good and bad; got [+]"),
+    (PPO, {"step_separator": ""}, 1, "--step_separator must not be empty"),
+    (PPO, {"critic_lora_rank": -1}, 1, "--critic_lora_rank must not be negative"),
+    (PPO, {"prompt_data": "a,,b"}, 1, "--prompt_data 'a,,b' has an empty name between commas"),
+    (PPO, {"prompt_data": "a,b", "prompt_data_probs": "0.5"}, 1, "one positive number for each of the 2 sources"),
+    (PPO, {"prompt_data": "a,b", "prompt_data_probs": "0.5,x"}, 1, "--prompt_data_probs '0.5,x': give one positive"),
+    (PPO, {"pretrain_data": "a", "pretrain_data_probs": "0"}, 1, "--pretrain_data_probs '0': give one positive"),
+    (PPO, {"eval_steps": 0}, 1, "--eval_steps must be -1 or at least 1, got 0"),
+    (PPO, {"eval_n_samples_per_prompt": 4}, 1, "--eval_n_samples_per_prompt 4 .*: raise --eval_temperature"),
+    (PPO, {"eval_temperature": -1.0}, 1, "--eval_temperature must not be negative"),
+    (PPO, {"eval_before_training": True}, 1, "--eval_before_training needs --eval_data"),
+    (PPO, {"zpg": 2}, 2, "--zpg 2 partitions weights, .* use --zero_stage 3"),
+    # LoRA
+    (SFT, {"lora_rank": -1}, 1, "--lora_rank must not be negative, got -1; 0 switches LoRA off"),
+    (RM, {"lora_alpha": 0}, 1, "--lora_alpha must be at least 1"),
+    (PRM, {"lora_dropout": 1.0}, 1, r"--lora_dropout must lie in \[0, 1\), got 1.0"),
+    (PPO, {"target_modules": ()}, 1, "--target_modules needs at least one name, or 'all-linear'"),
+    (SFT, {"load_in_4bit": True}, 1, "--load_in_4bit .* give --lora_rank"),
+    (PPO, {"load_in_4bit": True, "lora_rank": 4, "zero_stage": 3}, 1, "--load_in_4bit: .* --zero_stage 0, 1 or 2"),
+    # SFT, RM and PRM
+    (
+        SFT,
+        {"dataset": "a,b", "dataset_probs": "1"},
+        1,
+        "--dataset_probs '1': give one positive number for each of the 2",
+    ),
+    (PRM, {"placeholder_token": ""}, 1, "--placeholder_token must not be empty"),
+    (PRM, {"reward_tokens": ("+", "+")}, 1, "--reward_tokens needs at least two different tokens, got [+] [+]"),
     (SFT, {"input_template": "{}{}"}, 1, "--input_template must contain {} once"),
     (RM, {"max_samples": 0}, 1, "--max_samples must be at least 1"),
     (SFT, {"max_len": 1}, 1, "--max_len must be at least 2, got 1"),
@@ -287,7 +440,13 @@ def test_an_option_that_cannot_work_is_an_error_naming_the_flag_and_the_remedy(
         (PPO, {"adam_betas": (0.0, 0.0), "lr_warmup_ratio": 1.0}, 1),
         (PPO, {"buffer_limit": 64}, 2),
         (PPO, {"rollout_batch_size": 6, "n_samples_per_prompt": 4, "train_batch_size": 12}, 3),
-        (PPO, {"reward_fn": None, "reward_pretrain": "r"}, 1),
+        (PPO, {"reward_fn": None, "reward_pretrain": "r", "normalize_reward": True}, 1),
+        (PPO, {"reward_pretrain": "r", "verifiable_reward": ("length",), "verify_length": 5}, 1),
+        (PPO, {"normalize_reward": True, "reward_normalizer": "running"}, 1),
+        (PPO, {"kl_target": 6.0, "use_kl_loss": True, "kl_estimator": "k3"}, 1),
+        (PPO, {"dynamic_sampling": True, "n_samples_per_prompt": 2, "freezing_actor_steps": 0}, 1),
+        (PPO, {"reward_weights": ("a=1", "b=-0.5")}, 1),
+        (PPO, {"load_in_4bit": True, "lora_rank": 4, "critic_lora_rank": 0}, 1),
         (PPO, {"input_template": "{}"}, 1),
         (SFT, {"adam_offload": True, "zero_stage": 1}, 1),
         (SFT, {"eval_steps": 1, "max_steps": 1, "max_len": 2}, 1),
@@ -307,3 +466,12 @@ def test_the_flat_form_keeps_the_order_of_the_groups() -> None:
     assert names[0] == "pretrain"
     assert names[-1] == "use_tensorboard"
     assert len(names) == len(set(names))
+
+
+def test_reward_weights_are_numbers_by_name() -> None:
+    assert RewardSourceConfig(reward_weights=("right=1", "a=b=-.5")).weights() == {"right": 1.0, "a=b": -0.5}
+
+
+def test_shares_of_mixed_sources_sum_to_one() -> None:
+    assert parse_probs("a, b", "3,1", "prompt_data") == [("a", 0.75), ("b", 0.25)]
+    assert parse_probs("a,b", None, "prompt_data") == [("a", None), ("b", None)]
