@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import tyro
 import yaml
 
+from openppo.cli.openrlhf import without_foreign_flags
 from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig
 
 Config = TypeVar("Config", TrainPPOConfig, TrainSFTConfig, TrainRMConfig)
@@ -60,6 +61,8 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
 def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config:
     """The config of a command line; ``--config FILE.yaml`` gives options that the command line may override."""
     arguments, file = _take_config_file([_underscored(argument) for argument in arguments])
+    if config_type is TrainPPOConfig:
+        arguments = _without_foreign_flags(arguments)
     known = option_names(config_type)
     _check_flags(arguments, known)
     if file is not None:
@@ -80,6 +83,13 @@ def option_names(config_type: type) -> dict[str, dataclasses.Field]:
     """All options of a command by name."""
     groups = typing.get_type_hints(config_type).values()
     return {option.name: option for group in groups for option in dataclasses.fields(group)}
+
+
+def _without_foreign_flags(arguments: list[str]) -> list[str]:
+    kept, notices = without_foreign_flags(arguments)
+    for notice in notices if _rank() == 0 else []:
+        print(notice, file=sys.stderr, flush=True)
+    return kept
 
 
 def _take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
