@@ -99,11 +99,17 @@ def check_estimator(name: str, n_samples_per_prompt: int) -> None:
 
 
 def compute_advantages(
-    estimator: Estimator, rewards: Tensor, action_mask: Tensor, values: Tensor | None, config: AdvantageConfig
+    estimator: Estimator,
+    rewards: Tensor,
+    values: Tensor | None,
+    action_mask: Tensor,
+    config: AdvantageConfig,
+    lambd_critic: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, (B, L) and 0 outside ``action_mask``, of token rewards (B, L) after the baseline.
 
-    ``values`` (B, L) for estimators with a critic. Without one the returns are the advantages.
+    ``values`` (B, L) for estimators with a critic; without one the returns are the advantages. ``lambd_critic``
+    stands in for the option of that name.
     """
     if not estimator.uses_critic:
         returns = get_cumulative_returns(rewards, action_mask, config.gamma)
@@ -112,8 +118,8 @@ def compute_advantages(
     lambd: float | Tensor = config.lambd
     if config.adaptive_lambd_alpha is not None:
         lambd = length_adaptive_lambda(action_mask, config.adaptive_lambd_alpha)
-    lambd_critic = config.lambd if config.lambd_critic is None else config.lambd_critic
-    return get_advantages_and_returns(values, rewards, action_mask, config.gamma, lambd, lambd_critic)
+    for_critic = next(x for x in (lambd_critic, config.lambd_critic, config.lambd) if x is not None)
+    return get_advantages_and_returns(values, rewards, action_mask, config.gamma, lambd, for_critic)
 
 
 def _group_statistics(totals: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from openppo.models.actor import Actor
     from openppo.models.loss import GPTLMLoss, LogExpLoss, PairWiseLoss, PolicyLoss, PRMLoss, ValueLoss
     from openppo.models.masked import compute_approx_kl, masked_mean
+    from openppo.models.policy_losses import POLICY_LOSSES, CISPOLoss, GSPOLoss, policy_loss, token_weights
     from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 
 _HOME = {
@@ -23,11 +24,19 @@ _HOME = {
     "PRMLoss": "loss",
     "masked_mean": "masked",
     "compute_approx_kl": "masked",
+    "CISPOLoss": "policy_losses",
+    "GSPOLoss": "policy_losses",
+    "POLICY_LOSSES": "policy_losses",
+    "policy_loss": "policy_losses",
+    "token_weights": "policy_losses",
 }
 
 __all__ = [
+    "POLICY_LOSSES",
     "Actor",
+    "CISPOLoss",
     "GPTLMLoss",
+    "GSPOLoss",
     "LogExpLoss",
     "PRMLoss",
     "PairWiseLoss",
@@ -37,6 +46,8 @@ __all__ = [
     "compute_approx_kl",
     "get_llm_for_sequence_regression",
     "masked_mean",
+    "policy_loss",
+    "token_weights",
 ]
 
 

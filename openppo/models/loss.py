@@ -21,7 +21,8 @@ IGNORE_INDEX = -100
 _MAX_LOG_RATIO = 20.0
 
 
-def _reduce(loss: Tensor, mask: Tensor | None, reduction: Reduction) -> Tensor:
+def reduce_loss(loss: Tensor, mask: Tensor | None, reduction: Reduction) -> Tensor:
+    """Losses of single tokens (B, L) to a scalar, or with "none" to themselves, 0 outside the mask."""
     if reduction == "sequence_mean":
         return masked_mean(loss, mask, dim=-1).mean()
     if reduction == "token_mean":
@@ -42,8 +43,8 @@ def policy_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor |
 class PolicyLoss(nn.Module):
     """Clipped surrogate of PPO (arXiv 1707.06347, eq. 7): -min(r A, clip(r, 1 - clip_eps, 1 + clip_eps_high) A).
 
-    ``clip_eps_high`` defaults to ``clip_eps``. ``dual_clip`` c bounds the loss by -c A where A < 0
-    (arXiv 1912.09729, eq. 5).
+    ``clip_eps_high`` defaults to ``clip_eps`` (arXiv 2503.14476: 0.28 beside 0.2). ``dual_clip`` c bounds the loss
+    by -c A where A < 0 (arXiv 1912.09729, eq. 5).
     """
 
     def __init__(
@@ -63,12 +64,21 @@ class PolicyLoss(nn.Module):
         self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None = None
     ) -> Tensor:
         """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``."""
-        ratio = policy_ratio(log_probs, old_log_probs, action_mask)
+        ratio = self.ratio(log_probs, old_log_probs, action_mask)
         clipped = ratio.clamp(1 - self.clip_eps, 1 + self.clip_eps_high)
         loss = -torch.min(ratio * advantages, clipped * advantages)
         if self.dual_clip is not None:
             loss = torch.where(advantages < 0, torch.min(loss, -self.dual_clip * advantages), loss)
-        return _reduce(loss, action_mask, self.reduction)
+        return reduce_loss(loss, action_mask, self.reduction)
+
+    def ratio(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+        """What is clipped: the ratio r of each token, (B, L), 1 outside the mask."""
+        return policy_ratio(log_probs, old_log_probs, action_mask)
+
+    def clipped(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+        """Tokens whose ratio lies outside the clip range, bool (B, L)."""
+        ratio = self.ratio(log_probs, old_log_probs, action_mask)
+        return (ratio < 1 - self.clip_eps) | (ratio > 1 + self.clip_eps_high)
 
 
 class ValueLoss(nn.Module):
@@ -91,7 +101,7 @@ class ValueLoss(nn.Module):
         if self.clip_eps is not None:
             clipped = old_values + (values - old_values).clamp(-self.clip_eps, self.clip_eps)
             loss = torch.max((clipped - returns).square(), loss)
-        return _reduce(0.5 * loss, action_mask, self.reduction)
+        return reduce_loss(0.5 * loss, action_mask, self.reduction)
 
 
 class GPTLMLoss(nn.Module):
