@@ -19,9 +19,9 @@ import tyro
 import yaml
 
 from openppo.cli.openrlhf import without_foreign_flags
-from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig
+from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 
-Config = TypeVar("Config", TrainPPOConfig, TrainSFTConfig, TrainRMConfig)
+Config = TypeVar("Config", TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
 
 _SECONDS_FOR_RANK_0 = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
