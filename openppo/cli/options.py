@@ -19,12 +19,21 @@ import tyro
 import yaml
 
 from openppo.cli.openrlhf import without_foreign_flags
-from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig
-
-Config = TypeVar("Config", TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
+from openppo.config import TrainPPOConfig
 
 _SECONDS_FOR_RANK_0 = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
+
+
+class CommandConfig(Protocol):
+    """A tuple of groups of options."""
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option that cannot work on ``world_size`` ranks."""
+        ...
+
+
+Config = TypeVar("Config", bound=CommandConfig)
 
 
 class Runnable(Protocol):
