@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from openppo.rollout.engine import Engine
-from openppo.types import Completion, Prompt, SamplingParams, Trajectory
+from openppo.types import Completion, Prompt, SamplingParams, Score, Trajectory
 
 
 def sample_seed(seed: int, number: int) -> int:
@@ -44,3 +44,12 @@ def make_trajectory(prompt: Prompt, completion: Completion, group: int, version:
         prompt=prompt,
         group=group,
     )
+
+
+def write_scores(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
+    """Put ``scores`` into the trajectories that they are of; token rewards go to the response's tokens."""
+    for trajectory, score in zip(trajectories, scores, strict=True):
+        trajectory.scores.update(score.rewards)
+        if score.token_rewards is not None:
+            n_prompt = len(trajectory.token_ids) - len(score.token_rewards)
+            trajectory.token_rewards = [0.0] * n_prompt + list(score.token_rewards)

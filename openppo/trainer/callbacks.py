@@ -1,0 +1,88 @@
+"""What a user's own code may do while a trainer runs: log, look at evaluations, stop early."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from openppo.trainer.ppo_trainer import PPOTrainer
+
+logger = logging.getLogger("openppo")
+
+
+class Callback:
+    """Does nothing at each point of ``PPOTrainer.fit()``; override what you need.
+
+    Every method runs on all ranks, with metrics that are the same on all of them. Print or write files only where
+    ``trainer.comm.rank == 0``; call models on all ranks or on none. ``trainer.should_stop = True`` ends ``fit()``
+    after the step under way, with everything saved, as soon as one rank sets it.
+    """
+
+    def on_fit_start(self, trainer: PPOTrainer) -> None:
+        """Before the first step, and before an evaluation that precedes it."""
+
+    def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        """After each global step, with its metrics; ``trainer.global_step`` counts from 1 here."""
+
+    def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        """After each evaluation, with its metrics."""
+
+    def on_save(self, trainer: PPOTrainer, folder: Path) -> None:
+        """After a model was written to ``folder``."""
+
+    def on_fit_end(self, trainer: PPOTrainer) -> None:
+        """After the last step, when the trained model is saved."""
+
+
+class EarlyStopping(Callback):
+    """Stops when ``metric`` has not become better by more than ``min_delta`` for ``patience`` reports in a row.
+
+    A metric whose name starts with "eval" is looked for in evaluations, any other in the metrics of each step.
+    ``mode`` says whether better is larger or smaller.
+    """
+
+    def __init__(self, metric: str, patience: int, mode: Literal["max", "min"] = "max", min_delta: float = 0.0) -> None:
+        if patience < 1 or mode not in ("max", "min") or min_delta < 0:
+            raise ValueError(
+                "EarlyStopping needs patience of at least 1, mode 'max' or 'min', and min_delta of at least 0; got "
+                f"{patience}, {mode!r}, {min_delta}."
+            )
+        self.metric = metric
+        self.patience = patience
+        self.mode = mode
+        self.min_delta = min_delta
+        self.best = -math.inf if mode == "max" else math.inf
+        self.n_without = 0
+        self._has_warned = False
+
+    def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        """Look at a metric of training."""
+        if not self.metric.startswith("eval"):
+            self._look(trainer, metrics)
+
+    def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        """Look at a metric of evaluation."""
+        if self.metric.startswith("eval"):
+            self._look(trainer, metrics)
+
+    def _look(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        if self.metric not in metrics:  # some come later, such as the policy's while only the critic learns
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("EarlyStopping: no metric %s yet among %s", self.metric, ", ".join(metrics))
+            return
+        value = metrics[self.metric]
+        gain = value - self.best if self.mode == "max" else self.best - value
+        if gain > self.min_delta:  # false for NaN
+            self.best, self.n_without = value, 0
+            return
+        self.n_without += 1
+        if self.n_without >= self.patience:
+            trainer.should_stop = True
+            logger.info(
+                "stopping early: %s has not been better than %.4g for %d reports", self.metric, self.best, self.patience
+            )

@@ -1,0 +1,103 @@
+"""Held-out prompts, answered and scored: mean rewards and pass@k, in all and for each data source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from math import comb
+
+from openppo.datasets import shard
+from openppo.rollout.engine import Engine
+from openppo.rollout.rewards import Scorer
+from openppo.rollout.rollout import sample_trajectories, write_scores
+from openppo.tracking import Metrics
+from openppo.types import Comm, FinishReason, Prompt, SamplingParams, Trajectory
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Estimate, from ``n`` responses of which ``c`` pass, how likely one of ``k`` passes.
+
+    The share of subsets of size ``k`` with a passing response, which is unbiased (arXiv 2107.03374, equation 1).
+    ``ValueError`` unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} cannot be estimated from {n} responses of which {c} pass.")
+    return 1.0 - comb(n - c, k) / comb(n, k)
+
+
+def pass_ks(n: int) -> list[int]:
+    """The k for which pass@k of ``n`` responses is reported: 1, 2, 4, ... and ``n`` itself."""
+    return sorted({2**i for i in range(n.bit_length())} | {n})
+
+
+def answer(
+    engine: Engine, comm: Comm, prompts: Sequence[Prompt], params: SamplingParams, n_samples: int, seed: int
+) -> list[Trajectory]:
+    """This rank's share of the responses to ``prompts``: ``n_samples`` each, beside each other, in prompt order.
+
+    ``group`` is the index of the prompt. A response does not depend on the number of ranks.
+    """
+    mine = shard(prompts, comm.rank, comm.world_size)
+    first = comm.rank * len(prompts) // comm.world_size
+    return sample_trajectories(engine, mine, params, n_samples, seed, first)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """``metrics`` are the same on all ranks; ``trajectories`` are this rank's, scored and in prompt order."""
+
+    metrics: dict[str, float]
+    trajectories: list[Trajectory]
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Answers the same ``prompts`` each time it is asked, with the same random numbers, and scores the responses.
+
+    A response passes when its reward, the weighted sum of its named scores and its token rewards, is at least
+    ``pass_reward``. ``prompts`` are given alike on all ranks, which call every method together.
+    """
+
+    engine: Engine
+    scorer: Scorer
+    comm: Comm
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    n_samples: int = 1
+    pass_reward: float = 1.0
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 42
+
+    def evaluate(self, weights: AbstractContextManager[object]) -> Evaluation:
+        """Metrics named ``eval_...``, and ``eval/<source>/...`` where the prompts have several sources.
+
+        ``weights`` is open while the engine generates, for partitioned weights that must be gathered.
+        """
+        with weights:
+            trajectories = answer(self.engine, self.comm, self.prompts, self.params, self.n_samples, self.seed)
+        write_scores(trajectories, self.scorer.score(trajectories))
+        return Evaluation(self._measure(trajectories), trajectories)
+
+    def _measure(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        metrics, n = Metrics(), self.n_samples
+        has_several_sources = len({prompt.source for prompt in self.prompts}) > 1
+        for start in range(0, len(trajectories), n):
+            responses = trajectories[start : start + n]  # to one prompt
+            self._measure_prompt(responses, metrics, prefix="eval_")
+            if has_several_sources:
+                self._measure_prompt(responses, metrics, prefix=f"eval/{responses[0].prompt.source}/")
+        return metrics.reduced(self.comm)
+
+    def _measure_prompt(self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str) -> None:
+        rewards = [response.total_reward(self.reward_weights) for response in responses]
+        for response, reward in zip(responses, rewards, strict=True):
+            metrics.add(f"{prefix}reward", reward)
+            metrics.add(f"{prefix}reward_std", reward, reduce="std")
+            for name, score in response.scores.items():
+                metrics.add(f"{prefix}reward/{name}", score)
+            metrics.add(f"{prefix}response_length", sum(response.action_mask))
+            metrics.add(f"{prefix}truncated_fraction", response.finish_reason is FinishReason.LENGTH)
+        n_passed = sum(reward >= self.pass_reward for reward in rewards)
+        for k in pass_ks(self.n_samples):
+            metrics.add(f"{prefix}pass@{k}", pass_at_k(self.n_samples, n_passed, k))

@@ -1,0 +1,232 @@
+"""Evaluation against hand-computed numbers and naive counts, for any number of ranks."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from openppo.trainer.evaluation import Evaluation, Evaluator, pass_at_k
+from openppo.trainer.evaluation.evaluator import pass_ks
+from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, SingleProcess, Trajectory
+
+PARAMS = SamplingParams(max_new_tokens=4, temperature=0.7)
+WEIGHTS = {"bonus": 0.25}
+SECONDS = 30
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [
+        (1, 1, 1, 1),
+        (1, 0, 1, 0),
+        (4, 1, 1, 1 / 4),
+        (4, 1, 2, 1 / 2),
+        (5, 2, 2, 1 - 3 / 10),  # 3 of the 10 pairs hold no passing one
+        (6, 2, 3, 1 - 4 / 20),
+        (6, 4, 3, 1),  # any three hold a passing one
+        (10, 1, 10, 1),
+    ],
+)
+def test_pass_at_k_by_hand(n: int, c: int, k: int, expected: float) -> None:
+    assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_passing_response() -> None:
+    for n in range(1, 8):
+        for c in range(n + 1):
+            passes = [True] * c + [False] * (n - c)
+            for k in range(1, n + 1):
+                subsets = list(combinations(passes, k))
+                share = Fraction(sum(any(subset) for subset in subsets), len(subsets))
+                assert pass_at_k(n, c, k) == pytest.approx(float(share), abs=1e-12)
+
+
+def test_pass_at_k_of_very_many_responses_is_exact() -> None:
+    product = 1.0  # the probability that each of k draws fails, one after the other
+    for drawn in range(50):
+        product *= (1990 - drawn) / (2000 - drawn)
+    assert pass_at_k(2000, 10, 50) == pytest.approx(1 - product, rel=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4), (0, 0, 1)])
+def test_pass_at_k_of_impossible_counts_is_an_error(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} cannot be estimated from {n} responses of which {c} pass"):
+        pass_at_k(n, c, k)
+
+
+def test_pass_at_k_is_reported_for_powers_of_two_and_for_all_responses() -> None:
+    assert [pass_ks(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
+
+
+class FakeEngine:
+    """Random tokens that depend on the seed and the prompt only."""
+
+    version = 3
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        assert params == PARAMS
+        return [self._answer(ids, random.Random(seed)) for ids, seed in zip(prompts, seeds, strict=True)]
+
+    def _answer(self, prompt: Sequence[int], rng: random.Random) -> Completion:
+        tokens = [rng.randrange(10) + prompt[0] for _ in range(rng.randint(1, 4))]
+        return Completion(tokens, [-1.0] * len(tokens), rng.choice(list(FinishReason)))
+
+
+class FakeScorer:
+    """Two named rewards, and one for each response token."""
+
+    collective = False
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        return [
+            Score(
+                {"right": float(sum(t.response_ids) % 2), "bonus": float(len(t.response_ids))},
+                [0.1 * token for token in t.response_ids],
+            )
+            for t in trajectories
+        ]
+
+
+class ThreadComm:
+    """``Comm`` of ranks that are threads."""
+
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, len(slots)
+        self.slots, self.barrier = slots, barrier
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.slots[self.rank] = value
+        self.barrier.wait(SECONDS)
+        gathered = list(self.slots)
+        self.barrier.wait(SECONDS)
+        return gathered
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        raise NotImplementedError
+
+
+def prompts_of(*sources: str) -> list[Prompt]:
+    return [Prompt(f"prompt {i}", [i + 1] * (1 + i % 3), source=source) for i, source in enumerate(sources)]
+
+
+def evaluator(prompts: list[Prompt], comm: Any, n_samples: int = 4, pass_reward: float = 2.5) -> Evaluator:
+    return Evaluator(FakeEngine(), FakeScorer(), comm, prompts, PARAMS, n_samples, pass_reward, WEIGHTS, seed=5)  # type: ignore[arg-type]
+
+
+def on_ranks(world_size: int, prompts: list[Prompt]) -> list[Evaluation]:
+    """The evaluation of each rank."""
+    results: dict[int, Evaluation] = {}
+    slots, barrier = [None] * world_size, threading.Barrier(world_size)
+
+    def work(rank: int) -> None:
+        results[rank] = evaluator(prompts, ThreadComm(rank, slots, barrier)).evaluate(nullcontext())
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+    return [results[rank] for rank in range(world_size)]
+
+
+def naive_metrics(trajectories: Sequence[Trajectory], pass_reward: float) -> dict[str, float]:
+    """By the names of the metrics, without their prefix; four responses to each prompt."""
+    right = [float(sum(t.response_ids) % 2) for t in trajectories]
+    rewards = [
+        r + 0.25 * len(t.response_ids) + sum(0.1 * token for token in t.response_ids)
+        for r, t in zip(right, trajectories, strict=True)
+    ]
+    passed: dict[str, list[bool]] = defaultdict(list)
+    for trajectory, reward in zip(trajectories, rewards, strict=True):
+        passed[trajectory.prompt.text].append(reward >= pass_reward)
+
+    def pass_at(k: int) -> float:
+        shares = [statistics.mean(any(subset) for subset in combinations(four, k)) for four in passed.values()]
+        return statistics.mean(shares)
+
+    return {
+        "reward": statistics.mean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "reward/right": statistics.mean(right),
+        "reward/bonus": statistics.mean(len(t.response_ids) for t in trajectories),
+        "response_length": statistics.mean(len(t.response_ids) for t in trajectories),
+        "truncated_fraction": statistics.mean(t.finish_reason is FinishReason.LENGTH for t in trajectories),
+        **{f"pass@{k}": pass_at(k) for k in (1, 2, 4)},
+    }
+
+
+def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source() -> None:
+    prompts = prompts_of("math", "code", "math", "math", "code")
+    evaluation = evaluator(prompts, SingleProcess()).evaluate(nullcontext())
+    assert [t.prompt for t in evaluation.trajectories] == [prompt for prompt in prompts for _ in range(4)]
+    expected = {f"eval_{name}": value for name, value in naive_metrics(evaluation.trajectories, 2.5).items()}
+    for source in ("math", "code"):
+        of_source = [t for t in evaluation.trajectories if t.prompt.source == source]
+        expected |= {f"eval/{source}/{name}": value for name, value in naive_metrics(of_source, 2.5).items()}
+    assert evaluation.metrics == pytest.approx(expected, abs=1e-9)
+    assert 0.1 < evaluation.metrics["eval_pass@1"] < evaluation.metrics["eval_pass@4"] <= 1, "some pass, some do not"
+
+
+def test_a_single_source_is_not_reported_twice() -> None:
+    names = evaluator(prompts_of("math", "math"), SingleProcess()).evaluate(nullcontext()).metrics
+    assert all(name.startswith("eval_") for name in names)
+
+
+def test_a_response_passes_at_exactly_the_reward_asked_for() -> None:
+    run = evaluator(prompts_of(""), SingleProcess(), n_samples=1).evaluate(nullcontext())
+    reward = run.trajectories[0].total_reward(WEIGHTS)
+    for pass_reward, expected in ((reward, 1.0), (reward + 1e-9, 0.0)):
+        metrics = evaluator(prompts_of(""), SingleProcess(), 1, pass_reward).evaluate(nullcontext()).metrics
+        assert metrics["eval_pass@1"] == expected
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_metrics_and_responses_do_not_depend_on_the_number_of_ranks(world_size: int) -> None:
+    prompts = prompts_of("math", "code", "math", "math", "code")
+    alone = evaluator(prompts, SingleProcess()).evaluate(nullcontext())
+    together = on_ranks(world_size, prompts)
+    assert [t for of_rank in together for t in of_rank.trajectories] == alone.trajectories
+    assert together[0].metrics == pytest.approx(alone.metrics, abs=1e-12)
+    assert all(of_rank.metrics == together[0].metrics for of_rank in together), "the same numbers to the last bit"
+
+
+def test_every_evaluation_uses_the_same_random_numbers() -> None:
+    asked = evaluator(prompts_of("", ""), SingleProcess())
+    first, second = asked.evaluate(nullcontext()), asked.evaluate(nullcontext())
+    assert first.trajectories == second.trajectories
+    assert len({tuple(t.response_ids) for t in first.trajectories}) > 4, "but each sample its own"
+
+
+def test_weights_are_held_while_responses_are_generated_and_not_while_they_are_scored() -> None:
+    state, seen = {"open": False}, []
+
+    @contextmanager
+    def weights() -> Iterator[None]:
+        state["open"] = True
+        yield
+        state["open"] = False
+
+    def spying(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*arguments: Any) -> Any:
+            seen.append((name, state["open"]))
+            return call(*arguments)
+
+        return spy
+
+    asked: Any = evaluator(prompts_of(""), SingleProcess())
+    asked.engine.generate = spying("generate", asked.engine.generate)
+    asked.scorer.score = spying("score", asked.scorer.score)
+    asked.evaluate(weights())
+    assert seen == [("generate", True), ("score", False)]
