@@ -32,12 +32,15 @@ def reduce_loss(loss: Tensor, mask: Tensor | None, reduction: Reduction) -> Tens
     raise ValueError(f"reduction must be sequence_mean, token_mean or none, got {reduction!r}")
 
 
+def log_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    """log_probs - old_log_probs clamped to +-20; 0 outside the mask. Shape (B, L)."""
+    difference = (log_probs - old_log_probs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return difference if action_mask is None else torch.where(action_mask.bool(), difference, 0.0)
+
+
 def policy_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
     """exp(log_probs - old_log_probs) with the difference clamped to +-20; 1 outside the mask. Shape (B, L)."""
-    difference = (log_probs - old_log_probs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    if action_mask is not None:
-        difference = torch.where(action_mask.bool(), difference, 0.0)
-    return difference.exp()
+    return log_ratio(log_probs, old_log_probs, action_mask).exp()
 
 
 class PolicyLoss(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from openppo.config import LossAggregation, LossConfig
-from openppo.models.loss import PolicyLoss, Reduction, policy_ratio, reduce_loss
+from openppo.models.loss import PolicyLoss, Reduction, log_ratio, policy_ratio, reduce_loss
 from openppo.models.masked import masked_mean
 
 
@@ -32,10 +32,10 @@ class GSPOLoss(PolicyLoss):
 
     def ratio(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
         """What is clipped: the ratio of each token's sequence, (B, L), 1 outside the mask."""
-        token_ratio = policy_ratio(log_probs, old_log_probs, action_mask)
-        sequence_ratio = masked_mean(token_ratio.detach().log(), action_mask, dim=-1).exp()  # (B,)
+        log_ratios = log_ratio(log_probs.detach(), old_log_probs, action_mask)
+        sequence_ratio = masked_mean(log_ratios, action_mask, dim=-1).exp()[:, None]  # (B, 1)
         gradient_only = policy_ratio(log_probs, log_probs.detach(), action_mask)  # 1
-        spread = sequence_ratio[:, None] * gradient_only
+        spread = sequence_ratio * gradient_only
         return spread if action_mask is None else torch.where(action_mask.bool(), spread, 1.0)
 
 

@@ -10,7 +10,7 @@ from openppo.datasets import TokenExample
 from openppo.models.loading import pad_token_id
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.loop import ModelCall, SupervisedTrainer
-from openppo.trainer.token_batches import Tensors, TokenBatch, token_batch
+from openppo.trainer.token_batches import TokenBatch, TokenMicroBatch, token_batch
 
 SFT_HEADLINE = ("loss", "eval_loss", "grad_norm", "learning_rate", "time/step_s")
 
@@ -23,9 +23,11 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
         pad = pad_token_id(self.parts.tokenizer)
         return token_batch(examples, self.config.batch.micro_train_batch_size, pad, self.comm)
 
-    def loss(self, model: ModelCall, batch: TokenBatch, micro: Tensors, metrics: Metrics, prefix: str) -> Tensor:
+    def loss(
+        self, model: ModelCall, batch: TokenBatch, micro: TokenMicroBatch, metrics: Metrics, prefix: str
+    ) -> Tensor:
         """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
-        sequences, attention_mask, loss_mask = (tensor.to(self.device) for tensor in micro)
-        log_probs = model(sequences, attention_mask, loss_mask)
-        metrics.add_tensor(f"{prefix}loss", -log_probs.detach(), loss_mask)
+        micro = micro.to(self.device)
+        log_probs = model(micro.sequences, micro.attention_mask, micro.loss_mask)
+        metrics.add_tensor(f"{prefix}loss", -log_probs.detach(), micro.loss_mask)
         return -log_probs.sum() / max(batch.n_tokens, 1)
