@@ -6,13 +6,16 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
+from transformers import PreTrainedConfig
 
 from openppo.config import flat_dict
-from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.tracking import Trackers, make_trackers, save_config, set_aside_logs
+
+if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
+    from openppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger("openppo")
 
@@ -35,6 +38,16 @@ def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
     """Say how many rows were too long, if any."""
     if dropped > 0:
         logger.warning("%s: %d rows longer than %s were dropped, %d are kept", flag, dropped, limit_flag, kept)
+
+
+def check_context(model_config: PreTrainedConfig, name: str, longest_prompt: int, new_tokens: int) -> None:
+    """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``--pretrain name``."""
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)  # absent for some models
+    if context is not None and longest_prompt + new_tokens > context:
+        raise ValueError(
+            f"The longest prompt has {longest_prompt} tokens; with --generate_max_len {new_tokens} that exceeds the "
+            f"context of {context} tokens of --pretrain {name}. Lower --generate_max_len or --prompt_max_len."
+        )
 
 
 @contextmanager
