@@ -69,8 +69,8 @@ class Trajectory:
     distribution that was sampled from (0.0 on tokens that no policy sampled), ``versions`` the policy version
     that sampled each token (-1 likewise). ``group`` identifies the prompt; ``weight`` is shared by parts of one
     episode. ``scores`` are rewards of the whole trajectory by name, ``token_rewards`` further rewards of single
-    tokens (as long as ``token_ids``; None: no such rewards). ``baseline`` is the reward of the greedy response to
-    the prompt, for estimators that ask for it.
+    tokens (as long as ``token_ids``; None: no such rewards). ``greedy`` is the greedy response to the same prompt,
+    for estimators whose baseline is its reward.
     """
 
     token_ids: list[int]
@@ -83,7 +83,7 @@ class Trajectory:
     weight: float = 1.0
     scores: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] | None = None
-    baseline: float | None = None
+    greedy: Trajectory | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}
@@ -98,16 +98,22 @@ class Trajectory:
         """The sum of the named scores, each times its weight (1 where none is given)."""
         return sum(score * weights.get(name, 1.0) for name, score in self.scores.items())
 
+    def total_reward(self, weights: Mapping[str, float]) -> float:
+        """Everything that the trajectory earned: the score and the rewards of its tokens."""
+        return self.total_score(weights) + sum(self.token_rewards or [])
+
 
 @dataclass(frozen=True)
 class Score:
     """What a reward source says of one trajectory.
 
     ``rewards`` of the whole trajectory by name; ``token_rewards`` of single response tokens, as long as the response.
+    ``failed``: the source could not score it, and a reward chosen beforehand stands in.
     """
 
     rewards: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,15 +122,16 @@ class Experience:
 
     ``sequences`` int64 (B, L): prompt then response, right-padded. ``attention_mask`` bool (B, L): a real token.
     ``action_mask`` bool (B, L): sampled by the policy and trained on. All others are float32 (B, L) and 0 where
-    ``action_mask`` is False, except ``scores`` (B,) and ``truncated`` bool (B,).
+    ``action_mask`` is False, except ``truncated`` bool (B,) and ``scores`` (B,): all that the trajectory
+    earned, before any shaping.
     """
 
     sequences: Tensor
     attention_mask: Tensor
     action_mask: Tensor
     rollout_log_probs: Tensor
-    scores: Tensor
     truncated: Tensor
+    scores: Tensor | None = None
     log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     entropy: Tensor | None = None

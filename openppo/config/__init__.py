@@ -14,6 +14,7 @@ from openppo.config.commands import (
     TrainRMConfig,
     TrainSFTConfig,
     flat_dict,
+    from_options,
 )
 from openppo.config.ppo import (
     AdvantageConfig,
@@ -105,5 +106,6 @@ __all__ = [
     "TrainSFTConfig",
     "Verifier",
     "flat_dict",
+    "from_options",
     "parse_probs",
 ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PPOConfig, PPOLearningRateConfig
 from openppo.config.rewards import RewardShapingConfig, RewardSourceConfig
@@ -140,6 +141,7 @@ class TrainPRMConfig:
         _validate_supervised(self, world_size)
 
 
+Command = TypeVar("Command")
 SupervisedCommand = TrainSFTConfig | TrainRMConfig | TrainPRMConfig
 
 
@@ -169,3 +171,18 @@ def flat_dict(config: Any) -> dict[str, object]:
         for group in vars(config).values()
         for field, value in zip(dataclasses.fields(group), dataclasses.astuple(group), strict=True)
     }
+
+
+def from_options(command: type[Command], **options: Any) -> Command:
+    """The config of a command from its options by name, the inverse of ``flat_dict``.
+
+    Raises ``ValueError`` for an option that the command does not have, and ``TypeError`` if a required one is missing.
+    """
+    groups = {name: group for name, group in typing.get_type_hints(command).items() if dataclasses.is_dataclass(group)}
+    made = {}
+    for name, group in groups.items():
+        mine = {field.name for field in dataclasses.fields(group)} & options.keys()
+        made[name] = group(**{option: options.pop(option) for option in sorted(mine)})
+    if options:
+        raise ValueError(f"{command.__name__} has no option {', '.join(sorted(options))}; see --help for all options.")
+    return command(**made)

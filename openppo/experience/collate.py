@@ -17,10 +17,7 @@ PER_ROW_FIELDS = ("scores", "truncated")
 
 
 def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience:
-    """Right-padded tensors of what the trajectories know; masks come from lengths, never from token ids.
-
-    A trajectory's score is the sum of its named scores.
-    """
+    """Right-padded tensors of the trajectories' tokens; masks come from lengths, never from token ids."""
     sequences, attention_mask = pad_right([t.token_ids for t in trajectories], pad_token_id)
     action_mask, _ = pad_right([t.action_mask for t in trajectories], 0)
     log_probs = torch.zeros(sequences.shape)
@@ -31,7 +28,6 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience
         attention_mask=attention_mask,
         action_mask=action_mask.bool(),
         rollout_log_probs=torch.where(action_mask.bool(), log_probs, 0.0),
-        scores=torch.tensor([sum(t.scores.values()) for t in trajectories], dtype=torch.float32),
         truncated=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
     )
 

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openppo.config import PPOConfig
-from openppo.experience.advantages import get_advantages_and_returns
-from openppo.experience.collate import collate, idle_experience, split_rows
-from openppo.experience.kl_controller import FixedKLController
+from openppo.config import TrainPPOConfig
+from openppo.experience.collate import collate, idle_experience, join_rows, split_rows
+from openppo.experience.estimators import ESTIMATORS, compute_advantages
+from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
+from openppo.experience.measure import measure_experience, measure_scores
+from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
 from openppo.experience.token_rewards import compute_reward
-from openppo.models.masked import compute_approx_kl, masked_sum
+from openppo.models.masked import compute_approx_kl
 from openppo.tracking import Metrics, progress
-from openppo.types import Comm, Experience, Trajectory
+from openppo.types import Comm, Experience, FinishReason, Trajectory
 
 Model = Callable[..., Any]
 
@@ -24,16 +26,16 @@ class ExperienceMaker:
     """Runs the models over trajectories and computes what the losses need.
 
     ``actor`` and ``reference`` are called like ``Actor.forward``, ``critic`` like a ``ScalarHeadModel``; engines do.
-    ``reference`` None means no KL penalty. All ranks call ``make`` together, each with its own trajectories, and
-    run equally many forwards.
+    ``critic`` None is for estimators without one, ``reference`` None means no KL penalty. All ranks call every
+    method together, each with its own trajectories; those of one group must be on one rank.
     """
 
     def __init__(
         self,
         actor: Model,
-        critic: Model,
+        critic: Model | None,
         reference: Model | None,
-        config: PPOConfig,
+        config: TrainPPOConfig,
         comm: Comm,
         device: torch.device,
         pad_token_id: int,
@@ -45,75 +47,126 @@ class ExperienceMaker:
         self.comm = comm
         self.device = device
         self.pad_token_id = pad_token_id
-        self.kl_controller = FixedKLController(config.init_kl_coef)
+        self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
+        self.weights = config.source.weights()
+        self.moments = RunningMoments()
+        kl = config.kl
+        self.kl_controller = (
+            FixedKLController(kl.init_kl_coef)
+            if kl.kl_target is None
+            else AdaptiveKLController(kl.init_kl_coef, kl.kl_target, kl.kl_horizon)
+        )
 
     def make(self, trajectories: Sequence[Trajectory], metrics: Metrics) -> list[Experience]:
         """One experience per trajectory, in their order, on this maker's device."""
+        return self.add_advantages(self.run_models(trajectories), trajectories, metrics)
+
+    @torch.no_grad()
+    def run_models(self, trajectories: Sequence[Trajectory]) -> list[Experience]:
+        """Log-probs of actor and reference, entropy and values; needs no scores. Equally many forwards on all ranks."""
         order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i].token_ids), reverse=True)
-        size = self.config.micro_rollout_batch_size
+        size = self.config.ppo.micro_rollout_batch_size
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
         made: dict[int, Experience] = {}
         for rows in progress(batches, "experience", enabled=self.comm.rank == 0):
-            batch = self._run_models(collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device))
-            batch = self._add_advantages(batch)
-            self._measure(batch, metrics)
+            batch = self._forward(collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device))
             made.update(zip(rows, split_rows(batch), strict=True))
         for _ in range(n_forwards - len(batches)):
-            self._run_models(idle_experience().to(self.device))
+            self._forward(idle_experience().to(self.device))
         return [made[i] for i in range(len(trajectories))]
 
-    @torch.no_grad()
-    def _run_models(self, batch: Experience) -> Experience:
-        """Add log-probs of actor and reference, entropy and values."""
+    def add_advantages(
+        self,
+        experiences: Sequence[Experience],
+        trajectories: Sequence[Trajectory],
+        metrics: Metrics,
+        lambd_critic: float | None = None,
+    ) -> list[Experience]:
+        """Scores to token rewards, advantages and returns, for what ``run_models`` made of scored ``trajectories``.
+
+        ``lambd_critic`` stands in for the option of that name.
+        """
+        if self.config.shaping.normalize_reward and self.config.shaping.reward_normalizer == "running":
+            self.moments.update(self._total_scores(trajectories), self.comm)
+        if not experiences:
+            return []
+        measure_scores(trajectories, self.config.source, metrics)
+        earned = torch.tensor([t.total_reward(self.weights) for t in trajectories], device=self.device)
+        batch = self._add_rewards(join_rows(experiences).with_fields(scores=earned), trajectories)
+        batch = self._add_returns(batch, lambd_critic)
+        measure_experience(batch, metrics)
+        if self.config.shaping.overlong_filter:
+            batch = batch.with_fields(action_mask=overlong_mask(batch.action_mask, batch.truncated))
+        return list(split_rows(batch))
+
+    def _forward(self, batch: Experience) -> Experience:
         inputs = batch.sequences, batch.attention_mask, batch.action_mask
         log_probs, entropy = self.actor(*inputs, return_entropy=True)
-        values = torch.where(batch.action_mask, self.critic(*inputs[:2]), 0.0)
-        batch = batch.with_fields(log_probs=log_probs, entropy=entropy, values=values)
+        batch = batch.with_fields(log_probs=log_probs, entropy=entropy)
+        if self.critic is not None:
+            batch = batch.with_fields(values=torch.where(batch.action_mask, self.critic(*inputs[:2]), 0.0))
         return batch if self.reference is None else batch.with_fields(ref_log_probs=self.reference(*inputs))
 
-    def _kl(self, batch: Experience, kl_estimator: Any) -> Tensor | None:
+    def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory]) -> Experience:
+        """Token rewards: the KL penalty, rewards of single tokens, and the score less its baseline on the last action."""
+        shaped, token_rewards = self._shaped_scores(trajectories), _token_rewards(trajectories, batch)
+        totals = shaped if token_rewards is None else shaped + token_rewards.sum(-1)
+        groups = torch.tensor([t.group for t in trajectories], device=self.device)
+        baseline, scale = self.estimator.baseline(totals, groups, self._greedy_totals(trajectories))
+        return batch.with_fields(
+            rewards=compute_reward(
+                (shaped - baseline) / scale,
+                self._kl(batch),
+                batch.action_mask,
+                0.0 if self.config.kl.use_kl_loss else self.kl_controller.value,
+                token_rewards=None if token_rewards is None else token_rewards / scale[:, None],
+            )
+        )
+
+    def _add_returns(self, batch: Experience, lambd_critic: float | None) -> Experience:
+        assert batch.rewards is not None
+        advantages, returns = compute_advantages(
+            self.estimator, batch.rewards, batch.values, batch.action_mask, self.config.advantage, lambd_critic
+        )
+        return batch.with_fields(advantages=advantages, returns=returns)
+
+    def _kl(self, batch: Experience) -> Tensor | None:
         if batch.ref_log_probs is None:
             return None
         assert batch.log_probs is not None
-        return compute_approx_kl(batch.log_probs, batch.ref_log_probs, batch.action_mask, kl_estimator)
+        estimator = self.config.kl.kl_estimator
+        return compute_approx_kl(batch.log_probs, batch.ref_log_probs, batch.action_mask, estimator)
 
-    def _add_advantages(self, batch: Experience) -> Experience:
-        """Add token rewards, advantages and returns."""
-        rewards = compute_reward(
-            batch.scores,
-            self._kl(batch, self.config.kl_estimator),
-            batch.action_mask,
-            self.kl_controller.value,
-            self.config.reward_clip_range,
-        )
-        assert batch.values is not None
-        advantages, returns = get_advantages_and_returns(
-            batch.values, rewards, batch.action_mask, self.config.gamma, self.config.lambd
-        )
-        return batch.with_fields(rewards=rewards, advantages=advantages, returns=returns)
+    def _total_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        return torch.tensor([t.total_score(self.weights) for t in trajectories], dtype=torch.float32)
 
-    def _measure(self, batch: Experience, metrics: Metrics) -> None:
-        mask = batch.action_mask
-        assert batch.log_probs is not None
-        assert batch.entropy is not None
-        assert batch.values is not None
-        assert batch.returns is not None
-        assert batch.advantages is not None
-        metrics.add_tensor("reward", batch.scores)
-        metrics.add_tensor("reward_std", batch.scores, reduce="std")
-        for name, estimator in (("kl", "k1"), ("kl_k3", "k3")):
-            kl = self._kl(batch, estimator)
-            if kl is not None:
-                metrics.add_tensor(name, kl, mask)
-                metrics.add_tensor(f"{name}_per_response", masked_sum(kl, mask, -1))
-        metrics.add_tensor("rollout_log_prob_gap", (batch.log_probs - batch.rollout_log_probs).abs(), mask)
-        metrics.add_tensor("entropy", batch.entropy, mask)
-        metrics.add_tensor("values", batch.values, mask)
-        metrics.add_tensor("returns", batch.returns, mask)
-        metrics.add_tensor("returns_std", batch.returns, mask, reduce="std")
-        metrics.add_tensor("value_error_std", batch.returns - batch.values, mask, reduce="std")
-        metrics.add_tensor("advantages", batch.advantages, mask)
-        metrics.add_tensor("advantages_std", batch.advantages, mask, reduce="std")
-        metrics.add_tensor("response_length", mask.sum(-1).float())
-        metrics.add_tensor("truncated_fraction", batch.truncated.float())
+    def _shaped_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        """Scores (B,) normalized, penalized and clipped as the options say."""
+        scores, shaping = self._total_scores(trajectories), self.config.shaping
+        if shaping.normalize_reward and shaping.reward_normalizer == "running":
+            scores = self.moments.normalize(scores)
+        truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])
+        lengths = torch.tensor([sum(t.action_mask) for t in trajectories])
+        max_len = self.config.generation.generate_max_len
+        return shape_scores(scores, truncated, lengths, shaping, max_len).to(self.device)
+
+    def _greedy_totals(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
+        """What the greedy response to each trajectory's prompt earned, (B,); None for estimators that do not ask."""
+        if not self.estimator.needs_greedy:
+            return None
+        greedy = [t.greedy for t in trajectories if t.greedy is not None]
+        assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
+        extra = torch.tensor([sum(t.token_rewards or []) for t in greedy], device=self.device)
+        return self._shaped_scores(greedy) + extra
+
+
+def _token_rewards(trajectories: Sequence[Trajectory], batch: Experience) -> Tensor | None:
+    """Rewards of single tokens (B, L), None if no trajectory has any."""
+    if all(t.token_rewards is None for t in trajectories):
+        return None
+    rewards = torch.zeros(batch.action_mask.shape)
+    for row, trajectory in enumerate(trajectories):
+        given = trajectory.token_rewards or []
+        rewards[row, : len(given)] = torch.tensor(given)
+    return torch.where(batch.action_mask, rewards.to(batch.action_mask.device), 0.0)

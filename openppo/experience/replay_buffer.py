@@ -19,11 +19,13 @@ class MiniBatch:
     """One rank's share of an optimizer step.
 
     ``micro_batches`` has the same length on all ranks; where a rank has no samples left it holds one row without
-    any action. ``n_tokens`` counts the action tokens of the whole step, over all micro-batches and ranks.
+    any action. ``n_tokens`` counts the action tokens of the whole step and ``n_sequences`` its samples with any
+    action, over all micro-batches and ranks.
     """
 
     micro_batches: list[Experience]
     n_tokens: int
+    n_sequences: int
 
 
 class ReplayBuffer:
@@ -99,7 +101,8 @@ class ReplayBuffer:
         micro_batches = [join_rows(mine[start : start + size]) for start in range(0, len(mine), size)]
         while len(micro_batches) < -(-largest // size):
             micro_batches.append(idle_experience(like=step[0]))
-        return MiniBatch(micro_batches, n_tokens=sum(int(item.action_mask.sum()) for item in step))
+        actions = [int(item.action_mask.sum()) for item in step]
+        return MiniBatch(micro_batches, n_tokens=sum(actions), n_sequences=sum(n > 0 for n in actions))
 
     def _everyones(self) -> list[Experience]:
         """All ranks' samples in rank order."""

@@ -1,62 +1,117 @@
-"""One optimizer step of the actor: clipped policy loss, and the PTX loss in the same gradient."""
+"""One optimizer step of the actor: policy loss, KL loss, entropy bonus, and the PTX loss in the same gradient."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from openppo.config import PPOConfig
+from openppo.config import LossAggregation, TrainPPOConfig
+from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.replay_buffer import MiniBatch
-from openppo.models.loss import PolicyLoss, policy_ratio
+from openppo.models.loss import policy_ratio
+from openppo.models.masked import compute_approx_kl
+from openppo.models.policy_losses import POLICY_LOSSES, token_weights
+from openppo.models.rollout_correction import rollout_correction
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics
 from openppo.trainer.token_batches import TokenBatch
 from openppo.types import Comm, Experience
 
 
+def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:
+    """``--loss_agg``, else what the policy loss asks for, else what the estimator asks for."""
+    return (
+        config.loss.loss_agg
+        or POLICY_LOSSES[config.loss.policy_loss_type].loss_agg
+        or ESTIMATORS[config.advantage.advantage_estimator].loss_agg
+    )
+
+
 class ActorStep:
     """Adds up the gradients of all micro-batches and steps once.
 
-    Losses are token means over the whole optimizer step: each micro-batch contributes its sum divided by the
-    number of tokens of all micro-batches and ranks (times the ranks, since DeepSpeed averages over them).
+    Losses are means over the whole optimizer step: each micro-batch contributes its sum divided by the number of
+    tokens (or sequences) of all micro-batches and ranks, times the ranks, since DeepSpeed averages over them.
     """
 
-    def __init__(self, engine: TrainingEngine, config: PPOConfig, comm: Comm, device: torch.device) -> None:
+    def __init__(self, engine: TrainingEngine, config: TrainPPOConfig, comm: Comm, device: torch.device) -> None:
         self.engine = engine
+        self.config = config
         self.comm = comm
         self.device = device
-        self.clip_eps = config.eps_clip
-        self.ptx_coef = config.ptx_coef
-        self.policy_loss = PolicyLoss(clip_eps=config.eps_clip, reduction="none")
+        self.loss_agg = loss_aggregation(config)
+        self.policy_loss = POLICY_LOSSES[config.loss.policy_loss_type].make(config.loss)
 
-    def train(self, batch: MiniBatch, ptx_batch: TokenBatch | None, metrics: Metrics) -> None:
-        """Update the actor on one mini-batch, and on a batch of documents if given."""
+    def train(self, batch: MiniBatch, ptx_batch: TokenBatch | None, metrics: Metrics, kl_coef: float = 0.0) -> None:
+        """Update the actor on one mini-batch, and on a batch of documents if given.
+
+        ``kl_coef`` is the coefficient of the KL loss, if there is one.
+        """
         metrics.add("actor_learning_rate", self.engine.learning_rate, reduce="max")
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
-            loss = self._policy_loss(micro.to(self.device), batch.n_tokens, metrics)
+            loss = self._loss(micro.to(self.device), batch, metrics, kl_coef)
             self.engine.backward(loss * self.comm.world_size, last=ptx_batch is None and i == last)
         if ptx_batch is not None:
             self._accumulate_ptx(ptx_batch, metrics)
         metrics.add("actor_grad_norm", self.engine.step())
 
-    def _policy_loss(self, micro: Experience, n_tokens: int, metrics: Metrics) -> Tensor:
+    def _loss(self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float) -> Tensor:
+        """This micro-batch's part of the mean over the step, a scalar."""
         assert micro.log_probs is not None
         assert micro.advantages is not None
-        mask = micro.action_mask
-        log_probs = self.engine(micro.sequences, micro.attention_mask, mask)
+        mask, entropy_coef = micro.action_mask, self.config.loss.entropy_coef
+        inputs = micro.sequences, micro.attention_mask, mask
+        entropy = None
+        if entropy_coef > 0:
+            log_probs, entropy = self.engine(*inputs, return_entropy=True)
+        else:
+            log_probs = self.engine(*inputs)
         loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask)  # (B, L)
-        ratio = policy_ratio(log_probs.detach(), micro.log_probs, mask)
+        self._measure(loss, log_probs, micro, metrics)
+        loss = loss * self._correction(micro, metrics)
+        if self.config.kl.use_kl_loss:
+            assert micro.ref_log_probs is not None
+            kl = compute_approx_kl(log_probs, micro.ref_log_probs, mask, self.config.kl.kl_estimator)
+            metrics.add_tensor("kl_loss", kl.detach(), mask)
+            loss = loss + kl_coef * kl
+        if entropy is not None:
+            loss = loss - entropy_coef * entropy
+        max_len = self.config.generation.generate_max_len
+        weights = token_weights(mask, self.loss_agg, batch.n_tokens, batch.n_sequences, max_len)
+        return (loss * weights).sum()
+
+    def _correction(self, micro: Experience, metrics: Metrics) -> Tensor | float:
+        """Weights (B, L) for the difference between the sampling and the training policy."""
+        options = self.config.loss
+        if options.rollout_correction == "none":
+            return 1.0
+        assert micro.log_probs is not None
+        weights = rollout_correction(
+            micro.log_probs,
+            micro.rollout_log_probs,
+            micro.action_mask,
+            options.rollout_correction,
+            options.rollout_correction_low,
+            options.rollout_correction_high,
+        )
+        metrics.add_tensor("rollout_weight", weights, micro.action_mask)
+        metrics.add_tensor("rollout_masked_fraction", (weights == 0).float(), micro.action_mask)
+        return weights
+
+    def _measure(self, loss: Tensor, log_probs: Tensor, micro: Experience, metrics: Metrics) -> None:
+        assert micro.log_probs is not None
+        mask, log_probs = micro.action_mask, log_probs.detach()
         metrics.add_tensor("policy_loss", loss.detach(), mask)
-        metrics.add_tensor("clip_fraction", ((ratio - 1).abs() > self.clip_eps).float(), mask)
-        metrics.add_tensor("ratio_max", ratio, mask, reduce="max")
-        return loss.sum() / max(n_tokens, 1)
+        clipped = self.policy_loss.clipped(log_probs, micro.log_probs, mask)  # bool (B, L)
+        metrics.add_tensor("clip_fraction", clipped.float(), mask)
+        metrics.add_tensor("ratio_max", policy_ratio(log_probs, micro.log_probs, mask), mask, reduce="max")
 
     def _accumulate_ptx(self, batch: TokenBatch, metrics: Metrics) -> None:
         last = len(batch.micro_batches) - 1
-        for i, (sequences, attention_mask, loss_mask) in enumerate(batch.to(self.device)):
+        for i, micro in enumerate(batch.to(self.device)):
             # A language-model loss knows no sampling temperature.
-            log_probs = self.engine(sequences, attention_mask, loss_mask, temperature=1.0)
-            metrics.add_tensor("ptx_loss", -log_probs.detach(), loss_mask)
+            log_probs = self.engine(*micro[:3], temperature=1.0, position_ids=micro.position_ids)
+            metrics.add_tensor("ptx_loss", -log_probs.detach(), micro.loss_mask)
             loss = -log_probs.sum() / max(batch.n_tokens, 1)
-            self.engine.backward(self.ptx_coef * loss * self.comm.world_size, last=i == last)
+            self.engine.backward(self.config.ppo.ptx_coef * loss * self.comm.world_size, last=i == last)

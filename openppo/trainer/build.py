@@ -3,46 +3,52 @@
 from __future__ import annotations
 
 import logging
-import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
-from openppo.datasets import BatchSampler, TokenExample, load_documents, load_prompts, load_rows, require_column
+from openppo.datasets import BatchSampler
+from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import ExperienceMaker
 from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, check_model, eos_token_ids, load_tokenizer, pad_token_id
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rewards import FunctionScorer, ModelScorer, Scorer, load_reward_function
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
-from openppo.trainer.ppo_trainer import HEADLINE, Parts, PPOTrainer
-from openppo.trainer.startup import log_dropped, naming_model, start_trackers
-from openppo.types import Prompt
+from openppo.trainer.build_scorer import ScorerSetup, build_scorer
+from openppo.trainer.callbacks import Callback
+from openppo.trainer.evaluation import Evaluator
+from openppo.trainer.ppo_data import load_ppo_data
+from openppo.trainer.ppo_trainer import HEADLINE, Parts, PPOTrainer, frozen_actor_steps
+from openppo.trainer.startup import naming_model, start_trackers
+from openppo.types import Prompt, SamplingParams
 
 logger = logging.getLogger("openppo")
 
 
-def build_ppo_trainer(config: TrainPPOConfig, strategy: DeepspeedStrategy | None = None) -> PPOTrainer:
+def build_ppo_trainer(
+    config: TrainPPOConfig, strategy: DeepspeedStrategy | None = None, callbacks: Sequence[Callback] = ()
+) -> PPOTrainer:
     """A trainer ready for ``fit()`` or ``step()``. ``ValueError`` names the flag of whatever cannot work."""
     strategy = strategy or DeepspeedStrategy(config.deepspeed)
     config.validate(strategy.comm.world_size)
+    _check_algorithm(config)
     model = config.model
     actor_config = check_model(model.pretrain, "--pretrain")
     attention_implementation(model.flash_attn)
     tokenizer = load_tokenizer(model.pretrain, "--pretrain")
-    _check_tokens(config, actor_config, tokenizer)
-    prompts, documents = _load_data(config, tokenizer, actor_config)
-    scorer = _scorer(config, strategy, tokenizer)  # before the large models: a missing head shows at once
-    actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(prompts))
+    _check_critic_tokens(config, actor_config, tokenizer)
+    data = load_ppo_data(config, tokenizer, actor_config)
+    scorer = build_scorer(config.source, tokenizer, _scorer_setup(config, strategy))  # a missing head shows at once
+    actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(data.prompts))
     strategy.seed_per_rank()
 
     comm, pad = strategy.comm, pad_token_id(tokenizer)
     policy: Any = actor.module.model
-    maker = ExperienceMaker(actor, critic, reference, config.ppo, comm, strategy.device, pad)
     engine = HFEngine(
         policy,
         eos_token_ids(policy, tokenizer),
@@ -51,103 +57,135 @@ def build_ppo_trainer(config: TrainPPOConfig, strategy: DeepspeedStrategy | None
         any_rank_busy=None if strategy.fits_gathered(actor) else strategy.any_rank,
         show_progress=strategy.is_main,
     )
-    sampler = BatchSampler(len(prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
-    trackers = start_trackers(config, strategy, HEADLINE, config.ppo.num_episodes * len(sampler))
-    return PPOTrainer(
-        config, Parts(strategy, tokenizer, actor, critic, engine, scorer, maker, prompts, documents, trackers)
+    sampler = BatchSampler(len(data.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
+    parts = Parts(
+        strategy=strategy,
+        tokenizer=tokenizer,
+        actor=actor,
+        critic=critic,
+        engine=engine,
+        scorer=scorer,
+        maker=ExperienceMaker(actor, critic, reference, config, comm, strategy.device, pad),
+        prompts=data.prompts,
+        documents=data.documents,
+        trackers=start_trackers(config, strategy, HEADLINE, config.ppo.num_episodes * len(sampler)),
+        ema=ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None,
+        evaluator=_evaluator(config, strategy, engine, scorer, data.held_out),
     )
+    return PPOTrainer(config, parts, callbacks)
+
+
+def _check_algorithm(config: TrainPPOConfig) -> None:
+    """Pairs of options of which one depends on the estimator."""
+    name = config.advantage.advantage_estimator
+    check_estimator(name, config.ppo.n_samples_per_prompt)
+    if ESTIMATORS[name].uses_critic:
+        return
+    for flag, given in (
+        ("--freezing_actor_steps", config.ppo.freezing_actor_steps > 0),
+        ("--value_pretrain_steps", config.ppo.value_pretrain_steps > 0),
+        ("--save_value_network", config.model.save_value_network),
+        ("--critic_pretrain", config.model.critic_pretrain is not None),
+        ("--lambd_critic", config.advantage.lambd_critic is not None),
+        ("--adaptive_lambd_alpha", config.advantage.adaptive_lambd_alpha is not None),
+    ):
+        if given:
+            raise ValueError(f"{flag} is about a critic, and --advantage_estimator {name} has none: leave it out.")
 
 
 def _prepare_models(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, n_prompts: int
-) -> tuple[TrainingEngine, TrainingEngine, nn.Module | None]:
-    """Actor, critic and reference (None without a KL penalty), each loaded and wrapped before the next is loaded."""
-    model, rates, adam, n_steps = config.model, config.learning_rate, config.adam, _optimizer_steps(config, n_prompts)
+) -> tuple[TrainingEngine, TrainingEngine | None, Callable[..., Any] | None]:
+    """Actor, critic (None for estimators without one) and reference (None without a KL penalty).
+
+    Each is loaded and wrapped before the next is loaded.
+    """
+    model, rates = config.model, config.learning_rate
     options: dict[str, Any] = {"bf16": config.deepspeed.bf16, "flash_attn": model.flash_attn}
-    starts = {"--critic_pretrain": model.critic_pretrain, "--reward_pretrain": model.reward_pretrain}
-    flag, critic_name = next(((f, name) for f, name in starts.items() if name), ("--pretrain", model.pretrain))
-    with naming_model(flag, critic_name):
-        critic = get_llm_for_sequence_regression(
-            critic_name, "critic", value_head_prefix=model.value_head_prefix, **options
-        )
-    critic_engine = strategy.prepare(critic, adam, rates.critic_learning_rate, n_steps)
+    critic = None
+    if ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
+        flag, name = _critic_start(config)
+        with naming_model(flag, name):
+            module = get_llm_for_sequence_regression(
+                name, "critic", value_head_prefix=model.value_head_prefix, **options
+            )
+        n_steps = _optimizer_steps(config, n_prompts)
+        critic = strategy.prepare(module, config.adam, rates.critic_learning_rate, n_steps)
+    n_steps = _optimizer_steps(config, n_prompts, without=frozen_actor_steps(config))
     with naming_model("--pretrain", model.pretrain):
-        actor = Actor(model.pretrain, temperature=config.generation.temperature, **options)
-    actor_engine = strategy.prepare(actor, adam, rates.actor_learning_rate, n_steps)
-    reference = None
-    if config.ppo.init_kl_coef > 0:
-        frozen = Actor(model.pretrain, temperature=config.generation.temperature, **options)
-        reference = strategy.prepare_frozen(frozen)
-    return actor_engine, critic_engine, reference
+        policy = Actor(model.pretrain, temperature=config.generation.temperature, **options)
+    actor = strategy.prepare(policy, config.adam, rates.actor_learning_rate, n_steps)
+    if config.kl.init_kl_coef == 0:
+        return actor, critic, None
+    frozen = Actor(model.pretrain, temperature=config.generation.temperature, **options)
+    return actor, critic, strategy.prepare_frozen(frozen)
 
 
-def _optimizer_steps(config: TrainPPOConfig, n_prompts: int) -> int:
-    """Optimizer steps of a whole run, the smaller last rollout of each episode included."""
+def _critic_start(config: TrainPPOConfig) -> tuple[str, str]:
+    """Flag and name of the model that the critic starts from."""
+    starts = (
+        ("--critic_pretrain", config.model.critic_pretrain),
+        ("--reward_pretrain", config.source.reward_pretrain),
+    )
+    return next(((flag, name) for flag, name in starts if name), ("--pretrain", config.model.pretrain))
+
+
+def _optimizer_steps(config: TrainPPOConfig, n_prompts: int, without: int = 0) -> int:
+    """Optimizer steps of a whole run but for its first ``without`` global steps; each episode may end in a small one."""
     ppo, batch = config.ppo, config.batch
     full, rest = divmod(n_prompts, ppo.rollout_batch_size)
-    sizes = [ppo.rollout_batch_size] * full + [rest]
-    per_pass = sum(math.ceil(size * ppo.n_samples_per_prompt / batch.train_batch_size) for size in sizes)
-    return ppo.num_episodes * batch.max_epochs * per_pass
+    sizes = [ppo.rollout_batch_size] * full + [rest] * (rest > 0)
+    per_step = [-(-size * ppo.n_samples_per_prompt // batch.train_batch_size) for size in sizes] * ppo.num_episodes
+    return batch.max_epochs * sum(per_step[without:])
 
 
-def _load_data(
-    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig
-) -> tuple[list[Prompt], list[TokenExample]]:
-    """Prompts, and documents for the PTX loss (none without ``--pretrain_data``)."""
-    data, new_tokens = config.data, config.generation.generate_max_len
-    rows = load_rows(data.prompt_data, flag="--prompt_data", split=data.prompt_split, max_samples=data.max_samples)
-    loaded = load_prompts(rows, tokenizer, data)
-    log_dropped(loaded.dropped, len(loaded.prompts), "--prompt_data", "--prompt_max_len")
-    longest = max(len(prompt.token_ids) for prompt in loaded.prompts)
-    context = getattr(actor_config.get_text_config(), "max_position_embeddings", None)  # absent for some models
-    if context is not None and longest + new_tokens > context:
+def _check_critic_tokens(
+    config: TrainPPOConfig, actor_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The critic reads the actor's token ids, so it must know all of them by the same names."""
+    flag, name = _critic_start(config)
+    if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic or flag == "--pretrain":
+        return
+    its_config = check_model(name, flag)
+    try:
+        theirs = AutoTokenizer.from_pretrained(name).get_vocab()  # may hold more, such as a [PAD] of its own
+        same = all(theirs.get(token) == token_id for token, token_id in tokenizer.get_vocab().items())
+    except (OSError, ValueError, KeyError):
+        same = its_config.get_text_config().vocab_size == actor_config.get_text_config().vocab_size
+        logger.info("%s %s has no tokenizer of its own; the sizes of the vocabularies were compared", flag, name)
+    if not same:
+        remedy = "name another with --critic_pretrain" if flag == "--reward_pretrain" else "use one of the same family"
         raise ValueError(
-            f"The longest prompt has {longest} tokens; with --generate_max_len {new_tokens} that exceeds the context "
-            f"of {context} tokens of --pretrain {config.model.pretrain}. Lower --generate_max_len or --prompt_max_len."
+            f"{flag} {name} has another vocabulary than --pretrain {config.model.pretrain}, and as a critic it would "
+            f"read token ids that are not its own: {remedy}."
         )
-    if data.pretrain_data is None or config.ppo.ptx_coef == 0:
-        return loaded.prompts, []
-    rows = load_rows(
-        data.pretrain_data, flag="--pretrain_data", split=data.pretrain_split, max_samples=data.max_samples
+
+
+def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy) -> ScorerSetup:
+    raise NotImplementedError
+
+
+def _evaluator(
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, engine: HFEngine, scorer: Any, held_out: list[Prompt]
+) -> Evaluator | None:
+    if not held_out:
+        return None
+    options, generation = config.evaluation, config.generation
+    greedy = options.eval_temperature == 0
+    params = SamplingParams(
+        generation.generate_max_len,
+        options.eval_temperature,
+        1.0 if greedy else generation.top_p,
+        None if greedy else generation.top_k,
     )
-    key = data.pretrain_key or data.input_key
-    require_column(rows, key, flag_of_key="--pretrain_key", flag_of_data="--pretrain_data")
-    return loaded.prompts, load_documents(rows, tokenizer, key, longest + new_tokens)
-
-
-def _check_tokens(config: TrainPPOConfig, actor_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Reward model and critic read the actor's token ids, so they must know all of them by the same names."""
-    model = config.model
-    for flag, name in (("--reward_pretrain", model.reward_pretrain), ("--critic_pretrain", model.critic_pretrain)):
-        if name is None:
-            continue
-        its_config = check_model(name, flag)
-        try:
-            theirs = AutoTokenizer.from_pretrained(name).get_vocab()  # may hold more, such as a [PAD] of its own
-            same = all(theirs.get(token) == token_id for token, token_id in tokenizer.get_vocab().items())
-        except (OSError, ValueError, KeyError):
-            same = its_config.get_text_config().vocab_size == actor_config.get_text_config().vocab_size
-            logger.info("%s %s has no tokenizer of its own; the sizes of the vocabularies were compared", flag, name)
-        if not same:
-            raise ValueError(
-                f"{flag} {name} has another vocabulary than --pretrain {model.pretrain}, and would read token ids that "
-                "are not its own. Use a model of the same family" + (", or a --reward_fn." if "reward" in flag else ".")
-            )
-
-
-def _scorer(config: TrainPPOConfig, strategy: DeepspeedStrategy, tokenizer: PreTrainedTokenizerBase) -> Scorer:
-    """The Python function of ``--reward_fn``, or the frozen model of ``--reward_pretrain``."""
-    model = config.model
-    if model.reward_fn is not None:
-        return FunctionScorer(load_reward_function(model.reward_fn), model.reward_fn, tokenizer)
-    assert model.reward_pretrain is not None, "validated before"
-    with naming_model("--reward_pretrain", model.reward_pretrain):
-        reward = get_llm_for_sequence_regression(
-            model.reward_pretrain,
-            "reward",
-            bf16=config.deepspeed.bf16,
-            flash_attn=model.flash_attn,
-            value_head_prefix=model.value_head_prefix,
-        )
-    frozen, size = strategy.prepare_frozen(reward), config.ppo.micro_rollout_batch_size
-    return ModelScorer(frozen, size, pad_token_id(tokenizer), strategy.comm, strategy.device)
+    return Evaluator(
+        engine,
+        scorer,
+        strategy.comm,
+        held_out,
+        params,
+        options.eval_n_samples_per_prompt,
+        options.pass_reward,
+        config.source.weights(),
+        config.deepspeed.seed,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,77 +12,104 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
-from openppo.datasets import BatchSampler, TokenExample, cyclic_batches, render_prompt, shard
+from openppo.datasets import BatchSampler, TokenExample, cyclic_batches, render_prompt
 from openppo.experience.maker import ExperienceMaker
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.models.loading import pad_token_id
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rewards import Scorer
-from openppo.rollout.rollout import sample_trajectories
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics, PhaseTimer, Trackers, progress
 from openppo.trainer.actor_step import ActorStep
+from openppo.trainer.callbacks import Callback
 from openppo.trainer.critic_step import CriticStep
+from openppo.trainer.evaluation import Evaluator
+from openppo.trainer.packing import packing_is_exact
+from openppo.trainer.rollout_step import RolloutStep
 from openppo.trainer.token_batches import TokenBatch, token_batch
-from openppo.types import Prompt, SamplingParams, Trajectory
+from openppo.types import Prompt, Trajectory
 
 logger = logging.getLogger("openppo")
 
-HEADLINE = ("reward", "kl", "policy_loss", "value_loss", "entropy", "response_length", "time/step_s")
+HEADLINE = ("reward", "kl", "policy_loss", "value_loss", "entropy", "response_length", "eval_reward", "time/step_s")
 _N_LOGGED_SAMPLES = 4
 
 
 @dataclass
 class Parts:
-    """What a PPO trainer works with: engines, scorer, data and places to report to."""
+    """What a PPO trainer works with: engines, scorer, data and places to report to.
+
+    ``critic`` is None for estimators without one, ``ema`` without ``--enable_ema``, ``evaluator`` without
+    ``--eval_data``.
+    """
 
     strategy: DeepspeedStrategy
     tokenizer: PreTrainedTokenizerBase
     actor: TrainingEngine
-    critic: TrainingEngine
+    critic: TrainingEngine | None
     engine: HFEngine
     scorer: Scorer
     maker: ExperienceMaker
     prompts: list[Prompt]
     documents: list[TokenExample]
     trackers: Trackers
+    ema: ParameterAverage | None = None
+    evaluator: Evaluator | None = None
 
 
 class PPOTrainer:
     """PPO over prompts. ``fit()`` runs it all; ``step(prompts)`` is one global step for loops of one's own.
 
     All ranks call every method together and with the same arguments: a trainer deals prompts out to its ranks
-    by itself. ``build_ppo_trainer(config)`` makes one from options.
+    by itself. ``build_ppo_trainer(config)`` makes one from options. A callback, or a loop of one's own, ends
+    ``fit()`` after the step under way by setting ``should_stop``, alike on all ranks.
     """
 
-    def __init__(self, config: TrainPPOConfig, parts: Parts) -> None:
+    def __init__(self, config: TrainPPOConfig, parts: Parts, callbacks: Sequence[Callback] = ()) -> None:
         self.config = config
         self.parts = parts
+        self.callbacks = list(callbacks)
         self.comm = parts.strategy.comm
         self.maker = parts.maker
+        strategy, estimator = parts.strategy, parts.maker.estimator
+        self.rollout_step = RolloutStep(
+            strategy, parts.actor, parts.engine, parts.scorer, config, estimator.needs_greedy
+        )
         self.replay_buffer = ReplayBuffer(self.comm, config.ppo.buffer_limit, config.ppo.buffer_cpu_offload)
-        self.actor_step = ActorStep(parts.actor, config.ppo, self.comm, parts.strategy.device)
-        self.critic_step = CriticStep(parts.critic, config.ppo, self.comm, parts.strategy.device)
+        self.actor_step = ActorStep(parts.actor, config, self.comm, strategy.device)
+        self.critic_step = parts.critic and CriticStep(parts.critic, config, self.comm, strategy.device)
         self.sampler = BatchSampler(len(parts.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
         self.documents = self._document_batches()
         self.timer = PhaseTimer()
+        normalize = config.advantage.normalize_advantages
+        self.normalizes = estimator.normalize if normalize == "default" else normalize == "on"
+        self.should_stop = False
         self.global_step = 0
-        self.consumed_samples = 0
+        self.consumed_samples = 0  # prompts sampled so far
+        self.consumed_batches = 0  # of ``total_steps``
+        self.ended_episodes = 0
 
     @property
     def total_steps(self) -> int:
-        """Global steps of ``fit()``."""
+        """Batches of prompts in all episodes: the global steps of ``fit()``, unless dynamic sampling needs more each."""
         return self.config.ppo.num_episodes * len(self.sampler)
 
     def fit(self) -> None:
-        """Train for all episodes, report, and save the actor to ``save_path``."""
+        """Train for all episodes, evaluate and report when due, and save the actor to ``save_path``."""
+        self._call("on_fit_start")
+        if self.config.evaluation.eval_before_training:
+            self.parts.trackers.log(self.global_step, self.evaluate())
         with progress(self.total_steps, "PPO", enabled=self.parts.strategy.is_main) as bar:
             for prompts in self.prompt_batches():
-                metrics = self.step(prompts)
-                self.report(metrics)
-                bar.update()
+                before = self.consumed_batches - 1
+                self.report(self.step(prompts))
+                bar.update(self.consumed_batches - before)
+                if self.parts.strategy.any_rank(self.should_stop):
+                    break
         self.save()
+        self._call("on_fit_end")
         self.parts.trackers.close()
 
     def close(self) -> None:
@@ -91,101 +118,169 @@ class PPOTrainer:
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
         """Every episode passes over all prompts once, in an order of its own."""
-        for episode in range(self.config.ppo.num_episodes):
-            for indices in self.sampler.batches(episode):
-                yield [self.parts.prompts[i] for i in indices]
+        while self.consumed_batches < self.total_steps:
+            yield self._next_prompts()
 
     def step(self, prompts: Sequence[str | Prompt]) -> dict[str, float]:
         """One global step: sample responses to ``prompts``, score them, and update actor and critic.
 
-        Returns the step's metrics, the same on all ranks.
+        Returns the step's metrics, the same on all ranks. With ``--dynamic_sampling`` further prompts come from
+        ``--prompt_data``.
         """
         with self.timer.phase("step"):
-            trajectories = self.rollout(prompts)
-            metrics = self.train_on(trajectories)
+            if self.config.ppo.dynamic_sampling:
+                metrics = self.train_on(self._useful_rollout(prompts))
+            else:
+                trajectories = self._sample(prompts)
+                metrics = self._train_on(trajectories, self._start_scoring(trajectories))
         metrics |= self.timer.metrics(self.comm)
         self.timer.reset()
         return metrics
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
         """Sampled and scored responses to this rank's share of ``prompts``."""
-        ready = [self._as_prompt(prompt) for prompt in prompts]
-        mine = shard(ready, self.comm.rank, self.comm.world_size)
-        first = self.consumed_samples + self.comm.rank * len(ready) // self.comm.world_size
-        self.parts.actor.train(False)
-        lockstep = self.parts.engine.any_rank_busy is not None
-        weights = nullcontext() if lockstep else self.parts.strategy.gathered(self.parts.actor)
-        with self.timer.phase("generation"), weights:
-            trajectories = sample_trajectories(
-                self.parts.engine,
-                mine,
-                self._sampling_params(),
-                self.config.ppo.n_samples_per_prompt,
-                self.config.deepspeed.seed,
-                first,
-            )
-        self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in trajectories))
-        self.consumed_samples += len(ready)
+        trajectories = self._sample(prompts)
+        wait_for_scores = self._start_scoring(trajectories)
         with self.timer.phase("scoring"):
-            for trajectory, score in zip(trajectories, self.parts.scorer.score(trajectories), strict=True):
-                trajectory.scores["reward"] = score
-        self.timer.count_tokens("scoring", _count_tokens(trajectories))
+            wait_for_scores()
         return trajectories
 
     def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Make experience of this rank's trajectories and train on all ranks' for ``max_epochs``."""
+        """Make experience of this rank's scored trajectories and train on all ranks' for ``max_epochs``."""
+        return self._train_on(trajectories, lambda: None)
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the responses to ``--eval_data``, the same on all ranks; empty without such data."""
+        if self.parts.evaluator is None:
+            return {}
+        metrics = self.parts.evaluator.evaluate(self.rollout_step.full_weights()).metrics
+        self._call("on_evaluate", metrics)
+        return metrics
+
+    def report(self, metrics: dict[str, float]) -> None:
+        """Evaluate and log a step's metrics when due."""
+        every, episodes = self.config.evaluation.eval_steps, self.consumed_batches // len(self.sampler)
+        episode_ended, self.ended_episodes = episodes > self.ended_episodes, episodes
+        last = self.consumed_batches == self.total_steps or self.should_stop
+        if last or (episode_ended if every == -1 else self.global_step % every == 0):
+            metrics |= self.evaluate()
+        self._call("on_step_end", metrics)
+        if last or self.global_step % self.config.run.logging_steps == 0:
+            self.parts.trackers.log(self.global_step, metrics)
+
+    def save(self) -> None:
+        """Write the actor (its average with ``--enable_ema``), and the critic if asked for, as Hugging Face folders."""
+        strategy, folder = self.parts.strategy, Path(self.config.run.save_path).resolve()
+        with nullcontext() if self.parts.ema is None else self.parts.ema.swapped_in():
+            strategy.save_pretrained(self.parts.actor.module.model, folder, self.parts.tokenizer)
+        if self.config.model.save_value_network and self.parts.critic is not None:
+            beside = folder.with_name(folder.name + "_critic")
+            strategy.save_pretrained(self.parts.critic.module.model, beside, self.parts.tokenizer)
+        logger.info("saved the trained model to %s", folder)
+        self._call("on_save", folder)
+
+    def _next_prompts(self) -> list[Prompt]:
+        episode, start = divmod(self.consumed_batches, len(self.sampler))
+        self.consumed_batches += 1
+        return [self.parts.prompts[i] for i in next(self.sampler.batches(episode, start))]
+
+    def _sample(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
+        ready = [self._as_prompt(prompt) for prompt in prompts]
+        with self.timer.phase("generation"):
+            trajectories = self.rollout_step.sample(ready, first_group=self.consumed_samples)
+        self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in trajectories))
+        self.consumed_samples += len(ready)
+        return trajectories
+
+    def _start_scoring(self, trajectories: Sequence[Trajectory]) -> Callable[[], None]:
+        with self.timer.phase("scoring"):
+            wait_for_scores = self.rollout_step.start_scoring(trajectories)
+        self.timer.count_tokens("scoring", _count_tokens(trajectories))
+        return wait_for_scores
+
+    def _useful_rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
+        """Groups with different rewards, sampled until they fill a rollout batch or one of the bounds is reached."""
+        wanted, bound = self.config.ppo.rollout_batch_size, self.config.ppo.dynamic_sampling_max_batches
+        kept = self.rollout_step.useful(self.rollout(prompts))
+        for _ in range(bound - 1):
+            if self.rollout_step.count_groups(kept) >= wanted or self.consumed_batches >= self.total_steps:
+                break
+            kept += self.rollout_step.useful(self.rollout(self._next_prompts()))
+        n_groups = self.rollout_step.count_groups(kept)
+        if n_groups < wanted and self.parts.strategy.is_main:
+            logger.warning("dynamic sampling found %d of %d groups with different rewards", n_groups, wanted)
+        return self.rollout_step.first_groups(kept)
+
+    def _train_on(self, trajectories: Sequence[Trajectory], wait_for_scores: Callable[[], None]) -> dict[str, float]:
         metrics = Metrics()
         with self.timer.phase("experience"):
-            self.parts.actor.train(False)
-            self.parts.critic.train(False)
-            self.replay_buffer.extend(self.maker.make(trajectories, metrics))
-            self.replay_buffer.normalize("advantages")
+            for engine in (self.parts.actor, self.parts.critic):
+                if engine is not None:
+                    engine.train(False)
+            experiences = self.maker.run_models(trajectories)
+        with self.timer.phase("scoring"):
+            wait_for_scores()
+        with self.timer.phase("experience"):
+            lambd_critic = 1.0 if self._pretrains_values else None
+            self.replay_buffer.extend(self.maker.add_advantages(experiences, trajectories, metrics, lambd_critic))
+            if self.normalizes:
+                self.replay_buffer.normalize("advantages")
+        n_samples = int(sum(self.comm.all_gather_object(len(self.replay_buffer))))
         with self.timer.phase("training"):
-            self._train(metrics)
+            self._train(n_samples, metrics)
         n_tokens = _count_tokens(trajectories)
         self.timer.count_tokens("experience", n_tokens)
         self.timer.count_tokens("training", n_tokens * self.config.batch.max_epochs)
         self.replay_buffer.clear()
         self.global_step += 1
         self.parts.trackers.log_samples(self.global_step, self._readable(trajectories[:_N_LOGGED_SAMPLES]))
-        return _with_explained_variance(metrics.reduced(self.comm))
+        reduced = _with_explained_variance(metrics.reduced(self.comm))
+        if "kl" in reduced:
+            reduced["kl_coef"] = self.maker.kl_controller.value
+            self.maker.kl_controller.update(reduced["kl"], n_samples)
+        return reduced
 
-    def report(self, metrics: dict[str, float]) -> None:
-        """Log a step's metrics when due."""
-        if self.global_step % self.config.run.logging_steps == 0 or self.global_step == self.total_steps:
-            self.parts.trackers.log(self.global_step, metrics)
-
-    def save(self) -> None:
-        """Write the actor, and the critic if asked for, as Hugging Face folders with tokenizer."""
-        strategy, folder = self.parts.strategy, Path(self.config.run.save_path).resolve()
-        strategy.save_pretrained(self.parts.actor.module.model, folder, self.parts.tokenizer)
-        if self.config.model.save_value_network:
-            beside = folder.with_name(folder.name + "_critic")
-            strategy.save_pretrained(self.parts.critic.module.model, beside, self.parts.tokenizer)
-        logger.info("saved the trained model to %s", folder)
-
-    def _train(self, metrics: Metrics) -> None:
-        self.parts.actor.train()
-        self.parts.critic.train()
+    def _train(self, n_samples: int, metrics: Metrics) -> None:
+        for engine in (self.parts.actor, self.parts.critic):
+            if engine is not None:
+                engine.train()
         batch, epochs = self.config.batch, self.config.batch.max_epochs
-        n_samples = int(sum(self.comm.all_gather_object(len(self.replay_buffer))))
         n_steps = epochs * -(-n_samples // batch.train_batch_size)
         seed = self.config.deepspeed.seed + self.global_step
         batches = self.replay_buffer.mini_batches(batch.train_batch_size, batch.micro_train_batch_size, epochs, seed)
         with progress(n_steps, "training", enabled=self.parts.strategy.is_main) as bar:
             for mini_batch in batches:
-                documents = next(self.documents) if self.parts.documents else None
-                self.actor_step.train(mini_batch, documents, metrics)
-                self.critic_step.train(mini_batch, metrics)
-                self.parts.engine.version += 1
+                if self.global_step >= frozen_actor_steps(self.config):
+                    documents = next(self.documents) if self.parts.documents else None
+                    self.actor_step.train(mini_batch, documents, metrics, self.maker.kl_controller.value)
+                    self.parts.engine.version += 1
+                    if self.parts.ema is not None:
+                        self.parts.ema.update()
+                if self.critic_step is not None:
+                    self.critic_step.train(mini_batch, metrics, clip=not self._pretrains_values)
                 bar.update()
 
+    @property
+    def _pretrains_values(self) -> bool:
+        return self.global_step < self.config.ppo.value_pretrain_steps
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *arguments)
+
     def _document_batches(self) -> Iterator[TokenBatch]:
-        """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
+        """For each optimizer step as many documents as it has samples, in endless reshuffled passes.
+
+        Short documents share rows, which are no longer than the longest prompt with a response.
+        """
         documents, batch = self.parts.documents, self.config.batch
-        pad = pad_token_id(self.parts.tokenizer)
+        pad, pack_to = pad_token_id(self.parts.tokenizer), None
+        if packing_is_exact(self.parts.actor, self.parts.strategy.device):
+            longest = max(len(prompt.token_ids) for prompt in self.parts.prompts)
+            pack_to = longest + self.config.generation.generate_max_len
         for indices in cyclic_batches(len(documents), batch.train_batch_size, self.config.deepspeed.seed):
-            yield token_batch([documents[i] for i in indices], batch.micro_train_batch_size, pad, self.comm)
+            step = [documents[i] for i in indices]
+            yield token_batch(step, batch.micro_train_batch_size, pad, self.comm, pack_to)
 
     def _as_prompt(self, prompt: str | Prompt) -> Prompt:
         if isinstance(prompt, Prompt):
@@ -202,10 +297,6 @@ class PPOTrainer:
                 f"a prompt of {len(ids)} tokens is longer than prompt_max_len {data.prompt_max_len}: {text!r}"
             )
         return Prompt(text, ids)
-
-    def _sampling_params(self) -> SamplingParams:
-        options = self.config.generation
-        return SamplingParams(options.generate_max_len, options.temperature, options.top_p, options.top_k)
 
     def _readable(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
         decode = self.parts.tokenizer.decode  # batch_decode([]) gives [''], and a rank may have no samples
@@ -226,3 +317,8 @@ def _with_explained_variance(metrics: dict[str, float]) -> dict[str, float]:
     if spread > 0:
         metrics["explained_variance"] = 1 - metrics["value_error_std"] ** 2 / spread
     return metrics
+
+
+def frozen_actor_steps(config: TrainPPOConfig) -> int:
+    """Global steps at the start in which the actor stays as it is."""
+    return max(config.ppo.freezing_actor_steps, config.ppo.value_pretrain_steps, 0)

@@ -23,6 +23,7 @@ from openppo.config import (
     TrainRMConfig,
     TrainSFTConfig,
     flat_dict,
+    from_options,
     parse_probs,
 )
 
@@ -475,3 +476,18 @@ def test_reward_weights_are_numbers_by_name() -> None:
 def test_shares_of_mixed_sources_sum_to_one() -> None:
     assert parse_probs("a, b", "3,1", "prompt_data") == [("a", 0.75), ("b", 0.25)]
     assert parse_probs("a,b", None, "prompt_data") == [("a", None), ("b", None)]
+
+
+@pytest.mark.parametrize("command", DEFAULTS, ids=lambda command: command.__name__)
+def test_a_config_is_its_options_by_name(command: type) -> None:
+    options = flat_dict(config_of(command)) | {"max_samples": 7, "lora_alpha": 3, "seed": 5}
+    made = from_options(command, **options)
+    assert flat_dict(made) == options
+    assert (made.lora.lora_alpha, made.deepspeed.seed) == (3, 5)
+
+
+def test_an_option_that_the_command_does_not_have_is_an_error() -> None:
+    with pytest.raises(ValueError, match="TrainSFTConfig has no option eps_clip; see --help"):
+        from_options(TrainSFTConfig, pretrain="m", dataset="d", eps_clip=0.1)
+    with pytest.raises(TypeError, match="prompt_data"):
+        from_options(TrainPPOConfig, pretrain="m")

@@ -18,12 +18,12 @@ Make = Callable[..., Trajectory]
 def batch(trajectory: Make) -> Experience:
     return collate(
         [
-            trajectory([5, END, 6], [7, END], help=1.5, length=-0.25),
+            trajectory([5, END, 6], [7, END], help=1.5),
             trajectory([END], [END], reason=FinishReason.EOS, help=2.0),
             trajectory([END, 8], [9, 3, 3, END, 4], [1, 0, 0, 1, 1], FinishReason.LENGTH),
         ],
         pad_token_id=END,
-    )
+    ).with_fields(scores=torch.tensor([1.25, 2.0, 0.0]))
 
 
 def test_masks_come_from_lengths_though_pad_and_end_of_sequence_are_the_same_id(batch: Experience) -> None:
@@ -46,10 +46,6 @@ def test_a_log_prob_of_a_token_that_is_no_action_is_left_out(trajectory: Make) -
     assert collate([written_by_environment], END).rollout_log_probs.tolist() == [[0.0, -2.0, 0.0]]
 
 
-def test_the_score_is_the_sum_of_the_named_scores(batch: Experience) -> None:
-    assert batch.scores.tolist() == [1.25, 2.0, 0.0]
-
-
 def test_only_responses_cut_by_length_are_truncated(batch: Experience) -> None:
     assert batch.truncated.tolist() == [False, False, True]
 
@@ -61,8 +57,8 @@ def test_dtypes_are_those_of_the_legend(batch: Experience) -> None:
         "attention_mask": torch.bool,
         "action_mask": torch.bool,
         "rollout_log_probs": torch.float32,
-        "scores": torch.float32,
         "truncated": torch.bool,
+        "scores": torch.float32,
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from openppo.config import PPOConfig
+from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.experience import ExperienceMaker
 from openppo.models import Actor, ScalarHeadModel
 from openppo.tracking import Metrics
@@ -30,8 +29,17 @@ SIZES = {
 END = 2
 TIGHT = 1e-6
 KL_COEF, GAMMA, LAMBD = 0.2, 0.9, 0.8
-CONFIG = PPOConfig(
-    init_kl_coef=KL_COEF, gamma=GAMMA, lambd=LAMBD, reward_clip_range=(-1.0, 1.5), micro_rollout_batch_size=2
+CONFIG = from_options(
+    TrainPPOConfig,
+    pretrain="m",
+    prompt_data="d",
+    reward_fn="f.py",
+    init_kl_coef=KL_COEF,
+    gamma=GAMMA,
+    lambd=LAMBD,
+    reward_clip_range=(-1.0, 1.5),
+    micro_rollout_batch_size=2,
+    generate_max_len=8,
 )
 
 
@@ -57,7 +65,7 @@ def trajectories(trajectory: Make) -> list[Trajectory]:
     ]
 
 
-def maker(config: PPOConfig = CONFIG, comm: Any = None, **models: Any) -> ExperienceMaker:
+def maker(config: TrainPPOConfig = CONFIG, comm: Any = None, **models: Any) -> ExperienceMaker:
     chosen = {
         "actor": Actor(causal(1), temperature=0.7),
         "critic": ScalarHeadModel(scalar(2), "critic"),
@@ -69,8 +77,8 @@ def maker(config: PPOConfig = CONFIG, comm: Any = None, **models: Any) -> Experi
     )
 
 
-def with_micro_batch(size: int) -> PPOConfig:
-    return dataclasses.replace(CONFIG, micro_rollout_batch_size=size)
+def changed(**options: Any) -> TrainPPOConfig:
+    return from_options(TrainPPOConfig, **(flat_dict(CONFIG) | options))
 
 
 def plain_log_probs(model: LlamaForCausalLM, row: Trajectory) -> list[float]:
@@ -117,7 +125,7 @@ def assert_same(found: Experience, expected: Experience) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_every_field_equals_a_loop_over_tokens(trajectories: list[Trajectory], estimator: str) -> None:
-    made = maker(dataclasses.replace(CONFIG, kl_estimator=estimator)).make(trajectories, Metrics())
+    made = maker(changed(kl_estimator=estimator)).make(trajectories, Metrics())
     for row, experience in zip(trajectories, made, strict=True):
         for name, expected in expected_fields(row, estimator).items():
             assert experience.tensors()[name][0].tolist() == pytest.approx(expected, abs=2 * TIGHT), name
@@ -144,8 +152,8 @@ def test_entropy_is_that_of_the_actor_at_the_sampling_temperature(trajectories: 
 @pytest.mark.parametrize("size", [1, 3, 5, 100])
 def test_the_size_of_a_forward_pass_does_not_matter(trajectories: list[Trajectory], size: int) -> None:
     expected_metrics, metrics = Metrics(), Metrics()
-    expected = maker(with_micro_batch(2)).make(trajectories, expected_metrics)
-    made = maker(with_micro_batch(size)).make(trajectories, metrics)
+    expected = maker(changed(micro_rollout_batch_size=2)).make(trajectories, expected_metrics)
+    made = maker(changed(micro_rollout_batch_size=size)).make(trajectories, metrics)
     for found, wanted in zip(made, expected, strict=True):
         assert_same(found, wanted)
     assert metrics.reduced(SingleProcess()) == pytest.approx(expected_metrics.reduced(SingleProcess()), abs=TIGHT)
@@ -224,3 +232,123 @@ def test_ranks_run_equally_many_forwards_and_make_what_one_rank_would(
     assert (len(first), len(second)) == (split, 5 - split)
     for found, expected in zip(first + second, maker().make(trajectories, Metrics()), strict=True):
         assert_same(found, expected)
+
+
+GROUPED = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2, "reward_clip_range": (-10.0, 10.0), "gamma": 1.0}
+
+
+def in_groups(rows: list[Trajectory], groups: list[int]) -> list[Trajectory]:
+    for row, group in zip(rows, groups, strict=True):
+        row.group = group
+    return rows
+
+
+def critic_free(comm: Any = None, **options: Any) -> ExperienceMaker:
+    return maker(changed(**(GROUPED | options)), comm=comm, critic=None)
+
+
+def rewards_without_kl(made: list[Experience], row: Trajectory, i: int, kl_coef: float = KL_COEF) -> list[float]:
+    found = made[i]
+    kl = found.log_probs - found.ref_log_probs
+    return (found.rewards + kl_coef * kl)[0][torch.tensor(row.action_mask)].tolist()
+
+
+def test_without_a_critic_the_advantage_is_the_reward_to_go_of_score_less_baseline(
+    trajectories: list[Trajectory],
+) -> None:
+    rows = in_groups(trajectories, [7, 3, 7, 3, 7])  # 7: 0.75, -2, 1; 3: 3, 0.5
+    made = critic_free().make(rows, Metrics())
+    centred = [0.75 - (-2.0 + 1.0) / 2, 3.0 - 0.5, -2.0 - (0.75 + 1.0) / 2, 0.5 - 3.0, 1.0 - (0.75 - 2.0) / 2]
+    for i, (row, experience, last) in enumerate(zip(rows, made, centred, strict=True)):
+        n = sum(row.action_mask)
+        assert rewards_without_kl(made, row, i) == pytest.approx([0.0] * (n - 1) + [last], abs=1e-5)
+        to_go = experience.rewards.flip(-1).cumsum(-1).flip(-1)
+        expected = torch.where(experience.action_mask, to_go, 0.0)
+        torch.testing.assert_close(experience.advantages, expected, rtol=0, atol=1e-5)
+        assert torch.equal(experience.returns, experience.advantages)
+        assert experience.values is None
+
+
+def test_the_kl_penalty_is_neither_centred_nor_divided(trajectories: list[Trajectory]) -> None:
+    rows = in_groups(trajectories, [0, 1, 0, 1, 0])
+    made = critic_free(advantage_estimator="group_norm").make(rows, Metrics())
+    scores = torch.tensor([3.0, 0.5])
+    expected = ((scores - scores.mean()) / (scores.std() + 1e-9)).tolist()
+    for i, score in zip((1, 3), expected, strict=True):
+        assert rewards_without_kl(made, rows[i], i)[-1] == pytest.approx(score, abs=1e-5)
+
+
+def test_with_a_kl_loss_the_rewards_hold_no_kl(trajectories: list[Trajectory]) -> None:
+    made = maker(changed(use_kl_loss=True, kl_estimator="k3")).make(trajectories, Metrics())
+    assert rewards_without_kl(made, trajectories[0], 0, kl_coef=0.0) == [0.0, 0.0, 0.75]
+    assert made[0].ref_log_probs is not None
+
+
+def test_named_scores_are_weighted_and_logged_one_by_one(trajectory: Make) -> None:
+    rows = [trajectory([5], [6, END], right=1.0, brief=4.0), trajectory([5], [7, END], right=0.0, brief=2.0)]
+    metrics = Metrics()
+    made = maker(changed(reward_weights=("brief=-0.25",))).make(rows, metrics)
+    assert [rewards_without_kl(made, row, i)[-1] for i, row in enumerate(rows)] == pytest.approx([0.0, -0.5], abs=1e-6)
+    found = metrics.reduced(SingleProcess())
+    assert found["reward"] == pytest.approx((0.0 - 0.5) / 2)
+    assert (found["reward/right"], found["reward/brief"]) == (0.5, 3.0)
+
+
+def test_rewards_of_single_tokens_join_the_score_and_are_centred_with_it(trajectory: Make) -> None:
+    rows = [trajectory([5], [6, 7, END], score=1.0), trajectory([5], [8, END], score=0.0)]
+    rows[0].token_rewards = [0.0, 0.5, 0.25, 0.0]
+    made = critic_free(advantage_estimator="reinforce_baseline").make(rows, Metrics())
+    mean = (1.75 + 0.0) / 2
+    assert rewards_without_kl(made, rows[0], 0) == pytest.approx([0.5, 0.25, 1.0 - mean], abs=1e-5)
+    assert rewards_without_kl(made, rows[1], 1) == pytest.approx([0.0, 0.0 - mean], abs=1e-5)
+
+
+def test_the_baseline_of_remax_is_the_shaped_score_of_the_greedy_response(trajectory: Make) -> None:
+    rows = [trajectory([5], [6, END], score=3.0), trajectory([5], [7, END], score=-1.0)]
+    greedy = trajectory([5], [8, 9], reason=FinishReason.LENGTH, score=2.0)
+    for row in rows:
+        row.greedy = greedy
+    made = critic_free(advantage_estimator="remax", missing_eos_penalty=0.5).make(rows, Metrics())
+    assert rewards_without_kl(made, rows[0], 0)[-1] == pytest.approx(3.0 - 1.5, abs=1e-6)
+    assert rewards_without_kl(made, rows[1], 1)[-1] == pytest.approx(-1.0 - 1.5, abs=1e-6)
+
+
+def test_responses_that_were_cut_off_are_penalized_and_left_out_of_the_losses(trajectories: list[Trajectory]) -> None:
+    metrics = Metrics()
+    options = {"overlong_filter": True, "missing_eos_penalty": 0.25, "reward_clip_range": (-9.0, 9.0)}
+    made = maker(changed(**options)).make(trajectories, metrics)
+    for row, experience in zip(trajectories, made, strict=True):
+        truncated = row.finish_reason is FinishReason.LENGTH
+        assert experience.action_mask.tolist() == [[False] * len(row.token_ids) if truncated else row.action_mask]
+    last = max(t for t, is_action in enumerate(trajectories[1].action_mask) if is_action)
+    kl = (made[1].log_probs - made[1].ref_log_probs)[0, last].item()
+    assert made[1].rewards[0, last].item() == pytest.approx(3.0 - 0.25 - KL_COEF * kl, abs=1e-6)
+    assert metrics.reduced(SingleProcess())["response_length"] == sum(sum(t.action_mask) for t in trajectories) / 5
+
+
+def test_running_normalization_uses_the_scores_of_all_ranks_and_steps(
+    trajectories: list[Trajectory], on_ranks: OnRanks
+) -> None:
+    options = {"normalize_reward": True, "reward_normalizer": "running", "reward_clip_range": (-9.0, 9.0)}
+
+    def work(comm: Any) -> list[float]:
+        mine = trajectories[:2] if comm.rank == 0 else trajectories[2:]
+        ours = maker(changed(**options), comm=comm, **models)
+        ours.make(mine, Metrics())
+        made = ours.make(mine, Metrics())
+        return [rewards_without_kl(made, row, i)[-1] for i, row in enumerate(mine)]
+
+    models = {"actor": Actor(causal(1), temperature=0.7), "critic": ScalarHeadModel(scalar(2), "critic"),
+              "reference": Actor(causal(3), temperature=0.7)}  # fmt: skip
+    scores = torch.tensor([row.scores["score"] for row in trajectories])
+    expected = ((scores - scores.mean()) / scores.std(correction=0)).tolist()
+    first, second = on_ranks(2, work)
+    assert first + second == pytest.approx(expected, abs=1e-5)
+
+
+def test_monte_carlo_returns_do_not_depend_on_values(trajectories: list[Trajectory]) -> None:
+    ours = maker(changed(gamma=1.0))
+    made = ours.add_advantages(ours.run_models(trajectories), trajectories, Metrics(), lambd_critic=1.0)
+    for experience in made:
+        to_go = torch.where(experience.action_mask, experience.rewards.flip(-1).cumsum(-1).flip(-1), 0.0)
+        torch.testing.assert_close(experience.returns, to_go, rtol=0, atol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from openppo.config import PPOConfig
+from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.datasets import TokenExample
 from openppo.experience import ReplayBuffer
 from openppo.experience.collate import idle_experience, join_rows
 from openppo.experience.replay_buffer import MiniBatch
 from openppo.models import Actor, GPTLMLoss
 from openppo.tracking import Metrics
-from openppo.trainer.actor_step import ActorStep
+from openppo.trainer.actor_step import ActorStep, loss_aggregation
 from openppo.trainer.token_batches import TokenBatch, token_batch
 from openppo.types import Experience, SingleProcess
 
@@ -26,7 +25,9 @@ EngineOf = Callable[[nn.Module], Any]
 Comm = Callable[[int, int], Any]
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7
-CONFIG = PPOConfig(eps_clip=0.2, ptx_coef=0.3)
+CONFIG = from_options(
+    TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", eps_clip=0.2, ptx_coef=0.3, generate_max_len=8
+)
 DOCUMENTS = [
     TokenExample(token_ids=[3, 7, 9, 2], loss_mask=[True, True, True, True]),
     TokenExample(token_ids=[5, 2], loss_mask=[False, True]),
@@ -34,6 +35,10 @@ DOCUMENTS = [
     TokenExample(token_ids=[4, 11, 2], loss_mask=[False, False, False]),
     TokenExample(token_ids=[6, 13, 14, 15, 16, 17, 2], loss_mask=[False] + [True] * 6),
 ]
+
+
+def changed(**options: Any) -> TrainPPOConfig:
+    return from_options(TrainPPOConfig, **(flat_dict(CONFIG) | options))
 
 
 def mini_batch(rows: list[Experience], micro: int) -> MiniBatch:
@@ -57,11 +62,11 @@ def widened(batch: MiniBatch, by: int) -> MiniBatch:
     def of(micro: Experience) -> Experience:
         return Experience(**{name: wide(name, tensor) for name, tensor in micro.tensors().items()})
 
-    return MiniBatch([of(micro) for micro in batch.micro_batches], batch.n_tokens)
+    return MiniBatch([of(micro) for micro in batch.micro_batches], batch.n_tokens, batch.n_sequences)
 
 
 def trained(
-    engine: Any, batch: MiniBatch, ptx: TokenBatch | None, config: PPOConfig = CONFIG, comm: Any = None
+    engine: Any, batch: MiniBatch, ptx: TokenBatch | None, config: TrainPPOConfig = CONFIG, comm: Any = None
 ) -> tuple[list[Tensor], dict[str, float]]:
     """Gradient and metrics of one step."""
     metrics = Metrics()
@@ -147,7 +152,7 @@ def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(
         mine = rows[rank::world_size]
         micro_batches = [join_rows(mine[:1]), join_rows(mine[1:]), idle_experience()]
         comm = rank_of(rank, world_size)
-        gradient, _ = trained(engine, MiniBatch(micro_batches, n_tokens), documents(2, comm), comm=comm)
+        gradient, _ = trained(engine, MiniBatch(micro_batches, n_tokens, 9), documents(2, comm), comm=comm)
         of_ranks.append(gradient)
     assert_same([sum(parts) / world_size for parts in zip(*of_ranks, strict=True)], whole)
 
@@ -175,7 +180,7 @@ def test_the_gradient_of_documents_is_that_of_the_language_model_loss(
     logits = causal(input_ids=ids).logits
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert GPTLMLoss()(logits, labels).item() == pytest.approx(loss.item(), abs=1e-9)
-    expected = naive_gradient(causal, CONFIG.ptx_coef * loss)
+    expected = naive_gradient(causal, CONFIG.ppo.ptx_coef * loss)
     engine = engine_of(Actor(causal, temperature=TEMPERATURE))
     gradient, metrics = trained(engine, mini_batch(without_advantage(rows), 3), documents(micro))
     assert_same(gradient, expected)
@@ -206,7 +211,7 @@ def test_the_weight_of_the_documents_scales_their_gradient(
 ) -> None:
     engine, batch = engine_of(Actor(causal)), mini_batch(without_advantage(rows), 4)
     single, _ = trained(engine, batch, documents(4))
-    double, _ = trained(engine, batch, documents(4), dataclasses.replace(CONFIG, ptx_coef=2 * CONFIG.ptx_coef))
+    double, _ = trained(engine, batch, documents(4), changed(ptx_coef=2 * CONFIG.ppo.ptx_coef))
     assert_same(double, [2 * gradient for gradient in single])
 
 
@@ -240,3 +245,102 @@ def test_a_step_without_any_action_has_gradient_zero(
     gradient, metrics = trained(engine, mini_batch([rows[5]], 1), None)
     assert all(bool((g == 0).all()) for g in gradient)
     assert "policy_loss" not in metrics
+
+
+def naive_rows(model: nn.Module, rows: list[Experience]) -> list[dict[str, Tensor]]:
+    """Of each row's action tokens, in float64 and without padding: loss, entropy, log-probs, and what is stored."""
+    found = []
+    for row in rows:
+        places = [t for t in range(1, row.sequences.shape[1]) if row.action_mask[0, t]]
+        if not places:
+            continue
+        distributions = torch.log_softmax(model(input_ids=row.sequences).logits[0] / TEMPERATURE, -1)
+        log_probs = torch.stack([distributions[t - 1, row.sequences[0, t]] for t in places])
+        entropy = torch.stack([-(distributions[t - 1].exp() * distributions[t - 1]).sum() for t in places])
+        known = {name: row.tensors()[name][0, places] for name in ("log_probs", "advantages", "rollout_log_probs")}
+        ratio = (log_probs - known["log_probs"]).exp()
+        loss = -torch.min(ratio * known["advantages"], ratio.clamp(0.8, 1.2) * known["advantages"])
+        found.append({"new": log_probs, "entropy": entropy, "loss": loss, **known})
+    return found
+
+
+@pytest.mark.parametrize("micro", [1, 3, 100])
+@pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
+def test_losses_add_up_as_asked_for_any_micro_batch_size(
+    loss_agg: str, micro: int, causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    losses = [row["loss"] for row in naive_rows(causal, rows)]
+    assert len(losses) == 9  # one of ten rows has no action
+    expected = {
+        "token_mean": torch.cat(losses).mean(),
+        "sequence_mean": torch.stack([loss.mean() for loss in losses]).mean(),
+        "constant": torch.cat(losses).sum() / (9 * 8),
+    }[loss_agg]
+    engine = engine_of(Actor(causal, temperature=TEMPERATURE))
+    gradient, _ = trained(engine, mini_batch(rows, micro), None, changed(loss_agg=loss_agg))
+    assert_same(gradient, naive_gradient(causal, expected))
+
+
+def test_the_entropy_bonus_raises_the_mean_entropy(
+    causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    naive = naive_rows(causal, rows)
+    loss = torch.cat([row["loss"] - 0.3 * row["entropy"] for row in naive]).mean()
+    engine = engine_of(Actor(causal, temperature=TEMPERATURE))
+    gradient, _ = trained(engine, mini_batch(rows, 3), None, changed(entropy_coef=0.3))
+    assert_same(gradient, naive_gradient(causal, loss))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "formula"), [("k2", lambda x: x.square() / 2), ("k3", lambda x: (-x).exp() - 1 + x)]
+)
+def test_the_kl_loss_is_weighted_by_the_coefficient_of_the_step(
+    estimator: str,
+    formula: Callable[[Tensor], Tensor],
+    causal: nn.Module,
+    engine_of: EngineOf,
+    rows: list[Experience],
+) -> None:
+    rows = [row.with_fields(ref_log_probs=row.log_probs * 0.5) for row in rows]
+    naive = naive_rows(causal, rows)
+    kl = torch.cat([formula(row["new"] - row["log_probs"] * 0.5) for row in naive])
+    loss = torch.cat([row["loss"] for row in naive]).mean() + 0.7 * kl.mean()
+    engine, metrics = engine_of(Actor(causal, temperature=TEMPERATURE)), Metrics()
+    config = changed(use_kl_loss=True, kl_estimator=estimator)
+    ActorStep(engine, config, SingleProcess(), CPU).train(mini_batch(rows, 4), None, metrics, kl_coef=0.7)
+    assert_same(engine.gradient, naive_gradient(causal, loss))
+    assert metrics.reduced(SingleProcess())["kl_loss"] == pytest.approx(kl.mean().item(), abs=1e-5)
+
+
+def test_tokens_that_the_engine_saw_otherwise_weigh_less(
+    causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    parts, masked = [], []
+    for row in naive_rows(causal, rows):
+        k = (row["log_probs"] - row["rollout_log_probs"]).exp()
+        inside = (k >= 0.01) & (k <= 0.2)
+        parts.append(torch.where(inside, k, 0.0) * row["loss"])
+        masked.append(~inside)
+    assert 0 < torch.cat(masked).float().mean() < 1
+    engine = engine_of(Actor(causal, temperature=TEMPERATURE))
+    options = {"rollout_correction": "mis", "rollout_correction_low": 0.01, "rollout_correction_high": 0.2}
+    gradient, metrics = trained(engine, mini_batch(rows, 3), None, changed(**options))
+    assert_same(gradient, naive_gradient(causal, torch.cat(parts).mean()))
+    assert metrics["rollout_masked_fraction"] == pytest.approx(torch.cat(masked).float().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "token_mean"),
+        ({"policy_loss_type": "gspo"}, "sequence_mean"),
+        ({"advantage_estimator": "dr_grpo"}, "constant"),
+        ({"advantage_estimator": "dr_grpo", "policy_loss_type": "gspo"}, "sequence_mean"),
+        ({"advantage_estimator": "dr_grpo", "loss_agg": "token_mean"}, "token_mean"),
+    ],
+    ids=str,
+)
+def test_an_algorithm_brings_its_own_normalization_unless_told_otherwise(
+    options: dict[str, str], expected: str
+) -> None:
+    assert loss_aggregation(changed(**options)) == expected

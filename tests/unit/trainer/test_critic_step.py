@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from openppo.config import PPOConfig
+from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ReplayBuffer
 from openppo.experience.collate import idle_experience, join_rows
 from openppo.experience.replay_buffer import MiniBatch
@@ -36,7 +36,8 @@ def trained(
 ) -> tuple[list[Tensor], dict[str, float]]:
     """Gradient and metrics of one step."""
     metrics = Metrics()
-    CriticStep(engine, PPOConfig(value_clip=clip), comm or SingleProcess(), torch.device("cpu")).train(batch, metrics)
+    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", value_clip=clip)
+    CriticStep(engine, config, comm or SingleProcess(), torch.device("cpu")).train(batch, metrics)
     return engine.gradient, metrics.reduced(SingleProcess())
 
 
@@ -99,7 +100,7 @@ def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(
     of_ranks = []
     for rank in range(world_size):
         mine = rows[rank::world_size]
-        batch = MiniBatch([join_rows(mine[:2]), join_rows(mine[2:]), idle_experience()], n_tokens)
+        batch = MiniBatch([join_rows(mine[:2]), join_rows(mine[2:]), idle_experience()], n_tokens, 9)
         of_ranks.append(trained(engine, batch, comm=rank_of(rank, world_size))[0])
     assert_same([sum(parts) / world_size for parts in zip(*of_ranks, strict=True)], whole)
 
@@ -119,7 +120,7 @@ def test_extra_padding_columns_do_not_change_the_gradient(
         for micro in batch.micro_batches
     ]
     narrow, _ = trained(engine, batch)
-    assert_same(trained(engine, MiniBatch(micro_batches, batch.n_tokens))[0], narrow)
+    assert_same(trained(engine, MiniBatch(micro_batches, batch.n_tokens, batch.n_sequences))[0], narrow)
 
 
 def test_only_the_last_backward_pass_is_marked_as_last(

@@ -1,0 +1,51 @@
+"""What is logged about scores and experience."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from openppo.config import RewardSourceConfig
+from openppo.models.masked import compute_approx_kl, masked_sum
+from openppo.models.rollout_correction import mismatch_metrics
+from openppo.tracking import Metrics
+from openppo.types import Experience, Trajectory
+
+
+def measure_scores(trajectories: Sequence[Trajectory], source: RewardSourceConfig, metrics: Metrics) -> None:
+    """Each named reward as ``reward/<name>``, before weights; nothing where the total says it all."""
+    weights = source.weights()
+    for trajectory in trajectories:
+        for name, score in trajectory.scores.items():
+            if name != "reward" or name in weights:
+                metrics.add(f"reward/{name}", score)
+        if trajectory.token_rewards is not None and trajectory.scores:
+            metrics.add("reward/of_tokens", sum(trajectory.token_rewards))
+
+
+def measure_experience(batch: Experience, metrics: Metrics) -> None:
+    """Means over responses and over action tokens of everything that is known of ``batch``."""
+    mask = batch.action_mask
+    assert batch.scores is not None
+    assert batch.log_probs is not None
+    metrics.add_tensor("reward", batch.scores)
+    metrics.add_tensor("reward_std", batch.scores, reduce="std")
+    if batch.ref_log_probs is not None:
+        for name, estimator in (("kl", "k1"), ("kl_k3", "k3")):
+            kl = compute_approx_kl(batch.log_probs, batch.ref_log_probs, mask, estimator)  # type: ignore[arg-type]
+            metrics.add_tensor(name, kl, mask)
+            metrics.add_tensor(f"{name}_per_response", masked_sum(kl, mask, -1))
+    for name, per_token, reduce in mismatch_metrics(batch.log_probs, batch.rollout_log_probs, mask):
+        metrics.add_tensor(name, per_token, mask, reduce=reduce)
+    for name, tensor in (("entropy", batch.entropy), ("values", batch.values), ("returns", batch.returns)):
+        if tensor is not None:
+            metrics.add_tensor(name, tensor, mask)
+    if batch.values is not None and batch.returns is not None:
+        metrics.add_tensor("returns_std", batch.returns, mask, reduce="std")
+        metrics.add_tensor("value_error_std", batch.returns - batch.values, mask, reduce="std")
+    if batch.advantages is not None:
+        metrics.add_tensor("advantages", batch.advantages, mask)
+        metrics.add_tensor("advantages_std", batch.advantages, mask, reduce="std")
+    metrics.add_tensor("response_length", mask.sum(-1).float())
+    metrics.add_tensor("truncated_fraction", batch.truncated.float())

@@ -1,0 +1,103 @@
+"""Prompts to scored trajectories: sampling with the actor's weights, rewards, and the choice of useful groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from openppo.config import TrainPPOConfig
+from openppo.datasets import shard
+from openppo.experience.score_shaping import one_reward_groups
+from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.rewards import PendingScores, Scorer, start_scoring
+from openppo.rollout.rollout import sample_trajectories, write_scores
+from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.engine import TrainingEngine
+from openppo.types import Comm, Prompt, SamplingParams, Trajectory
+
+
+class RolloutStep:
+    """Samples responses with the actor's own weights and has them scored. All ranks call every method together."""
+
+    def __init__(
+        self,
+        strategy: DeepspeedStrategy,
+        actor: TrainingEngine,
+        engine: HFEngine,
+        scorer: Scorer,
+        config: TrainPPOConfig,
+        needs_greedy: bool,
+    ) -> None:
+        self.strategy = strategy
+        self.comm: Comm = strategy.comm
+        self.actor = actor
+        self.engine = engine
+        self.scorer = scorer
+        self.needs_greedy = needs_greedy
+        self.n_samples = config.ppo.n_samples_per_prompt
+        self.rollout_batch_size = config.ppo.rollout_batch_size
+        self.seed = config.deepspeed.seed
+        self.weights = config.source.weights()
+        options = config.generation
+        self.params = SamplingParams(options.generate_max_len, options.temperature, options.top_p, options.top_k)
+
+    def full_weights(self) -> AbstractContextManager[None]:
+        """Inside, the engine may decode: under ZeRO-3 the weights are gathered, unless ranks decode in lockstep."""
+        self.actor.train(False)
+        return nullcontext() if self.engine.any_rank_busy is not None else self.strategy.gathered(self.actor)
+
+    def sample(self, prompts: Sequence[Prompt], first_group: int) -> list[Trajectory]:
+        """Responses to this rank's share of ``prompts``, which are numbered from ``first_group`` in the whole run."""
+        world, rank = self.comm.world_size, self.comm.rank
+        mine, first = shard(prompts, rank, world), first_group + rank * len(prompts) // world
+        with self.full_weights():
+            sampled = sample_trajectories(self.engine, mine, self.params, self.n_samples, self.seed, first)
+            if self.needs_greedy:
+                greedy_params = dataclasses.replace(self.params, temperature=0.0)
+                greedy = sample_trajectories(self.engine, mine, greedy_params, 1, self.seed, first)
+                for i, trajectory in enumerate(sampled):
+                    trajectory.greedy = greedy[i // self.n_samples]
+        return sampled
+
+    def start_scoring(self, trajectories: Sequence[Trajectory]) -> Callable[[], None]:
+        """Begin to score; the function returned waits for the scores and writes them into the trajectories."""
+        greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
+        everything = [*trajectories, *greedy]
+        pending: PendingScores = start_scoring(self.scorer, everything)
+
+        def finish() -> None:
+            write_scores(everything, pending.wait())
+            self._check_weights(everything)
+
+        return finish
+
+    def useful(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Those whose group has several different rewards; the others have nothing to learn from (arXiv 2503.14476)."""
+        if not trajectories:
+            return []
+        rewards = torch.tensor([t.total_reward(self.weights) for t in trajectories])
+        same = one_reward_groups(rewards, torch.tensor([t.group for t in trajectories]))
+        return [t for t, drop in zip(trajectories, same.tolist(), strict=True) if not drop]
+
+    def count_groups(self, trajectories: Sequence[Trajectory]) -> int:
+        """Groups over all ranks."""
+        return int(self.comm.all_reduce(torch.tensor(len({t.group for t in trajectories}))))
+
+    def first_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Of all ranks' groups the first ``rollout_batch_size``: the same ones for any number of ranks."""
+        groups = sorted({g for rank in self.comm.all_gather_object({t.group for t in trajectories}) for g in rank})
+        kept = set(groups[: self.rollout_batch_size])
+        return [t for t in trajectories if t.group in kept]
+
+    def _check_weights(self, trajectories: Sequence[Trajectory]) -> None:
+        names = {name for t in trajectories for name in t.scores}
+        unknown = sorted(self.weights.keys() - names)
+        if trajectories and unknown:
+            raise ValueError(
+                f"--reward_weights names {', '.join(unknown)}, but the rewards are {', '.join(sorted(names))}. "
+                "Use their names."
+            )
+
