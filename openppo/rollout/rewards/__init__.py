@@ -1,0 +1,43 @@
+"""Where rewards come from: reward models, Python functions, servers, verifiers. Names load on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openppo.rollout.rewards.calling import load_reward_function
+    from openppo.rollout.rewards.function import FunctionScorer
+    from openppo.rollout.rewards.model import ModelScorer
+    from openppo.rollout.rewards.scoring import CombinedScorer, PendingScores, Scorer, check_scores, start_scoring
+    from openppo.rollout.rewards.steps import step_ends
+
+_HOME = {
+    "CombinedScorer": "scoring",
+    "FunctionScorer": "function",
+    "ModelScorer": "model",
+    "PendingScores": "scoring",
+    "Scorer": "scoring",
+    "check_scores": "scoring",
+    "load_reward_function": "calling",
+    "start_scoring": "scoring",
+    "step_ends": "steps",
+}
+
+__all__ = [
+    "CombinedScorer",
+    "FunctionScorer",
+    "ModelScorer",
+    "PendingScores",
+    "Scorer",
+    "check_scores",
+    "load_reward_function",
+    "start_scoring",
+    "step_ends",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

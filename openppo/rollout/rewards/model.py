@@ -1,0 +1,106 @@
+"""Scores from a reward model in process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from openppo.models.padding import pad_right
+from openppo.rollout.rewards.scoring import check_scores
+from openppo.tracking import progress
+from openppo.types import Comm, Score, Trajectory
+
+Model = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """``(score - mean) / std``."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __call__(self, scores: Sequence[float]) -> list[float]:
+        return [(score - self.mean) / self.std for score in scores]
+
+
+class ModelScorer:
+    """Scores from a reward model: its output at the last token of what ``encode`` makes of a trajectory.
+
+    Every rank runs as many forwards as the rank with the most, as partitioned weights demand. ``encode`` gives the
+    token ids that the model reads (``policy_tokens``: those of the policy).
+    """
+
+    collective = True
+
+    def __init__(
+        self,
+        model: Model,
+        micro_batch_size: int,
+        pad_token_id: int,
+        comm: Comm,
+        device: torch.device,
+        name: str = "reward",
+        encode: Callable[[Trajectory], list[int]] | None = None,
+        normalization: Normalization = Normalization(),
+    ) -> None:
+        self.model = model
+        self.micro_batch_size = micro_batch_size
+        self.pad_token_id = pad_token_id
+        self.comm = comm
+        self.device = device
+        self.name = name
+        self.encode = encode or policy_tokens
+        self.normalization = normalization
+
+    def __str__(self) -> str:
+        return "the reward model"
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory; forwards run over neighbours in length."""
+        rows = [self.encode(trajectory) for trajectory in trajectories]
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
+        size = self.micro_batch_size
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
+        outputs: dict[int, float] = {}
+        for k in progress(range(n_forwards), "scoring", enabled=self.comm.rank == 0):
+            batch = batches[k] if k < len(batches) else []
+            ids = [rows[i] for i in batch] or [[self.pad_token_id] * 2]
+            outputs.update(zip(batch, forward_scores(self.model, ids, self.pad_token_id, self.device), strict=False))
+        scores = check_scores([outputs[i] for i in range(len(rows))], trajectories, str(self))
+        return [Score({self.name: score}) for score in self.normalization(scores)]
+
+
+@torch.no_grad()
+def forward_scores(model: Model, rows: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> list[float]:
+    """The reward model's scores of ``rows`` of token ids, in one forward."""
+    sequences, attention_mask = pad_right(rows, pad_token_id)
+    return model(sequences.to(device), attention_mask.to(device)).tolist()
+
+
+def policy_tokens(trajectory: Trajectory) -> list[int]:
+    """The trajectory as the policy wrote it."""
+    return trajectory.token_ids
+
+
+def stored_normalization(config: PreTrainedConfig, source: str, remedy: str) -> Normalization:
+    """Mean and std of a reward model's scores, which its config.json holds as ``mean`` and ``std`` as in OpenRLHF.
+
+    ``ValueError`` naming ``--normalize_reward`` and ``source``, and ending with ``remedy``, if there are none.
+    """
+    stored: Any = config.to_dict()
+    mean, std = stored.get("mean"), stored.get("std")
+    if not (
+        isinstance(mean, int | float) and isinstance(std, int | float) and math.isfinite(mean) and 0 < std < math.inf
+    ):
+        raise ValueError(
+            f"--normalize_reward: {source} stores no mean and positive std of its scores in its config.json (found "
+            f"{mean!r} and {std!r}). {remedy}"
+        )
+    return Normalization(mean, std)

@@ -1,0 +1,94 @@
+"""A trajectory's text, written again for a reward model with a tokenizer of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from openppo.rollout.rewards.scoring import name_sample
+from openppo.types import FinishReason, Prompt, Trajectory
+
+logger = logging.getLogger("openppo")
+
+
+class RewardModelText:
+    """Trajectories as token ids of the reward model.
+
+    A chat is rendered with the reward model's own chat template, the response as the assistant's last turn; any other
+    text is the prompt's followed by the response's. A response that ended with EOS ends with the reward model's EOS;
+    one that was cut off ends with its last word, and nothing follows it. Of more than ``context`` tokens the last are
+    kept. ``source`` is the flag and name of the reward model, for messages.
+    """
+
+    def __init__(
+        self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, source: str, context: int | None = None
+    ) -> None:
+        if own.eos_token_id is None:
+            raise ValueError(f"{source}: its tokenizer has no EOS token, at which a finished response is scored.")
+        self.policy = policy
+        self.own = own
+        self.source = source
+        self.context = context
+
+    def __call__(self, trajectory: Trajectory) -> list[int]:
+        """Token ids of prompt and response. ``ValueError`` names a sample that the chat template refuses."""
+        response = str(self.policy.decode(trajectory.response_ids, skip_special_tokens=True))
+        ended = trajectory.finish_reason is FinishReason.EOS
+        try:
+            ids = self._encode(trajectory.prompt, response, ended)
+        except (TemplateError, ValueError) as error:
+            raise ValueError(f"{self.source}: its chat template fails on {name_sample(trajectory)}: {error}") from error
+        if self.context is not None and len(ids) > self.context:
+            logger.warning(
+                "%s reads %d tokens, but %s has %d of its tokens: the first are left out",
+                *(self.source, self.context, name_sample(trajectory), len(ids)),
+            )
+            return ids[-self.context :]
+        return ids
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """``ValueError`` if chats cannot be rendered: tries one prompt for each sequence of roles, before a run."""
+        by_roles = {tuple(m["role"] for m in prompt.messages): prompt for prompt in prompts if prompt.messages}
+        if by_roles and not self.own.chat_template:
+            raise ValueError(
+                f"{self.source}: its tokenizer has no chat template, and the prompts are chats (--apply_chat_template). "
+                "Use a reward model that has one."
+            )
+        for roles, prompt in by_roles.items():
+            try:
+                self._encode(prompt, "a", ended=True)
+                self._encode(prompt, "a", ended=False)
+            except (TemplateError, ValueError) as error:
+                raise ValueError(
+                    f"{self.source}: its chat template refuses messages with the roles {', '.join(roles)}: {error}"
+                ) from error
+
+    def _encode(self, prompt: Prompt, response: str, ended: bool) -> list[int]:
+        if prompt.messages is None:
+            ids = encode_text(self.own, prompt.text + response)
+        else:
+            messages = [*prompt.messages, {"role": "assistant", "content": response}]
+            # Without an end the rendering stops where the response does: no closing tag, no EOS.
+            text = self.own.apply_chat_template(messages, tokenize=False, continue_final_message=not ended)
+            ids = self.own(text, add_special_tokens=False)["input_ids"]
+        return end_with_eos(self.own, ids) if ended else ids
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of ``text``, with what the tokenizer puts before a text (a BOS) once, and nothing after it."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    bare, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+    return ids if ids[:start] == full[:start] else full[:start] + ids
+
+
+def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """``ids`` ending with one EOS: appended if missing; whitespace after an EOS, as chat templates add, is cut."""
+    eos = tokenizer.eos_token_id
+    end = len(ids) - next((i for i, token_id in enumerate(reversed(ids)) if token_id == eos), len(ids))
+    if end > 0 and not str(tokenizer.decode(ids[end:])).strip():
+        return list(ids[:end])
+    return [*ids, eos]

@@ -1,0 +1,113 @@
+"""What a source of rewards is, and how several are asked at the same time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from openppo.types import Score, Trajectory
+
+_LONGEST_QUOTE = 200
+
+
+class Scorer(Protocol):
+    """A source of rewards. ``str(scorer)`` is what messages call it, best the flag that it came from.
+
+    ``collective`` scorers run forwards of partitioned weights: all ranks call ``score`` together, on the thread that
+    trains. The others are independent on each rank, never touch the process group, and may run on any thread.
+    """
+
+    collective: bool
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory, in their order."""
+        ...
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """Scores that may still be under way."""
+
+    wait: Callable[[], list[Score]]
+    """Blocks until the scores are there and returns them; raises what the scorer raised."""
+
+
+def start_scoring(scorer: Scorer, trajectories: Sequence[Trajectory]) -> PendingScores:
+    """Begin to score: in the background if the scorer allows it, else at once, on this thread.
+
+    Of a ``CombinedScorer`` the background parts start first, so that they overlap with the others too.
+    """
+    if isinstance(scorer, CombinedScorer):
+        return scorer.start(trajectories)
+    if scorer.collective:
+        scores = scorer.score(trajectories)
+        return PendingScores(lambda: scores)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+    future = thread.submit(scorer.score, trajectories)
+    thread.shutdown(wait=False)
+    return PendingScores(future.result)
+
+
+class CombinedScorer:
+    """Several sources: named rewards side by side, token rewards summed.
+
+    ``ValueError`` when two sources give a trajectory rewards of the same name.
+    """
+
+    def __init__(self, scorers: Sequence[Scorer]) -> None:
+        self.scorers = sorted(scorers, key=lambda scorer: scorer.collective)  # background parts start first
+        self.collective = any(scorer.collective for scorer in scorers)
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.scorers))
+
+    def start(self, trajectories: Sequence[Trajectory]) -> PendingScores:
+        """Ask all sources; ``start_scoring`` calls this."""
+        parts = [start_scoring(scorer, trajectories) for scorer in self.scorers]
+        return PendingScores(lambda: [self._merge(scores) for scores in zip(*(part.wait() for part in parts))])
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory, in their order."""
+        return self.start(trajectories).wait()
+
+    def _merge(self, scores: Sequence[Score]) -> Score:
+        """What all sources say of one trajectory."""
+        origin: dict[str, Scorer] = {}
+        for scorer, score in zip(self.scorers, scores, strict=True):
+            for name in score.rewards:
+                if name in origin:
+                    raise ValueError(
+                        f"{origin[name]} and {scorer} both give a reward named {name!r}; give one another name."
+                    )
+                origin[name] = scorer
+        per_token = [score.token_rewards for score in scores if score.token_rewards is not None]
+        return Score(
+            rewards={name: reward for score in scores for name, reward in score.rewards.items()},
+            token_rewards=[math.fsum(rewards) for rewards in zip(*per_token, strict=True)] if per_token else None,
+            failed=any(score.failed for score in scores),
+        )
+
+
+def check_scores(scores: Sequence[Any], trajectories: Sequence[Trajectory], source: str) -> list[float]:
+    """The scores as floats; ``ValueError`` naming ``source`` and the sample for a wrong number of them or a bad one."""
+    if len(scores) != len(trajectories):
+        raise ValueError(f"{source} returned {len(scores)} scores for {len(trajectories)} samples; one each is needed.")
+    return [check_number(score, t, source) for score, t in zip(scores, trajectories, strict=True)]
+
+
+def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
+    """A score of Python, NumPy or torch as float; ``ValueError`` if it is no finite number."""
+    single = hasattr(score, "item") and math.prod(score.shape) == 1  # of NumPy or torch
+    number = score.item() if single else score
+    if not (isinstance(number, int | float) and math.isfinite(number)):
+        raise ValueError(f"{source} returned {score!r} for {name_sample(trajectory)}; a finite number is needed.")
+    return float(number)
+
+
+def name_sample(trajectory: Trajectory) -> str:
+    """What messages call a sample: its prompt, shortened."""
+    text = trajectory.prompt.text
+    return f"prompt {text!r}" if len(text) <= _LONGEST_QUOTE else f"prompt {text[:_LONGEST_QUOTE]!r}..."
