@@ -147,7 +147,7 @@ class PPOTrainer:
 
     def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Make experience of this rank's scored trajectories and train on all ranks' for ``max_epochs``."""
-        return self._train_on(trajectories, lambda: None)
+        return self._train_on(trajectories, lambda: 0)
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the responses to ``--eval_data``, the same on all ranks; empty without such data."""
@@ -192,7 +192,7 @@ class PPOTrainer:
         self.consumed_samples += len(ready)
         return trajectories
 
-    def _start_scoring(self, trajectories: Sequence[Trajectory]) -> Callable[[], None]:
+    def _start_scoring(self, trajectories: Sequence[Trajectory]) -> Callable[[], int]:
         with self.timer.phase("scoring"):
             wait_for_scores = self.rollout_step.start_scoring(trajectories)
         self.timer.count_tokens("scoring", _count_tokens(trajectories))
@@ -211,7 +211,7 @@ class PPOTrainer:
             logger.warning("dynamic sampling found %d of %d groups with different rewards", n_groups, wanted)
         return self.rollout_step.first_groups(kept)
 
-    def _train_on(self, trajectories: Sequence[Trajectory], wait_for_scores: Callable[[], None]) -> dict[str, float]:
+    def _train_on(self, trajectories: Sequence[Trajectory], wait_for_scores: Callable[[], int]) -> dict[str, float]:
         metrics = Metrics()
         with self.timer.phase("experience"):
             for engine in (self.parts.actor, self.parts.critic):
@@ -219,7 +219,7 @@ class PPOTrainer:
                     engine.train(False)
             experiences = self.maker.run_models(trajectories)
         with self.timer.phase("scoring"):
-            wait_for_scores()
+            metrics.add("reward_errors", wait_for_scores(), reduce="sum")
         with self.timer.phase("experience"):
             lambd_critic = 1.0 if self._pretrains_values else None
             self.replay_buffer.extend(self.maker.add_advantages(experiences, trajectories, metrics, lambd_critic))

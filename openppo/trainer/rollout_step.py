@@ -62,15 +62,20 @@ class RolloutStep:
                     trajectory.greedy = greedy[i // self.n_samples]
         return sampled
 
-    def start_scoring(self, trajectories: Sequence[Trajectory]) -> Callable[[], None]:
-        """Begin to score; the function returned waits for the scores and writes them into the trajectories."""
+    def start_scoring(self, trajectories: Sequence[Trajectory]) -> Callable[[], int]:
+        """Begin to score; the function returned waits for the scores and writes them into the trajectories.
+
+        It returns the number of samples on which the reward function raised.
+        """
         greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
         everything = [*trajectories, *greedy]
         pending: PendingScores = start_scoring(self.scorer, everything)
 
-        def finish() -> None:
-            write_scores(everything, pending.wait())
+        def finish() -> int:
+            scores = pending.wait()
+            write_scores(everything, scores)
             self._check_weights(everything)
+            return sum(score.failed for score in scores)
 
         return finish
 

@@ -72,7 +72,7 @@ def circumstances(case: Case, widener: Widener) -> ExitStack:
             "experience.collate",
             "trainer.token_batches",
             "trainer.supervised.reward_model",
-            "rollout.rewards",
+            "rollout.rewards.model",
         ):
             stack.enter_context(mock.patch(f"openppo.{module}.pad_right", widener.pad_right))
     if case.get("no_compiler"):
@@ -92,13 +92,13 @@ def partitioned_share(module: nn.Module) -> float:
 def record(trainer: PPOTrainer) -> list[list[Trajectory]]:
     """A list to which each step adds the trajectories of this rank that experience is made of."""
     recorded: list[list[Trajectory]] = []
-    make: Callable[..., list[Experience]] = trainer.maker.make
+    add_advantages: Callable[..., list[Experience]] = trainer.maker.add_advantages
 
-    def recording(trajectories: Sequence[Trajectory], *arguments: Any) -> list[Experience]:
+    def recording(experiences: Any, trajectories: Sequence[Trajectory], *arguments: Any) -> list[Experience]:
         recorded.append(list(trajectories))
-        return make(trajectories, *arguments)
+        return add_advantages(experiences, trajectories, *arguments)
 
-    trainer.maker.make = recording  # type: ignore[method-assign]
+    trainer.maker.add_advantages = recording  # type: ignore[method-assign]
     return recorded
 
 
@@ -119,22 +119,22 @@ def probe(trainer: PPOTrainer) -> dict[str, list[Any]]:
     ids = [prompt.token_ids for prompt in trainer.parts.prompts[:3]]
     sequences, mask = padding.pad_right(ids, 0)
     trainer.parts.actor.train(False)
-    trainer.parts.critic.train(False)
-    return {
-        "ids": ids,
-        "log_probs": trainer.parts.actor(sequences, mask, temperature=1.0).tolist(),
-        "values": trainer.parts.critic(sequences, mask).tolist(),
-    }
+    found = {"ids": ids, "log_probs": trainer.parts.actor(sequences, mask, temperature=1.0).tolist()}
+    if trainer.parts.critic is not None:
+        trainer.parts.critic.train(False)
+        found["values"] = trainer.parts.critic(sequences, mask).tolist()
+    return found
 
 
 def run_ppo(case: Case, arguments: list[str]) -> dict[str, Any]:
     """Global steps of PPO."""
-    config = parse_options(TrainPPOConfig, [*arguments, "--save_value_network"])
+    has_critic = "--advantage_estimator" not in arguments
+    config = parse_options(TrainPPOConfig, [*arguments, "--save_value_network"] if has_critic else arguments)
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
     trainer = build_ppo_trainer(config, strategy)
     models = {
         "actor": trainer.parts.actor.module,
-        "critic": trainer.parts.critic.module,
+        **({} if trainer.parts.critic is None else {"critic": trainer.parts.critic.module}),
         "reference": trainer.maker.reference,
         "reward": trainer.parts.scorer.model,  # type: ignore[attr-defined]
     }

@@ -69,6 +69,36 @@ TASKS = {
     "steps": Task("train_ppo", "--train_batch_size 6 --rollout_batch_size 12 --max_epochs 2", n_rows=13, n_steps=2),
     "prompt": Task("train_ppo", "--train_batch_size 14", n_rows=1, n_steps=2),
     "samples": Task("train_ppo", "--train_batch_size 14 --n_samples_per_prompt 2", n_rows=5, n_steps=2),
+    "grpo": Task(
+        "train_ppo",
+        """--train_batch_size 14 --n_samples_per_prompt 2 --advantage_estimator group_norm --loss_agg sequence_mean
+        --use_kl_loss --kl_estimator k3 --entropy_coef 0.02 --eps_clip_high 0.3 --max_epochs 2""",
+        n_rows=7,
+        n_steps=2,
+    ),
+    "gspo": Task(
+        "train_ppo",
+        """--train_batch_size 14 --n_samples_per_prompt 2 --advantage_estimator rloo --policy_loss_type gspo
+        --eps_clip 0.003 --max_epochs 2 --missing_eos_penalty 0.5 --normalize_reward --reward_normalizer running
+        --kl_target 0.1 --kl_horizon 100""",
+        n_rows=7,
+        n_steps=2,
+    ),
+    "remax": Task(
+        "train_ppo",
+        """--train_batch_size 14 --advantage_estimator remax --policy_loss_type cispo --loss_agg constant
+        --rollout_correction tis --overlong_filter""",
+        n_rows=13,
+        n_steps=2,
+    ),
+    "values": Task(
+        "train_ppo",
+        """--train_batch_size 14 --value_pretrain_steps 1 --lambd_critic 1.0 --adaptive_lambd_alpha 0.2
+        --loss_agg sequence_mean""",
+        n_rows=13,
+        n_steps=2,
+    ),
+    "ema": Task("train_ppo", "--train_batch_size 6 --enable_ema --ema_beta 0.5", n_rows=13, n_steps=1),
     "sft": Task("train_sft", "--train_batch_size 14", n_rows=13, n_steps=2),
     "rm": Task("train_rm", "--train_batch_size 14 --margin_key margin", n_rows=13, n_steps=2),
 }
@@ -80,6 +110,7 @@ CASES = [
     *(Case("steps", stage, 2, 3) for stage in STAGES),
     *(Case("prompt", stage, 2, 2) for stage in STAGES),
     *(Case("samples", stage, 3, 2) for stage in STAGES),
+    *(Case(task, stage, 3, 4) for task in ("grpo", "gspo", "remax", "values", "ema") for stage in (0, 2, 3)),
     *(Case(task, stage, 3) for task in ("sft", "rm") for stage in STAGES),
     *(Case(task, 2, 4, extra_columns=7) for task in ("sft", "rm")),
     *(Case("step", stage, 4, 4, "--gradient_checkpointing") for stage in (0, 3)),
@@ -164,7 +195,9 @@ def outcome(tiny: Path, request: pytest.FixtureRequest) -> Callable[[int, Case],
     def get(ranks: int, case: Case) -> Outcome:
         folder = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks]) / case.name
         command = TASKS[case.task].command
-        starts = {"model": "actor", "model_critic": "reward"} if command == "train_ppo" else {"model": "actor"}
+        starts = {"model": "actor"}
+        if command == "train_ppo" and "--advantage_estimator" not in TASKS[case.task].arguments:
+            starts["model_critic"] = "reward"
         if command == "train_rm":
             starts = {"model": "reward"}
         models = {role: as_vector(folder / role) for role in starts}

@@ -103,6 +103,38 @@ def test_ppo_learns_to_prefer_a_letter(train: Train, tmp_path: Path) -> None:
     assert mean(sample["response"].count("a") > 0 for sample in samples[-20:]) > 0.8
 
 
+CRITIC_FREE = [
+    "--advantage_estimator reinforce",
+    "--advantage_estimator reinforce_baseline",
+    "--advantage_estimator rloo",
+    "--advantage_estimator group_norm --use_kl_loss --kl_estimator k3",
+    "--advantage_estimator dr_grpo --dynamic_sampling --dynamic_sampling_max_batches 2 --enable_ema",
+    "--advantage_estimator remax",
+    "--advantage_estimator group_norm --policy_loss_type gspo --eps_clip 0.02 --eps_clip_high 0.03",
+    "--advantage_estimator rloo --policy_loss_type cispo --rollout_correction tis",
+]
+
+
+@pytest.mark.parametrize("algorithm", CRITIC_FREE)
+def test_every_estimator_without_a_critic_learns_to_prefer_a_letter(
+    train: Train, tmp_path: Path, algorithm: str
+) -> None:
+    rng = random.Random(0)
+    write_rows(tmp_path / "prompts.jsonl", [{"input": word(rng, 1, 6)} for _ in range(64)])
+    (tmp_path / "reward.py").write_text(
+        "def reward_fn(prompt, response):\n    return response.count('a') / max(len(response), 1)\n"
+    )
+    lines = train(
+        "train_ppo",
+        f"""--reward_fn reward.py --prompt_data prompts.jsonl --num_episodes 8 --rollout_batch_size 16
+        --n_samples_per_prompt 4 --train_batch_size 32 --micro_train_batch_size 32 --micro_rollout_batch_size 64
+        --generate_max_len 8 --actor_learning_rate 3e-3 {algorithm}""",
+    )
+    assert mean(line["reward"] for line in lines[:2]) < 0.25  # a random policy: 1/8
+    assert mean(line["reward"] for line in lines[-4:]) > 0.7
+    assert not any("value_loss" in line for line in lines)
+
+
 def test_sft_learns_to_copy_the_last_letter(train: Train, tmp_path: Path) -> None:
     rng = random.Random(0)
     words = [word(rng, 1, 6, "abcdefg") for _ in range(320)]

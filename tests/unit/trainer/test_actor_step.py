@@ -301,9 +301,9 @@ def test_the_kl_loss_is_weighted_by_the_coefficient_of_the_step(
     engine_of: EngineOf,
     rows: list[Experience],
 ) -> None:
-    rows = [row.with_fields(ref_log_probs=row.log_probs * 0.5) for row in rows]
+    rows = [row.with_fields(ref_log_probs=row.log_probs * 0.9) for row in rows]
     naive = naive_rows(causal, rows)
-    kl = torch.cat([formula(row["new"] - row["log_probs"] * 0.5) for row in naive])
+    kl = torch.cat([formula(row["new"] - row["log_probs"] * 0.9) for row in naive])
     loss = torch.cat([row["loss"] for row in naive]).mean() + 0.7 * kl.mean()
     engine, metrics = engine_of(Actor(causal, temperature=TEMPERATURE)), Metrics()
     config = changed(use_kl_loss=True, kl_estimator=estimator)
