@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openppo.experience import get_advantages_and_returns, get_cumulative_returns
+from openppo.experience import get_advantages_and_returns, get_cumulative_returns, length_adaptive_lambda
 
 GAMMAS_AND_LAMBDAS = [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0), (0.5, 1.0), (0.0, 0.7), (1.0, 1.0)]
 TIGHT = {"rtol": 0, "atol": 1e-9}
@@ -101,6 +101,40 @@ def test_with_lambda_zero_the_advantage_is_one_temporal_difference() -> None:
         rewards,
     )
     torch.testing.assert_close(advantages, expected, **TIGHT)
+
+
+def test_a_critic_may_have_a_lambda_of_its_own() -> None:
+    values, rewards = random_inputs()
+    advantages, returns = get_advantages_and_returns(values, rewards, MASK, 0.9, 0.5, lambd_critic=0.8)
+    expected, _ = get_advantages_and_returns(values, rewards, MASK, 0.9, 0.5)
+    other = by_rows(lambda v, r: naive_advantages(v, r, 0.9, 0.8), values, rewards)
+    assert torch.equal(advantages, expected)
+    torch.testing.assert_close(returns, torch.where(MASK, other + values, 0.0), **TIGHT)
+
+
+def test_a_critic_with_lambda_one_learns_monte_carlo_returns() -> None:
+    values, rewards = random_inputs()
+    _, returns = get_advantages_and_returns(values, rewards, MASK, 0.9, 0.5, lambd_critic=1.0)
+    torch.testing.assert_close(returns, get_cumulative_returns(rewards, MASK, 0.9), **TIGHT)
+
+
+def test_every_row_may_have_a_lambda_of_its_own() -> None:
+    values, rewards = random_inputs()
+    lambdas = torch.tensor([0.0, 0.3, 0.5, 0.9, 1.0], dtype=torch.float64)
+    together, _ = get_advantages_and_returns(values, rewards, MASK, 0.9, lambdas)
+    for b, lambd in enumerate(lambdas.tolist()):
+        alone, _ = get_advantages_and_returns(values, rewards, MASK, 0.9, lambd)
+        assert torch.equal(together[b], alone[b])
+
+
+def test_the_adaptive_lambda_by_hand() -> None:
+    mask = torch.zeros(5, 400).bool()
+    for row, length in enumerate([400, 100, 20, 10, 0]):
+        mask[row, 400 - length :] = True
+    # alpha 0.05: 1 - 1/20, 1 - 1/5, 1 - 1/1, 1 - 1/0.5 below 0, no action
+    assert length_adaptive_lambda(mask, 0.05).tolist() == pytest.approx([0.95, 0.8, 0, 0, 0], abs=1e-6)
+    weights = sum(0.95**k for k in range(10_000))  # what the paper asks for: they add up to alpha x length
+    assert weights == pytest.approx(0.05 * 400)
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf, 1e30])

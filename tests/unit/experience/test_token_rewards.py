@@ -70,3 +70,15 @@ def test_rows_have_their_own_last_action_and_score() -> None:
 def test_scores_of_whole_numbers_are_fine() -> None:
     mask = torch.tensor([[False, True]])
     assert compute_reward(torch.tensor([2]), None, mask, 0.0, (-1.0, 1.0)).tolist() == [[0.0, 1.0]]
+
+
+def test_rewards_of_single_tokens_are_added_and_not_clipped() -> None:
+    extra = torch.tensor([[9.0, 9.0, 0.5, 0.0, -7.0, 9.0]])
+    found = rewards_of([0, 0, 1, 1, 1, 0], 3.0, reward_clip_range=(-1.0, 1.0), token_rewards=extra)
+    assert found == pytest.approx([0, 0, 0.5 + 0.1, -0.2, 1.0 - 7.0 - 0.4, 0], abs=1e-6)
+
+
+def test_a_token_reward_outside_the_mask_is_never_read() -> None:
+    extra = torch.tensor([[math.nan, math.nan, 0.5, 0.25, math.inf, math.nan]])
+    found = rewards_of([0, 0, 1, 1, 0, 0], 1.0, kl=None, token_rewards=extra)
+    assert found == [0, 0, 0.5, 1.25, 0, 0]
