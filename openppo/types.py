@@ -41,7 +41,7 @@ class Prompt:
 
     ``text`` is for people and rewards; ``token_ids`` is what the model reads. ``row`` is the data row it came
     from, ``label`` the value of that row's label column. ``messages`` are the chat messages that ``text`` was rendered
-    from (None without a chat template), ``source`` the data set's name.
+    from (None without a chat template), ``source`` the data set's name, ``index`` the row's place there (from 0).
     """
 
     text: str
@@ -50,6 +50,7 @@ class Prompt:
     row: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] | None = None
     source: str = ""
+    index: int = 0
 
 
 @dataclass(frozen=True)
