@@ -64,8 +64,9 @@ def token_batch(
     """This rank's share of ``examples``, which are those of the whole step and the same on all ranks.
 
     A micro-batch has ``micro_batch_size`` rows. A row is one example, or with ``pack_to`` as many as fit into that
-    number of tokens.
+    number of tokens. Examples without any target are left out.
     """
+    examples = [example for example in examples if any(example.loss_mask[1:])]
     rows = [[example] for example in examples] if pack_to is None else pack(examples, pack_to)
     micro_batches = [
         _micro_batch(micro or [[_IDLE]], pad_token_id, with_positions=pack_to is not None)

@@ -23,16 +23,38 @@ def example(*ids: int, first: int = 1) -> TokenExample:
 
 def test_tensors_are_padded_on_the_right_and_masks_come_from_lengths() -> None:
     batch = token_batch([example(4, PAD, 5, first=2), example(PAD, PAD)], 2, PAD, SingleProcess())
-    [(sequences, attention_mask, loss_mask)] = batch.micro_batches
+    [(sequences, attention_mask, loss_mask, position_ids)] = batch.micro_batches
     assert sequences.tolist() == [[4, PAD, 5], [PAD, PAD, PAD]]
     assert attention_mask.tolist() == [[True, True, True], [True, True, False]]
     assert loss_mask.tolist() == [[False, False, True], [False, True, False]]
     assert (sequences.dtype, attention_mask.dtype, loss_mask.dtype) == (torch.int64, torch.bool, torch.bool)
+    assert position_ids is None
+
+
+def test_packed_rows_start_anew_at_each_document_and_padding_goes_on() -> None:
+    examples = [example(1, 2, 3, first=0), example(4, 5, first=0), example(6, 7)]
+    batch = token_batch(examples, 2, PAD, SingleProcess(), pack_to=6)
+    [(sequences, attention_mask, loss_mask, position_ids)] = batch.micro_batches
+    assert sequences.tolist() == [[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]]
+    assert attention_mask.tolist() == [[True] * 5, [True, True, False, False, False]]
+    assert loss_mask.int().tolist() == [[0, 1, 1, 0, 1], [0, 1, 0, 0, 0]]  # no document's first token
+    assert position_ids is not None
+    assert position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    assert batch.n_tokens == 4
+
+
+@pytest.mark.parametrize("pack_to", [None, 6])
+def test_examples_without_a_target_are_left_out(pack_to: int | None) -> None:
+    examples = [example(1), example(2, first=0), example(3, 4, 5, first=3), example(6, 7)]
+    batch = token_batch(examples, 1, PAD, SingleProcess(), pack_to)
+    assert [micro.sequences.tolist() for micro in batch.micro_batches] == [[[6, 7]]]
+    only_prompts = token_batch(examples[:3], 1, PAD, SingleProcess(), pack_to)
+    assert (len(only_prompts.micro_batches), only_prompts.n_tokens) == (1, 0)
 
 
 def test_the_first_token_is_never_a_target() -> None:
     batch = token_batch([example(4, 5, 6, first=0), example(7, 8, first=0)], 2, PAD, SingleProcess())
-    assert batch.micro_batches[0][2].tolist() == [[False, True, True], [False, True, False]]
+    assert batch.micro_batches[0].loss_mask.tolist() == [[False, True, True], [False, True, False]]
     assert batch.n_tokens == 3
 
 
@@ -44,15 +66,28 @@ def test_every_example_is_used_once_in_equally_many_micro_batches(world_size: in
     assert len({len(batch.micro_batches) for batch in batches}) == 1
     assert {batch.n_tokens for batch in batches} == {sum(len(e.token_ids) - 1 for e in examples)}
     tensors = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
-    first_ids = [int(s[0]) for ids, _, loss in tensors for s, m in zip(ids, loss, strict=True) if m.any()]
+    first_ids = [int(s[0]) for m in tensors for s, t in zip(m.sequences, m.loss_mask, strict=True) if t.any()]
     assert sorted(first_ids) == list(range(7))
-    assert sum(int(loss.sum()) for _, _, loss in tensors) == batches[0].n_tokens
-    assert max(len(ids) for ids, _, _ in tensors) <= micro
+    assert sum(int(m.loss_mask.sum()) for m in tensors) == batches[0].n_tokens
+    assert max(len(m.sequences) for m in tensors) <= micro
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("micro", [1, 2, 10])
+def test_packed_rows_too_come_in_equally_many_micro_batches(world_size: int, micro: int, rank_of: Comm) -> None:
+    examples = [example(*range(number, number + 2 + number % 3)) for number in range(0, 70, 10)]  # 19 tokens
+    batches = [token_batch(examples, micro, PAD, rank_of(rank, world_size), pack_to=5) for rank in range(world_size)]
+    assert len({len(batch.micro_batches) for batch in batches}) == 1
+    assert {batch.n_tokens for batch in batches} == {sum(len(e.token_ids) - 1 for e in examples)}
+    tensors = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+    targets = [token for m in tensors for token in m.sequences[m.loss_mask].tolist()]
+    assert sorted(targets) == sorted(token for e in examples for token in e.token_ids[1:])
+    assert all(m.position_ids is not None and m.position_ids.shape == m.sequences.shape for m in tensors)
 
 
 def test_a_rank_with_less_to_do_gets_rows_without_target(rank_of: Comm) -> None:
     [one, other] = (token_batch([example(4, 5)], 1, PAD, rank_of(rank, 2)) for rank in range(2))
-    targets = sorted(int(batch.micro_batches[0][2].sum()) for batch in (one, other))
+    targets = sorted(int(batch.micro_batches[0].loss_mask.sum()) for batch in (one, other))
     assert targets == [0, 1]
     assert (one.n_tokens, other.n_tokens) == (1, 1)
 
@@ -66,7 +101,7 @@ def test_no_example_at_all_is_one_empty_micro_batch() -> None:
 
 
 def test_micro_batches_go_to_the_device_one_after_the_other() -> None:
-    batch = token_batch([example(4, 5), example(6, 7)], 1, PAD, SingleProcess())
+    batch = token_batch([example(4, 5), example(6, 7)], 1, PAD, SingleProcess(), pack_to=2)
     moved = list(batch.to(torch.device("meta")))
     assert len(moved) == 2
     assert all(tensor.device.type == "meta" for tensors in moved for tensor in tensors)
