@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import comb
+from pathlib import PurePath
 
 from openppo.datasets import shard
 from openppo.rollout.engine import Engine
@@ -29,6 +30,16 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def pass_ks(n: int) -> list[int]:
     """The k for which pass@k of ``n`` responses is reported: 1, 2, 4, ... and ``n`` itself."""
     return sorted({2**i for i in range(n.bit_length())} | {n})
+
+
+def short_names(sources: Iterable[str]) -> dict[str, str]:
+    """The fewest last parts of each source's path that tell all of them apart: ``gsm8k/test.jsonl``."""
+    parts = {source: PurePath(source).parts for source in sources}
+    for n in range(1, max(map(len, parts.values()), default=0) + 1):
+        names = {source: str(PurePath(*part[-n:])) for source, part in parts.items()}
+        if len(set(names.values())) == len(names):
+            return names
+    return {source: source for source in parts}
 
 
 def answer(
@@ -70,7 +81,7 @@ class Evaluator:
     seed: int = 42
 
     def evaluate(self, weights: AbstractContextManager[object]) -> Evaluation:
-        """Metrics named ``eval_...``, and ``eval/<source>/...`` where the prompts have several sources.
+        """Metrics named ``eval_...``, and ``eval/<short name of source>/...`` if the prompts have several sources.
 
         ``weights`` is open while the engine generates, for partitioned weights that must be gathered.
         """
@@ -81,12 +92,12 @@ class Evaluator:
 
     def _measure(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics, n = Metrics(), self.n_samples
-        has_several_sources = len({prompt.source for prompt in self.prompts}) > 1
+        names = short_names(prompt.source for prompt in self.prompts)
         for start in range(0, len(trajectories), n):
             responses = trajectories[start : start + n]  # to one prompt
             self._measure_prompt(responses, metrics, prefix="eval_")
-            if has_several_sources:
-                self._measure_prompt(responses, metrics, prefix=f"eval/{responses[0].prompt.source}/")
+            if len(names) > 1:
+                self._measure_prompt(responses, metrics, prefix=f"eval/{names[responses[0].prompt.source]}/")
         return metrics.reduced(self.comm)
 
     def _measure_prompt(self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from torch import Tensor
 
 from openppo.trainer.evaluation import Evaluation, Evaluator, pass_at_k
-from openppo.trainer.evaluation.evaluator import pass_ks
+from openppo.trainer.evaluation.evaluator import pass_ks, short_names
 from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, SingleProcess, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.7)
@@ -66,6 +66,21 @@ def test_pass_at_k_of_impossible_counts_is_an_error(n: int, c: int, k: int) -> N
 
 def test_pass_at_k_is_reported_for_powers_of_two_and_for_all_responses() -> None:
     assert [pass_ks(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ([], []),
+        (["/data/a.jsonl"], ["a.jsonl"]),
+        (["/data/a.jsonl", "openai/gsm8k"], ["a.jsonl", "gsm8k"]),
+        (["/data/gsm8k/test.jsonl", "math/test.jsonl"], ["gsm8k/test.jsonl", "math/test.jsonl"]),
+        (["test.jsonl", "/test.jsonl"], ["test.jsonl", "/test.jsonl"]),
+        (["a", "./a"], ["a", "./a"]),  # the same file twice
+    ],
+)
+def test_sources_are_called_by_the_end_of_their_path(sources: list[str], expected: list[str]) -> None:
+    assert list(short_names(sources).values()) == expected
 
 
 class FakeEngine:

@@ -1,0 +1,166 @@
+"""Generation against plain transformers, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openppo.cli.options import parse_options
+from openppo.config import GenerateConfig
+from openppo.trainer.evaluation.generate_job import GenerateJob
+from openppo.trainer.evaluation.output import write_rows
+from openppo.types import SingleProcess
+
+PROMPTS = ["abc", "z", "what is 7 times 8", "hello there", "b", "9 8 7"]
+NEW_TOKENS = 9
+
+Generate = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def policy(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with large random weights, whose responses differ and sometimes end."""
+    folder = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(models / "actor")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.8)
+    model.lm_head.weight.data[model.config.eos_token_id] *= 2
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(models / "actor").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def generate(policy: Path, tmp_path: Path) -> Iterator[Generate]:
+    """Runs the command's job in this process, with further options; returns the lines it wrote."""
+    environment = dict(os.environ)
+    rows = [{"input": text, "answer": i, "id": f"row {i}"} for i, text in enumerate(PROMPTS)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(*options: str) -> list[dict[str, Any]]:
+        output = tmp_path / "new" / "out.jsonl"
+        arguments = f"--pretrain {policy} --prompt_data {tmp_path}/prompts.jsonl --output_path {output}"
+        arguments += f" --input_key input --label_key answer --generate_max_len {NEW_TOKENS}"
+        GenerateJob(parse_options(GenerateConfig, [*arguments.split(), *options])).fit()
+        return [json.loads(line) for line in output.read_text().splitlines()]
+
+    yield run
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+
+
+@torch.no_grad()
+def by_transformers(policy: Path, prompt: str) -> tuple[list[int], float]:
+    """The greedy response of plain ``generate`` and the mean log-prob of its tokens."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    whole = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    log_probs = model(whole).logits[0, :-1].log_softmax(-1).gather(-1, whole[0, 1:, None])[:, 0]
+    n_prompt = ids.shape[1]
+    return whole[0, n_prompt:].tolist(), log_probs[n_prompt - 1 :].mean().item()
+
+
+def test_greedy_responses_are_those_of_plain_transformers(generate: Generate, policy: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    lines = generate()
+    assert [line["prompt"] for line in lines] == PROMPTS
+    for i, line in enumerate(lines):
+        ids, log_prob = by_transformers(policy, line["prompt"])
+        assert line == {
+            "source": str(tmp_path / "prompts.jsonl"),
+            "row": i,
+            "sample": 0,
+            "prompt": PROMPTS[i],
+            "response": tokenizer.decode(ids, skip_special_tokens=True),
+            "finish_reason": "eos" if ids[-1] == tokenizer.eos_token_id else "length",
+            "n_tokens": len(ids),
+            "label": i,
+            "mean_log_prob": pytest.approx(log_prob, abs=1e-5),
+        }
+    assert {line["finish_reason"] for line in lines} == {"eos", "length"}, "both are tested"
+
+
+def test_several_samples_of_a_prompt_are_numbered_and_differ(generate: Generate) -> None:
+    lines = generate("--n_samples_per_prompt", "3", "--temperature", "1")
+    assert [(line["row"], line["sample"]) for line in lines] == [(i, k) for i in range(len(PROMPTS)) for k in range(3)]
+    assert len({line["response"] for line in lines}) > 2 * len(PROMPTS)
+    assert lines == generate("--n_samples_per_prompt", "3", "--temperature", "1")
+    assert lines != generate("--n_samples_per_prompt", "3", "--temperature", "1", "--seed", "43")
+
+
+def test_lines_name_the_row_also_where_long_prompts_are_dropped(generate: Generate) -> None:
+    assert [line["row"] for line in generate("--prompt_max_len", "10")] == [0, 1, 4, 5]
+
+
+def test_responses_do_not_depend_on_the_batch_size(generate: Generate) -> None:
+    together = generate("--n_samples_per_prompt", "2", "--temperature", "1")
+    alone = generate("--n_samples_per_prompt", "2", "--temperature", "1", "--micro_batch_size", "1")
+    for line in alone:
+        line["mean_log_prob"] = pytest.approx(line["mean_log_prob"], abs=1e-5)
+    assert together == alone
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_earlier_one_alone(tmp_path: Path) -> None:
+    class Unwritable:
+        def __str__(self) -> str:
+            raise RuntimeError("halfway")
+
+    write_rows(tmp_path / "out.jsonl", [{"a": 1}], SingleProcess())
+    with pytest.raises(RuntimeError, match="halfway"):
+        write_rows(tmp_path / "out.jsonl", [{"a": 2}, {"a": Unwritable()}], SingleProcess())
+    assert (tmp_path / "out.jsonl").read_text() == '{"a": 1}\n'
+    write_rows(tmp_path / "out.jsonl", [{"a": "ü\ud800"}], SingleProcess())
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8")) == {"a": "ü\ud800"}
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("{folder}", "--output_path {folder} is a folder: name a file in it."),
+        ("{folder}/file/out.jsonl", "--output_path {folder}/file/out.jsonl: cannot be written ("),
+        ("/proc/out.jsonl", "--output_path /proc/out.jsonl: cannot be written ("),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_found_before_models_load(
+    output: str, message: str, tmp_path: Path, run_in_process: Callable[..., Any]
+) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = "--pretrain no_such_model --prompt_data no_such.jsonl --output_path".split()
+    ended = run_in_process("generate", *arguments, output.format(folder=tmp_path))
+    assert ended.code == 2
+    assert ended.stderr.startswith("error: " + message.format(folder=tmp_path))
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--pretrain no_such_model", "--pretrain no_such_model"),
+        ("--pretrain {models}/broken_weights", "--pretrain {models}/broken_weights"),
+        ("--prompt_data ./no_such.jsonl", "--prompt_data ./no_such.jsonl"),
+        ("--input_key no_such_column", "no column 'no_such_column'"),
+        ("--generate_max_len 62", "--generate_max_len 62 that exceeds the context of 64 tokens"),
+        ("--n_samples_per_prompt 2", "--n_samples_per_prompt 2 with --temperature 0"),
+        ("--temperature -1", "--temperature must not be negative"),
+    ],
+)
+def test_what_cannot_work_is_named_in_one_line(
+    arguments: str, named: str, models: Path, tmp_path: Path, run_in_process: Callable[..., Any]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"input": "abc"}\n')
+    good = f"--pretrain {models}/actor --prompt_data prompts.jsonl --input_key input --output_path out.jsonl"
+    ended = run_in_process("generate", *good.split(), *arguments.format(models=models).split())
+    assert ended.code == 2
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert named.format(models=models) in line
+    assert not (tmp_path / "out.jsonl").exists()
