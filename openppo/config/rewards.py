@@ -63,13 +63,17 @@ class RewardSourceConfig:
             ("remote_rm_batch_size", self.remote_rm_batch_size, 1),
         ):
             require(value >= least, f"--{name} must be at least {least}, got {value}.")
-        for verifier, flag, value in (
+        require(
+            len(set(self.verifiable_reward)) == len(self.verifiable_reward),
+            f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice.",
+        )
+        for verifier, flag, option in (
             ("regex", "verify_regex", self.verify_regex),
             ("length", "verify_length", self.verify_length),
         ):
             asked = verifier in self.verifiable_reward
-            require(not asked or value is not None, f"--verifiable_reward {verifier} needs --{flag}.")
-            require(asked or value is None, f"--{flag} has no effect without --verifiable_reward {verifier}.")
+            require(not asked or option is not None, f"--verifiable_reward {verifier} needs --{flag}.")
+            require(asked or option is None, f"--{flag} has no effect without --verifiable_reward {verifier}.")
         require(
             self.verify_length is None or self.verify_length >= 1,
             f"--verify_length must be at least 1, got {self.verify_length}.",

@@ -28,7 +28,7 @@ BATCH_NAMES = {
 """Parameter of a function for a batch -> what it gets a list of."""
 SINGLE_NAMES = {name: name for name in BATCH_NAMES.values()}
 """The same for a function that is called for each sample."""
-_POSITIONAL = ("prompts", "responses", "labels")
+_BY_POSITION = ("prompts", "responses", "labels")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,11 @@ class RewardFunction:
         call = getattr(self.function, "__call__", None)  # noqa: B004 (an object whose __call__ is async)
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
+    def describe(self) -> str:
+        """How it is called, for the log."""
+        names = [*self.positional, *self.keywords, *(["everything else"] if self.takes_all else [])]
+        return f"{'lists of' if self.is_batch else 'each sample alone:'} {', '.join(names)}"
+
     def __call__(self, samples: Sequence[Sample]) -> Any:
         """What the function returns for all of ``samples``, or for the only one of them."""
         keywords = dict.fromkeys(self.keywords)
@@ -123,7 +128,7 @@ def describe_function(function: Callable[..., Any], source: str, columns: Collec
     """
     parameters = _parameters(function)
     if _is_positional(parameters, known={*BATCH_NAMES, *SINGLE_NAMES, *columns}):
-        return RewardFunction(function, source, True, positional=_POSITIONAL, keywords=(), takes_all=False)
+        return RewardFunction(function, source, True, positional=_BY_POSITION, keywords=(), takes_all=False)
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     decisive = {p.name for p in named} - _IN_BOTH_FORMS.keys()
     is_batch = not decisive.isdisjoint(BATCH_NAMES)

@@ -96,9 +96,8 @@ def stored_normalization(config: PreTrainedConfig, source: str, remedy: str) -> 
     """
     stored: Any = config.to_dict()
     mean, std = stored.get("mean"), stored.get("std")
-    if not (
-        isinstance(mean, int | float) and isinstance(std, int | float) and math.isfinite(mean) and 0 < std < math.inf
-    ):
+    numbers = isinstance(mean, int | float) and isinstance(std, int | float)
+    if not (numbers and math.isfinite(mean) and 0 < std < math.inf):
         raise ValueError(
             f"--normalize_reward: {source} stores no mean and positive std of its scores in its config.json (found "
             f"{mean!r} and {std!r}). {remedy}"

@@ -54,8 +54,8 @@ class RewardModelText:
         by_roles = {tuple(m["role"] for m in prompt.messages): prompt for prompt in prompts if prompt.messages}
         if by_roles and not self.own.chat_template:
             raise ValueError(
-                f"{self.source}: its tokenizer has no chat template, and the prompts are chats (--apply_chat_template). "
-                "Use a reward model that has one."
+                f"{self.source}: its tokenizer has no chat template, and the prompts are chats. Leave "
+                "--apply_chat_template out, or use a reward model that has one."
             )
         for roles, prompt in by_roles.items():
             try:
@@ -89,6 +89,6 @@ def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list
     """``ids`` ending with one EOS: appended if missing; whitespace after an EOS, as chat templates add, is cut."""
     eos = tokenizer.eos_token_id
     end = len(ids) - next((i for i, token_id in enumerate(reversed(ids)) if token_id == eos), len(ids))
-    if end > 0 and not str(tokenizer.decode(ids[end:])).strip():
+    if end > 0 and not str(tokenizer.decode(list(ids[end:]))).strip():
         return list(ids[:end])
     return [*ids, eos]

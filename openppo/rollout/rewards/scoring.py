@@ -67,7 +67,7 @@ class CombinedScorer:
     def start(self, trajectories: Sequence[Trajectory]) -> PendingScores:
         """Ask all sources; ``start_scoring`` calls this."""
         parts = [start_scoring(scorer, trajectories) for scorer in self.scorers]
-        return PendingScores(lambda: [self._merge(scores) for scores in zip(*(part.wait() for part in parts))])
+        return PendingScores(lambda: [self._merge(scores) for scores in zip(*(p.wait() for p in parts), strict=True)])
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory, in their order."""

@@ -1,0 +1,184 @@
+"""Built-in rewards that need no model: a response is right or wrong, or has the right length."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+import openppo
+from openppo.config import RewardSourceConfig, Verifier
+from openppo.rollout.rewards import math_worker
+from openppo.rollout.rewards.scoring import name_sample
+from openppo.types import Prompt, Score, Trajectory
+
+logger = logging.getLogger("openppo")
+
+Verify = Callable[[str, Trajectory], float]
+"""The reward of a response's text, special tokens left out."""
+
+_ANSWER_MARK = "####"
+_SECONDS_FOR_ONE_ANSWER = 20.0
+_LONGEST_QUOTE = 200
+
+
+class VerifiableScorer:
+    """Rewards named ``name`` from ``verify``, one of ``make_verify``."""
+
+    collective = False
+
+    def __init__(self, verify: Verify, tokenizer: PreTrainedTokenizerBase, name: str = "reward") -> None:
+        self.verify = verify
+        self.tokenizer = tokenizer
+        self.name = name
+
+    def __str__(self) -> str:
+        return "--verifiable_reward"
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory."""
+        responses = self.tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
+        return [Score({self.name: self.verify(r, t)}) for r, t in zip(responses, trajectories, strict=True)]
+
+
+def make_verify(verifier: Verifier, source: RewardSourceConfig, prompts: Iterable[Prompt]) -> Verify:
+    """The check named ``verifier``; ``ValueError`` naming the flag for options or labels that it cannot use."""
+    if verifier == "length":
+        assert source.verify_length is not None, "validated before"
+        return LengthReward(source.verify_length)
+    if verifier == "regex":
+        assert source.verify_regex is not None, "validated before"
+        pattern = _compile(source.verify_regex)
+        if pattern.groups == 0:
+            return RegexReward(pattern)
+    for prompt in prompts:
+        label_of(prompt, verifier)
+    if verifier == "regex":
+        return RegexReward(pattern)
+    return exact_match if verifier == "exact_match" else MathReward()
+
+
+def label_of(prompt: Prompt, verifier: Verifier) -> str:
+    """The final answer of the prompt's label; ``ValueError`` if it has none that is a text or a number."""
+    label = prompt.label
+    answer = final_answer(str(label)) if isinstance(label, str | int | float) else ""
+    if not answer:
+        raise ValueError(
+            f"--verifiable_reward {verifier} compares with a text or number, and the label of prompt "
+            f"{prompt.text[:80]!r} is {label!r}. Name the column that has it with --label_key."
+        )
+    return answer
+
+
+def final_answer(text: str) -> str:
+    """What stands after the last ``####``, as in GSM8K, or all of ``text``; without blanks around it."""
+    return text.rpartition(_ANSWER_MARK)[2].strip()
+
+
+def exact_match(response: str, trajectory: Trajectory) -> float:
+    """1 if the final answers of response and label are the same text, else 0."""
+    return float(final_answer(response) == label_of(trajectory.prompt, "exact_match"))
+
+
+class RegexReward:
+    """1 if the response contains ``pattern``, else 0; with a group, what its last match holds must be the label."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self.pattern = pattern
+
+    def __call__(self, response: str, trajectory: Trajectory) -> float:
+        matches = list(self.pattern.finditer(response))
+        if not matches or self.pattern.groups == 0:
+            return float(len(matches) > 0)
+        return float((matches[-1][1] or "").strip() == label_of(trajectory.prompt, "regex"))
+
+
+class LengthReward:
+    """``1 - |n - target| / target`` for a response of n tokens."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+
+    def __call__(self, response: str, trajectory: Trajectory) -> float:
+        return 1.0 - abs(len(trajectory.response_ids) - self.target) / self.target
+
+
+class MathReward:
+    """1 if the response's answer equals the label as mathematics, else 0; math-verify decides, in a process.
+
+    An answer that takes longer than ``seconds`` counts as wrong. Raises ``ValueError`` if math-verify is missing.
+    """
+
+    def __init__(self, seconds: float = _SECONDS_FOR_ONE_ANSWER) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ValueError(
+                "--verifiable_reward math needs the package math-verify, which is not installed: "
+                "pip install math-verify"
+            )
+        self.seconds = seconds
+        self._process: subprocess.Popen[str] | None = None
+
+    def __call__(self, response: str, trajectory: Trajectory) -> float:
+        label = label_of(trajectory.prompt, "math")
+        # math-verify reads LaTeX only where it is marked as such.
+        gold = label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"
+        same = self._ask(json.dumps([gold, response]))
+        if same in ("", "null"):
+            why = "the answer took too long" if same == "" else f"the label {label!r} is no mathematics"
+            logger.warning(
+                "--verifiable_reward math: %s, so %r counts as wrong for %s",
+                *(why, response[-_LONGEST_QUOTE:], name_sample(trajectory)),
+            )
+        return float(same == "true")
+
+    def _ask(self, question: str) -> str:
+        """One line to the process and one back; nothing comes back if it had to be killed."""
+        process = self._process = self._process or _start_math_process()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(question + "\n")
+        process.stdin.flush()
+        alarm = threading.Timer(self.seconds, process.kill)
+        alarm.start()
+        answer = process.stdout.readline().strip()
+        alarm.cancel()
+        if answer == "":
+            process.communicate()
+            self._process = None
+        return answer
+
+
+def _start_math_process() -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(Path(openppo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", math_worker.__name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.stdout is not None
+    if process.stdout.readline() != math_worker.READY:
+        raise RuntimeError(f"--verifiable_reward math: its process ended with status {process.wait()}; see above.")
+    return process
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"--verify_regex {pattern!r} is no regular expression: {error}.") from error
+    if compiled.groups > 1:
+        raise ValueError(
+            f"--verify_regex {pattern!r} has {compiled.groups} groups; one at most is compared with the "
+            "label. Write the others as (?:...)."
+        )
+    return compiled

@@ -1,0 +1,180 @@
+"""From options to the sources of rewards of a run: what is cheap to check comes first, models come last."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from openppo.config import RewardSourceConfig, Verifier
+from openppo.models.loading import check_model, pad_token_id
+from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.rollout.rewards.calling import load_reward_function
+from openppo.rollout.rewards.function import FunctionScorer
+from openppo.rollout.rewards.http import RemoteScorer
+from openppo.rollout.rewards.model import ModelScorer, Normalization, stored_normalization
+from openppo.rollout.rewards.rendering import RewardModelText
+from openppo.rollout.rewards.scoring import CombinedScorer, Scorer
+from openppo.rollout.rewards.verifiable import VerifiableScorer, make_verify
+from openppo.trainer.startup import naming_model
+from openppo.types import Comm, Prompt
+
+logger = logging.getLogger("openppo")
+
+
+@dataclass(frozen=True)
+class ScorerSetup:
+    """What the sources of rewards need to know of the run that they are for."""
+
+    comm: Comm
+    device: torch.device
+    prepare_frozen: Callable[[nn.Module], Any]
+    """Brings a module that is only evaluated to the device, partitioned if need be (``DeepspeedStrategy`` has it)."""
+    prompts: Sequence[Prompt]
+    """All prompts that will be scored: their columns, labels and chats are checked."""
+    actor: str
+    """``--pretrain``: the model whose token ids the trajectories hold."""
+    micro_batch_size: int
+    """Samples of one forward."""
+    bf16: bool = False
+    flash_attn: bool = False
+    value_head_prefix: str = "score"
+    normalize: bool = False
+    """Use the mean and std that the reward model stores."""
+
+
+def build_scorer(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> Scorer:
+    """The scorer of all sources that are given; ``ValueError`` names the flag of whatever cannot work.
+
+    ``tokenizer`` is the policy's. A single source without names of its own gives rewards named "reward"; of several
+    they are named "reward_fn", "remote", like the verifier, "reward_model", "prm".
+    """
+    makers: dict[str, Callable[[RewardSourceConfig, PreTrainedTokenizerBase, ScorerSetup, str], Scorer]] = {}
+    if source.reward_fn is not None:
+        makers["reward_fn"] = partial(_function, source.reward_fn, "--reward_fn", "reward_fn")
+    if source.remote_rm_url is not None:
+        makers["remote"] = _remote
+    for verifier in source.verifiable_reward:
+        makers[verifier] = partial(_verifier, verifier)
+    if source.reward_pretrain is not None:
+        makers["reward_model"] = partial(_reward_model, source.reward_pretrain)
+    # PRM: makers["prm"] = partial(_process_reward_model, source.prm_pretrain), of rewards/process.py, goes here.
+    names = ["reward"] if len(makers) == 1 else list(makers)
+    scorers = [make(source, tokenizer, setup, name) for make, name in zip(makers.values(), names, strict=True)]
+    return scorers[0] if len(scorers) == 1 else CombinedScorer(scorers)
+
+
+def _function(
+    location: str,
+    flag: str,
+    default_name: str,
+    source: RewardSourceConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    setup: ScorerSetup,
+    name: str,
+) -> Scorer:
+    columns = {column for prompt in setup.prompts for column in prompt.row}
+    function = load_reward_function(location, columns, flag, default_name)
+    logger.info("%s is called with %s", function.source, function.describe())
+    return FunctionScorer(
+        function,
+        tokenizer,
+        name,
+        error_value=source.reward_error_value,
+        step_separator=source.step_separator,
+        token_weight=source.weights().get(name, 1.0),
+    )
+
+
+def _remote(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str) -> Scorer:
+    assert source.remote_rm_url is not None
+    if re.search(r"\.py(:\w*)?$", source.remote_rm_url):
+        return _function(source.remote_rm_url, "--remote_rm_url", "reward_func", source, tokenizer, setup, name)
+    scorer = RemoteScorer(source, tokenizer, name)
+    scorer.check()
+    return scorer
+
+
+def _verifier(
+    verifier: Verifier, source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
+) -> Scorer:
+    return VerifiableScorer(make_verify(verifier, source, setup.prompts), tokenizer, name)
+
+
+def _reward_model(
+    model: str, source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
+) -> Scorer:
+    """A frozen reward model, which reads the policy's token ids or, if those are not its own, the text again."""
+    flag = "--reward_pretrain"
+    config = check_model(model, flag)
+    own = own_tokenizer(flag, model, setup.actor, tokenizer)
+    text = None
+    if own is not None:
+        context = getattr(config.get_text_config(), "max_position_embeddings", None)  # absent for some models
+        text = RewardModelText(tokenizer, own, f"{flag} {model}", context)
+        text.check(setup.prompts)
+    normalization = Normalization()
+    if setup.normalize:
+        remedy = "Train it with openppo.cli.train_rm, which stores them, or use --reward_normalizer running."
+        normalization = stored_normalization(config, f"{flag} {model}", remedy)
+    with naming_model(flag, model):
+        reward = get_llm_for_sequence_regression(
+            model,
+            "reward",
+            bf16=setup.bf16,
+            flash_attn=setup.flash_attn,
+            value_head_prefix=setup.value_head_prefix,
+        )
+    return ModelScorer(
+        setup.prepare_frozen(reward),
+        setup.micro_batch_size,
+        pad_token_id(own or tokenizer),
+        setup.comm,
+        setup.device,
+        name,
+        text,
+        normalization,
+    )
+
+
+def own_tokenizer(
+    flag: str, model: str, actor: str, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of ``model``; None if it reads the policy's token ids, that is knows all of them by the same names.
+
+    A model without tokenizer must have a vocabulary of the same size, else ``ValueError`` naming ``flag``.
+    """
+    try:
+        own = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        sizes = [check_model(n, f).get_text_config().vocab_size for n, f in ((model, flag), (actor, "--pretrain"))]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{flag} {model}: its tokenizer cannot be loaded ({error}), and it cannot read the token ids of "
+                f"--pretrain {actor}: their vocabularies have {sizes[0]} and {sizes[1]} tokens. Add its tokenizer."
+            ) from error
+        logger.info(
+            "%s %s has no tokenizer, but a vocabulary of the policy's size: it reads the policy's token ids",
+            flag,
+            model,
+        )
+        return None
+    vocabulary = own.get_vocab()  # may hold more, such as a [PAD] of its own
+    if all(vocabulary.get(token) == token_id for token, token_id in tokenizer.get_vocab().items()):
+        logger.info("%s %s has the policy's vocabulary: it reads the policy's token ids", flag, model)
+        return None
+    logger.info(
+        "%s %s has another vocabulary than --pretrain %s: it reads the text, written again with its own "
+        "tokenizer and chat template",
+        flag,
+        model,
+        actor,
+    )
+    return own
