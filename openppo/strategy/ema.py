@@ -1,0 +1,76 @@
+"""Exponential moving average of trained parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from openppo.strategy.engine import TrainingEngine
+
+
+class ParameterAverage:
+    """``average = beta * average + (1 - beta) * parameter``, float32 on the CPU, starting at the parameters.
+
+    It covers the parameters that ``engine`` trains (with LoRA the adapters), and each rank holds its share: its own
+    partition of every parameter under ZeRO-3, else every n-th parameter. All ranks call each method together.
+    """
+
+    def __init__(self, engine: TrainingEngine, beta: float) -> None:
+        self.beta = beta
+        self._optimizer: Any = engine.deepspeed.optimizer
+        self._partitioned = engine.deepspeed.zero_optimization_stage() == 3
+        self._trained: dict[str, Any] = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+        self._owner = {name: i % dist.get_world_size() for i, name in enumerate(self._trained)}
+        self._averages = {name: share.to("cpu", torch.float32, copy=True) for name, share in self._shares().items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the parameters of now; call it after each optimizer step."""
+        for name, share in self._shares().items():
+            self._averages[name].mul_(self.beta).add_(share.to("cpu", torch.float32), alpha=1 - self.beta)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Inside, the parameters are the averages, in their own dtype; afterwards they are bit for bit as before."""
+        before = {name: share.to("cpu", copy=True) for name, share in self._shares().items()}
+        self._write(self._averages)
+        try:
+            yield
+        finally:
+            self._write(before)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's share of the averages by parameter name, not copied."""
+        return self._averages
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over the share that ``state_dict`` gave on this rank of an equally large group.
+
+        Raises ``ValueError`` when the names or shapes differ.
+        """
+        shapes = [{name: share.shape for name, share in shares.items()} for shares in (state, self._averages)]
+        if shapes[0] != shapes[1]:
+            raise ValueError("these averages are of another model, another ZeRO stage or another number of ranks.")
+        for name, average in self._averages.items():
+            average.copy_(state[name])
+
+    def _shares(self) -> dict[str, Tensor]:
+        """This rank's share of the parameters, to read and write."""
+        if self._partitioned:
+            return {name: p.ds_tensor.data for name, p in self._trained.items()}
+        return {name: p.data for name, p in self._trained.items() if self._owner[name] == dist.get_rank()}
+
+    def _write(self, values: dict[str, Tensor]) -> None:
+        for name, share in self._shares().items():
+            share.copy_(values[name])
+        if self._partitioned:  # drop what DeepSpeed keeps gathered of the old values, as it does for checkpoints
+            self._optimizer.checkpoint_event_prologue()
+            self._optimizer.checkpoint_event_epilogue()
+        else:
+            for name, parameter in self._trained.items():
+                dist.broadcast(parameter.data, self._owner[name])
