@@ -1,6 +1,6 @@
 """Launched by torchrun: ``run_steps.py CASES.json OUT`` runs a few steps of a trainer for each case.
 
-A case: ``name``; ``command`` (train_ppo, train_sft or train_rm) and its ``arguments``; ``n_steps`` of ``n_rows``
+A case: ``name``; ``command`` (train_ppo or a supervised one) and its ``arguments``; ``n_steps`` of ``n_rows``
 each, or without them all of ``fit()``; ``extra_columns`` of padding in every batch; ``no_compiler`` for a machine
 without; ``lockstep`` for weights that are too large to gather. ``OUT/<name>`` receives the models (``model``, and for
 PPO ``model_critic``) and ``result.json``.
@@ -23,18 +23,23 @@ from torch import nn
 from torch.nn import functional as F
 
 from openppo.cli.options import parse_options
-from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig
+from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.experience import collate
 from openppo.models import padding
 from openppo.strategy import DeepspeedStrategy
 from openppo.trainer import PPOTrainer
 from openppo.trainer.build import build_ppo_trainer
-from openppo.trainer.supervised.build import build_rm_trainer, build_sft_trainer
+from openppo.trainer.supervised.build import build_prm_trainer, build_rm_trainer, build_sft_trainer
 from openppo.types import Experience, Trajectory
 
 JUNK_ID = 5
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 HANG_AFTER = timedelta(seconds=100)
+SUPERVISED: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "train_sft": (TrainSFTConfig, build_sft_trainer),
+    "train_rm": (TrainRMConfig, build_rm_trainer),
+    "train_prm": (TrainPRMConfig, build_prm_trainer),
+}
 Case = dict[str, Any]
 
 
@@ -160,11 +165,11 @@ def run_ppo(case: Case, arguments: list[str]) -> dict[str, Any]:
 
 
 def run_supervised(case: Case, arguments: list[str]) -> dict[str, Any]:
-    """Optimizer steps of SFT or reward-model training."""
-    is_sft = case["command"] == "train_sft"
-    config: Any = parse_options(TrainSFTConfig if is_sft else TrainRMConfig, arguments)
+    """Optimizer steps of supervised training."""
+    config_type, build = SUPERVISED[case["command"]]
+    config = parse_options(config_type, arguments)
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
-    trainer = (build_sft_trainer if is_sft else build_rm_trainer)(config, strategy)
+    trainer = build(config, strategy)
     size = case["n_rows"]
     steps = [trainer.parts.train_examples[i * size : (i + 1) * size] for i in range(case["n_steps"])]
     metrics = [trainer.step(examples) | trainer.evaluate() for examples in steps]

@@ -1,4 +1,4 @@
-"""From options to SFT and reward-model trainers."""
+"""From options to trainers of causal language models, reward models and process reward models."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.config import TrainRMConfig, TrainSFTConfig
-from openppo.datasets import load_preferences, load_rows, load_sft_examples
-from openppo.datasets.loading import Row
+from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig, parse_probs
+from openppo.config.commands import SupervisedCommand
+from openppo.datasets import (
+    SourceRow,
+    load_mixed_rows,
+    load_preferences,
+    load_process_examples,
+    load_sft_examples,
+)
 from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, check_model, load_tokenizer
+from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.startup import log_dropped, naming_model, start_trackers
 from openppo.trainer.supervised.loop import SupervisedParts, total_optimizer_steps
+from openppo.trainer.supervised.process_reward import PRM_HEADLINE, ProcessRewardTrainer
 from openppo.trainer.supervised.reward_model import RM_HEADLINE, RewardModelTrainer
 from openppo.trainer.supervised.sft import SFT_HEADLINE, SFTTrainer
 
@@ -60,9 +68,22 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     return RewardModelTrainer(config, SupervisedParts(strategy, tokenizer, engine, train, held_out, trackers))
 
 
-def _check_and_load_tokenizer(
-    config: TrainSFTConfig | TrainRMConfig, strategy: DeepspeedStrategy
-) -> PreTrainedTokenizerBase:
+def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None = None) -> ProcessRewardTrainer:
+    """A trainer of a process reward model, ready for ``fit()``. Errors as in ``build_sft_trainer``."""
+    strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
+    tokenizer = _check_and_load_tokenizer(config, strategy)
+    train, held_out = _load_both(
+        config, lambda rows, flag: load_process_examples(rows, tokenizer, options, config.data, flag=flag)
+    )
+    with naming_model("--pretrain", options.pretrain):
+        actor = Actor(options.pretrain, bf16=config.deepspeed.bf16, flash_attn=options.flash_attn)
+    n_steps = total_optimizer_steps(config, len(train))
+    engine = strategy.prepare(ProcessRewardModel(actor.model), config.adam, options.learning_rate, n_steps)
+    trackers = start_trackers(config, strategy, PRM_HEADLINE, n_steps)
+    return ProcessRewardTrainer(config, SupervisedParts(strategy, tokenizer, engine, train, held_out, trackers))
+
+
+def _check_and_load_tokenizer(config: SupervisedCommand, strategy: DeepspeedStrategy) -> PreTrainedTokenizerBase:
     """What can be found wrong before any data or weights are read."""
     config.validate(strategy.comm.world_size)
     check_model(config.supervised.pretrain, "--pretrain")
@@ -71,18 +92,25 @@ def _check_and_load_tokenizer(
 
 
 def _load_both(
-    config: TrainSFTConfig | TrainRMConfig, make: Callable[[list[Row], str], tuple[list[Example], int]]
+    config: SupervisedCommand, make: Callable[[list[SourceRow], str], tuple[list[Example], int]]
 ) -> tuple[list[Example], list[Example]]:
     """Training examples, and held-out ones (none without ``--eval_dataset``)."""
     options = config.supervised
 
-    def load(source: str, flag: str, split: str) -> list[Example]:
-        rows = load_rows(source, flag=flag, split=split, max_samples=options.max_samples)
+    def load(source: str, probs: str | None, flag: str, split: str) -> list[Example]:
+        rows = load_mixed_rows(
+            parse_probs(source, probs, flag.removeprefix("--")),
+            flag=flag,
+            split=split,
+            max_samples=options.max_samples,
+            seed=config.deepspeed.seed,
+            dataset_class=options.dataset_class,
+        )
         examples, dropped = make(rows, flag)
         log_dropped(dropped, len(examples), flag, "--max_len")
         return examples
 
-    train = load(options.dataset, "--dataset", options.dataset_split)
+    train = load(options.dataset, options.dataset_probs, "--dataset", options.dataset_split)
     if options.eval_dataset is None:
         return train, []
-    return train, load(options.eval_dataset, "--eval_dataset", options.eval_split)
+    return train, load(options.eval_dataset, None, "--eval_dataset", options.eval_split)

@@ -1,0 +1,23 @@
+"""Train a process reward model on solutions whose steps are judged one by one."""
+
+from __future__ import annotations
+
+from openppo.cli.options import Runnable, run_command
+from openppo.config import TrainPRMConfig
+
+
+def main() -> None:
+    """Entry point of ``python -m openppo.cli.train_prm``."""
+    run_command(TrainPRMConfig, _build)
+
+
+def _build(config: TrainPRMConfig) -> Runnable:  # heavy imports after parsing
+    from openppo.cli.startup import quiet_libraries
+    from openppo.trainer.supervised.build import build_prm_trainer
+
+    quiet_libraries()
+    return build_prm_trainer(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""train_prm learns to judge steps: from a random model of two layers, in seconds, through the command."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+REPO = Path(__file__).resolve().parents[2]
+TOKENS = ["<pad>", "<eos>", "<unk>", "#", "G", "B", "+", "=", ";", *"012345678"]
+SECONDS_UNTIL_A_HANG_IS_CERTAIN = 300
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A Llama of two layers with random weights, and a tokenizer with one token per character."""
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = LlamaConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def solution(rng: random.Random) -> dict[str, object]:
+    """Two to five sums, each followed by the placeholder; half of them are wrong."""
+    text, labels = "", []
+    for _ in range(rng.randint(2, 5)):
+        a, b, right = rng.randint(0, 4), rng.randint(0, 4), rng.random() < 0.5
+        result = a + b if right else rng.choice([n for n in range(9) if n != a + b])
+        text += f"{a}+{b}={result}#"
+        labels.append("G" if right else "B")
+    return {"input": text, "label": labels}
+
+
+def test_prm_learns_to_tell_right_sums_from_wrong_ones(model: Path, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for name, count in (("train", 2048), ("heldout", 128)):
+        rows = [json.dumps(solution(rng)) for _ in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    arguments = """--pretrain model --dataset train.jsonl --eval_dataset heldout.jsonl --input_key input
+        --label_key label --placeholder_token # --reward_tokens G B --max_epochs 8 --train_batch_size 64
+        --micro_train_batch_size 64 --learning_rate 1e-2 --save_path out"""
+    done = subprocess.run(
+        [sys.executable, "-m", "openppo.cli.train_prm", *arguments.split()],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS_UNTIL_A_HANG_IS_CERTAIN,
+    )
+    print(done.stdout)  # pytest shows it when the test fails
+    assert done.returncode == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line]
+    assert lines[0]["loss"] > 0.6  # a random model: log(2) = 0.69
+    assert evaluated[-1] > 0.9  # always "wrong" or always "right": about 0.5
+
+    judge = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    good, bad = tokenizer.convert_tokens_to_ids(["G", "B"])
+    with torch.no_grad():
+        logits = judge(**tokenizer("1+2=3#4+4=7#", return_tensors="pt")).logits[0]
+    assert logits[5, good] > logits[5, bad]  # the saved model says it too
+    assert logits[11, good] < logits[11, bad]

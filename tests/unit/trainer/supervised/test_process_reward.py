@@ -1,0 +1,115 @@
+"""Process reward models: the mean over all judged steps, however the samples are split, and what is reported of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from openppo.config import BatchConfig, ProcessConfig, SupervisedConfig, TrainPRMConfig
+from openppo.datasets import ProcessExample
+from openppo.models.process_reward import ProcessRewardModel
+from openppo.tracking import Metrics
+from openppo.trainer.supervised.process_reward import ProcessRewardTrainer
+from openppo.types import SingleProcess
+
+Comm = Callable[[int, int], Any]
+TOKENS = ["<pad>", "#", "+", "-", *"abcdefghijklmnop"]
+PLACEHOLDER, GOOD, BAD, NO = 1, 2, 3, -100
+HARD = [
+    ProcessExample([5, 6, 1, 7, 1, 8, 9, 1], [NO, NO, GOOD, NO, BAD, NO, NO, GOOD]),
+    ProcessExample([10, 1], [NO, BAD]),
+    ProcessExample([11, 12, 13, 14], [NO, NO, NO, NO]),  # nothing judged
+    ProcessExample([4, 1, 15, 1, 16], [NO, GOOD, NO, GOOD, NO]),
+    ProcessExample([17, 18, 1], [NO, NO, BAD]),
+]
+SOFT = [
+    ProcessExample(row.token_ids, [NO if label == NO else 0.31 + 0.1 * t for t, label in enumerate(row.labels)])
+    for row in HARD
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>")
+
+
+@pytest.fixture
+def trainer_of(tokenizer: PreTrainedTokenizerFast) -> Callable[..., ProcessRewardTrainer]:
+    """A trainer of these examples on one rank."""
+
+    def make(examples: list[ProcessExample], micro: int, comm: Any = None) -> ProcessRewardTrainer:
+        config = TrainPRMConfig(
+            SupervisedConfig("model", "data"),
+            ProcessConfig(placeholder_token="#", reward_tokens=("+", "-")),
+            BatchConfig(train_batch_size=len(examples), micro_train_batch_size=micro),
+        )
+        strategy = SimpleNamespace(comm=comm or SingleProcess(), device=torch.device("cpu"))
+        parts: Any = SimpleNamespace(strategy=strategy, tokenizer=tokenizer, train_examples=examples)
+        return ProcessRewardTrainer(config, parts)
+
+    return make
+
+
+def judged_steps(model: LlamaForCausalLM, examples: list[ProcessExample]) -> list[tuple[Tensor, float]]:
+    """Log-probs of (good, bad) and the probability of good that the label wants, of each step one by one."""
+    steps = []
+    for row in examples:
+        logits = model(input_ids=torch.tensor([row.token_ids])).logits[0]
+        for t, label in enumerate(row.labels):
+            if label != NO:
+                wanted = label if isinstance(label, float) else float(label == GOOD)
+                steps.append((logits[t, [GOOD, BAD]].log_softmax(-1), wanted))
+    return steps
+
+
+@pytest.mark.parametrize("examples", [HARD, SOFT], ids=["hard", "soft"])
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 2), (1, 9), (2, 1), (2, 2), (3, 1), (7, 4)])
+def test_gradient_is_that_of_the_mean_over_steps_for_any_split(
+    trainer_of: Callable[..., ProcessRewardTrainer],
+    causal: LlamaForCausalLM,
+    rank_of: Comm,
+    examples: list[ProcessExample],
+    ranks: int,
+    micro: int,
+) -> None:
+    steps = judged_steps(causal, examples)
+    assert len(steps) == 7
+    naive = -sum(wanted * logp[0] + (1 - wanted) * logp[1] for logp, wanted in steps) / len(steps)
+    expected = torch.autograd.grad(naive, list(causal.parameters()))
+
+    model = ProcessRewardModel(causal)
+    total: Any = 0.0
+    for rank in range(ranks):
+        trainer = trainer_of(examples, micro, rank_of(rank, ranks))
+        batch = trainer.make_batch(examples)
+        total += sum(trainer.loss(model, batch, part, Metrics(), prefix="") for part in batch.micro_batches)
+    torch.testing.assert_close(total.item(), naive.item(), rtol=0, atol=1e-6)
+    for ours, theirs in zip(torch.autograd.grad(total, list(causal.parameters())), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("examples", [HARD, SOFT], ids=["hard", "soft"])
+def test_loss_and_accuracy_count_every_judged_step_once(
+    trainer_of: Callable[..., ProcessRewardTrainer], causal: LlamaForCausalLM, examples: list[ProcessExample]
+) -> None:
+    trainer, metrics = trainer_of(examples, micro=2), Metrics()
+    batch = trainer.make_batch(examples)
+    for part in batch.micro_batches:
+        trainer.loss(ProcessRewardModel(causal), batch, part, metrics, prefix="eval_")
+    steps = judged_steps(causal, examples)
+    right = [(logp[0] > logp[1]).item() == (wanted > 0.5) for logp, wanted in steps]
+    assert 0 < sum(right) < len(steps)
+    reduced = metrics.reduced(SingleProcess())
+    assert reduced["eval_accuracy"] == pytest.approx(sum(right) / len(steps))
+    naive = -sum(wanted * logp[0] + (1 - wanted) * logp[1] for logp, wanted in steps) / len(steps)
+    assert reduced["eval_loss"] == pytest.approx(naive.item(), abs=1e-6)
+    assert batch.n_input_tokens == 8 + 2 + 4 + 5 + 3
