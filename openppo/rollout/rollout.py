@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -53,3 +53,14 @@ def write_scores(trajectories: Sequence[Trajectory], scores: Sequence[Score]) ->
         if score.token_rewards is not None:
             n_prompt = len(trajectory.token_ids) - len(score.token_rewards)
             trajectory.token_rewards = [0.0] * n_prompt + list(score.token_rewards)
+
+
+def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:
+    """Raise ``ValueError`` if ``weights`` names a reward that none of the scored ``trajectories`` has."""
+    names = {name for t in trajectories for name in t.scores}
+    unknown = sorted(weights.keys() - names)
+    if trajectories and unknown:
+        raise ValueError(
+            f"--reward_weights names {', '.join(unknown)}, but the rewards are {', '.join(sorted(names))}. "
+            "Use their names."
+        )

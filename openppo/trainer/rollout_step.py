@@ -13,7 +13,7 @@ from openppo.datasets import shard
 from openppo.experience.score_shaping import one_reward_groups
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rewards import PendingScores, Scorer, start_scoring
-from openppo.rollout.rollout import sample_trajectories, write_scores
+from openppo.rollout.rollout import check_weights, sample_trajectories, write_scores
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
 from openppo.types import Comm, Prompt, SamplingParams, Trajectory
@@ -74,7 +74,7 @@ class RolloutStep:
         def finish() -> int:
             scores = pending.wait()
             write_scores(everything, scores)
-            self._check_weights(everything)
+            check_weights(everything, self.weights)
             return sum(score.failed for score in scores)
 
         return finish
@@ -96,13 +96,3 @@ class RolloutStep:
         groups = sorted({g for rank in self.comm.all_gather_object({t.group for t in trajectories}) for g in rank})
         kept = set(groups[: self.rollout_batch_size])
         return [t for t in trajectories if t.group in kept]
-
-    def _check_weights(self, trajectories: Sequence[Trajectory]) -> None:
-        names = {name for t in trajectories for name in t.scores}
-        unknown = sorted(self.weights.keys() - names)
-        if trajectories and unknown:
-            raise ValueError(
-                f"--reward_weights names {', '.join(unknown)}, but the rewards are {', '.join(sorted(names))}. "
-                "Use their names."
-            )
-

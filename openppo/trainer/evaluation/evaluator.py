@@ -11,7 +11,7 @@ from pathlib import PurePath
 from openppo.datasets import shard
 from openppo.rollout.engine import Engine
 from openppo.rollout.rewards import Scorer
-from openppo.rollout.rollout import sample_trajectories, write_scores
+from openppo.rollout.rollout import check_weights, sample_trajectories, write_scores
 from openppo.tracking import Metrics
 from openppo.types import Comm, FinishReason, Prompt, SamplingParams, Trajectory
 
@@ -83,14 +83,17 @@ class Evaluator:
     def evaluate(self, weights: AbstractContextManager[object]) -> Evaluation:
         """Metrics named ``eval_...``, and ``eval/<short name of source>/...`` if the prompts have several sources.
 
-        ``weights`` is open while the engine generates, for partitioned weights that must be gathered.
+        ``weights`` is open while the engine generates, for partitioned weights that must be gathered. Raises
+        ``ValueError`` if ``reward_weights`` names a reward that does not occur.
         """
         with weights:
             trajectories = answer(self.engine, self.comm, self.prompts, self.params, self.n_samples, self.seed)
-        write_scores(trajectories, self.scorer.score(trajectories))
-        return Evaluation(self._measure(trajectories), trajectories)
+        scores = self.scorer.score(trajectories)
+        write_scores(trajectories, scores)
+        check_weights(trajectories, self.reward_weights)
+        return Evaluation(self._measure(trajectories, sum(score.failed for score in scores)), trajectories)
 
-    def _measure(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def _measure(self, trajectories: Sequence[Trajectory], n_failed: int) -> dict[str, float]:
         metrics, n = Metrics(), self.n_samples
         names = short_names(prompt.source for prompt in self.prompts)
         for start in range(0, len(trajectories), n):
@@ -98,17 +101,23 @@ class Evaluator:
             self._measure_prompt(responses, metrics, prefix="eval_")
             if len(names) > 1:
                 self._measure_prompt(responses, metrics, prefix=f"eval/{names[responses[0].prompt.source]}/")
+        if n_failed:
+            metrics.add("eval_reward_errors", n_failed, reduce="sum")
         return metrics.reduced(self.comm)
 
     def _measure_prompt(self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str) -> None:
         rewards = [response.total_reward(self.reward_weights) for response in responses]
-        for response, reward in zip(responses, rewards, strict=True):
+        n_passed = sum(reward >= self.pass_reward for reward in rewards)
+        for reward in rewards:
             metrics.add(f"{prefix}reward", reward)
             metrics.add(f"{prefix}reward_std", reward, reduce="std")
-            for name, score in response.scores.items():
-                metrics.add(f"{prefix}reward/{name}", score)
-            metrics.add(f"{prefix}response_length", sum(response.action_mask))
-            metrics.add(f"{prefix}truncated_fraction", response.finish_reason is FinishReason.LENGTH)
-        n_passed = sum(reward >= self.pass_reward for reward in rewards)
         for k in pass_ks(self.n_samples):
             metrics.add(f"{prefix}pass@{k}", pass_at_k(self.n_samples, n_passed, k))
+        for response in responses:
+            for name, score in response.scores.items():
+                if name != "reward" or name in self.reward_weights:  # else it is the total
+                    metrics.add(f"{prefix}reward/{name}", score)
+            if response.token_rewards is not None and response.scores:
+                metrics.add(f"{prefix}reward/of_tokens", sum(response.token_rewards))
+            metrics.add(f"{prefix}response_length", sum(response.action_mask))
+            metrics.add(f"{prefix}truncated_fraction", response.finish_reason is FinishReason.LENGTH)

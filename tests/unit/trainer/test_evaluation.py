@@ -137,7 +137,7 @@ def prompts_of(*sources: str) -> list[Prompt]:
 
 
 def evaluator(prompts: list[Prompt], comm: Any, n_samples: int = 4, pass_reward: float = 2.5) -> Evaluator:
-    return Evaluator(FakeEngine(), FakeScorer(), comm, prompts, PARAMS, n_samples, pass_reward, WEIGHTS, seed=5)  # type: ignore[arg-type]
+    return Evaluator(FakeEngine(), FakeScorer(), comm, prompts, PARAMS, n_samples, pass_reward, {**WEIGHTS}, seed=5)  # type: ignore[arg-type]
 
 
 def on_ranks(world_size: int, prompts: list[Prompt]) -> list[Evaluation]:
@@ -176,6 +176,7 @@ def naive_metrics(trajectories: Sequence[Trajectory], pass_reward: float) -> dic
         "reward_std": statistics.pstdev(rewards),
         "reward/right": statistics.mean(right),
         "reward/bonus": statistics.mean(len(t.response_ids) for t in trajectories),
+        "reward/of_tokens": statistics.mean(sum(0.1 * token for token in t.response_ids) for t in trajectories),
         "response_length": statistics.mean(len(t.response_ids) for t in trajectories),
         "truncated_fraction": statistics.mean(t.finish_reason is FinishReason.LENGTH for t in trajectories),
         **{f"pass@{k}": pass_at(k) for k in (1, 2, 4)},
@@ -197,6 +198,22 @@ def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source() -> None:
 def test_a_single_source_is_not_reported_twice() -> None:
     names = evaluator(prompts_of("math", "math"), SingleProcess()).evaluate(nullcontext()).metrics
     assert all(name.startswith("eval_") for name in names)
+
+
+def test_a_single_reward_is_reported_once_and_errors_are_counted() -> None:
+    asked: Any = evaluator(prompts_of("", "", ""), SingleProcess())
+    asked.reward_weights.clear()
+    asked.scorer.score = lambda trajectories: [Score({"reward": 0.5}, failed=i < 5) for i in range(len(trajectories))]
+    metrics = asked.evaluate(nullcontext()).metrics
+    assert [name for name in metrics if "reward" in name] == ["eval_reward", "eval_reward_std", "eval_reward_errors"]
+    assert metrics["eval_reward_errors"] == 5
+
+
+def test_a_weight_for_a_reward_that_does_not_occur_is_an_error() -> None:
+    asked: Any = evaluator(prompts_of(""), SingleProcess())
+    asked.reward_weights["bonsu"] = 2.0
+    with pytest.raises(ValueError, match="--reward_weights names bonsu, but the rewards are bonus, right"):
+        asked.evaluate(nullcontext())
 
 
 def test_a_response_passes_at_exactly_the_reward_asked_for() -> None:
