@@ -20,6 +20,7 @@ setup(
         "torch>=2.8",
         "deepspeed>=0.19",
         "transformers>=5.0",
+        "aiohttp>=3.9",
         "peft>=0.18",
         "datasets>=4.0",
         "numpy>=1.26",
@@ -30,7 +31,8 @@ setup(
         "tyro>=1.0",
     ],
     extras_require={
-        "dev": ["mypy", "pytest", "ruff", "types-PyYAML", "types-tqdm", "vaderSentiment"],
+        "dev": ["math-verify", "mypy", "pytest", "ruff", "types-PyYAML", "types-tqdm", "vaderSentiment"],
         "flash": ["flash-attn"],
+        "math": ["math-verify"],
     },
 )

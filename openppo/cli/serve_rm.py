@@ -1,0 +1,60 @@
+"""Serve a reward model over HTTP, for --remote_rm_url."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from openppo.cli.options import Runnable, run_command
+from openppo.config import ServeRMConfig
+
+
+def main() -> None:
+    """Entry point of ``python -m openppo.cli.serve_rm``."""
+    run_command(ServeRMConfig, _build)
+
+
+def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
+    import torch
+
+    from openppo.cli.startup import quiet_libraries
+    from openppo.models.loading import attention_implementation, check_model, load_tokenizer, pad_token_id
+    from openppo.models.scalar_head import get_llm_for_sequence_regression
+    from openppo.rollout.reward_server import RewardServer, encode_conversation, listen
+    from openppo.rollout.rewards.http import read_token
+    from openppo.rollout.rewards.model import Normalization, forward_scores, stored_normalization
+    from openppo.trainer.startup import naming_model
+
+    quiet_libraries()
+    options, flag, name = config.server, "--reward_pretrain", config.server.reward_pretrain
+    token = None if options.token_file is None else read_token(options.token_file, "--token_file")
+    listener = listen(options.host, options.port)
+    attention_implementation(options.flash_attn)
+    model_config = check_model(name, flag)
+    tokenizer = load_tokenizer(name, flag)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{flag} {name}: its tokenizer has no EOS token, at which a text is scored.")
+    normalization = Normalization()
+    if options.normalize_reward:
+        remedy = "Train it with openppo.cli.train_rm, which stores them, or leave --normalize_reward out."
+        normalization = stored_normalization(model_config, f"{flag} {name}", remedy)
+    with naming_model(flag, name):
+        model = get_llm_for_sequence_regression(
+            name,
+            "reward",
+            bf16=options.bf16,
+            flash_attn=options.flash_attn,
+            value_head_prefix=options.value_head_prefix,
+        )
+    device, pad = torch.device("cuda" if torch.cuda.is_available() else "cpu"), pad_token_id(tokenizer)
+    model.eval().to(device)
+    return RewardServer(
+        score=lambda rows: normalization(forward_scores(model, rows, pad, device)),
+        encode=partial(encode_conversation, tokenizer, max_len=options.max_len),
+        listener=listener,
+        config=options,
+        token=token,
+    )
+
+
+if __name__ == "__main__":
+    main()

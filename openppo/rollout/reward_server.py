@@ -1,0 +1,166 @@
+"""A reward model behind HTTP, in the JSON that ``rewards/http.py`` and OpenRLHF's clients speak."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from aiohttp import web
+from transformers import PreTrainedTokenizerBase
+
+from openppo.config import ServerConfig
+from openppo.rollout.rewards.rendering import encode_text
+
+logger = logging.getLogger("openppo")
+
+_BYTES_PER_MB = 2**20
+
+
+class RewardServer:
+    """Answers POST / and /get_reward with rewards, and GET /health, which needs no token.
+
+    The texts of all requests wait in one line. ``score`` gets up to ``config.max_batch_size`` of them at a time, each
+    as ``encode`` makes it token ids, on one thread. ``listener`` is bound to the address. With ``token``, requests
+    must carry it.
+    """
+
+    def __init__(
+        self,
+        score: Callable[[list[list[int]]], list[float]],
+        encode: Callable[[str], list[int]],
+        listener: socket.socket,
+        config: ServerConfig,
+        token: str | None = None,
+    ) -> None:
+        self.score = score
+        self.encode = encode
+        self.listener = listener
+        self.config = config
+        self.authorization = None if token is None else f"Bearer {token}"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward_model")
+        self._waiting: asyncio.Queue[tuple[list[int], asyncio.Future[float]]] = asyncio.Queue()
+
+    def fit(self) -> None:
+        """Serve until SIGTERM or SIGINT; requests under way are answered first."""
+        asyncio.run(self._serve())
+
+    def close(self) -> None:
+        """End the thread of the reward model."""
+        self._thread.shutdown()
+
+    async def _serve(self) -> None:
+        app = web.Application(
+            client_max_size=int(self.config.max_request_mb * _BYTES_PER_MB), middlewares=[self._as_json]
+        )
+        app.add_routes([web.get("/health", self._health)])
+        app.add_routes([web.post(path, self._rewards) for path in ("/", "/get_reward")])
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        await web.SockSite(runner, self.listener).start()
+        end, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, end.set)
+        host, port = self.listener.getsockname()[:2]
+        logger.info("rewards are served at http://%s:%d/get_reward", f"[{host}]" if ":" in host else host, port)
+        work = loop.create_task(self._work())
+        await end.wait()
+        logger.info("ending: answering the requests under way")
+        await runner.cleanup()
+        work.cancel()
+
+    async def _work(self) -> None:
+        """Score what waits, batch by batch, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < self.config.max_batch_size and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            batch = [(row, reward) for row, reward in batch if not reward.cancelled()]  # its client has gone
+            if not batch:
+                continue
+            outcome = loop.run_in_executor(self._thread, self.score, [row for row, _ in batch])
+            await asyncio.wait([outcome])
+            error = outcome.exception()
+            for i, (_, reward) in enumerate(batch):
+                if reward.cancelled():
+                    continue
+                if error is None:
+                    reward.set_result(outcome.result()[i])
+                else:
+                    reward.set_exception(error)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "model": self.config.reward_pretrain})
+
+    async def _rewards(self, request: web.Request) -> web.Response:
+        rows = [self.encode(text) for text in _queries(await request.read())]
+        rewards: list[asyncio.Future[float]] = []
+        for row in rows:
+            rewards.append(asyncio.get_running_loop().create_future())
+            self._waiting.put_nowait((row, rewards[-1]))
+        scores = await asyncio.gather(*rewards, return_exceptions=True)
+        failed = next((score for score in scores if isinstance(score, BaseException)), None)
+        if failed is not None:
+            logger.error("the reward model failed: %r", failed)
+            raise web.HTTPInternalServerError(text=f"the reward model failed: {failed!r}")
+        return web.json_response({"rewards": scores})
+
+    @web.middleware
+    async def _as_json(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Ask for the token, and say what is wrong in JSON."""
+        try:
+            if request.path != "/health" and not self._may_ask(request):
+                raise web.HTTPUnauthorized(text="send the server's token as 'Authorization: Bearer TOKEN'")
+            return await handler(request)
+        except web.HTTPException as error:
+            return web.json_response({"error": error.text or error.reason}, status=error.status)
+
+    def _may_ask(self, request: web.Request) -> bool:
+        if self.authorization is None:
+            return True
+        sent = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        return hmac.compare_digest(sent, self.authorization.encode())
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to the address; ``ValueError`` naming ``--host`` and ``--port`` if that is not possible."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: cannot listen there ({error}). Choose another.") from error
+    return listener
+
+
+def encode_conversation(tokenizer: PreTrainedTokenizerBase, text: str, max_len: int) -> list[int]:
+    """Token ids of a text that holds a whole conversation, as OpenRLHF's server reads it: they end with one EOS.
+
+    PAD around the text is dropped; a BOS stands before it if the tokenizer wants one. The last ``max_len`` are kept.
+    """
+    pad, eos = (re.escape(token) if token else "(?!)" for token in (tokenizer.pad_token, tokenizer.eos_token))
+    text = re.sub(rf"^(?:{pad})+", "", text)
+    text = re.sub(rf"(?:(?:{pad}|{eos})\s*)+$", "", text)
+    return [*encode_text(tokenizer, text), tokenizer.eos_token_id][-max_len:]
+
+
+def _queries(body: bytes) -> list[str]:
+    """The texts of a request; ``HTTPBadRequest`` for anything else."""
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise web.HTTPBadRequest(text=f"the request is no JSON: {error}") from error
+    queries = request.get("query") if isinstance(request, dict) else None
+    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+        raise web.HTTPBadRequest(text='the request must be {"query": [texts]}; "prompts" and "labels" may stand beside')
+    return queries
