@@ -1,0 +1,112 @@
+"""The evaluate command: its table, its lines, and what it says of input that cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openppo.cli.evaluate import table
+from openppo.cli.options import parse_options
+from openppo.config import EvaluateConfig
+from openppo.trainer.evaluation.evaluate_job import EvaluateJob
+
+REWARD = """
+def reward_fn(prompts, responses, labels):
+    return [{"letters": len(response), "label": label} for response, label in zip(responses, labels)]
+"""
+
+
+@pytest.fixture
+def _environment() -> Iterator[None]:
+    """What a job of one process adds to the environment is taken back."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+
+
+def write_rows(file: Path, labels: list[int]) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps({"input": "abc", "answer": label}) + "\n" for label in labels))
+    return file
+
+
+@pytest.mark.usefixtures("_environment")
+def test_lines_and_metrics_say_what_the_reward_function_said(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    first, second = write_rows(tmp_path / "a" / "test.jsonl", [1, 2]), write_rows(tmp_path / "b" / "test.jsonl", [6])
+    arguments = f"""--pretrain {models}/actor --prompt_data {first},{second} --label_key answer --generate_max_len 5
+        --reward_fn {tmp_path}/reward.py --reward_weights letters=0 --pass_reward 2
+        --output_path {tmp_path}/out.jsonl"""
+    job = EvaluateJob(parse_options(EvaluateConfig, arguments.split()))
+    metrics = job.evaluate().metrics
+    assert job.sources == ["a/test.jsonl", "a/test.jsonl", "b/test.jsonl"]
+    expected = {"eval_reward": 3, "eval/a/test.jsonl/reward": 1.5, "eval/b/test.jsonl/reward": 6}
+    expected |= {"eval_pass@1": 2 / 3, "eval/a/test.jsonl/pass@1": 1 / 2, "eval/b/test.jsonl/pass@1": 1}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for line, (source, row, label) in zip(lines, [(first, 0, 1), (first, 1, 2), (second, 0, 6)], strict=True):
+        assert line == {
+            "source": str(source),
+            "row": row,
+            "sample": 0,
+            "prompt": "abc",
+            "response": lines[0]["response"],
+            "finish_reason": line["finish_reason"],
+            "n_tokens": line["n_tokens"],
+            "label": label,
+            "rewards": {"letters": len(line["response"]), "label": label},
+            "reward": label,
+            "passed": label >= 2,
+        }
+
+
+def test_the_table_has_a_line_for_each_metric_and_a_column_for_each_source() -> None:
+    metrics = {
+        "eval_reward": 1 / 3,
+        "eval_pass@1": 0.25,
+        "eval_reward/bonus": 2.0,
+        "eval/math/reward": 0.5,
+        "eval/math/pass@1": 0.5,
+        "eval/math/reward/bonus": 2.0,
+        "eval/a long name/reward": 0.0,
+        "eval/a long name/pass@1": 0.0,
+    }
+    assert table(metrics, ["math", "a long name", "math"]).splitlines() == [
+        "                     all  a long name        math",
+        "prompts                3            1           2",
+        "reward            0.3333       0.0000      0.5000",
+        "pass@1            0.2500       0.0000      0.5000",
+        "reward/bonus      2.0000            -      2.0000",
+    ]
+    alone = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+    assert table(alone, ["math"] * 2).splitlines()[:2] == ["                     all", "prompts                2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("", "No reward is given"),
+        ("--reward_fn no_such.py", "--reward_fn no_such.py"),
+        ("--reward_pretrain {models}/two_labels", "--reward_pretrain {models}/two_labels"),
+        ("--verifiable_reward exact_match --label_key no_such_column", "no column 'no_such_column'"),
+        ("--verifiable_reward exact_match --output_path .", "--output_path . is a folder"),
+        ("--verifiable_reward exact_match --reward_weights exact_match=x", "--reward_weights takes NAME=NUMBER"),
+    ],
+)
+def test_what_cannot_work_is_named_in_one_line(
+    arguments: str, named: str, models: Path, tmp_path: Path, run_in_process: Callable[..., Any]
+) -> None:
+    write_rows(tmp_path / "prompts.jsonl", [1])
+    good = f"--pretrain {models}/actor --prompt_data prompts.jsonl --generate_max_len 4"
+    ended = run_in_process("evaluate", *good.split(), *arguments.format(models=models).split())
+    assert ended.code == 2
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert named.format(models=models) in line
