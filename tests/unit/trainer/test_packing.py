@@ -29,18 +29,20 @@ from openppo.types import SingleProcess
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL = {"vocab_size": 40, "initializer_range": 0.2}
+VOCAB = {"vocab_size": 40}
 MAKERS: dict[str, Callable[..., PreTrainedModel]] = {
-    "llama": lambda **o: LlamaForCausalLM(LlamaConfig(**SMALL, **SIZES, **o)),
-    "qwen2": lambda **o: Qwen2ForCausalLM(Qwen2Config(**SMALL, **SIZES, num_key_value_heads=2, **o)),
-    "gpt_neox": lambda **o: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL, **SIZES, **o)),
-    "gpt2": lambda **o: GPT2LMHeadModel(GPT2Config(**SMALL, n_embd=32, n_layer=2, n_head=4, **o)),
+    "llama": lambda **o: LlamaForCausalLM(LlamaConfig(**VOCAB, **SIZES, **o)),
+    "qwen2": lambda **o: Qwen2ForCausalLM(Qwen2Config(**VOCAB, **SIZES, num_key_value_heads=2, **o)),
+    "gpt_neox": lambda **o: GPTNeoXForCausalLM(GPTNeoXConfig(**VOCAB, **SIZES, **o)),
+    "gpt2": lambda **o: GPT2LMHeadModel(GPT2Config(**VOCAB, n_embd=32, n_layer=2, n_head=4, **o)),
 }
 
 
-def actor_of(name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Actor:
+def actor_of(
+    name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32, initializer_range: float = 0.2
+) -> Actor:
     torch.manual_seed(5)
-    return Actor(MAKERS[name](attn_implementation=attention).to(dtype))
+    return Actor(MAKERS[name](attn_implementation=attention, initializer_range=initializer_range).to(dtype))
 
 
 def documents(lengths: list[int]) -> list[TokenExample]:
@@ -114,10 +116,11 @@ def refuses(sequences: Tensor, attention_mask: Tensor) -> Tensor:
     ("model", "reason"),
     [
         (WithoutPositions(actor_of("llama")), "change each other's log-probs"),
+        (WithoutPositions(actor_of("llama", initializer_range=0.02)), "change each other's log-probs"),
         (WithoutRestart(actor_of("gpt2")), "their own by their place"),
         (refuses, "takes no position ids"),
     ],
-    ids=["mixes documents", "shifts documents", "refuses position ids"],
+    ids=["mixes documents", "mixes them a little", "shifts documents", "refuses position ids"],
 )
 def test_the_probe_finds_models_that_cannot_and_says_so(
     model: Any, reason: str, caplog: pytest.LogCaptureFixture
