@@ -178,9 +178,8 @@ def from_options(command: type[Command], **options: Any) -> Command:
 
     Raises ``ValueError`` for an option that the command does not have, and ``TypeError`` if a required one is missing.
     """
-    groups = {name: group for name, group in typing.get_type_hints(command).items() if dataclasses.is_dataclass(group)}
     made = {}
-    for name, group in groups.items():
+    for name, group in typing.get_type_hints(command).items():
         mine = {field.name for field in dataclasses.fields(group)} & options.keys()
         made[name] = group(**{option: options.pop(option) for option in sorted(mine)})
     if options:

@@ -8,7 +8,7 @@ from typing import Literal
 from openppo.config.shared import require
 
 DataFormat = Literal[
-    "auto", "plain", "messages", "sharegpt", "alpaca", "hh", "preference", "question_answer", "math_shepherd"
+    "auto", "plain", "messages", "sharegpt", "alpaca", "hh", "preference", "question_answer", "math_shepherd", "steps"
 ]
 
 
@@ -41,13 +41,13 @@ class PPODataConfig:
     prompt_data: str
     """Prompts: JSONL, JSON, CSV or Parquet files, folders saved by 'datasets', or hub names; several with commas."""
     prompt_data_probs: str | None = None
-    """Shares in which several --prompt_data are mixed, with commas (default: all rows of all)."""
+    """Shares in which several --prompt_data are mixed, with commas, until one is used up (default: all rows of all)."""
     prompt_split: str = "train"
     """Split of --prompt_data."""
     pretrain_data: str | None = None
     """Documents for the PTX loss, in any format of --prompt_data (off when not given)."""
     pretrain_data_probs: str | None = None
-    """Shares in which several --pretrain_data are mixed, with commas."""
+    """Shares in which several --pretrain_data are mixed, with commas, until one is used up."""
     pretrain_split: str = "train"
     """Split of --pretrain_data."""
     pretrain_key: str | None = None
@@ -59,7 +59,7 @@ class PPODataConfig:
     input_key: str | None = None
     """Column of --prompt_data that holds the prompt: a text, or a list of chat messages (default: recognized)."""
     label_key: str | None = None
-    """Column of --prompt_data that is passed to the rewards as label."""
+    """Column of --prompt_data that is passed to the rewards as label (default: the answer of a recognized shape)."""
     input_template: str | None = None
     """Text around each prompt, with {} where the prompt goes."""
     apply_chat_template: bool = False

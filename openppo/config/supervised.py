@@ -18,7 +18,7 @@ class SupervisedConfig:
     dataset: str
     """Training data: JSONL, JSON, CSV or Parquet files, folders of 'datasets', or hub names; several with commas."""
     dataset_probs: str | None = None
-    """Shares in which several --dataset are mixed, with commas (default: all rows of all)."""
+    """Shares in which several --dataset are mixed, with commas, until one is used up (default: all rows of all)."""
     dataset_split: str = "train"
     """Split of --dataset."""
     data_format: DataFormat = "auto"
@@ -62,7 +62,7 @@ class SFTDataConfig:
     input_key: str | None = None
     """Column with the prompt (text or chat messages); no loss on it (default: recognized)."""
     output_key: str | None = "output"
-    """With --input_key: column with the response; 'None' trains on all tokens of --input_key."""
+    """Column with the response (default: recognized); 'None' trains on all tokens of --input_key."""
 
     def validate(self) -> None:
         """Nothing to check: any column name may occur."""
@@ -73,7 +73,7 @@ class PreferenceConfig:
     """Columns of preference data, and the loss on them."""
 
     prompt_key: str | None = None
-    """Column with the prompt, when chosen and rejected do not contain it."""
+    """Column with the prompt, when chosen and rejected do not contain it (default: recognized)."""
     chosen_key: str = "chosen"
     """Column with the better response."""
     rejected_key: str = "rejected"

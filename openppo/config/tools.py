@@ -26,7 +26,7 @@ class PromptsConfig:
     input_key: str | None = None
     """Column that holds the prompt (default: recognized)."""
     label_key: str | None = None
-    """Column that is passed to the rewards as label."""
+    """Column that is passed to the rewards as label (default: the answer of a recognized shape)."""
     input_template: str | None = None
     """Text around each prompt, with {} where the prompt goes."""
     apply_chat_template: bool = False

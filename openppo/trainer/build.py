@@ -22,6 +22,7 @@ from openppo.strategy.engine import TrainingEngine
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.evaluation import Evaluator
+from openppo.trainer.packing import packing_is_exact
 from openppo.trainer.ppo_data import load_ppo_data
 from openppo.trainer.ppo_trainer import HEADLINE, Parts, PPOTrainer, frozen_actor_steps
 from openppo.trainer.startup import naming_model, start_trackers
@@ -43,7 +44,8 @@ def build_ppo_trainer(
     tokenizer = load_tokenizer(model.pretrain, "--pretrain")
     _check_critic_tokens(config, actor_config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config)
-    scorer = build_scorer(config.source, tokenizer, _scorer_setup(config, strategy))  # a missing head shows at once
+    setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
+    scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once
     actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(data.prompts))
     strategy.seed_per_rank()
 
@@ -71,6 +73,7 @@ def build_ppo_trainer(
         trackers=start_trackers(config, strategy, HEADLINE, config.ppo.num_episodes * len(sampler)),
         ema=ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None,
         evaluator=_evaluator(config, strategy, engine, scorer, data.held_out),
+        pack_documents_to=data.longest if data.documents and packing_is_exact(actor, strategy.device) else None,
     )
     return PPOTrainer(config, parts, callbacks)
 
@@ -131,7 +134,7 @@ def _critic_start(config: TrainPPOConfig) -> tuple[str, str]:
 
 
 def _optimizer_steps(config: TrainPPOConfig, n_prompts: int, without: int = 0) -> int:
-    """Optimizer steps of a whole run but for its first ``without`` global steps; each episode may end in a small one."""
+    """Optimizer steps of a run after its first ``without`` global steps; each episode may end in a small one."""
     ppo, batch = config.ppo, config.batch
     full, rest = divmod(n_prompts, ppo.rollout_batch_size)
     sizes = [ppo.rollout_batch_size] * full + [rest] * (rest > 0)
@@ -161,8 +164,20 @@ def _check_critic_tokens(
         )
 
 
-def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy) -> ScorerSetup:
-    raise NotImplementedError
+def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: list[Prompt]) -> ScorerSetup:
+    shaping = config.shaping
+    return ScorerSetup(
+        comm=strategy.comm,
+        device=strategy.device,
+        prepare_frozen=strategy.prepare_frozen,
+        prompts=prompts,
+        actor=config.model.pretrain,
+        micro_batch_size=config.ppo.micro_rollout_batch_size,
+        bf16=config.deepspeed.bf16,
+        flash_attn=config.model.flash_attn,
+        value_head_prefix=config.model.value_head_prefix,
+        normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
+    )
 
 
 def _evaluator(

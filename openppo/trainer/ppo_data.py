@@ -6,16 +6,67 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import TrainPPOConfig
-from openppo.datasets import TokenExample, load_documents, load_prompts, load_rows, require_column
-from openppo.trainer.startup import log_dropped
+from openppo.config import TrainPPOConfig, parse_probs
+from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts
+from openppo.trainer.startup import check_context, log_dropped
 from openppo.types import Prompt
 
 
 @dataclass(frozen=True)
 class PPOData:
-    """``held_out`` is empty without ``--eval_data``, ``documents`` without ``--pretrain_data``."""
+    """``held_out`` is empty without ``--eval_data``, ``documents`` without ``--pretrain_data``.
+
+    ``longest`` is the most tokens that a prompt and its response can have; documents are cut there.
+    """
 
     prompts: list[Prompt]
     held_out: list[Prompt]
     documents: list[TokenExample]
+    longest: int
+
+
+def load_ppo_data(
+    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig
+) -> PPOData:
+    """Everything that the run reads; ``ValueError`` names the flag and the row of what cannot be used."""
+    data, held_out = config.data, []
+    prompts = _prompts(config, tokenizer, "--prompt_data", data.prompt_data, data.prompt_data_probs, data.prompt_split)
+    if config.evaluation.eval_data is not None:
+        source, split = config.evaluation.eval_data, config.evaluation.eval_split
+        held_out = _prompts(config, tokenizer, "--eval_data", source, None, split)
+    new_tokens = config.generation.generate_max_len
+    longest_prompt = max(len(prompt.token_ids) for prompt in [*prompts, *held_out])
+    check_context(actor_config, config.model.pretrain, longest_prompt, new_tokens)
+    longest = longest_prompt + new_tokens
+    return PPOData(prompts, held_out, _documents(config, tokenizer, longest), longest)
+
+
+def _prompts(
+    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, flag: str, source: str, probs: str | None, split: str
+) -> list[Prompt]:
+    data = config.data
+    rows = load_mixed_rows(
+        parse_probs(source, probs, flag.removeprefix("--")),
+        flag=flag,
+        split=split,
+        max_samples=data.max_samples,
+        seed=config.deepspeed.seed,
+        dataset_class=data.dataset_class,
+    )
+    loaded = load_prompts(rows, tokenizer, data, flag=flag)
+    log_dropped(loaded.dropped, len(loaded.prompts), flag, "--prompt_max_len")
+    return loaded.prompts
+
+
+def _documents(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, max_len: int) -> list[TokenExample]:
+    data = config.data
+    if data.pretrain_data is None or config.ppo.ptx_coef == 0:
+        return []
+    rows = load_mixed_rows(
+        parse_probs(data.pretrain_data, data.pretrain_data_probs, "pretrain_data"),
+        flag="--pretrain_data",
+        split=data.pretrain_split,
+        max_samples=data.max_samples,
+        seed=config.deepspeed.seed,
+    )
+    return load_documents(rows, tokenizer, data.pretrain_key or data.input_key, max_len)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
 from openppo.datasets import BatchSampler, TokenExample, cyclic_batches, render_prompt
+from openppo.datasets.templates import as_messages
 from openppo.experience.maker import ExperienceMaker
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.models.loading import pad_token_id
@@ -26,7 +27,6 @@ from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.evaluation import Evaluator
-from openppo.trainer.packing import packing_is_exact
 from openppo.trainer.rollout_step import RolloutStep
 from openppo.trainer.token_batches import TokenBatch, token_batch
 from openppo.types import Prompt, Trajectory
@@ -42,7 +42,7 @@ class Parts:
     """What a PPO trainer works with: engines, scorer, data and places to report to.
 
     ``critic`` is None for estimators without one, ``ema`` without ``--enable_ema``, ``evaluator`` without
-    ``--eval_data``.
+    ``--eval_data``. ``pack_documents_to`` is the length of rows that documents share (None: a row for each).
     """
 
     strategy: DeepspeedStrategy
@@ -57,6 +57,7 @@ class Parts:
     trackers: Trackers
     ema: ParameterAverage | None = None
     evaluator: Evaluator | None = None
+    pack_documents_to: int | None = None
 
 
 class PPOTrainer:
@@ -79,7 +80,9 @@ class PPOTrainer:
         )
         self.replay_buffer = ReplayBuffer(self.comm, config.ppo.buffer_limit, config.ppo.buffer_cpu_offload)
         self.actor_step = ActorStep(parts.actor, config, self.comm, strategy.device)
-        self.critic_step = parts.critic and CriticStep(parts.critic, config, self.comm, strategy.device)
+        self.critic_step = None
+        if parts.critic is not None:
+            self.critic_step = CriticStep(parts.critic, config, self.comm, strategy.device)
         self.sampler = BatchSampler(len(parts.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
         self.documents = self._document_batches()
         self.timer = PhaseTimer()
@@ -93,7 +96,7 @@ class PPOTrainer:
 
     @property
     def total_steps(self) -> int:
-        """Batches of prompts in all episodes: the global steps of ``fit()``, unless dynamic sampling needs more each."""
+        """Batches of prompts in all episodes: the global steps of ``fit()``, or more if dynamic sampling is on."""
         return self.config.ppo.num_episodes * len(self.sampler)
 
     def fit(self) -> None:
@@ -269,34 +272,30 @@ class PPOTrainer:
             getattr(callback, hook)(self, *arguments)
 
     def _document_batches(self) -> Iterator[TokenBatch]:
-        """For each optimizer step as many documents as it has samples, in endless reshuffled passes.
-
-        Short documents share rows, which are no longer than the longest prompt with a response.
-        """
+        """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
         documents, batch = self.parts.documents, self.config.batch
-        pad, pack_to = pad_token_id(self.parts.tokenizer), None
-        if packing_is_exact(self.parts.actor, self.parts.strategy.device):
-            longest = max(len(prompt.token_ids) for prompt in self.parts.prompts)
-            pack_to = longest + self.config.generation.generate_max_len
+        pad, pack_to = pad_token_id(self.parts.tokenizer), self.parts.pack_documents_to
         for indices in cyclic_batches(len(documents), batch.train_batch_size, self.config.deepspeed.seed):
-            step = [documents[i] for i in indices]
-            yield token_batch(step, batch.micro_train_batch_size, pad, self.comm, pack_to)
+            chosen = [documents[i] for i in indices]
+            yield token_batch(chosen, batch.micro_train_batch_size, pad, self.comm, pack_to)
 
     def _as_prompt(self, prompt: str | Prompt) -> Prompt:
         if isinstance(prompt, Prompt):
             return prompt
-        data = self.config.data
+        data, messages, template = self.config.data, None, self.config.data.input_template
+        if data.apply_chat_template:
+            messages, template = as_messages(prompt, "user", template), None
         text, ids = render_prompt(
-            prompt,
+            messages or prompt,
             self.parts.tokenizer,
-            input_template=data.input_template,
+            input_template=template,
             apply_chat_template=data.apply_chat_template,
         )
         if len(ids) > data.prompt_max_len:
             raise ValueError(
                 f"a prompt of {len(ids)} tokens is longer than prompt_max_len {data.prompt_max_len}: {text!r}"
             )
-        return Prompt(text, ids)
+        return Prompt(text, ids, messages=messages)
 
     def _readable(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
         decode = self.parts.tokenizer.decode  # batch_decode([]) gives [''], and a rank may have no samples
