@@ -1,4 +1,4 @@
-"""A data source named on the command line -> rows.
+"""Data sources named on the command line -> rows.
 
 Rows are plain dicts in the order of the source. Local data are read on every call, without a cache, so an edited
 file is never served stale.
@@ -7,11 +7,16 @@ file is never served stale.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 
@@ -28,6 +33,7 @@ SPLIT_FLAGS = {
     "--pretrain_data": "--pretrain_split",
     "--dataset": "--dataset_split",
     "--eval_dataset": "--eval_split",
+    "--eval_data": "--eval_split",
 }
 """The flag that chooses the split of a data flag, for messages."""
 METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "state.json", "config.json")
@@ -52,23 +58,121 @@ def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) ->
     return rows
 
 
-def require_column(rows: Sequence[Row], key: str, *, flag_of_key: str, flag_of_data: str) -> None:
-    """Raise ``ValueError`` if any row lacks column ``key``: the row (1-based), its columns and the flag to change."""
-    for number, row in enumerate(rows, start=1):
-        if key not in row:
-            raise ValueError(
-                f"{flag_of_data}, row {number}: no column {key!r}. Its columns are {', '.join(map(str, row))}: "
-                f"name one of them with {flag_of_key}."
+@dataclass(frozen=True)
+class SourceRow:
+    """A row, the name of its source, and its number there (from 1)."""
+
+    row: Row
+    source: str
+    number: int
+
+
+def number_rows(rows: Sequence[Row], source: str = "") -> list[SourceRow]:
+    """``rows`` of one source, in order."""
+    return [SourceRow(row, source, number) for number, row in enumerate(rows, start=1)]
+
+
+def load_mixed_rows(
+    sources: Sequence[tuple[str, float | None]],
+    *,
+    flag: str,
+    split: str,
+    max_samples: int | None,
+    seed: int,
+    dataset_class: str | None = None,
+) -> list[SourceRow]:
+    """The rows of several sources, at most ``max_samples`` of each, as ``config.parse_probs`` names them.
+
+    Without shares: all rows, one source after the other. With shares: each next row comes from a source drawn by its
+    share, until the first source is used up; the draws are those of ``datasets.interleave_datasets(probabilities=...,
+    seed=..., stopping_strategy="first_exhausted")``, as in OpenRLHF. ``dataset_class`` loads each source instead of
+    ``load_rows``. Raises ``ValueError`` naming the flag, the source and the remedy.
+    """
+    make = None if dataset_class is None else _import_from_file(dataset_class)
+    loaded = []
+    for source, _ in sources:
+        if make is None:
+            rows = load_rows(source, flag=flag, split=split, max_samples=max_samples)
+        else:
+            rows = _rows_made(
+                make(source), f"--dataset_class {dataset_class}, called for {flag} {source},", max_samples
             )
+        loaded.append(number_rows(rows, source))
+    shares = [share for _, share in sources if share is not None]
+    return _interleave(loaded, shares, seed) if shares else list(chain.from_iterable(loaded))
+
+
+def _interleave(loaded: Sequence[Sequence[SourceRow]], shares: Sequence[float], seed: int) -> list[SourceRow]:
+    assert len(loaded) == len(shares), f"{len(shares)} shares of {len(loaded)} sources"
+    draws, mixed = np.random.default_rng(seed), []
+    left = [iter(rows) for rows in loaded]
+    missing = [len(rows) for rows in loaded]
+    while True:
+        for source in draws.choice(len(loaded), size=1000, p=shares):  # in blocks, as interleave_datasets draws
+            mixed.append(next(left[source]))
+            missing[source] -= 1
+            if missing[source] == 0:
+                return mixed
+
+
+def require_column(rows: Sequence[SourceRow], key: str, *, flag_of_key: str, flag_of_data: str) -> None:
+    """Raise ``ValueError`` if any row lacks column ``key``: the row, its columns and the flag to change."""
+    for row in rows:
+        if key not in row.row:
+            with naming_row(flag_of_data, row):
+                raise ValueError(
+                    f"no column {key!r}. Its columns are {', '.join(map(str, row.row))}: name one of them with "
+                    f"{flag_of_key}."
+                )
 
 
 @contextmanager
-def naming_row(flag: str, number: int) -> Iterator[None]:
-    """Put the data's flag and the row number (1-based) in front of any ``ValueError`` raised inside."""
+def naming_row(flag: str, row: SourceRow) -> Iterator[None]:
+    """Put the data's flag, the row and its source in front of any ``ValueError`` raised inside."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{flag}, row {number}: {error}") from error
+        of_source = f" of {row.source}" if row.source else ""
+        raise ValueError(f"{flag}, row {row.number}{of_source}: {error}") from error
+
+
+def _rows_made(made: Any, where: str, max_samples: int | None) -> list[Row]:
+    """The rows that the user's loader made."""
+    try:
+        rows = list(islice(iter(made), max_samples))
+    except TypeError as error:
+        raise ValueError(f"{where} gave {type(made).__name__}; it must give rows to iterate over.") from error
+    strange = next((row for row in rows if not isinstance(row, dict)), None)
+    if strange is not None:
+        raise ValueError(f"{where} gave rows of {type(strange).__name__}; each must be a dict of its columns.")
+    if not rows:
+        raise ValueError(f"{where} gave no rows.")
+    return rows
+
+
+def _import_from_file(spec: str) -> Callable[[str], Any]:
+    """What ``path.py:name`` names."""
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py") or not name:
+        raise ValueError(f"--dataset_class {spec}: give a Python file and a name in it, path.py:name.")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"--dataset_class {spec}: no such file {file}. Check the path.")
+    module_spec = spec_from_file_location(f"dataset_class_{file.stem}", file)
+    assert module_spec is not None and module_spec.loader is not None, f"no loader for {file}"
+    module = module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pickle look it up there
+    try:
+        module_spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise ValueError(f"--dataset_class {spec}: cannot be imported ({error}). Install what it needs.") from error
+    made = vars(module).get(name)
+    if not callable(made):
+        names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ValueError(
+            f"--dataset_class {spec}: no class or function {name!r}. It has: {', '.join(names) or 'none'}."
+        )
+    return made
 
 
 def _load_folder(path: Path, flag: str, split: str, max_samples: int | None) -> list[Row]:

@@ -5,20 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openppo.config import PreferenceConfig, SupervisedConfig
-from openppo.datasets.formats import Row
-from openppo.datasets.loading import naming_row, require_column
-from openppo.datasets.sft import require_some_left, warn_of_bare_responses
-from openppo.datasets.templates import (
-    Message,
-    RenderedExample,
-    as_messages,
-    render_response,
-    render_whole,
-    require_tokenizer,
-)
+from openppo.datasets.loading import SourceRow, naming_row, require_column
+from openppo.datasets.sft import require_some_left
+from openppo.datasets.shapes import Keys, RowReader
+from openppo.datasets.templates import Message, as_messages, render_whole, require_tokenizer
+from openppo.datasets.turns import render_response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +31,7 @@ class PreferenceExample:
 
 
 def load_preferences(
-    rows: Sequence[Row],
+    rows: Sequence[SourceRow],
     tokenizer: PreTrainedTokenizerBase,
     supervised: SupervisedConfig,
     data: PreferenceConfig,
@@ -46,64 +40,60 @@ def load_preferences(
 ) -> tuple[list[PreferenceExample], int]:
     """One pair per row, in order, and the number of rows dropped because a side exceeds ``supervised.max_len`` tokens.
 
-    With ``data.prompt_key`` the two columns hold responses to that prompt, else whole texts. With
+    The sides are responses to the row's prompt, or whole texts where it has none. With
     ``supervised.apply_chat_template`` they may be lists of messages: whole conversations, or the assistant's turns.
     Raises ``ValueError`` naming ``flag`` and the row for a missing column, a malformed value or a margin that is not a
     number, and ``--max_len`` if no pair is left.
     """
     require_tokenizer(tokenizer, apply_chat_template=supervised.apply_chat_template, eos=True)
-    _require_columns(rows, data, flag)
-    if data.prompt_key is None and supervised.input_template is not None:
-        raise ValueError("--input_template goes around a prompt: name its column with --prompt_key, or leave it out.")
+    reader = RowReader(
+        rows,
+        "pairs",
+        flag,
+        data_format=supervised.data_format,
+        chat=supervised.apply_chat_template,
+        keys=_named_keys(data),
+    )
+    if data.margin_key is not None:
+        require_column(rows, data.margin_key, flag_of_key="--margin_key", flag_of_data=flag)
 
-    examples, lengths, bare_rows = [], [], 0
-    for number, row in enumerate(rows, start=1):
-        with naming_row(flag, number):
-            prompt = None if data.prompt_key is None else row[data.prompt_key]
-            sides = [_render_side(prompt, row[key], tokenizer, supervised, data, key) for key in _side_keys(data)]
-            margin = 0.0 if data.margin_key is None else _as_margin(row[data.margin_key], data.margin_key)
-        chosen, rejected = (side.prompt_ids + side.response_ids for side in sides)
-        bare_rows += not all(side.as_rendered for side in sides)
+    examples, lengths = [], []
+    for row in rows:
+        with naming_row(flag, row):
+            parts = reader.read(row)
+            chosen = _render_side(parts.prompt, parts.chosen, tokenizer, supervised, data.chosen_key)
+            rejected = _render_side(parts.prompt, parts.rejected, tokenizer, supervised, data.rejected_key)
+            margin = 0.0 if data.margin_key is None else _as_margin(row.row[data.margin_key], data.margin_key)
         lengths.append(max(len(chosen), len(rejected)))
         if lengths[-1] <= supervised.max_len:
             examples.append(PreferenceExample(chosen, rejected, margin))
-    warn_of_bare_responses(bare_rows, flag)
     require_some_left(examples, lengths, supervised.max_len, flag)
     return examples, len(rows) - len(examples)
 
 
-def _side_keys(data: PreferenceConfig) -> tuple[str, str]:
-    return data.chosen_key, data.rejected_key
-
-
-def _require_columns(rows: Sequence[Row], data: PreferenceConfig, flag: str) -> None:
-    for option, key in (
-        ("--prompt_key", data.prompt_key),
-        ("--chosen_key", data.chosen_key),
-        ("--rejected_key", data.rejected_key),
-        ("--margin_key", data.margin_key),
-    ):
-        if key is not None:
-            require_column(rows, key, flag_of_key=option, flag_of_data=flag)
+def _named_keys(data: PreferenceConfig) -> Keys | None:
+    """The columns that the user named, if any; a default is no name."""
+    sides = {"chosen": (data.chosen_key, "--chosen_key"), "rejected": (data.rejected_key, "--rejected_key")}
+    if data.prompt_key is not None:
+        return {"prompt": (data.prompt_key, "--prompt_key"), **sides}
+    defaults = PreferenceConfig.chosen_key, PreferenceConfig.rejected_key
+    return None if (data.chosen_key, data.rejected_key) == defaults else sides
 
 
 def _render_side(
-    prompt: object,
-    value: object,
-    tokenizer: PreTrainedTokenizerBase,
-    supervised: SupervisedConfig,
-    data: PreferenceConfig,
-    key: str,
-) -> RenderedExample:
+    prompt: Any, side: Any, tokenizer: PreTrainedTokenizerBase, supervised: SupervisedConfig, column: str
+) -> list[int]:
     template, chat = supervised.input_template, supervised.apply_chat_template
+    if prompt is None and template is not None:
+        raise ValueError("--input_template goes around a prompt: name its column with --prompt_key, or leave it out.")
     try:
-        if data.prompt_key is None:
-            return RenderedExample([], render_whole(value, tokenizer, input_template=None, apply_chat_template=chat))
-        if chat and not isinstance(value, str):
-            value = _turns_after(as_messages(prompt, "user", template), as_messages(value))
-        return render_response(prompt, value, tokenizer, input_template=template, apply_chat_template=chat)
+        if prompt is None:
+            return render_whole(side, tokenizer, input_template=None, apply_chat_template=chat)
+        if chat and not isinstance(side, str):
+            side = _turns_after(as_messages(prompt, "user", template), as_messages(side))
+        return render_response(prompt, side, tokenizer, input_template=template, apply_chat_template=chat).token_ids
     except ValueError as error:
-        raise ValueError(f"column {key!r}: {error}") from error
+        raise ValueError(f"column {column!r}: {error}") from error
 
 
 def _turns_after(prompt: list[Message], turns: list[Message]) -> list[Message]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from openppo.config import PPODataConfig
-from openppo.datasets.formats import Row
-from openppo.datasets.loading import naming_row, require_column
-from openppo.datasets.templates import render_prompt, require_tokenizer
+from openppo.datasets.loading import SourceRow, naming_row, require_column
+from openppo.datasets.shapes import RowReader
+from openppo.datasets.templates import as_messages, render_prompt, require_tokenizer
 from openppo.types import Prompt
 
 if TYPE_CHECKING:
@@ -24,35 +23,72 @@ class PromptSet:
     dropped: int
 
 
-def load_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: PPODataConfig) -> PromptSet:
-    """Render column ``config.input_key`` of each row into a ``Prompt``.
+class PromptOptions(Protocol):
+    """What every command that has prompts says of them: ``PPODataConfig`` and ``PromptsConfig`` do."""
 
-    A prompt longer than ``config.prompt_max_len`` tokens is dropped, never cut. Raises ``ValueError`` naming the flag
-    and the row for a missing column or an empty or malformed prompt, and ``--prompt_max_len`` if no prompt is left.
+    @property
+    def data_format(self) -> str: ...
+    @property
+    def input_key(self) -> str | None: ...
+    @property
+    def label_key(self) -> str | None: ...
+    @property
+    def input_template(self) -> str | None: ...
+    @property
+    def apply_chat_template(self) -> bool: ...
+    @property
+    def prompt_max_len(self) -> int: ...
+
+
+def load_prompts(
+    rows: Sequence[SourceRow],
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions,
+    *,
+    flag: str = "--prompt_data",
+) -> PromptSet:
+    """Render the prompt of each row into a ``Prompt``.
+
+    The prompt is column ``options.input_key``, else recognized. The label is column ``options.label_key``, else the
+    answer that a recognized shape holds, else None. A prompt longer than ``options.prompt_max_len`` tokens is dropped,
+    never cut. Raises ``ValueError`` naming ``flag`` and the row for a missing column or an empty or malformed prompt,
+    and ``--prompt_max_len`` if no prompt is left.
     """
-    flag = "--prompt_data"
-    require_tokenizer(tokenizer, apply_chat_template=config.apply_chat_template, eos=False)
-    require_column(rows, config.input_key, flag_of_key="--input_key", flag_of_data=flag)
-    if config.label_key is not None:
-        require_column(rows, config.label_key, flag_of_key="--label_key", flag_of_data=flag)
+    require_tokenizer(tokenizer, apply_chat_template=options.apply_chat_template, eos=False)
+    keys = None if options.input_key is None else {"prompt": (options.input_key, "--input_key")}
+    reader = RowReader(
+        rows, "prompts", flag, data_format=options.data_format, chat=options.apply_chat_template, keys=keys
+    )
+    if options.label_key is not None:
+        require_column(rows, options.label_key, flag_of_key="--label_key", flag_of_data=flag)
 
     prompts = []
     shortest = None
-    for number, row in enumerate(rows, start=1):
-        with naming_row(flag, number):
-            text, ids = render_prompt(
-                row[config.input_key],
-                tokenizer,
-                input_template=config.input_template,
-                apply_chat_template=config.apply_chat_template,
-            )
-        shortest = min(len(ids), shortest or len(ids))
-        if len(ids) <= config.prompt_max_len:
-            label = None if config.label_key is None else row[config.label_key]
-            prompts.append(Prompt(text=text, token_ids=ids, label=label, row=row))
+    for row in rows:
+        with naming_row(flag, row):
+            parts = reader.read(row)
+            label = parts.label if options.label_key is None else row.row[options.label_key]
+            prompt = _render(parts.prompt, tokenizer, options, label, row)
+        length = len(prompt.token_ids)
+        shortest = min(length, shortest or length)
+        if length <= options.prompt_max_len:
+            prompts.append(prompt)
     if not prompts:
         raise ValueError(
-            f"{flag}: all {len(rows)} prompts are longer than --prompt_max_len {config.prompt_max_len}; the shortest "
+            f"{flag}: all {len(rows)} prompts are longer than --prompt_max_len {options.prompt_max_len}; the shortest "
             f"has {shortest} tokens. Raise --prompt_max_len."
         )
     return PromptSet(prompts, dropped=len(rows) - len(prompts))
+
+
+def _render(
+    value: Any, tokenizer: PreTrainedTokenizerBase, options: PromptOptions, label: Any, row: SourceRow
+) -> Prompt:
+    template, messages = options.input_template, None
+    if options.apply_chat_template:
+        value = messages = as_messages(value, "user", template)
+        template = None  # it is in the messages
+    text, ids = render_prompt(
+        value, tokenizer, input_template=template, apply_chat_template=options.apply_chat_template
+    )
+    return Prompt(text, ids, label, row.row, messages, source=row.source, index=row.number - 1)

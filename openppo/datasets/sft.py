@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from openppo.config import SFTDataConfig, SupervisedConfig
-from openppo.datasets.formats import Row
-from openppo.datasets.loading import naming_row, require_column
+from openppo.datasets.loading import SourceRow, naming_row
+from openppo.datasets.shapes import Keys, Parts, RowReader
 from openppo.datasets.templates import (
+    TokenExample,
     as_text,
     encode_start,
     end_with_eos,
-    render_response,
     render_whole,
     require_tokenizer,
 )
+from openppo.datasets.turns import render_conversation, render_response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,23 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TokenExample:
-    """Equally long lists: ``loss_mask[t]`` says that token t is a target of the loss.
-
-    The first token is never a target, because nothing comes before it to predict it from.
-    """
-
-    token_ids: list[int]
-    loss_mask: list[bool]
-
-    def __post_init__(self) -> None:
-        lengths = len(self.token_ids), len(self.loss_mask)
-        assert lengths[0] == lengths[1], f"lists of unequal length {lengths}"
-
-
 def load_sft_examples(
-    rows: Sequence[Row],
+    rows: Sequence[SourceRow],
     tokenizer: PreTrainedTokenizerBase,
     supervised: SupervisedConfig,
     data: SFTDataConfig,
@@ -50,66 +35,77 @@ def load_sft_examples(
 ) -> tuple[list[TokenExample], int]:
     """One example per row, in order, and the number of rows dropped as longer than ``supervised.max_len`` tokens.
 
-    With ``data.output_key`` the response and the EOS after it are the targets and the ids start with exactly those
-    of ``render_prompt``; without, all of ``data.input_key`` and the EOS are. Raises ``ValueError`` naming ``flag``
-    and the row for a missing column or a malformed value, and ``--max_len`` if no example is left.
+    Targets are the response and the EOS after it; of a chat, all turns of the assistant, each with what ends it; of a
+    row without a response, or with ``data.output_key`` None, all tokens. Raises ``ValueError`` naming ``flag`` and the
+    row for a missing column or a malformed value, and ``--max_len`` if no example is left.
     """
     require_tokenizer(tokenizer, apply_chat_template=supervised.apply_chat_template, eos=True)
-    require_column(rows, data.input_key, flag_of_key="--input_key", flag_of_data=flag)
-    if data.output_key is not None:
-        require_column(rows, data.output_key, flag_of_key="--output_key", flag_of_data=flag)
-
-    examples, lengths, bare_rows = [], [], 0
-    for number, row in enumerate(rows, start=1):
-        with naming_row(flag, number):
-            example, as_rendered = _render_row(row, tokenizer, supervised, data)
-        bare_rows += not as_rendered
+    reader = RowReader(
+        rows,
+        "sft",
+        flag,
+        data_format=supervised.data_format,
+        chat=supervised.apply_chat_template,
+        keys=_named_keys(data),
+    )
+    examples, lengths = [], []
+    for row in rows:
+        with naming_row(flag, row):
+            example = _render(reader.read(row), tokenizer, supervised)
         lengths.append(len(example.token_ids))
         if lengths[-1] <= supervised.max_len:
             examples.append(example)
-    warn_of_bare_responses(bare_rows, flag)
     require_some_left(examples, lengths, supervised.max_len, flag)
     return examples, len(rows) - len(examples)
 
 
+def _named_keys(data: SFTDataConfig) -> Keys | None:
+    """The columns that the user named, if any; a default is no name."""
+    if data.input_key is None and data.output_key == SFTDataConfig.output_key:
+        return None
+    input_column = (data.input_key or "input", "--input_key")
+    if data.output_key is None:
+        return {"whole": input_column}
+    return {"prompt": input_column, "response": (data.output_key, "--output_key")}
+
+
+def _render(parts: Parts, tokenizer: PreTrainedTokenizerBase, supervised: SupervisedConfig) -> TokenExample:
+    template, chat = supervised.input_template, supervised.apply_chat_template
+    if parts.conversation is not None and chat:
+        return render_conversation(parts.conversation, tokenizer, input_template=template)
+    if parts.whole is not None:
+        return _all_targets(render_whole(parts.whole, tokenizer, input_template=template, apply_chat_template=chat))
+    return render_response(parts.prompt, parts.response, tokenizer, input_template=template, apply_chat_template=chat)
+
+
 def load_documents(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, key: str, max_len: int
+    rows: Sequence[SourceRow], tokenizer: PreTrainedTokenizerBase, key: str | None, max_len: int
 ) -> list[TokenExample]:
     """Documents of ``--pretrain_data`` for the PTX loss: BOS if the tokenizer adds one, text, EOS; all are targets.
 
-    A document is cut after ``max_len`` tokens; an empty one is left out. Raises ``ValueError`` naming the flag and the
-    row for a missing column or a value that is no text, or if all documents are empty.
+    The text is column ``key``, else recognized. A document is cut after ``max_len`` tokens; an empty one is left out.
+    Raises ``ValueError`` naming the flag and the row for a missing column or a value that is no text, or if all
+    documents are empty.
     """
     flag = "--pretrain_data"
     require_tokenizer(tokenizer, apply_chat_template=False, eos=True)
-    require_column(rows, key, flag_of_key="--pretrain_key", flag_of_data=flag)
+    reader = RowReader(rows, "documents", flag, keys=None if key is None else {"whole": (key, "--pretrain_key")})
     examples, n_cut = [], 0
-    for number, row in enumerate(rows, start=1):
-        with naming_row(flag, number):
-            text = as_text(row[key])
+    for row in rows:
+        with naming_row(flag, row):
+            text = as_text(reader.read(row).whole)
         ids = encode_start(tokenizer, text) if text.strip() else []
         if ids:
             ids = ids[:1] + end_with_eos(tokenizer, ids[1:])
             n_cut += len(ids) > max_len
             examples.append(_all_targets(ids[:max_len]))
     if not examples:
-        raise ValueError(f"{flag}: every text in column {key!r} is empty. Name another column with --pretrain_key.")
+        raise ValueError(f"{flag}: every text is empty. Name another column with --pretrain_key.")
     if len(examples) < len(rows):
         logger.info("%s: %d of %d documents are empty and left out.", flag, len(rows) - len(examples), len(rows))
     if n_cut:
         logger.info("%s: %d of %d documents are cut at %d tokens.", flag, n_cut, len(examples), max_len)
     return examples
-
-
-def warn_of_bare_responses(count: int, flag: str) -> None:
-    """Log once that ``count`` responses were not rendered by the chat template."""
-    if count:
-        logger.warning(
-            "%s: in %d rows the chat template renders the prompt differently once a response follows. These examples "
-            "are the rendered prompt, the bare text of the response and EOS.",
-            flag,
-            count,
-        )
 
 
 def require_some_left(examples: Sequence[object], lengths: Sequence[int], max_len: int, flag: str) -> None:
@@ -121,22 +117,6 @@ def require_some_left(examples: Sequence[object], lengths: Sequence[int], max_le
         )
 
 
-def _render_row(
-    row: Row, tokenizer: PreTrainedTokenizerBase, supervised: SupervisedConfig, data: SFTDataConfig
-) -> tuple[TokenExample, bool]:
-    """The example of a row, and whether its response is as the chat template renders it."""
-    template, chat = supervised.input_template, supervised.apply_chat_template
-    if data.output_key is None:
-        ids = render_whole(row[data.input_key], tokenizer, input_template=template, apply_chat_template=chat)
-        return _all_targets(ids), True
-    prompt, response = row[data.input_key], row[data.output_key]
-    rendered = render_response(prompt, response, tokenizer, input_template=template, apply_chat_template=chat)
-    return _response_targets(rendered.prompt_ids, rendered.response_ids), rendered.as_rendered
-
-
-def _response_targets(prompt_ids: list[int], response_ids: list[int]) -> TokenExample:
-    return TokenExample(prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids))
-
-
 def _all_targets(ids: list[int]) -> TokenExample:
-    return _response_targets(ids[:1], ids[1:])
+    """Every token but the first, which nothing comes before."""
+    return TokenExample(ids, [t > 0 for t in range(len(ids))])

@@ -1,11 +1,12 @@
 """Values of data columns -> text and token ids, by template.
 
-What training sees must be what generation sees: every example starts with exactly the ids of ``render_prompt``,
-and every example ends with one EOS, as a sampled response does.
+What training sees must be what generation sees: the tokens before a response are those of ``render_prompt``, and
+every example ends with one EOS, as a sampled response does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +20,18 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class RenderedExample:
-    """A prompt and its response as token ids; ``response_ids`` ends with EOS.
+class TokenExample:
+    """Equally long lists: ``loss_mask[t]`` says that token t is a target of the loss.
 
-    ``as_rendered`` is False when the chat template renders the prompt differently once a response follows, so that
-    the response could not be cut out of the rendering and its bare text was used.
+    The first token is never a target, because nothing comes before it to predict it from.
     """
 
-    prompt_ids: list[int]
-    response_ids: list[int]
-    as_rendered: bool = True
+    token_ids: list[int]
+    loss_mask: list[bool]
+
+    def __post_init__(self) -> None:
+        lengths = len(self.token_ids), len(self.loss_mask)
+        assert lengths[0] == lengths[1], f"lists of unequal length {lengths}"
 
 
 def render_prompt(
@@ -44,7 +47,7 @@ def render_prompt(
     messages. Raises ``ValueError`` for any other value, an empty one, or one that renders to no tokens.
     """
     if apply_chat_template:
-        text = _render_chat(as_messages(value, "user", input_template), tokenizer, for_generation=True)
+        text = render_chat(as_messages(value, "user", input_template), tokenizer, for_generation=True)
         ids = encode_bare(tokenizer, text)
     else:
         text = fill_template(value, input_template)
@@ -52,43 +55,6 @@ def render_prompt(
     if not ids:
         raise ValueError(f"the prompt {value!r} has no tokens. Remove the row or choose another column.")
     return text, ids
-
-
-def render_response(
-    prompt: object,
-    response: object,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    input_template: str | None,
-    apply_chat_template: bool,
-) -> RenderedExample:
-    """Token ids of ``prompt``, exactly those of ``render_prompt``, and of the ``response`` to it, ending with EOS.
-
-    ``response`` is a text or, with ``apply_chat_template``, also a list of messages: the turns after the prompt.
-    Raises ``ValueError`` for values of other types.
-    """
-    prompt_text, prompt_ids = render_prompt(
-        prompt, tokenizer, input_template=input_template, apply_chat_template=apply_chat_template
-    )
-    if not apply_chat_template:
-        response_ids = encode_bare(tokenizer, as_text(response))
-        return RenderedExample(prompt_ids, end_with_eos(tokenizer, response_ids))
-
-    turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else as_messages(response)
-    text = _render_chat([*as_messages(prompt, "user", input_template), *turns], tokenizer)
-    ids = encode_bare(tokenizer, text)
-    if ids[: len(prompt_ids)] == prompt_ids:
-        return RenderedExample(prompt_ids, end_with_eos(tokenizer, ids[len(prompt_ids) :]))
-    if text.startswith(prompt_text):  # a token spans the border between prompt and response
-        rest = encode_bare(tokenizer, text[len(prompt_text) :])
-        return RenderedExample(prompt_ids, end_with_eos(tokenizer, rest))
-    if len(turns) > 1:
-        raise ValueError(
-            "the chat template renders the prompt differently once a response follows, so a response of "
-            f"{len(turns)} turns cannot be told from it. Keep only the last turn as the response."
-        )
-    bare = encode_bare(tokenizer, turns[0]["content"])
-    return RenderedExample(prompt_ids, end_with_eos(tokenizer, bare), as_rendered=False)
 
 
 def render_whole(
@@ -105,7 +71,7 @@ def render_whole(
                 "a whole text cannot be split into chat turns. Leave --apply_chat_template out, or give a list of "
                 "messages."
             )
-        ids = encode_bare(tokenizer, _render_chat(as_messages(value), tokenizer))
+        ids = encode_bare(tokenizer, render_chat(as_messages(value), tokenizer))
     else:
         ids = encode_start(tokenizer, fill_template(value, input_template))
     if not ids:
@@ -132,7 +98,7 @@ def as_messages(value: object, role: str | None = None, input_template: str | No
             and isinstance(message.get("role"), str)
             and isinstance(message.get("content"), str)
         ):
-            raise ValueError(f'not a chat message with texts "role" and "content": {_shortened(message)}.')
+            raise ValueError(f'not a chat message with texts "role" and "content": {shortened(message)}.')
     return value
 
 
@@ -184,7 +150,45 @@ def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int
     return [*ids, eos]
 
 
-def _render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, for_generation: bool = False) -> str:
+def encode_cut(
+    tokenizer: PreTrainedTokenizerBase, text: str, cuts: Sequence[int], *, add_special_tokens: bool
+) -> tuple[list[int], list[int]]:
+    """Token ids of ``text`` such that a token starts at each of the rising positions ``cuts``, and where in the ids.
+
+    They are those of the whole text, unless the text before a cut, which is all that generation sees, has other ids
+    alone: then what comes before and after that cut is tokenized apart.
+    """
+    encode = encode_start if add_special_tokens else encode_bare
+    ids, places = encode(tokenizer, text), []
+    anchors = [] if add_special_tokens or len(cuts) == 1 else _added_tokens(tokenizer, text)
+    rest, done = 0, 0  # a character and its token from where on all that follows is tokenized by itself
+    for cut in cuts:
+        rest, done = max([(rest, done), *(anchor for anchor in anchors if anchor[0] < cut)])
+        head = encode(tokenizer, text[rest:cut])
+        if ids[done : done + len(head)] == head:
+            places.append(done + len(head))
+            continue
+        ids = ids[:done] + head + encode_bare(tokenizer, text[cut:])
+        rest, done, anchors, encode = cut, done + len(head), [], encode_bare
+        places.append(done)
+    return ids, places
+
+
+def _added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[int, int]]:
+    """Character and token position of each added token, such as "<|im_start|>": text never merges across one."""
+    if not tokenizer.is_fast:
+        return []  # without character positions, which only costs time
+    added = tokenizer.added_tokens_decoder
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    return [(start, place) for place, (token, (start, _)) in enumerate(pairs) if token in added]
+
+
+def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, for_generation: bool = False) -> str:
+    """The conversation by the tokenizer's chat template, which writes the BOS if there is one.
+
+    ``for_generation`` opens the assistant's turn. Raises ``ValueError`` if the template refuses the messages.
+    """
     require_tokenizer(tokenizer, apply_chat_template=True, eos=False)
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=for_generation))
@@ -198,10 +202,11 @@ def as_text(value: object) -> str:
     if isinstance(value, list):
         raise ValueError("a list of chat messages needs --apply_chat_template.")
     if not isinstance(value, str):
-        raise ValueError(f"not a text but {type(value).__name__}: {_shortened(value)}.")
+        raise ValueError(f"not a text but {type(value).__name__}: {shortened(value)}.")
     return value
 
 
-def _shortened(value: object) -> str:
+def shortened(value: object) -> str:
+    """``value`` for a message, at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

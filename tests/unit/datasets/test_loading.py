@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from openppo.datasets import load_rows, loading, require_column
+from openppo.datasets import load_rows, loading, number_rows, require_column
 
 ROWS = [
     {"text": 'zwei,\n"drei" \u2028 é', "messages": [{"role": "user", "content": "a"}], "n": 1},
@@ -229,8 +229,8 @@ def test_a_split_in_two_formats_is_an_error(tmp_path):
 
 def test_a_missing_column_is_an_error_with_row_columns_and_flag():
     rows = [{"question": "a", "answer": "b"}, {"answer": "b", "id": 1}]
-    require_column(rows, "answer", flag_of_key="--input_key", flag_of_data="--prompt_data")
+    require_column(number_rows(rows), "answer", flag_of_key="--input_key", flag_of_data="--prompt_data")
     with pytest.raises(
         ValueError, match=r"--prompt_data, row 2: no column 'question'. Its columns are answer, id: .*--input_key"
     ):
-        require_column(rows, "question", flag_of_key="--input_key", flag_of_data="--prompt_data")
+        require_column(number_rows(rows), "question", flag_of_key="--input_key", flag_of_data="--prompt_data")

@@ -3,7 +3,7 @@
 import pytest
 
 from openppo.config import PreferenceConfig, SupervisedConfig
-from openppo.datasets import load_preferences, render_prompt
+from openppo.datasets import load_preferences, number_rows, render_prompt
 
 USER = {"role": "user", "content": "a"}
 GOOD, BAD = {"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}
@@ -11,7 +11,7 @@ GOOD, BAD = {"role": "assistant", "content": "b"}, {"role": "assistant", "conten
 
 def pairs_of(rows, tokenizer, columns=None, **options):
     supervised = SupervisedConfig(pretrain="model", dataset="data.jsonl", **options)
-    return load_preferences(rows, tokenizer, supervised, PreferenceConfig(**(columns or {})))
+    return load_preferences(number_rows(rows), tokenizer, supervised, PreferenceConfig(**(columns or {})))
 
 
 def texts_of(row, tokenizer, columns=None, **options):
@@ -128,11 +128,16 @@ def test_a_bad_value_is_an_error(tokenizer, row, options, message):
         pairs_of([row], tokenizer, **options)
 
 
-def test_a_template_that_changes_the_prompt_warns_once(make_tokenizer, caplog):
+def test_a_template_that_changes_the_prompt_gives_whole_renderings(make_tokenizer):
     tokenizer = make_tokenizer(
         chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}<assistant>?{% endif %}"
     )
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    pairs_of([row, row], tokenizer, {"prompt_key": "prompt"}, apply_chat_template=True)
-    assert [record.getMessage()[:20] for record in caplog.records] == ["--dataset: in 2 rows"]
+    expected = ("<user>a<eos><assistant>b<eos>", "<user>a<eos><assistant>c<eos>")
+    assert texts_of(row, tokenizer, {"prompt_key": "prompt"}, apply_chat_template=True) == expected
+
+
+def test_a_prompt_column_is_recognized_beside_chosen_and_rejected(tokenizer):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert texts_of(row, tokenizer, input_template="Q{}") == ("<bos>Qab<eos>", "<bos>Qac<eos>")

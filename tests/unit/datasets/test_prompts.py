@@ -2,8 +2,9 @@
 
 import pytest
 
-from openppo.config import PPODataConfig
-from openppo.datasets import load_prompts, render_prompt
+from openppo import datasets
+from openppo.config import PPODataConfig, PromptsConfig
+from openppo.datasets import number_rows, render_prompt
 
 BOS, EOS, USER, ASSISTANT = 2, 3, 4, 5
 
@@ -18,6 +19,10 @@ def render(value, tokenizer, template=None, chat=False):
 
 def config(**options):
     return PPODataConfig(prompt_data="data.jsonl", **options)
+
+
+def load_prompts(rows, tokenizer, options, **more):
+    return datasets.load_prompts(number_rows(rows), tokenizer, options, **more)
 
 
 def test_plain_prompt_is_its_text_with_the_bos_of_the_tokenizer(tokenizer, make_tokenizer):
@@ -92,12 +97,37 @@ def test_messages_that_the_chat_template_refuses_are_an_error(make_tokenizer):
         render("hi", tokenizer, chat=True)
 
 
-def test_prompts_keep_order_row_and_label(tokenizer):
+def test_prompts_keep_order_row_label_and_place(tokenizer):
     rows = [{"q": "one", "a": 1}, {"q": "two", "a": None}]
-    loaded = load_prompts(rows, tokenizer, config(input_key="q", label_key="a"))
+    loaded = datasets.load_prompts(number_rows(rows, "file"), tokenizer, config(input_key="q", label_key="a"))
     assert [(p.text, p.label, p.row) for p in loaded.prompts] == [("one", 1, rows[0]), ("two", None, rows[1])]
+    assert [(p.source, p.index) for p in loaded.prompts] == [("file", 0), ("file", 1)]
     assert loaded.prompts[0].token_ids == [BOS, *ids_of(tokenizer, "one")]
     assert loaded.dropped == 0
+
+
+def test_a_chat_prompt_keeps_the_messages_that_it_was_rendered_from(tokenizer):
+    (prompt,) = load_prompts(
+        [{"input": "hi"}], tokenizer, config(input_template="Q: {}", apply_chat_template=True)
+    ).prompts
+    assert prompt.messages == [{"role": "user", "content": "Q: hi"}]
+    assert prompt.text == "<bos><user>Q: hi<eos>\n<assistant>"
+    (plain,) = load_prompts([{"input": "hi"}], tokenizer, config()).prompts
+    assert plain.messages is None
+
+
+def test_a_recognized_shape_gives_the_label_unless_a_column_is_named(tokenizer):
+    rows = [{"question": "q", "answer": "a", "level": 3}]
+    (recognized,) = load_prompts(rows, tokenizer, config()).prompts
+    (named,) = load_prompts(rows, tokenizer, config(label_key="level")).prompts
+    (without,) = load_prompts(rows, tokenizer, config(input_key="question")).prompts
+    assert (recognized.label, named.label, without.label) == ("a", 3, None)
+
+
+def test_the_same_loader_serves_the_commands_that_only_answer(tokenizer):
+    options = PromptsConfig("model", "data.jsonl", prompt_max_len=2)
+    with pytest.raises(ValueError, match="--eval_data: all 1 prompts are longer than --prompt_max_len 2"):
+        load_prompts([{"input": "abc"}], tokenizer, options, flag="--eval_data")
 
 
 def test_prompt_longer_than_the_limit_is_dropped_and_counted(tokenizer):
@@ -121,7 +151,7 @@ def test_a_bad_prompt_is_an_error_that_names_flag_and_row(tokenizer, value, mess
 
 def test_a_prompt_without_tokens_is_an_error(make_tokenizer):
     tokenizer = make_tokenizer(chat_template="{{ '' }}")
-    with pytest.raises(ValueError, match="--prompt_data, row 1: the prompt 'a' has no tokens"):
+    with pytest.raises(ValueError, match=r"--prompt_data, row 1: the prompt .*'a'.* has no tokens"):
         load_prompts([{"input": "a"}], tokenizer, config(apply_chat_template=True))
 
 

@@ -4,7 +4,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from openppo.config import PPODataConfig, PreferenceConfig, SFTDataConfig, SupervisedConfig
-from openppo.datasets import load_preferences, load_prompts, load_rows, load_sft_examples, render_prompt, render_whole
+from openppo.datasets import (
+    load_preferences,
+    load_prompts,
+    load_rows,
+    load_sft_examples,
+    number_rows,
+    render_prompt,
+    render_whole,
+)
 
 NAMES = ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"]
 WITH_CHAT = NAMES[:3]
@@ -26,7 +34,7 @@ def rows_of(source, max_samples=None, split="train"):
 
 def sft_examples(rows, tokenizer, chat, max_len=4096):
     supervised = SupervisedConfig("model", "data", apply_chat_template=chat, max_len=max_len)
-    return load_sft_examples(rows, tokenizer, supervised, SFTDataConfig("question", "answer"))
+    return load_sft_examples(number_rows(rows), tokenizer, supervised, SFTDataConfig("question", "answer"))
 
 
 def assert_prompt_then_response(rows, tokenizer, chat):
@@ -84,7 +92,7 @@ def test_gsm8k_folder_gives_its_splits_and_prompts_with_labels(assets):
     assert len(rows_of(assets / "data/gsm8k", split="train")) == 7473
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers/gpt2")
     config = PPODataConfig("data", input_key="question", label_key="answer", prompt_max_len=100)
-    loaded = load_prompts(rows[:100], tokenizer, config)
+    loaded = load_prompts(number_rows(rows[:100]), tokenizer, config)
     assert 0 < loaded.dropped < 100
     assert len(loaded.prompts) + loaded.dropped == 100
     assert all(len(prompt.token_ids) <= 100 for prompt in loaded.prompts)
@@ -96,7 +104,7 @@ def test_hh_rlhf_is_read_from_its_packed_file_and_its_folder(assets):
     assert len(rows) == 2312
     assert rows_of(assets / "data/hh-rlhf", split="test") == rows
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers/gpt2")
-    pairs, dropped = load_preferences(rows[:50], tokenizer, SupervisedConfig("m", "d"), PreferenceConfig())
+    pairs, dropped = load_preferences(number_rows(rows[:50]), tokenizer, SupervisedConfig("m", "d"), PreferenceConfig())
     assert len(pairs) + dropped == 50
     assert all(pair.chosen_ids[-1] == pair.rejected_ids[-1] == tokenizer.eos_token_id for pair in pairs)
     assert tokenizer.decode(pairs[0].chosen_ids[:-1]) == rows[0]["chosen"]
@@ -108,7 +116,7 @@ def test_alpaca_json_array_is_read(assets):
     assert set(rows[0]) == {"instruction", "input", "output"}
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers/gpt2")
     supervised = SupervisedConfig("m", "d", input_template="### Instruction:\n{}\n\n### Response:\n")
-    examples, dropped = load_sft_examples(rows[:50], tokenizer, supervised, SFTDataConfig("instruction"))
+    examples, dropped = load_sft_examples(number_rows(rows[:50]), tokenizer, supervised, SFTDataConfig("instruction"))
     assert len(examples) + dropped == 50
     with pytest.raises(ValueError, match="--dataset, row 1: the text is empty"):
-        load_sft_examples(rows, tokenizer, supervised, SFTDataConfig("input"))
+        load_sft_examples(number_rows(rows), tokenizer, supervised, SFTDataConfig("input"))

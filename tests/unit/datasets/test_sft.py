@@ -4,8 +4,9 @@ import logging
 
 import pytest
 
+from openppo import datasets
 from openppo.config import SFTDataConfig, SupervisedConfig
-from openppo.datasets import TokenExample, load_documents, load_sft_examples, render_prompt
+from openppo.datasets import TokenExample, load_sft_examples, number_rows, render_prompt
 
 BOS, EOS = 2, 3
 CHANGING_TEMPLATE = (  # the prompt of a generation ends in '?', which a finished turn lacks
@@ -16,7 +17,11 @@ CHANGING_TEMPLATE = (  # the prompt of a generation ends in '?', which a finishe
 
 def examples_of(rows, tokenizer, output_key="output", **options):
     supervised = SupervisedConfig(pretrain="model", dataset="data.jsonl", **options)
-    return load_sft_examples(rows, tokenizer, supervised, SFTDataConfig(output_key=output_key))
+    return load_sft_examples(number_rows(rows), tokenizer, supervised, SFTDataConfig(output_key=output_key))
+
+
+def load_documents(rows, tokenizer, key, max_len):
+    return datasets.load_documents(number_rows(rows), tokenizer, key, max_len)
 
 
 def only_example(row, tokenizer, **options):
@@ -80,21 +85,23 @@ def test_empty_response_trains_the_eos_alone(tokenizer):
     assert targets(only_example({"input": "ab", "output": ""}, tokenizer), tokenizer) == "<eos>"
 
 
-def test_template_that_changes_the_prompt_falls_back_to_the_bare_response_and_warns_once(make_tokenizer, caplog):
+def test_template_that_changes_the_prompt_still_gives_its_own_rendering(make_tokenizer):
     tokenizer = make_tokenizer(chat_template=CHANGING_TEMPLATE)
-    rows = [{"input": "ab", "output": "cd"}, {"input": "a", "output": "c"}]
-    with caplog.at_level(logging.WARNING):
-        examples, _ = examples_of(rows, tokenizer, apply_chat_template=True)
-    assert tokenizer.decode(examples[0].token_ids) == "<user>ab<eos><assistant>?cd<eos>"
-    assert [record.getMessage()[:20] for record in caplog.records] == ["--dataset: in 2 rows"]
+    example = only_example({"input": "ab", "output": "cd"}, tokenizer, apply_chat_template=True)
+    assert tokenizer.decode(example.token_ids) == "<user>ab<eos><assistant>cd<eos>"
+    assert targets(example, tokenizer) == "cd<eos>"
 
 
-def test_template_that_changes_the_prompt_cannot_take_a_response_of_many_turns(make_tokenizer):
-    turns = [{"role": role, "content": "a"} for role in ("assistant", "user", "assistant")]
-    with pytest.raises(ValueError, match=r"row 1: .*a response of 3 turns"):
-        examples_of(
-            [{"input": "a", "output": turns}], make_tokenizer(chat_template=CHANGING_TEMPLATE), apply_chat_template=True
-        )
+def test_of_a_response_of_many_turns_the_assistants_are_targets(tokenizer):
+    turns = [{"role": role, "content": text} for role, text in (("assistant", "b"), ("user", "c"), ("assistant", "d"))]
+    example = only_example({"input": "a", "output": turns}, tokenizer, apply_chat_template=True)
+    assert tokenizer.decode(example.token_ids).endswith("<assistant>b<eos>\n<user>c<eos>\n<assistant>d<eos>")
+    assert targets(example, tokenizer) == "b<eos>d<eos>"
+
+
+def test_a_text_alone_is_trained_on_whole(tokenizer):
+    (example,), _ = examples_of([{"text": "ab"}], tokenizer)
+    assert example.loss_mask == [False, True, True, True]
 
 
 def test_without_output_key_all_tokens_after_the_first_are_targets(tokenizer):
@@ -124,8 +131,8 @@ def test_example_longer_than_the_limit_is_dropped_and_counted(tokenizer):
         ({"input": "a", "output": 3}, {}, "--dataset, row 2: not a text but int"),
         ({"input": "", "output": "a"}, {}, "--dataset, row 2: the text is empty"),
         ({"input": "a", "output": None}, {"apply_chat_template": True}, "row 2: neither a text nor a list"),
-        ({"input": "a"}, {}, "row 2: no column 'output'. Its columns are input: .*--output_key"),
-        ({"output": "a"}, {}, "row 2: no column 'input'. .*--input_key"),
+        ({"input": "a"}, {}, "row 2: no column 'output' or .* Its columns are input: .*--output_key"),
+        ({"output": "a"}, {}, "row 2: no column 'input' or .*--input_key"),
         ({"input": "a"}, {"output_key": None, "apply_chat_template": True}, "row 1: a whole text cannot be split"),
     ],
 )
@@ -161,15 +168,21 @@ def test_documents_that_are_cut_are_counted_in_the_log(tokenizer, caplog):
     rows = [{"text": "ab"}, {"text": "abcdefgh"}, {"text": "abcdefg"}]
     with caplog.at_level(logging.INFO):
         load_documents(rows, tokenizer, "text", 4)
-    assert [record.getMessage() for record in caplog.records] == [
-        "--pretrain_data: 2 of 3 documents are cut at 4 tokens."
-    ]
+    assert caplog.records[-1].getMessage() == "--pretrain_data: 2 of 3 documents are cut at 4 tokens."
+
+
+def test_the_text_of_documents_is_recognized_or_named(tokenizer):
+    for rows, key in (([{"content": "ab"}], None), ([{"text": "x", "body": "ab"}], "body")):
+        (document,) = load_documents(rows, tokenizer, key, max_len=9)
+        assert tokenizer.decode(document.token_ids) == "<bos>ab<eos>"
+    with pytest.raises(ValueError, match=r"--pretrain_data: .*Its columns are title: name .* with --pretrain_key"):
+        load_documents([{"title": "x"}], tokenizer, None, max_len=9)
 
 
 def test_empty_documents_are_left_out(tokenizer):
     rows = [{"text": ""}, {"text": "ab"}, {"text": " \n"}]
     assert len(load_documents(rows, tokenizer, "text", max_len=9)) == 1
-    with pytest.raises(ValueError, match=r"--pretrain_data: every text in column 'text' is empty.*--pretrain_key"):
+    with pytest.raises(ValueError, match="--pretrain_data: every text is empty.*--pretrain_key"):
         load_documents(rows[:1], tokenizer, "text", max_len=9)
 
 

@@ -1,0 +1,223 @@
+"""Rows -> solutions with a judgement of each step, for a process reward model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from openppo.config import ProcessConfig, SupervisedConfig
+from openppo.datasets.loading import SourceRow, naming_row
+from openppo.datasets.sft import require_some_left
+from openppo.datasets.shapes import Keys, Parts, RowReader
+from openppo.datasets.templates import (
+    as_messages,
+    as_text,
+    encode_bare,
+    encode_cut,
+    encode_start,
+    render_chat,
+    render_prompt,
+    require_tokenizer,
+    shortened,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+STEP_SEPARATOR = "\n\n"
+"""Goes between the steps of a list; also the default of --step_separator, by which responses are divided again."""
+
+
+@dataclass(frozen=True)
+class ProcessExample:
+    """Equally long lists. ``labels[t]`` judges the step that ends in the placeholder ``token_ids[t]``.
+
+    It is the id of a reward token (hard), or as a float the probability of the first of two (soft), the same kind in
+    all examples of a data set; -100 where no placeholder is.
+    """
+
+    token_ids: list[int]
+    labels: list[int] | list[float]
+
+    def __post_init__(self) -> None:
+        lengths = len(self.token_ids), len(self.labels)
+        assert lengths[0] == lengths[1], f"lists of unequal length {lengths}"
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The placeholder and the reward tokens, good first, with their ids."""
+
+    placeholder: str
+    placeholder_id: int
+    reward_ids: dict[str, int]
+
+
+def load_process_examples(
+    rows: Sequence[SourceRow],
+    tokenizer: PreTrainedTokenizerBase,
+    supervised: SupervisedConfig,
+    data: ProcessConfig,
+    *,
+    flag: str = "--dataset",
+) -> tuple[list[ProcessExample], int]:
+    """One example per row, in order, and the number of rows dropped as longer than ``supervised.max_len`` tokens.
+
+    A solution is a text with a placeholder after each step, or a list of steps; its judgements are the same text with
+    a reward token in place of each placeholder (Math-Shepherd), or a list: of reward tokens or booleans (hard), or of
+    numbers from 0 to 1 (soft). The placeholder follows the last token of its step, without a space between, and the
+    ids end with the last placeholder. Raises ``ValueError`` naming ``flag`` and the row for malformed values or another
+    number of judgements than of placeholders, ``--placeholder_token`` or ``--reward_tokens`` for one that is not a
+    single token, and ``--max_len`` if no example is left.
+    """
+    require_tokenizer(tokenizer, apply_chat_template=supervised.apply_chat_template, eos=False)
+    tokens = _look_up(tokenizer, data)
+    chat = supervised.apply_chat_template
+    reader = RowReader(rows, "steps", flag, data_format=supervised.data_format, chat=chat, keys=_named_keys(data))
+    examples, lengths = [], []
+    kind: type | None = None
+    for row in rows:
+        with naming_row(flag, row):
+            parts = reader.read(row)
+            steps = _steps(parts, data.placeholder_token)
+            labels = _labels(parts, len(steps), tokens)
+            kind = kind or type(labels[0])
+            if type(labels[0]) is not kind:
+                raise ValueError("some rows are judged by numbers and some by reward tokens. Make them all the same.")
+            ids, places = _encode(parts, steps, tokens, tokenizer, supervised)
+        lengths.append(len(ids))
+        if len(ids) <= supervised.max_len:
+            by_place = dict(zip(places, labels, strict=True))
+            examples.append(ProcessExample(ids, [by_place.get(t, IGNORED) for t in range(len(ids))]))
+    require_some_left(examples, lengths, supervised.max_len, flag)
+    return examples, len(rows) - len(examples)
+
+
+def single_token_id(tokenizer: PreTrainedTokenizerBase, token: str, flag: str) -> int:
+    """The id of ``token``. Raises ``ValueError`` naming ``flag`` if it is not one token of the tokenizer."""
+    ids = encode_bare(tokenizer, token)
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        how = "not in the vocabulary" if tokenizer.unk_token_id in ids else f"{len(ids)} tokens"
+        raise ValueError(
+            f"{flag} {token!r} is {how} of the tokenizer of --pretrain, and must be one token of it. Choose another "
+            f"with {flag}."
+        )
+    return ids[0]
+
+
+def _look_up(tokenizer: PreTrainedTokenizerBase, data: ProcessConfig) -> _Tokens:
+    placeholder_id = single_token_id(tokenizer, data.placeholder_token, "--placeholder_token")
+    reward_ids = {token: single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens}
+    if len(set(reward_ids.values())) < len(reward_ids):
+        raise ValueError(
+            f"--reward_tokens {' '.join(reward_ids)}: two of them are the same token of the tokenizer of --pretrain. "
+            "Choose others."
+        )
+    return _Tokens(data.placeholder_token, placeholder_id, reward_ids)
+
+
+def _named_keys(data: ProcessConfig) -> Keys | None:
+    """The columns that the user named, if any."""
+    if data.input_key is None and data.label_key is None:
+        return None
+    return {
+        "response": (data.input_key or "input", "--input_key"),
+        "label": (data.label_key or "label", "--label_key"),
+    }
+
+
+def _steps(parts: Parts, placeholder: str) -> list[str]:
+    """The text before each placeholder, separators included. What comes after the last one is not judged."""
+    if not isinstance(parts.response, list):
+        steps = as_text(parts.response).split(placeholder)[:-1]
+        if not steps:
+            raise ValueError(f"no placeholder {placeholder!r} in the solution. Name it with --placeholder_token.")
+        return steps
+    if not parts.response:
+        raise ValueError("the list of steps is empty. Remove the row.")
+    texts = [as_text(step) for step in parts.response]
+    return texts[:1] + [STEP_SEPARATOR + text for text in texts[1:]]
+
+
+def _labels(parts: Parts, n_steps: int, tokens: _Tokens) -> list[int] | list[float]:
+    """The judgement of each step."""
+    label = parts.label
+    judgements = _read_off(parts.response, label, tokens) if isinstance(label, str) else label
+    if not isinstance(judgements, list):
+        raise ValueError(f"the judgements are neither a text nor a list: {shortened(judgements)}.")
+    if len(judgements) != n_steps:
+        raise ValueError(f"{n_steps} steps and {len(judgements)} judgements of them. Correct the row.")
+    numbers = [value for value in judgements if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) == n_steps:
+        if len(tokens.reward_ids) != 2:
+            raise ValueError("judgements that are numbers need exactly two --reward_tokens, good and bad.")
+        if not all(0 <= number <= 1 for number in numbers):
+            raise ValueError(f"judgements that are numbers must lie in [0, 1]: {shortened(judgements)}.")
+        return [float(number) for number in numbers]
+    good, bad, *_ = tokens.reward_ids
+    names = [(good if value else bad) if isinstance(value, bool) else value for value in judgements]
+    if not all(isinstance(name, str) and name in tokens.reward_ids for name in names):
+        raise ValueError(
+            f"judgements {shortened(judgements)} are not all of --reward_tokens {' '.join(tokens.reward_ids)}, nor all "
+            "true or false, nor all numbers."
+        )
+    return [tokens.reward_ids[name] for name in names]
+
+
+def _read_off(solution: Any, judged: str, tokens: _Tokens) -> list[str]:
+    """The reward tokens that ``judged`` has where ``solution`` has placeholders."""
+    pieces = as_text(solution).split(tokens.placeholder)
+    names = "|".join(re.escape(token) for token in sorted(tokens.reward_ids, key=len, reverse=True))
+    match = re.fullmatch(f"({names})".join(re.escape(piece) for piece in pieces), judged)
+    if match is None:
+        raise ValueError(
+            f"the label is not the solution with one of --reward_tokens {' '.join(tokens.reward_ids)} in place of each "
+            f"placeholder {tokens.placeholder!r}."
+        )
+    return list(match.groups())
+
+
+def _encode(
+    parts: Parts,
+    steps: list[str],
+    tokens: _Tokens,
+    tokenizer: PreTrainedTokenizerBase,
+    supervised: SupervisedConfig,
+) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt and the steps, each with its placeholder, and where the placeholders are."""
+    ids, places = _encode_start(parts.prompt, steps[0].rstrip(" "), tokenizer, supervised), []
+    for number, step in enumerate(steps):
+        if number > 0:
+            after = encode_bare(tokenizer, tokens.placeholder + step.rstrip(" "))  # as it reads in the whole text
+            known = after[:1] == [tokens.placeholder_id]
+            ids += after[1:] if known else encode_bare(tokenizer, step.rstrip(" "))
+        places.append(len(ids))
+        ids.append(tokens.placeholder_id)
+    return ids, places
+
+
+def _encode_start(
+    prompt: Any, first_step: str, tokenizer: PreTrainedTokenizerBase, supervised: SupervisedConfig
+) -> list[int]:
+    """Token ids of the prompt, if there is one, and the first step."""
+    template, chat = supervised.input_template, supervised.apply_chat_template
+    if prompt is not None:
+        text, _ = render_prompt(prompt, tokenizer, input_template=template, apply_chat_template=chat)
+        if chat:
+            turns = [*as_messages(prompt, "user", template), {"role": "assistant", "content": first_step}]
+            whole = render_chat(turns, tokenizer)
+        else:
+            whole = text + ("" if template else STEP_SEPARATOR) + first_step
+        place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
+        read = text + first_step if place < 0 else whole[: place + len(first_step)]  # a space may stand between
+        ids, _ = encode_cut(tokenizer, read, [len(text)], add_special_tokens=not chat)
+        return ids
+    if chat or template is not None:
+        raise ValueError(
+            "a solution that is one text holds its question too, so no template can go around it. Leave "
+            "--apply_chat_template and --input_template out."
+        )
+    return encode_start(tokenizer, first_step)

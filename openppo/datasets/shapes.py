@@ -1,0 +1,328 @@
+"""The common shapes of data rows: recognized by their columns, and read into the same parts.
+
+The table ``SHAPES`` at the end says which columns each shape has; its order decides where several would do.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from openppo.datasets.formats import Row
+from openppo.datasets.loading import SourceRow, require_column
+from openppo.datasets.templates import Message, as_messages, as_text, shortened
+
+logger = logging.getLogger(__name__)
+
+Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
+"""What rows are read for."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a row says, whatever its shape; None where it has no such part.
+
+    ``prompt``, ``response``, ``chosen`` and ``rejected`` are texts or lists of chat messages; without a prompt,
+    ``chosen`` and ``rejected`` are whole. ``conversation`` is a whole chat, ``whole`` a text without a response. For
+    process supervision ``response`` is a text with placeholders or a list of steps, and ``label`` the judgements.
+    """
+
+    prompt: Any = None
+    response: Any = None
+    chosen: Any = None
+    rejected: Any = None
+    label: Any = None
+    conversation: list[Message] | None = None
+    whole: Any = None
+
+
+Columns = tuple[tuple[str, ...], ...]
+"""Columns that a row must have: one of each inner tuple."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One way to write rows.
+
+    ``needs`` holds the columns of each task that the shape serves; ``fits`` may look at the values too. ``normalize``
+    reads a row; its second argument says whether a chat template will be applied. It raises ``ValueError`` for
+    malformed values.
+    """
+
+    name: str
+    needs: Mapping[Task, Columns]
+    normalize: Callable[[Row, bool], Parts]
+    fits: Callable[[Row], bool] = lambda row: True
+
+    def columns_of(self, row: Row, task: Task) -> list[str]:
+        """The columns by which ``row`` has this shape; empty if it has not."""
+        found = [next((name for name in names if name in row), "") for names in self.needs[task]]
+        return found if all(found) and self.fits(row) else []
+
+
+PLAIN_PROMPT = ("input", "prompt")
+PLAIN_RESPONSE = ("output", "response", "completion")
+QUESTION = ("question", "problem")
+STEPS = ("steps", "completions", "model_output_steps")
+FIRST_WRONG = ("first_wrong_step", "model_output_solution_first_error_step")
+
+
+def _first(row: Row, *names: str) -> Any:
+    return next((row[name] for name in names if name in row), None)
+
+
+def _plain(row: Row, chat: bool) -> Parts:
+    response = _first(row, *PLAIN_RESPONSE)
+    reference = _first(row, "label", "answer", *PLAIN_RESPONSE)
+    return Parts(prompt=_first(row, *PLAIN_PROMPT), response=response, label=reference)
+
+
+def _text(row: Row, chat: bool) -> Parts:
+    text = _first(row, "text", "content", "input")
+    return Parts(prompt=text, whole=text)
+
+
+def _question_answer(row: Row, chat: bool) -> Parts:
+    """Where a row has both, the solution is the response and the shorter answer is the label."""
+    answer, solution = row.get("answer"), row.get("solution")
+    return Parts(
+        prompt=_first(row, *QUESTION),
+        response=answer if solution is None else solution,
+        label=solution if answer is None else answer,
+    )
+
+
+def _alpaca(row: Row, chat: bool) -> Parts:
+    """The input, where there is one, follows the instruction on the next line."""
+    instruction, context = as_text(row["instruction"]), row.get("input")
+    prompt = f"{instruction}\n{as_text(context)}" if context else instruction
+    return Parts(prompt=prompt, response=row.get("output"), label=row.get("output"))
+
+
+def _messages(row: Row, chat: bool) -> Parts:
+    return _parts_of_chat(as_messages(row["messages"]))
+
+
+def _parts_of_chat(turns: list[Message]) -> Parts:
+    """The last turn is the response, if it is the assistant's."""
+    if turns[-1]["role"] != "assistant":
+        return Parts(prompt=turns, conversation=turns)
+    return Parts(prompt=turns[:-1], response=turns[-1:], label=turns[-1]["content"], conversation=turns)
+
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+def _sharegpt(row: Row, chat: bool) -> Parts:
+    conversation = row["conversations"]
+    if not isinstance(conversation, list) or not conversation:
+        raise ValueError(f"column 'conversations' is not a list of turns: {shortened(conversation)}.")
+    turns = [_sharegpt_turn(turn) for turn in conversation]
+    if "chosen" not in row or "rejected" not in row:
+        return _parts_of_chat(turns)
+    chosen, rejected = ([_sharegpt_turn(row[side])] for side in ("chosen", "rejected"))
+    return Parts(prompt=turns, response=chosen, chosen=chosen, rejected=rejected)
+
+
+def _sharegpt_turn(turn: Any) -> Message:
+    role = SHAREGPT_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
+    if role is None or not isinstance(turn.get("value"), str):
+        names = ", ".join(SHAREGPT_ROLES)
+        raise ValueError(f'not a turn with "from" (one of {names}) and a text "value": {shortened(turn)}.')
+    return {"role": role, "content": turn["value"]}
+
+
+def _preference(row: Row, chat: bool) -> Parts:
+    """Whole conversations are divided after the turns that they share, whatever the prompt column says."""
+    prompt, chosen, rejected = _first(row, "prompt", "question"), row["chosen"], row["rejected"]
+    if isinstance(chosen, list) and isinstance(rejected, list) and as_messages(chosen)[0]["role"] != "assistant":
+        n = _shared_turns(chosen, as_messages(rejected))
+        prompt, chosen, rejected = chosen[:n] or None, chosen[n:], rejected[n:]
+    return Parts(prompt=prompt, response=chosen, chosen=chosen, rejected=rejected)
+
+
+def _shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
+    """How many turns at the start both have, such that both go on with the assistant."""
+    n, end = 0, min(len(chosen), len(rejected)) - 1
+    while n < end and all(chosen[n][part] == rejected[n][part] for part in ("role", "content")):
+        n += 1
+    while n > 0 and not chosen[n]["role"] == rejected[n]["role"] == "assistant":
+        n -= 1
+    return n
+
+
+HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+HH_NAMES = {role: name for name, role in HH_ROLES.items()}
+HH_ANSWER = "\n\nAssistant:"
+
+
+def _is_transcript(row: Row) -> bool:
+    return all(isinstance(row[side], str) and row[side].startswith("\n\nHuman:") for side in ("chosen", "rejected"))
+
+
+def _hh(row: Row, chat: bool) -> Parts:
+    """The prompt ends where the transcripts part. As text it ends with "Assistant:", and responses start after it."""
+    chosen, rejected = (_turns_of_transcript(row[side]) for side in ("chosen", "rejected"))
+    n = _shared_turns(chosen, rejected)
+    if chat:
+        asked, good, bad = (
+            [{**turn, "content": turn["content"].strip()} for turn in turns]
+            for turns in (chosen[:n], chosen[n:], rejected[n:])
+        )
+        return Parts(prompt=asked or None, response=good, chosen=good, rejected=bad)
+    if n == 0:
+        return Parts(response=row["chosen"], chosen=row["chosen"], rejected=row["rejected"])
+    good_text, bad_text = (_transcript(turns[n:]).removeprefix(HH_ANSWER) for turns in (chosen, rejected))
+    prompt = _transcript(chosen[:n]) + HH_ANSWER
+    return Parts(prompt=prompt, response=good_text, chosen=good_text, rejected=bad_text)
+
+
+def _turns_of_transcript(value: Any) -> list[Message]:
+    before, *pieces = re.split(r"\n\n(Human|Assistant):", as_text(value))
+    if before or not pieces:
+        raise ValueError(f'not a transcript that starts with "\\n\\nHuman:": {shortened(value)}.')
+    pairs = zip(pieces[::2], pieces[1::2], strict=True)
+    return [{"role": HH_ROLES[name], "content": content} for name, content in pairs]
+
+
+def _transcript(turns: Sequence[Message]) -> str:
+    return "".join(f"\n\n{HH_NAMES[turn['role']]}:{turn['content']}" for turn in turns)
+
+
+def _math_shepherd(row: Row, chat: bool) -> Parts:
+    return Parts(response=row["input"], label=row["label"])
+
+
+def _steps(row: Row, chat: bool) -> Parts:
+    """Nobody judged the steps after the first wrong one, so they are left out."""
+    question, steps = _first(row, "prompt", *QUESTION), _first(row, *STEPS)
+    if "labels" in row:
+        return Parts(prompt=question, response=steps, label=row["labels"])
+    wrong = _first(row, *FIRST_WRONG)
+    if wrong is None or wrong == "N/A":
+        return Parts(prompt=question, response=steps, label=[True] * len(steps))
+    if not isinstance(wrong, int) or not 1 <= wrong <= len(steps):
+        raise ValueError(f"the first wrong step is {wrong!r}, and there are {len(steps)} steps, counted from 1.")
+    return Parts(prompt=question, response=steps[:wrong], label=[True] * (wrong - 1) + [False])
+
+
+_CHAT: Columns = (("messages",),)
+_TURNS: Columns = (("conversations",),)
+_PAIR: Columns = (("chosen",), ("rejected",))
+_STEPWISE: Columns = (("prompt", *QUESTION), STEPS, ("labels", *FIRST_WRONG))
+
+SHAPES = (
+    Shape("messages", {"prompts": _CHAT, "sft": _CHAT}, _messages),
+    Shape("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
+    Shape("hh", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _hh, fits=_is_transcript),
+    Shape("preference", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _preference),
+    Shape("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
+    Shape("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),
+    Shape("steps", {"steps": _STEPWISE}, _steps),
+    Shape("math_shepherd", {"steps": (("input",), ("label",))}, _math_shepherd),
+    Shape("plain", {"prompts": (PLAIN_PROMPT,), "sft": (PLAIN_PROMPT, PLAIN_RESPONSE)}, _plain),
+    Shape("plain", {"prompts": (("text",),), "sft": (("text",),), "documents": (("text", "content", "input"),)}, _text),
+)
+"""All shapes, the more special ones first."""
+
+Keys = Mapping[str, tuple[str, str]]
+"""Columns that the user named, by the part that they hold: the column, and the flag that names it."""
+
+KEY_FLAGS: Mapping[Task, str] = {
+    "prompts": "the column of the prompt with --input_key",
+    "sft": "the columns with --input_key and --output_key",
+    "pairs": "the columns with --chosen_key and --rejected_key",
+    "steps": "the columns with --input_key and --label_key",
+    "documents": "the column with --pretrain_key",
+}
+
+
+class RowReader:
+    """Reads the rows of one data flag; all rows of one source have the shape of its first row.
+
+    With ``keys`` all rows are plain; else ``data_format`` names their shape, or 'auto' recognizes it. Which shape it
+    is, and why, is logged once for each source. Raises ``ValueError`` naming the flag and the columns if no shape fits
+    or a column is missing.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[SourceRow],
+        task: Task,
+        flag: str,
+        *,
+        data_format: str = "auto",
+        chat: bool = False,
+        keys: Keys | None = None,
+    ) -> None:
+        self.task: Task = task
+        self.flag = flag
+        self.chat = chat
+        candidates = _candidates(task, data_format, keys or {})
+        for key, flag_of_key in (keys or {}).values():
+            require_column(rows, key, flag_of_key=flag_of_key, flag_of_data=flag)
+        self.shapes: dict[str, Shape] = {}
+        for row in rows:
+            if row.source not in self.shapes:
+                self.shapes[row.source] = self._recognize(row, candidates)
+
+    def read(self, row: SourceRow) -> Parts:
+        """What ``row`` says. Raises ``ValueError`` if it is malformed or lacks the columns of its shape."""
+        shape = self.shapes[row.source]
+        if not shape.columns_of(row.row, self.task):
+            missing = [names for names in shape.needs[self.task] if not any(name in row.row for name in names)]
+            what = f"no column {_listed(missing)}" if missing else "other texts"
+            raise ValueError(
+                f"{what}, although its source starts with a row of shape {shape.name!r}. Its columns are "
+                f"{', '.join(row.row)}: correct it, or name {self._remedy}."
+            )
+        return shape.normalize(row.row, self.chat)
+
+    def _recognize(self, row: SourceRow, candidates: Sequence[Shape]) -> Shape:
+        where = f"{self.flag} {row.source}".strip()
+        for shape in candidates:
+            columns = shape.columns_of(row.row, self.task)
+            if columns:
+                logger.info("%s: rows are read as %s, by their columns %s", where, shape.name, ", ".join(columns))
+                return shape
+        if len({shape.name for shape in candidates}) > 1:
+            problem = "its columns are of no known shape"
+        else:
+            wanted = " or ".join(_listed(shape.needs[self.task]) for shape in candidates)
+            problem = f"the shape {candidates[0].name!r} needs {wanted}"
+        raise ValueError(f"{where}: {problem}. Its columns are {', '.join(row.row)}: name {self._remedy}.")
+
+    @property
+    def _remedy(self) -> str:
+        return KEY_FLAGS[self.task] + ("" if self.task == "documents" else ", or the shape with --data_format")
+
+
+def _candidates(task: Task, data_format: str, keys: Keys) -> list[Shape]:
+    """The shapes that rows may have, or the one that the user's ``keys`` make."""
+    if keys and data_format not in ("auto", "plain"):
+        flags = " and ".join(flag for _, flag in keys.values())
+        raise ValueError(f"--data_format {data_format} knows its columns, and {flags} names others: leave one out.")
+    if keys:
+        columns = tuple((key,) for key, _ in keys.values())
+        return [Shape("plain", {task: columns}, lambda row, chat: Parts(**{part: row[keys[part][0]] for part in keys}))]
+    shapes = [shape for shape in SHAPES if task in shape.needs and data_format in ("auto", shape.name)]
+    if not shapes:
+        others = sorted({shape.name for shape in SHAPES if task in shape.needs})
+        raise ValueError(f"--data_format {data_format} does not hold what is trained on here: use {', '.join(others)}.")
+    return shapes
+
+
+def _listed(columns: Iterable[tuple[str, ...]]) -> str:
+    return " and ".join(" or ".join(map(repr, names)) for names in columns)

@@ -1,0 +1,130 @@
+"""Prompt with response, or a whole conversation -> token ids and which of them the assistant would have sampled.
+
+The ids are those of the whole rendering. A turn of the assistant begins where a generation prompt ends and includes
+what ends it: the EOS or another token of the template, but no whitespace after that. The places are found by comparing
+renderings, so they are exact for any chat template that puts the text of a turn in one place.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from openppo.datasets.templates import (
+    Message,
+    TokenExample,
+    as_messages,
+    as_text,
+    encode_bare,
+    encode_cut,
+    end_with_eos,
+    fill_template,
+    render_chat,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARK = "\ue000\ue001\ue000"
+"""Stands in for a turn's text to find its place: private characters, which no template changes or writes."""
+
+
+def render_response(
+    prompt: object,
+    response: object,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    input_template: str | None,
+    apply_chat_template: bool,
+) -> TokenExample:
+    """Token ids of ``prompt`` and the ``response`` to it, ending with EOS; the response and the EOS are targets.
+
+    ``response`` is a text or, with ``apply_chat_template``, also a list of messages: the turns after the prompt, of
+    which the assistant's are targets. The ids before the first target are those of ``render_prompt``, unless the
+    template writes the prompt differently once a response follows. Raises ``ValueError`` for values of other types.
+    """
+    if apply_chat_template:
+        asked = as_messages(prompt, "user", input_template)
+        turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else as_messages(response)
+        return _render_turns([*asked, *turns], tokenizer, first=len(asked))
+    before = fill_template(prompt, input_template)
+    ids, (start,) = encode_cut(tokenizer, before + as_text(response), [len(before)], add_special_tokens=True)
+    return _with_targets(ids, [(start, len(ids))], tokenizer)
+
+
+def render_conversation(
+    messages: object, tokenizer: PreTrainedTokenizerBase, *, input_template: str | None
+) -> TokenExample:
+    """Token ids of a chat up to its last assistant turn, ending with EOS; all turns of the assistant are targets.
+
+    Raises ``ValueError`` for anything but a list of messages with one of the assistant among them.
+    """
+    return _render_turns(as_messages(messages, input_template=input_template), tokenizer, first=0)
+
+
+def _render_turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase, first: int) -> TokenExample:
+    """The conversation up to its last assistant turn; those from message number ``first`` on are targets."""
+    chosen = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    if not chosen:
+        raise ValueError("no turn of the assistant to train on. Remove the row or choose another column.")
+    messages = messages[: chosen[-1] + 1]
+    text = render_chat(messages, tokenizer)
+    spans = [_span_of_turn(messages, i, text, tokenizer) for i in chosen]
+    borders = [border for span in spans for border in span]
+    ids, places = encode_cut(tokenizer, text, borders, add_special_tokens=False)
+    return _with_targets(ids, list(zip(places[::2], places[1::2], strict=True)), tokenizer)
+
+
+def _with_targets(ids: list[int], spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> TokenExample:
+    """``ids``, of which the last span becomes the end, closed by EOS; the tokens in the spans are targets."""
+    last, _ = spans[-1]
+    ids = ids[:last] + end_with_eos(tokenizer, ids[last:])
+    targets = {t for start, end in [*spans[:-1], (last, len(ids))] for t in range(start, end)}
+    return TokenExample(ids, [t in targets and t > 0 for t in range(len(ids))])
+
+
+def _span_of_turn(
+    messages: list[Message], number: int, text: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, int]:
+    """From where to where in ``text``, the rendering of ``messages``, the assistant wrote turn ``number``."""
+    is_last = number == len(messages) - 1
+    asked = render_chat(messages[:number], tokenizer, for_generation=True) if number > 0 else ""
+    continues = asked != "" and text.startswith(asked)
+    if continues and is_last:
+        return len(asked), len(text)
+
+    before, mark, after = _around(messages, number, tokenizer)
+    if not (mark and text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)):
+        raise ValueError(
+            f"what the chat template writes around turn {number + 1} depends on its text, or the turn is left out, so "
+            "its tokens cannot be told from the rest. Leave --apply_chat_template out and use --input_template, or "
+            "another template."
+        )
+    start = len(asked) if continues else len(before) - _extra_space(before, asked)
+    end = len(text) if is_last else len(text) - len(after) + _length_of_end(messages, number, after, tokenizer)
+    return start, end
+
+
+def _around(messages: list[Message], number: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
+    """What the template writes before and after the text of turn ``number``, and the mark between if it is there."""
+    marked = [*messages[:number], {**messages[number], "content": _MARK}, *messages[number + 1 :]]
+    return render_chat(marked, tokenizer).partition(_MARK)
+
+
+def _extra_space(before: str, asked: str) -> int:
+    """Length of the whitespace that ``before`` has at its end beyond that of ``asked``: the response begins with it."""
+    spaces, known = before[len(before.rstrip()) :], asked[len(asked.rstrip()) :]
+    return len(spaces) - len(known) if asked and spaces.startswith(known) else 0
+
+
+def _length_of_end(messages: list[Message], number: int, after: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Length of the beginning of ``after`` that ends turn ``number`` whatever follows, in whole tokens.
+
+    It is what ``after``, where another turn follows, has in common with the end of a conversation that stops here.
+    """
+    _, _, at_the_end = _around(messages[: number + 1], number, tokenizer)
+    ids = encode_bare(tokenizer, after[: len(at_the_end) + 64])
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(after, at_the_end, strict=False)))
+    while (head := encode_bare(tokenizer, after[:length])) != ids[: len(head)]:
+        length -= 1  # "<|end|><|" may be in common, of "<|end|><|user|>" and "<|end|><|endoftext|>"
+    return len(after[:length].rstrip()) or length
