@@ -125,7 +125,7 @@ class LossConfig:
     policy_loss_type: PolicyLossType = "ppo"
     """Clipped ratios of tokens (ppo) or of sequences (gspo), or log-probs with truncated weights (cispo)."""
     eps_clip: float = 0.2
-    """Clip range of the policy ratio."""
+    """Clip range of the policy ratio (gspo: 3e-4, and 4e-4 for --eps_clip_high)."""
     eps_clip_high: float | None = None
     """Upper clip range of the policy ratio (default: --eps_clip)."""
     dual_clip: float | None = None

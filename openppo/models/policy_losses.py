@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 from openppo.config import LossAggregation, LossConfig
 from openppo.models.loss import PolicyLoss, Reduction, log_ratio, policy_ratio, reduce_loss
 from openppo.models.masked import masked_mean
+
+logger = logging.getLogger("openppo")
+
+_WIDE_FOR_GSPO = 0.02
 
 
 class GSPOLoss(PolicyLoss):
@@ -78,11 +83,19 @@ class PolicyLossEntry:
     loss_agg: LossAggregation | None = None
 
 
+def _gspo(config: LossConfig) -> GSPOLoss:
+    if config.eps_clip > _WIDE_FOR_GSPO:
+        logger.warning(
+            "--policy_loss_type gspo with --eps_clip %g clips next to nothing, since a response's mean log-ratio is "
+            "small: the paper has --eps_clip 3e-4 --eps_clip_high 4e-4",
+            config.eps_clip,
+        )
+    return GSPOLoss(config.eps_clip, config.eps_clip_high, config.dual_clip, reduction="none")
+
+
 POLICY_LOSSES: dict[str, PolicyLossEntry] = {
     "ppo": PolicyLossEntry(lambda c: PolicyLoss(c.eps_clip, c.eps_clip_high, c.dual_clip, reduction="none")),
-    "gspo": PolicyLossEntry(
-        lambda c: GSPOLoss(c.eps_clip, c.eps_clip_high, c.dual_clip, reduction="none"), loss_agg="sequence_mean"
-    ),
+    "gspo": PolicyLossEntry(_gspo, loss_agg="sequence_mean"),
     "cispo": PolicyLossEntry(lambda c: CISPOLoss(c.cispo_eps_max, reduction="none")),
 }
 """By the names of ``--policy_loss_type``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import get_args
 
@@ -147,6 +148,14 @@ def test_options_reach_the_losses() -> None:
     assert isinstance(cispo, CISPOLoss)
     assert cispo.eps_max == 7.0
     assert {loss.reduction for loss in (ppo, gspo, cispo)} == {"none"}
+
+
+def test_a_clip_range_that_is_too_wide_for_gspo_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="openppo"):
+        policy_loss(LossConfig(policy_loss_type="gspo", eps_clip=3e-4, eps_clip_high=4e-4))
+        assert caplog.text == ""
+        policy_loss(LossConfig(policy_loss_type="gspo"))
+    assert "--eps_clip 0.2 clips next to nothing" in caplog.text
 
 
 LOSSES = torch.tensor([[9.0, 1.0, 2.0, 9.0, 3.0], [9.0, 9.0, 9.0, 9.0, 9.0], [9.0, 4.0, 5.0, 6.0, 7.0]])

@@ -11,6 +11,8 @@ PUBLIC = {
         "Actor",
         "get_llm_for_sequence_regression",
         "PolicyLoss",
+        "GSPOLoss",
+        "CISPOLoss",
         "ValueLoss",
         "GPTLMLoss",
         "PairWiseLoss",
@@ -23,7 +25,9 @@ PUBLIC = {
     "openppo.experience": [
         "ExperienceMaker",
         "ReplayBuffer",
+        "AdaptiveKLController",
         "FixedKLController",
+        "compute_advantages",
         "get_advantages_and_returns",
         "get_cumulative_returns",
         "compute_reward",
