@@ -6,18 +6,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openppo.rollout.rewards.calling import load_reward_function
+    from openppo.rollout.rewards.calling import as_reward_function, load_reward_function
     from openppo.rollout.rewards.function import FunctionScorer
+    from openppo.rollout.rewards.http import RemoteScorer
     from openppo.rollout.rewards.model import ModelScorer
     from openppo.rollout.rewards.scoring import CombinedScorer, PendingScores, Scorer, check_scores, start_scoring
     from openppo.rollout.rewards.steps import step_ends
+    from openppo.rollout.rewards.verifiable import VerifiableScorer
 
 _HOME = {
     "CombinedScorer": "scoring",
     "FunctionScorer": "function",
     "ModelScorer": "model",
     "PendingScores": "scoring",
+    "RemoteScorer": "http",
     "Scorer": "scoring",
+    "VerifiableScorer": "verifiable",
+    "as_reward_function": "calling",
     "check_scores": "scoring",
     "load_reward_function": "calling",
     "start_scoring": "scoring",
@@ -29,7 +34,10 @@ __all__ = [
     "FunctionScorer",
     "ModelScorer",
     "PendingScores",
+    "RemoteScorer",
     "Scorer",
+    "VerifiableScorer",
+    "as_reward_function",
     "check_scores",
     "load_reward_function",
     "start_scoring",

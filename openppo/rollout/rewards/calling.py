@@ -116,10 +116,10 @@ def load_reward_function(
 
     ``ValueError`` naming ``flag`` if there is none, or if it has parameters that nothing is known for.
     """
-    return describe_function(_find(location, flag, default_name), f"{flag} {location}", columns)
+    return as_reward_function(_find(location, flag, default_name), f"{flag} {location}", columns)
 
 
-def describe_function(function: Callable[..., Any], source: str, columns: Collection[str]) -> RewardFunction:
+def as_reward_function(function: Callable[..., Any], source: str, columns: Collection[str]) -> RewardFunction:
     """How ``function`` is to be called, by the names of its parameters.
 
     With names of ``BATCH_NAMES`` it is called once with lists, with names of ``SINGLE_NAMES`` once for each sample;
@@ -171,6 +171,8 @@ def _check_parameters(
     if not unknown and not (own.keys() - _IN_BOTH_FORMS.keys()).isdisjoint(p.name for p in named):
         return
     what = f"its parameter {unknown[0]!r} is unknown" if unknown else "its parameters do not say what it scores"
+    if unknown and unknown[0] in {*BATCH_NAMES, *SINGLE_NAMES}:
+        what = f"its parameter {unknown[0]!r} is for one sample, and others are for a batch"
     raise ValueError(
         f"{source}: {what}. Use {', '.join(BATCH_NAMES)} for lists of a whole batch, or {', '.join(SINGLE_NAMES)} for "
         "one sample at a time; further parameters may have defaults or name columns of the data "

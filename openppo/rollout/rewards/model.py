@@ -32,8 +32,7 @@ class Normalization:
 class ModelScorer:
     """Scores from a reward model: its output at the last token of what ``encode`` makes of a trajectory.
 
-    Every rank runs as many forwards as the rank with the most, as partitioned weights demand. ``encode`` gives the
-    token ids that the model reads (``policy_tokens``: those of the policy).
+    ``encode`` gives the token ids that the model reads (``policy_tokens``: those of the policy).
     """
 
     collective = True
@@ -64,17 +63,23 @@ class ModelScorer:
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory; forwards run over neighbours in length."""
         rows = [self.encode(trajectory) for trajectory in trajectories]
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
-        size = self.micro_batch_size
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
-        n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
         outputs: dict[int, float] = {}
-        for k in progress(range(n_forwards), "scoring", enabled=self.comm.rank == 0):
-            batch = batches[k] if k < len(batches) else []
+        batches = equal_batches([len(row) for row in rows], self.micro_batch_size, self.comm)
+        for batch in progress(batches, "scoring", enabled=self.comm.rank == 0):
             ids = [rows[i] for i in batch] or [[self.pad_token_id] * 2]
             outputs.update(zip(batch, forward_scores(self.model, ids, self.pad_token_id, self.device), strict=False))
         scores = check_scores([outputs[i] for i in range(len(rows))], trajectories, str(self))
         return [Score({self.name: score}) for score in self.normalization(scores)]
+
+
+def equal_batches(lengths: Sequence[int], micro_batch_size: int, comm: Comm) -> list[list[int]]:
+    """Indexes of rows in batches of neighbours in length, the longest first; rows of length 0 are in none.
+
+    As many batches as the rank with the most has, as partitioned weights demand: the last may be empty. Collective.
+    """
+    order = sorted((i for i in range(len(lengths)) if lengths[i] > 0), key=lambda i: lengths[i], reverse=True)
+    n_batches = int(comm.all_reduce(torch.tensor(-(-len(order) // micro_batch_size)), "max"))
+    return [order[k * micro_batch_size : (k + 1) * micro_batch_size] for k in range(n_batches)]
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from openppo.experience import compute_reward, get_advantages_and_returns
 from openppo.experience.collate import collate
 from openppo.models.loading import eos_token_ids, pad_token_id
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rewards import FunctionScorer, ModelScorer
+from openppo.rollout.rewards import FunctionScorer, ModelScorer, as_reward_function
 from openppo.rollout.rollout import sample_trajectories
 from openppo.types import Experience, FinishReason, Prompt, SamplingParams, SingleProcess, Trajectory
 
@@ -216,7 +216,7 @@ def test_a_reward_function_sees_the_response_without_special_tokens(
         seen.extend(responses)
         return [0.0] * len(responses)
 
-    FunctionScorer(reward_fn, "f.py", tokenizer).score(trajectories)
+    FunctionScorer(as_reward_function(reward_fn, "f.py", columns=()), tokenizer).score(trajectories)
     assert seen == case.texts
 
 
@@ -228,7 +228,8 @@ def test_a_reward_model_reads_the_last_sampled_token(
         return last * 100.0 + sequences.gather(1, last[:, None])[:, 0]
 
     scorer = ModelScorer(place_and_token, 2, pad_token_id(tokenizer), SingleProcess(), torch.device("cpu"))
-    assert scorer.score(trajectories) == [100.0 * (len(ids) - 1) + ids[-1] for ids in case.token_ids]
+    scores = [score.rewards["reward"] for score in scorer.score(trajectories)]
+    assert scores == [100.0 * (len(ids) - 1) + ids[-1] for ids in case.token_ids]
 
 
 def test_the_score_is_the_reward_of_the_last_sampled_token_and_reaches_every_action(

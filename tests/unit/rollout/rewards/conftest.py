@@ -1,0 +1,55 @@
+"""Trajectories in one call; only their tokens, texts and labels matter to rewards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openppo.types import FinishReason, Prompt, Trajectory
+
+MakeTrajectory = Callable[..., Trajectory]
+
+
+@pytest.fixture(scope="session")
+def make_trajectory() -> MakeTrajectory:
+    """``make_trajectory(prompt_ids, response_ids, text=, label=, row=, messages=, truncated=)``."""
+
+    def make(
+        prompt_ids: list[int], response_ids: list[int], text: str = "ask", truncated: bool = False, **prompt: Any
+    ) -> Trajectory:
+        n_prompt, n_response = len(prompt_ids), len(response_ids)
+        return Trajectory(
+            token_ids=prompt_ids + response_ids,
+            action_mask=[False] * n_prompt + [True] * n_response,
+            log_probs=[0.0] * (n_prompt + n_response),
+            versions=[0] * (n_prompt + n_response),
+            finish_reason=FinishReason.LENGTH if truncated else FinishReason.EOS,
+            prompt=Prompt(text, prompt_ids, **prompt),
+            group=0,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def two(make_trajectory: MakeTrajectory) -> list[Trajectory]:
+    """Prompts "ab" and "a", responses "cd" and "", ended by <eos>, with labels and two columns."""
+    first = {"question": "ab", "answer": "4"}
+    second = {"question": "a", "answer": "5"}
+    return [
+        make_trajectory([4, 5], [6, 7, 1], text="ab", label=1, row=first),
+        make_trajectory([4], [1], text="a", label={"answer": 2}, row=second),
+    ]
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """Real inputs, which are no part of the repository."""
+    folder = Path(os.environ.get("OPENPPO_ASSETS", Path(__file__).resolve().parents[5] / "shared" / "assets"))
+    if not folder.is_dir():
+        pytest.skip(f"no assets in {folder}; set OPENPPO_ASSETS")
+    return folder

@@ -1,0 +1,91 @@
+"""Where steps end, with tokenizers that put the separator with the words before or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from openppo.rollout.rewards import step_ends
+
+TEXT = "Add two.\n\nThen ✓🙂 halve.\n\nDone."
+
+
+@pytest.fixture(scope="module")
+def bpe() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer without pre-tokenization: frequent pairs across words and separators are tokens."""
+    core = Tokenizer(BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=290, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False)
+    core.train_from_iterator(["two.\n\nThen two.\n\nThen halve.\n\nDone."] * 50, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+
+
+def texts_of_steps(ids: list[int], ends: list[int], tokenizer: Any) -> list[str]:
+    """The text that each step's tokens decode to."""
+    starts = [0, *(end + 1 for end in ends)]
+    return [tokenizer.decode(ids[start : end + 1]) for start, end in zip(starts, ends, strict=False)]
+
+
+def test_steps_end_at_the_token_that_completes_their_text(bpe: PreTrainedTokenizerFast) -> None:
+    ids = [*bpe(TEXT)["input_ids"], bpe.eos_token_id]
+    tokens = bpe.convert_ids_to_tokens(ids)
+    ends = step_ends(ids, bpe, "\n\n")
+    assert len(ends) == 3
+    for end, (before, upto) in zip(
+        ends, [("Add two", "Add two."), ("halve", "halve."), ("Done", "Done.")], strict=True
+    ):
+        assert upto in bpe.decode(ids[: end + 1])
+        assert upto not in bpe.decode(ids[:end])
+        assert before in upto
+    assert any("Ċ" in token.strip("Ċ") for token in tokens), "some token crosses a border, or the test shows little"
+
+
+def test_characters_of_several_tokens_do_not_shift_places(bpe: PreTrainedTokenizerFast) -> None:
+    ids = bpe("🙂\n\n🙂🙂\n\n🙂")["input_ids"]  # four bytes and four tokens each, two for a separator
+    assert [bpe.decode(ids[i : i + 4]) for i in (0, 6, 10, 16)] == ["🙂"] * 4
+    assert step_ends(ids, bpe, "\n\n") == [3, 13, 19]
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("ab", [1]),
+        ("abXcdXe", [1, 4, 6]),
+        ("XabXXcd", [2, 6]),
+        ("abX", [1]),
+        ("X", []),
+        ("", []),
+        ("XXX", []),
+        ("ab cd ", [4]),
+    ],
+)
+def test_blank_steps_and_blanks_at_the_end_do_not_count(text: str, ends: list[int], bpe: Any) -> None:
+    characters = [bpe.convert_tokens_to_ids("Ġ" if c == " " else c) for c in text]
+    assert step_ends([*characters, bpe.eos_token_id], bpe, "X") == ends
+
+
+def test_one_token_may_end_two_steps(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["zxz"])
+    ids = tokenizer("azxzb")["input_ids"]
+    assert len(ids) == 3
+    assert step_ends(ids, tokenizer, "x") == [1, 2]
+    assert step_ends(ids[:2], tokenizer, "x") == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"])
+def test_steps_of_real_tokenizers_are_found_by_their_texts(name: str, assets: Any) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
+    ids = [*tokenizer(TEXT, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    texts = texts_of_steps(ids, step_ends(ids, tokenizer, "\n\n"), tokenizer)
+    assert [text.strip() for text in texts] == ["Add two.", "Then ✓🙂 halve.", "Done."]
