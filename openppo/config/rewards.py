@@ -47,6 +47,8 @@ class RewardSourceConfig:
     """Token after each step at which the process reward model is read."""
     prm_reward_tokens: tuple[str, ...] = ("+", "-")
     """Tokens for good and bad whose probabilities the process reward model gives."""
+    prm_apply_chat_template: bool = False
+    """Render prompts for the process reward model with its own chat template, as in its training."""
     prm_aggregate: Literal["steps", "min", "mean", "last", "product"] = "steps"
     """Reward each step at its end, or the whole response by one number made of its steps."""
 

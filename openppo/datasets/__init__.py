@@ -3,7 +3,7 @@
 from openppo.datasets.formats import Row
 from openppo.datasets.loading import SourceRow, load_mixed_rows, load_rows, naming_row, number_rows, require_column
 from openppo.datasets.preference import PreferenceExample, load_preferences
-from openppo.datasets.process import ProcessExample, load_process_examples, single_token_id
+from openppo.datasets.process import ProcessExample, StepEncoder, load_process_examples, single_token_id
 from openppo.datasets.prompts import PromptOptions, PromptSet, load_prompts
 from openppo.datasets.sampler import BatchSampler, cyclic_batches, shard
 from openppo.datasets.sft import load_documents, load_sft_examples
@@ -21,6 +21,7 @@ __all__ = [
     "Row",
     "RowReader",
     "SourceRow",
+    "StepEncoder",
     "TokenExample",
     "cyclic_batches",
     "load_documents",

@@ -48,6 +48,54 @@ class ProcessExample:
 
 
 @dataclass(frozen=True)
+class StepEncoder:
+    """Solutions as a process reward model reads them, in training and when it scores."""
+
+    tokenizer: PreTrainedTokenizerBase
+    placeholder: str
+    placeholder_id: int
+    input_template: str | None = None
+    apply_chat_template: bool = False
+
+    def __call__(self, prompt: Any, steps: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Token ids of the prompt and the steps, each with its placeholder, and where the placeholders are.
+
+        ``prompt`` is a text, a list of chat messages, or None if the first step holds it. Between a prompt without
+        template and the first step comes ``STEP_SEPARATOR``; further steps start with their separator.
+        """
+        ids, places = self._encode_start(prompt, steps[0].rstrip(" ")), []
+        for number, step in enumerate(steps):
+            if number > 0:
+                after = encode_bare(self.tokenizer, self.placeholder + step.rstrip(" "))  # as in the whole text
+                known = after[:1] == [self.placeholder_id]
+                ids += after[1:] if known else encode_bare(self.tokenizer, step.rstrip(" "))
+            places.append(len(ids))
+            ids.append(self.placeholder_id)
+        return ids, places
+
+    def _encode_start(self, prompt: Any, first_step: str) -> list[int]:
+        """Token ids of the prompt, if there is one, and the first step."""
+        template, chat = self.input_template, self.apply_chat_template
+        if prompt is not None:
+            text, _ = render_prompt(prompt, self.tokenizer, input_template=template, apply_chat_template=chat)
+            if chat:
+                turns = [*as_messages(prompt, "user", template), {"role": "assistant", "content": first_step}]
+                whole = render_chat(turns, self.tokenizer)
+            else:
+                whole = text + ("" if template else STEP_SEPARATOR) + first_step
+            place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
+            read = text + first_step if place < 0 else whole[: place + len(first_step)]  # a space may stand between
+            ids, _ = encode_cut(self.tokenizer, read, [len(text)], add_special_tokens=not chat)
+            return ids
+        if chat or template is not None:
+            raise ValueError(
+                "a solution that is one text holds its question too, so no template can go around it. Leave "
+                "--apply_chat_template and --input_template out."
+            )
+        return encode_start(self.tokenizer, first_step)
+
+
+@dataclass(frozen=True)
 class _Tokens:
     """The placeholder and the reward tokens, good first, with their ids."""
 
@@ -76,6 +124,7 @@ def load_process_examples(
     require_tokenizer(tokenizer, apply_chat_template=supervised.apply_chat_template, eos=False)
     tokens = _look_up(tokenizer, data)
     chat = supervised.apply_chat_template
+    encode = StepEncoder(tokenizer, tokens.placeholder, tokens.placeholder_id, supervised.input_template, chat)
     reader = RowReader(rows, "steps", flag, data_format=supervised.data_format, chat=chat, keys=_named_keys(data))
     examples, lengths = [], []
     kind: type | None = None
@@ -87,7 +136,7 @@ def load_process_examples(
             kind = kind or type(labels[0])
             if type(labels[0]) is not kind:
                 raise ValueError("some rows are judged by numbers and some by reward tokens. Make them all the same.")
-            ids, places = _encode(parts, steps, tokens, tokenizer, supervised)
+            ids, places = encode(parts.prompt, steps)
         lengths.append(len(ids))
         if len(ids) <= supervised.max_len:
             by_place = dict(zip(places, labels, strict=True))
@@ -96,14 +145,16 @@ def load_process_examples(
     return examples, len(rows) - len(examples)
 
 
-def single_token_id(tokenizer: PreTrainedTokenizerBase, token: str, flag: str) -> int:
-    """The id of ``token``. Raises ``ValueError`` naming ``flag`` if it is not one token of the tokenizer."""
+def single_token_id(
+    tokenizer: PreTrainedTokenizerBase, token: str, flag: str, flag_of_model: str = "--pretrain"
+) -> int:
+    """The id of ``token``. Raises ``ValueError`` naming both flags if it is not one token of the model's tokenizer."""
     ids = encode_bare(tokenizer, token)
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
         how = "not in the vocabulary" if tokenizer.unk_token_id in ids else f"{len(ids)} tokens"
         raise ValueError(
-            f"{flag} {token!r} is {how} of the tokenizer of --pretrain, and must be one token of it. Choose another "
-            f"with {flag}."
+            f"{flag} {token!r} is {how} of the tokenizer of {flag_of_model}, and must be one token of it. Choose "
+            f"another with {flag}."
         )
     return ids[0]
 
@@ -178,46 +229,3 @@ def _read_off(solution: Any, judged: str, tokens: _Tokens) -> list[str]:
             f"placeholder {tokens.placeholder!r}."
         )
     return list(match.groups())
-
-
-def _encode(
-    parts: Parts,
-    steps: list[str],
-    tokens: _Tokens,
-    tokenizer: PreTrainedTokenizerBase,
-    supervised: SupervisedConfig,
-) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt and the steps, each with its placeholder, and where the placeholders are."""
-    ids, places = _encode_start(parts.prompt, steps[0].rstrip(" "), tokenizer, supervised), []
-    for number, step in enumerate(steps):
-        if number > 0:
-            after = encode_bare(tokenizer, tokens.placeholder + step.rstrip(" "))  # as it reads in the whole text
-            known = after[:1] == [tokens.placeholder_id]
-            ids += after[1:] if known else encode_bare(tokenizer, step.rstrip(" "))
-        places.append(len(ids))
-        ids.append(tokens.placeholder_id)
-    return ids, places
-
-
-def _encode_start(
-    prompt: Any, first_step: str, tokenizer: PreTrainedTokenizerBase, supervised: SupervisedConfig
-) -> list[int]:
-    """Token ids of the prompt, if there is one, and the first step."""
-    template, chat = supervised.input_template, supervised.apply_chat_template
-    if prompt is not None:
-        text, _ = render_prompt(prompt, tokenizer, input_template=template, apply_chat_template=chat)
-        if chat:
-            turns = [*as_messages(prompt, "user", template), {"role": "assistant", "content": first_step}]
-            whole = render_chat(turns, tokenizer)
-        else:
-            whole = text + ("" if template else STEP_SEPARATOR) + first_step
-        place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
-        read = text + first_step if place < 0 else whole[: place + len(first_step)]  # a space may stand between
-        ids, _ = encode_cut(tokenizer, read, [len(text)], add_special_tokens=not chat)
-        return ids
-    if chat or template is not None:
-        raise ValueError(
-            "a solution that is one text holds its question too, so no template can go around it. Leave "
-            "--apply_chat_template and --input_template out."
-        )
-    return encode_start(tokenizer, first_step)

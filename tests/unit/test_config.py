@@ -92,6 +92,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "step_separator": "\n\n",
         "prm_placeholder_token": "ки",
         "prm_reward_tokens": ("+", "-"),
+        "prm_apply_chat_template": False,
         "prm_aggregate": "steps",
         # LoRA
         "lora_rank": 0,
