@@ -22,7 +22,7 @@ from openppo.strategy.engine import TrainingEngine
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.evaluation import Evaluator
-from openppo.trainer.packing import packing_is_exact
+from openppo.trainer.packing import packed_row_length
 from openppo.trainer.ppo_data import load_ppo_data
 from openppo.trainer.ppo_trainer import HEADLINE, Parts, PPOTrainer, frozen_actor_steps
 from openppo.trainer.startup import naming_model, start_trackers
@@ -73,7 +73,7 @@ def build_ppo_trainer(
         trackers=start_trackers(config, strategy, HEADLINE, config.ppo.num_episodes * len(sampler)),
         ema=ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None,
         evaluator=_evaluator(config, strategy, engine, scorer, data.held_out),
-        pack_documents_to=data.longest if data.documents and packing_is_exact(actor, strategy.device) else None,
+        pack_documents_to=packed_row_length(actor, data.documents, data.longest, strategy.device),
     )
     return PPOTrainer(config, parts, callbacks)
 
@@ -177,6 +177,7 @@ def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: 
         flash_attn=config.model.flash_attn,
         value_head_prefix=config.model.value_head_prefix,
         normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
+        input_template=config.data.input_template,
     )
 
 

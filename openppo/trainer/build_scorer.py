@@ -14,12 +14,17 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from openppo.config import RewardSourceConfig, Verifier
-from openppo.models.loading import check_model, pad_token_id
+from openppo.datasets import StepEncoder, single_token_id
+from openppo.datasets.process import STEP_SEPARATOR
+from openppo.models.actor import Actor
+from openppo.models.loading import check_model, load_tokenizer, pad_token_id
+from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rollout.rewards.calling import load_reward_function
 from openppo.rollout.rewards.function import FunctionScorer
 from openppo.rollout.rewards.http import RemoteScorer
 from openppo.rollout.rewards.model import ModelScorer, Normalization, stored_normalization
+from openppo.rollout.rewards.process import ProcessScorer, StepText
 from openppo.rollout.rewards.rendering import RewardModelText
 from openppo.rollout.rewards.scoring import CombinedScorer, Scorer
 from openppo.rollout.rewards.verifiable import VerifiableScorer, make_verify
@@ -48,6 +53,8 @@ class ScorerSetup:
     value_head_prefix: str = "score"
     normalize: bool = False
     """Use the mean and std that the reward model stores."""
+    input_template: str | None = None
+    """``--input_template`` of the prompts."""
 
 
 def build_scorer(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> Scorer:
@@ -65,7 +72,8 @@ def build_scorer(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
         makers[verifier] = partial(_verifier, verifier)
     if source.reward_pretrain is not None:
         makers["reward_model"] = partial(_reward_model, source.reward_pretrain)
-    # PRM: makers["prm"] = partial(_process_reward_model, source.prm_pretrain), of rewards/process.py, goes here.
+    if source.prm_pretrain is not None:
+        makers["prm"] = partial(_process_reward_model, source.prm_pretrain)
     names = ["reward"] if len(makers) == 1 else list(makers)
     scorers = [make(source, tokenizer, setup, name) for make, name in zip(makers.values(), names, strict=True)]
     return scorers[0] if len(scorers) == 1 else CombinedScorer(scorers)
@@ -141,6 +149,43 @@ def _reward_model(
         name,
         text,
         normalization,
+    )
+
+
+def _process_reward_model(
+    model: str, source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
+) -> Scorer:
+    """A frozen process reward model, which reads prompt and response as ``train_prm`` renders lists of steps."""
+    flag = "--prm_pretrain"
+    context = getattr(check_model(model, flag).get_text_config(), "max_position_embeddings", None)
+    own, chat, placeholder = load_tokenizer(model, flag), source.prm_apply_chat_template, source.prm_placeholder_token
+    if chat and not own.chat_template:
+        raise ValueError(
+            f"--prm_apply_chat_template: the tokenizer of {flag} {model} has no chat template. Leave it out."
+        )
+    placeholder_id = single_token_id(own, placeholder, "--prm_placeholder_token", flag)
+    good, bad = (single_token_id(own, token, "--prm_reward_tokens", flag) for token in source.prm_reward_tokens)
+    whole = "{}" if setup.input_template is not None and not chat else None  # the prompt is in its template already
+    encode = StepEncoder(own, placeholder, placeholder_id, whole, chat)
+
+    def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
+        question: Any = prompt.messages or prompt.text
+        if prompt.messages and not chat:
+            question = STEP_SEPARATOR.join(message["content"] for message in prompt.messages)
+        return encode(question, steps)
+
+    text = StepText(tokenizer, own, render, source.step_separator, f"{flag} {model}", context)
+    with naming_model(flag, model):
+        judge = ProcessRewardModel(Actor(model, bf16=setup.bf16, flash_attn=setup.flash_attn).model)
+    return ProcessScorer(
+        setup.prepare_frozen(judge),
+        text,
+        (good, bad),
+        source,
+        setup.micro_batch_size,
+        setup.comm,
+        setup.device,
+        name,
     )
 
 

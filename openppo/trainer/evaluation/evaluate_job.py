@@ -33,6 +33,7 @@ class EvaluateJob:
             options.bf16,
             options.flash_attn,
             judgement.value_head_prefix,
+            input_template=options.input_template,
         )
         scorer = build_scorer(config.source, self.tokenizer, setup)
         _, engine = load_policy(options, self.tokenizer, self.strategy)

@@ -1,0 +1,111 @@
+"""Process rewards: p(good) at each placeholder, put where the step ends in the response or made into one number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from openppo.config import RewardSourceConfig
+from openppo.models.process_reward import ProcessRewardModel
+from openppo.rollout.rewards.model import equal_batches
+from openppo.rollout.rewards.process import ProcessScorer, StepText
+from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
+
+PLACEHOLDER, GOOD, BAD, STEP = 20, 21, 22, 15  # the ids of q, r, s and l; "l" separates steps
+MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
+RESPONSES = ["ablcldefla", "a", "", "ll", "bcld", "eeelfff"]
+STEPS = [["ab", "c", "def", "a"], ["a"], [], [], ["bc", "d"], ["eee", "fff"]]
+ENDS = [[1, 3, 7, 9], [0], [], [], [1, 3], [2, 6]]
+
+
+def trajectory(response: str, tokenizer: PreTrainedTokenizerFast) -> Trajectory:
+    prompt_ids = tokenizer("hi")["input_ids"]
+    ids = prompt_ids + tokenizer(response)["input_ids"] + [tokenizer.eos_token_id]
+    rest: Any = ([True] * len(ids), [0.0] * len(ids), [0] * len(ids))
+    return Trajectory(ids, *rest, FinishReason.EOS, Prompt("hi", prompt_ids), group=0)
+
+
+def scorer_of(model: Any, tokenizer: Any, micro: int = 2, context: int | None = None, **options: Any) -> ProcessScorer:
+    """Reads "hi", then each step and "q" after it, without separators."""
+
+    def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
+        ids, places = tokenizer(prompt.text)["input_ids"], []
+        for step in steps:
+            ids = [*ids, *tokenizer(step.removeprefix("l"))["input_ids"], PLACEHOLDER]
+            places.append(len(ids) - 1)
+        return ids, places
+
+    text = StepText(tokenizer, tokenizer, render, "l", "--prm_pretrain judge", context)
+    source = RewardSourceConfig(prm_pretrain="judge", **options)
+    return ProcessScorer(model, text, (GOOD, BAD), source, micro, SingleProcess(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("micro", [1, 2, 9])
+def test_the_last_token_of_a_step_gets_the_probability_of_good_at_its_placeholder(
+    models: dict[str, PreTrainedModel], make_tokenizer: MakeTokenizer, micro: int
+) -> None:
+    tokenizer, model = make_tokenizer(), models["llama"]
+    samples = [trajectory(response, tokenizer) for response in RESPONSES]
+    scorer = scorer_of(ProcessRewardModel(model), tokenizer, micro, reward_weights=("prm=2",))
+    for sample, score, steps, ends in zip(samples, scorer.score(samples), STEPS, ENDS, strict=True):
+        expected = [0.0] * len(sample.response_ids)
+        read = "hi"
+        for step, end in zip(steps, ends, strict=True):
+            read += step + "q"
+            logits = model(torch.tensor([tokenizer(read)["input_ids"]])).logits[0, -1]
+            expected[end] = 2 * (logits[GOOD].exp() / (logits[GOOD].exp() + logits[BAD].exp())).item()
+        assert score.rewards == {}
+        assert score.token_rewards == pytest.approx(expected, abs=1e-5)
+
+
+def says(probabilities: list[float]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A model that gives the steps of a single response these probabilities of being good."""
+
+    def model(sequences: Tensor, places: Tensor) -> Tensor:
+        logits = torch.zeros(len(probabilities), 24)
+        logits[:, GOOD] = torch.tensor(probabilities).logit()
+        return logits
+
+    return model
+
+
+@pytest.mark.parametrize(("aggregate", "reward"), [("min", 0.2), ("mean", 0.5), ("last", 0.4), ("product", 0.072)])
+def test_steps_become_one_reward(make_tokenizer: MakeTokenizer, aggregate: str, reward: float) -> None:
+    tokenizer = make_tokenizer()
+    scorer = scorer_of(says([0.9, 0.2, 0.4]), tokenizer, prm_aggregate=aggregate)
+    [score] = scorer.score([trajectory("ablcld", tokenizer)])
+    assert score.token_rewards is None
+    assert score.rewards == {"prm": pytest.approx(reward)}
+    [blank] = scorer_of(says([]), tokenizer, prm_aggregate=aggregate).score([trajectory("ll", tokenizer)])
+    assert blank.rewards == {"prm": 0.0}
+
+
+def test_a_judgement_that_is_no_number_names_its_source_and_sample(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer()
+    with pytest.raises(ValueError, match="--prm_pretrain judge returned nan for prompt 'hi'"):
+        scorer_of(says([float("nan")]), tokenizer).score([trajectory("a", tokenizer)])
+
+
+def test_steps_before_the_context_of_the_model_are_not_judged(
+    make_tokenizer: MakeTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = make_tokenizer()
+    scorer = scorer_of(says([0.25, 0.75]), tokenizer, context=4)  # of "hiabqcqdq"
+    [score] = scorer.score([trajectory("ablcld", tokenizer)])
+    assert score.token_rewards == pytest.approx([0, 0, 0, 0.25, 0, 0.75, 0])
+    assert "--prm_pretrain judge reads 4 tokens, but prompt 'hi' has 9 of its tokens" in caplog.text
+
+
+def test_every_rank_has_as_many_batches_as_the_rank_with_the_most() -> None:
+    class Other(SingleProcess):
+        def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+            assert op == "max"
+            return tensor.clamp(min=4)
+
+    assert equal_batches([3, 0, 7, 5, 0], 2, Other()) == [[2, 3], [0], [], []]
+    assert equal_batches([], 2, SingleProcess()) == []
