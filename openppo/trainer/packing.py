@@ -12,6 +12,8 @@ from openppo.datasets import TokenExample
 
 logger = logging.getLogger("openppo")
 
+_ROW_LENGTH = 512
+"""Attention costs more in longer rows, and shorter ones waste more places."""
 _LEAK = 1e-5
 _NOISE = 0.05
 """Log-probs of one document at two places of a row differ by less than this, in bfloat16 too."""
@@ -34,6 +36,18 @@ def pack(examples: Sequence[TokenExample], max_len: int) -> list[list[TokenExamp
             rows[row].append(example)
             room[row] -= length
     return rows
+
+
+def packed_row_length(
+    model: Callable[..., Tensor], documents: Sequence[TokenExample], limit: int, device: torch.device
+) -> int | None:
+    """Length of the rows that ``documents`` share: their longest, or 512 where ``limit`` allows it.
+
+    None if there are no documents or ``model`` does not keep them apart, see ``packing_is_exact``.
+    """
+    if not documents or not packing_is_exact(model, device):
+        return None
+    return max(min(_ROW_LENGTH, limit), max(len(document.token_ids) for document in documents))
 
 
 @torch.no_grad()

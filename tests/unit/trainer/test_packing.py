@@ -23,7 +23,7 @@ from transformers import (
 
 from openppo.datasets import TokenExample
 from openppo.models import Actor
-from openppo.trainer.packing import pack, packing_is_exact
+from openppo.trainer.packing import pack, packed_row_length, packing_is_exact
 from openppo.trainer.token_batches import TokenBatch, token_batch
 from openppo.types import SingleProcess
 
@@ -129,6 +129,15 @@ def test_the_probe_finds_models_that_cannot_and_says_so(
         assert not packing_is_exact(model, CPU)
     assert reason in caplog.text
     assert "documents are not packed" in caplog.text
+
+
+def test_rows_are_as_long_as_the_longest_document_and_512_where_that_is_allowed() -> None:
+    actor = actor_of("llama")
+    assert packed_row_length(actor, documents([5, 30, 7]), 2048, CPU) == 512
+    assert packed_row_length(actor, documents([5, 30, 7]), 100, CPU) == 100
+    assert packed_row_length(actor, documents([5, 700, 7]), 2048, CPU) == 700
+    assert packed_row_length(actor, [], 2048, CPU) is None
+    assert packed_row_length(WithoutPositions(actor), documents([5]), 2048, CPU) is None
 
 
 def lengths_of(rows: list[list[TokenExample]]) -> list[list[int]]:
