@@ -13,6 +13,8 @@ from openppo.types import FinishReason, Prompt, Trajectory
 
 logger = logging.getLogger("openppo")
 
+_CUT = "\ue000" * 3  # private-use characters, which no text holds and no template changes
+
 
 class RewardModelText:
     """Trajectories as token ids of the reward model.
@@ -70,9 +72,11 @@ class RewardModelText:
         if prompt.messages is None:
             ids = encode_text(self.own, prompt.text + response)
         else:
-            messages = [*prompt.messages, {"role": "assistant", "content": response}]
-            # Without an end the rendering stops where the response does: no closing tag, no EOS.
-            text = self.own.apply_chat_template(messages, tokenize=False, continue_final_message=not ended)
+            # Of a response that was cut off, the rendering ends where it does: no closing tag, no EOS.
+            messages = [*prompt.messages, {"role": "assistant", "content": response + ("" if ended else _CUT)}]
+            text, cut, _ = str(self.own.apply_chat_template(messages, tokenize=False)).partition(_CUT)
+            if not ended and not cut:
+                raise ValueError("it leaves the assistant's turn out")
             ids = self.own(text, add_special_tokens=False)["input_ids"]
         return end_with_eos(self.own, ids) if ended else ids
 

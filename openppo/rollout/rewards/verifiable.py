@@ -164,6 +164,7 @@ def _start_math_process() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # Ctrl-C is for us; the process ends when its stdin does
     )
     assert process.stdout is not None
     if process.stdout.readline() != math_worker.READY:

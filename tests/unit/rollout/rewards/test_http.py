@@ -1,0 +1,398 @@
+"""Reward servers: what is sent, how load and failures spread, and what every kind of bad answer ends in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from openppo.config import RewardSourceConfig
+from openppo.rollout.rewards import RemoteScorer, http, start_scoring
+from openppo.types import Score, Trajectory
+
+Answer = Callable[[dict[str, Any], int], Awaitable[web.StreamResponse]]
+"""From a request's JSON and its number to what is sent back."""
+MakeTrajectory = Callable[..., Trajectory]
+
+
+@dataclass
+class Server:
+    """A server on loopback, in a thread of its own."""
+
+    url: str
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[str | None] = field(default_factory=list)
+
+
+async def lengths(request: dict[str, Any], number: int) -> web.StreamResponse:
+    """The good answer: each query's length."""
+    return web.json_response({"rewards": [len(query) for query in request["query"]]})
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., Server]]:
+    """Starts servers that answer as told; they end with the test."""
+    loops = []
+
+    def start(answer: Answer = lengths, allowed: str | None = None) -> Server:
+        server, ready = Server(""), threading.Event()
+        loop = asyncio.new_event_loop()
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            server.tokens.append(request.headers.get("Authorization"))
+            if allowed is not None and server.tokens[-1] != f"Bearer {allowed}":
+                return web.Response(status=401, text="who are you?")
+            if request.method != "POST":
+                return web.Response(status=404)  # as servers that know nothing else
+            server.requests.append(await request.json())
+            return await answer(server.requests[-1], len(server.requests))
+
+        async def serve() -> None:
+            app = web.Application()
+            app.router.add_route("*", "/get_reward", handle)
+            runner = web.AppRunner(app, shutdown_timeout=0)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/get_reward"
+            ready.set()
+
+        def run() -> None:
+            loop.run_until_complete(serve())
+            loop.run_forever()
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        loops.append((loop, thread))
+        assert ready.wait(30)
+        return server
+
+    yield start
+    for loop, thread in loops:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+
+
+@pytest.fixture
+def scorer_of(make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., RemoteScorer]:
+    """A scorer for servers or URLs, whose pauses take no time."""
+    monkeypatch.setattr(http, "_FIRST_PAUSE_SECONDS", 0.001)
+
+    def make(*servers: Server | str, name: str = "remote", **options: Any) -> RemoteScorer:
+        urls = ",".join(server if isinstance(server, str) else server.url for server in servers)
+        options = {name if name == "name" else f"remote_rm_{name}": value for name, value in options.items()}
+        return RemoteScorer(RewardSourceConfig(remote_rm_url=urls, **options), make_tokenizer(), name)
+
+    return make
+
+
+@pytest.fixture
+def many(make_trajectory: MakeTrajectory) -> list[Trajectory]:
+    """Twenty samples; the i-th query has i + 1 letters and "<eos>"."""
+    return [make_trajectory([4] * i, [5, 1], text="a" * i) for i in range(20)]
+
+
+EXPECTED = [Score({"remote": i + 6.0}) for i in range(20)]
+ScorerOf = Callable[..., RemoteScorer]
+StartServer = Callable[..., Server]
+
+
+def free_url() -> str:
+    """An address at which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}/get_reward"
+
+
+# Good answers
+
+
+def test_a_request_is_what_openrlhf_sends(
+    start_server: StartServer, scorer_of: ScorerOf, two: list[Trajectory]
+) -> None:
+    server = start_server()
+    assert not scorer_of(server).collective
+    assert scorer_of(server).score(two) == [Score({"remote": 9.0}), Score({"remote": 6.0})]
+    assert server.requests == [
+        {"query": ["abcd<eos>", "a<eos>"], "prompts": ["ab", "a"], "labels": [1, {"answer": 2}]},
+    ]
+    assert server.tokens == [None]
+
+
+@pytest.mark.parametrize("size", [1, 3, 20, 64])
+def test_batches_are_put_together_in_the_order_of_the_samples(
+    size: int, start_server: StartServer, scorer_of: ScorerOf, many: list[Trajectory]
+) -> None:
+    server = start_server()
+    assert start_scoring(scorer_of(server, batch_size=size), many).wait() == EXPECTED
+    assert max(len(request["query"]) for request in server.requests) == min(size, 20)
+    assert len(server.requests) == -(-20 // size)
+
+
+def test_without_samples_nothing_is_sent(scorer_of: ScorerOf) -> None:
+    assert scorer_of(free_url()).score([]) == []
+
+
+def test_load_is_spread_over_servers(start_server: StartServer, scorer_of: ScorerOf, many: list[Trajectory]) -> None:
+    both_are_asked = threading.Barrier(2)
+
+    async def answer(request: dict[str, Any], number: int) -> web.StreamResponse:
+        if number == 1:  # neither answers before the other is asked too
+            await asyncio.get_running_loop().run_in_executor(None, both_are_asked.wait, 60)
+        return await lengths(request, number)
+
+    servers = [start_server(answer), start_server(answer)]
+    assert scorer_of(*servers, batch_size=1).score(many) == EXPECTED
+    assert sum(len(server.requests) for server in servers) == 20
+
+
+def test_no_more_requests_are_under_way_than_servers_can_take(
+    start_server: StartServer, scorer_of: ScorerOf, many: list[Trajectory]
+) -> None:
+    under_way, most = Counter[str](), 0
+
+    async def answer(request: dict[str, Any], number: int) -> web.StreamResponse:
+        nonlocal most
+        under_way["now"] += 1
+        most = max(most, under_way["now"])
+        await asyncio.sleep(0.01)
+        under_way["now"] -= 1
+        return await lengths(request, number)
+
+    assert scorer_of(start_server(answer), batch_size=1).score(many) == EXPECTED
+    assert 1 < most <= http._REQUESTS_PER_SERVER
+
+
+def test_a_token_is_sent(start_server: StartServer, scorer_of: ScorerOf, two: list[Trajectory], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("open sesame\n")
+    server = start_server(allowed="open sesame")
+    scorer = scorer_of(server, token_file=str(tmp_path / "token"))
+    scorer.check()
+    scorer.score(two)
+    assert set(server.tokens) == {"Bearer open sesame"}
+    assert "sesame" not in str(scorer)
+
+
+def test_scoring_leaves_the_random_numbers_of_the_run_alone(
+    start_server: StartServer, scorer_of: ScorerOf, two: list[Trajectory]
+) -> None:
+    import random
+
+    state = random.getstate()
+    scorer_of(start_server(failing(1, web.Response(status=500)))).score(two)
+    assert random.getstate() == state
+
+
+# Failures that may pass
+
+
+def failing(n: int, response: web.Response) -> Answer:
+    """Fails ``n`` times, then gives the good answer."""
+
+    async def answer(request: dict[str, Any], number: int) -> web.StreamResponse:
+        return await lengths(request, number) if number > n else web.Response(status=response.status, body=b"later")
+
+    return answer
+
+
+async def cut_connection(request: dict[str, Any], number: int) -> web.StreamResponse:
+    """Promises more than it sends, the first time."""
+    if number > 1:
+        return await lengths(request, number)
+    return CutOff()
+
+
+class CutOff(web.StreamResponse):
+    """An answer whose connection breaks in the middle."""
+
+    async def prepare(self, request: Any) -> Any:
+        self.content_length = 1000
+        writer = await super().prepare(request)
+        await self.write(b'{"rewards": [')
+        request.transport.close()
+        return writer
+
+
+@pytest.mark.parametrize(
+    ("answer", "n_requests"),
+    [(failing(n, web.Response(status=status)), n + 1) for n, status in ((1, 500), (2, 503), (3, 429))]
+    + [(cut_connection, 2)],
+    ids=["500", "503", "429", "cut connection"],
+)
+def test_a_failure_that_may_pass_is_tried_again(
+    answer: Answer,
+    n_requests: int,
+    start_server: StartServer,
+    scorer_of: ScorerOf,
+    two: list[Trajectory],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "openppo")
+    server = start_server(answer)
+    assert scorer_of(server, retries=3).score(two) == [Score({"remote": 9.0}), Score({"remote": 6.0})]
+    assert len(server.requests) == n_requests
+    assert len(caplog.messages) == n_requests - 1
+    assert server.url in caplog.text
+
+
+def test_a_slow_answer_is_asked_for_again(
+    start_server: StartServer, scorer_of: ScorerOf, two: list[Trajectory]
+) -> None:
+    async def answer(request: dict[str, Any], number: int) -> web.StreamResponse:
+        if number == 1:
+            await asyncio.sleep(60)
+        return await lengths(request, number)
+
+    server = start_server(answer)
+    assert scorer_of(server, timeout=0.5).score(two) == [Score({"remote": 9.0}), Score({"remote": 6.0})]
+    assert len(server.requests) == 2
+
+
+def test_the_work_of_a_dead_server_is_done_by_the_other(
+    start_server: StartServer, scorer_of: ScorerOf, many: list[Trajectory]
+) -> None:
+    server = start_server()
+    assert scorer_of(free_url(), server, batch_size=1, retries=1).score(many) == EXPECTED
+    assert len(server.requests) == 20
+
+
+def test_pauses_double_up_to_a_minute_and_differ() -> None:
+    load = http._Load(["a"])
+    for attempt, longest in ((1, 1.0), (2, 2.0), (5, 16.0), (30, 60.0)):
+        pauses = [load.pause(attempt) for _ in range(200)]
+        assert longest / 2 <= min(pauses) < max(pauses) <= longest
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_server_that_never_answers_ends_in_an_error_with_url_attempts_cause_and_flag(
+    retries: int, start_server: StartServer, scorer_of: ScorerOf, two: list[Trajectory]
+) -> None:
+    dead, broken = free_url(), start_server(failing(99, web.Response(status=502)))
+    for server, url, cause in (
+        (dead, dead, "ClientConnectorError"),
+        (broken, broken.url, "HTTP status 502, 'later'"),
+    ):
+        with pytest.raises(ConnectionError, match="^--remote_rm_url ") as error:
+            scorer_of(server, retries=retries).score(two)
+        for part in (url, f"after {retries + 1} attempts", cause, "--remote_rm_retries", "--remote_rm_timeout"):
+            assert part in str(error.value)
+    assert len(broken.requests) == retries + 1
+
+
+def test_a_timeout_is_named_as_one(start_server: StartServer, scorer_of: ScorerOf, two: list[Trajectory]) -> None:
+    async def answer(request: dict[str, Any], number: int) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    with pytest.raises(ConnectionError, match="the last failure: no answer within 0.2 s"):
+        scorer_of(start_server(answer), timeout=0.2, retries=0).score(two)
+
+
+# Answers that are wrong
+
+
+HTML = "<html><body>Welcome to the proxy</body></html>"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (200, HTML, "answered '<html><body>Welcome"),
+        (200, "", "answered '' where"),
+        (200, '{"rewards": [1', "answered '{\"rewards\": [1' where"),
+        (200, "[1, 2]", "answered '[1, 2]' where"),
+        (200, '{"scores": [1, 2]}', '{"rewards": [numbers]} is needed'),
+        (200, '{"rewards": 3}', "answered '{\"rewards\": 3}' where"),
+        (200, '{"rewards": [1]}', "returned 1 scores for 2 samples"),
+        (200, '{"rewards": [1, 2, 3]}', "returned 3 scores for 2 samples"),
+        (200, '{"rewards": [1, NaN]}', "returned nan for prompt 'a'"),
+        (200, '{"rewards": [null, 1]}', "returned None for prompt 'ab'"),
+        (200, '{"rewards": [1, "2"]}', "returned '2' for prompt 'a'"),
+        (200, '{"rewards": [[1], [2]]}', "returned [1] for prompt 'ab'"),
+        (400, '{"error": "no query"}', 'HTTP status 400, \'{"error": "no query"}\''),
+        (404, HTML, "HTTP status 404"),
+        (413, "too large", "HTTP status 413, 'too large'"),
+        (302, "", "HTTP status 302"),
+        (401, "who?", "refuses the token (HTTP status 401)"),
+        (403, "no", "--remote_rm_token_file"),
+    ],
+)
+def test_a_wrong_answer_ends_the_run_at_once_naming_server_and_answer(
+    status: int, body: str, message: str, start_server: StartServer, scorer_of: ScorerOf, two: list[Trajectory]
+) -> None:
+    async def answer(request: dict[str, Any], number: int) -> web.StreamResponse:
+        return web.Response(status=status, text=body, headers={"Location": "/elsewhere"} if status == 302 else None)
+
+    server = start_server(answer)
+    with pytest.raises(ValueError, match="^--remote_rm_url ") as error:
+        scorer_of(server, retries=3).score(two)
+    assert server.url in str(error.value)
+    assert message in str(error.value)
+    assert len(server.requests) == 1
+
+
+def test_a_long_wrong_answer_is_shortened(
+    start_server: StartServer, scorer_of: ScorerOf, two: list[Trajectory]
+) -> None:
+    async def answer(request: dict[str, Any], number: int) -> web.StreamResponse:
+        return web.Response(text=json.dumps({"scores": [1.0] * 10_000}))
+
+    with pytest.raises(ValueError) as error:
+        scorer_of(start_server(answer)).score(two)
+    assert len(str(error.value)) < 500
+
+
+# Before the run
+
+
+def test_a_server_that_answers_anything_passes_the_check(start_server: StartServer, scorer_of: ScorerOf) -> None:
+    scorer_of(start_server(), start_server()).check()
+
+
+def test_a_server_that_cannot_be_reached_is_an_error_before_the_run(
+    start_server: StartServer, scorer_of: ScorerOf
+) -> None:
+    dead = free_url()
+    with pytest.raises(
+        ValueError, match="^--remote_rm_url .*no reward server answers there .* Start it first"
+    ) as error:
+        scorer_of(start_server(), dead).check()
+    assert dead in str(error.value)
+
+
+def test_a_server_that_wants_a_token_is_an_error_before_the_run(start_server: StartServer, scorer_of: ScorerOf) -> None:
+    with pytest.raises(ValueError, match="^--remote_rm_url .*HTTP status 401.*--remote_rm_token_file"):
+        scorer_of(start_server(allowed="open sesame")).check()
+
+
+@pytest.mark.parametrize("urls", ["localhost:5000", "ftp://a/b", "http://", "http://a/b,", "", "reward.txt"])
+def test_what_is_no_url_is_an_error_with_an_example(urls: str, scorer_of: ScorerOf) -> None:
+    with pytest.raises(ValueError, match="^--remote_rm_url .*: give http://HOST:PORT/PATH"):
+        scorer_of(urls)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        (b"", "must hold one line"),
+        (b"a\nb", "must hold one line"),
+        (b"\xff", "cannot be read"),
+    ],
+)
+def test_a_token_file_without_a_token_is_an_error(
+    content: bytes | None, message: str, scorer_of: ScorerOf, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "token").write_bytes(content)
+    with pytest.raises(ValueError, match=f"^--remote_rm_token_file .*{message}"):
+        scorer_of("http://a/b", token_file=str(tmp_path / "token"))

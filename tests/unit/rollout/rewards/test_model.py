@@ -1,0 +1,318 @@
+"""Reward models in process: what they read, where they are read, and how scores are normalized."""
+
+from __future__ import annotations
+
+import logging
+import math
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from openppo.models.scalar_head import ScalarHeadModel
+from openppo.rollout.rewards import ModelScorer
+from openppo.rollout.rewards.model import Normalization, stored_normalization
+from openppo.rollout.rewards.rendering import RewardModelText, encode_text, end_with_eos
+from openppo.types import Prompt, SingleProcess, Trajectory
+
+MakeTrajectory = Callable[..., Trajectory]
+MakeTokenizer = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def classifier() -> LlamaForSequenceClassification:
+    """Random and far from uniform."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=40, initializer_range=0.5, num_labels=1, pad_token_id=None, **sizes)
+    return LlamaForSequenceClassification(config).eval()
+
+
+@torch.no_grad()
+def by_transformers(classifier: LlamaForSequenceClassification, ids: Sequence[int]) -> float:
+    """The score of one row alone, without padding: the head at the last token."""
+    hidden = classifier.model(torch.tensor([ids])).last_hidden_state
+    return float(classifier.score(hidden)[0, -1, 0])
+
+
+class CountingModel:
+    """Scores a row by its real length and last real token; remembers the shapes of its batches."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        self.shapes.append(tuple(sequences.shape))
+        lengths = attention_mask.sum(-1)
+        return lengths * 100.0 + sequences.gather(1, lengths[:, None] - 1)[:, 0]
+
+
+class OthersHaveMore(SingleProcess):
+    """Some other rank has ``n`` batches."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """The maximum over ranks."""
+        assert op == "max"
+        return torch.maximum(tensor, torch.tensor(self.n))
+
+
+def model_scorer(model: Any, size: int = 2, comm: Any = None, pad: int = 0, **options: Any) -> ModelScorer:
+    """A scorer on the CPU."""
+    return ModelScorer(model, size, pad, comm or SingleProcess(), torch.device("cpu"), **options)
+
+
+def scores_of(scorer: ModelScorer, samples: Sequence[Trajectory]) -> list[float]:
+    """The rewards, which all have the scorer's name."""
+    return [score.rewards[scorer.name] for score in scorer.score(samples)]
+
+
+@pytest.fixture(scope="module")
+def samples(make_trajectory: MakeTrajectory) -> list[Trajectory]:
+    """Of unequal lengths, some equal."""
+    return [make_trajectory([4], list(range(5, 5 + n))) for n in (3, 1, 6, 2, 6)]
+
+
+# The policy's own token ids
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_scores_keep_the_order_of_the_samples_whatever_the_micro_batch_size(
+    size: int, samples: list[Trajectory]
+) -> None:
+    model = CountingModel()
+    assert scores_of(model_scorer(model, size, name="reward_model"), samples) == [407.0, 205.0, 710.0, 306.0, 710.0]
+    assert len(model.shapes) == math.ceil(len(samples) / size)
+
+
+def test_neighbours_in_length_share_a_forward(samples: list[Trajectory]) -> None:
+    model = CountingModel()
+    model_scorer(model, 2).score(samples)
+    assert model.shapes == [(2, 7), (2, 4), (1, 2)]
+
+
+@pytest.mark.parametrize("n", [5, 0], ids=["some samples", "no samples"])
+def test_a_rank_runs_as_many_forwards_as_the_rank_with_the_most(n: int, samples: list[Trajectory]) -> None:
+    model = CountingModel()
+    scorer = model_scorer(model, 2, OthersHaveMore(7))
+    assert scorer.collective
+    scores = scorer.score(samples[:n])
+    assert len(model.shapes) == 7
+    assert scores == model_scorer(CountingModel(), 2).score(samples[:n])
+
+
+@pytest.mark.parametrize("pad", [0, 1, 9])
+def test_a_reward_model_is_read_at_the_last_real_token_whatever_fills_the_padding(
+    pad: int, samples: list[Trajectory], classifier: LlamaForSequenceClassification
+) -> None:
+    scores = scores_of(model_scorer(ScalarHeadModel(classifier, "reward"), 3, pad=pad), samples)
+    np.testing.assert_allclose(scores, [by_transformers(classifier, t.token_ids) for t in samples], atol=1e-5)
+
+
+def test_a_reward_model_that_gives_nan_is_an_error_naming_it(samples: list[Trajectory]) -> None:
+    with pytest.raises(ValueError, match="the reward model returned nan for prompt 'ask'"):
+        model_scorer(lambda sequences, _: torch.full((len(sequences),), math.nan)).score(samples)
+
+
+# Normalization
+
+
+def test_scores_are_normalized_by_mean_and_std_of_the_model(samples: list[Trajectory]) -> None:
+    scorer = model_scorer(CountingModel(), normalization=Normalization(mean=205.0, std=4.0))
+    assert scores_of(scorer, samples[:2]) == [50.5, 0.0]
+
+
+def test_mean_and_std_come_from_the_models_config() -> None:
+    assert stored_normalization(LlamaConfig(mean=-1.5, std=2), "--reward_pretrain m", "Do.") == Normalization(-1.5, 2)
+
+
+@pytest.mark.parametrize(
+    "stored", [{}, {"mean": 1.0}, {"mean": 1.0, "std": 0.0}, {"mean": math.nan, "std": 1.0}, {"mean": "1", "std": "2"}]
+)
+def test_a_model_without_mean_and_std_is_an_error_with_the_remedy(stored: dict[str, Any]) -> None:
+    pattern = "^--normalize_reward: --reward_pretrain m stores no mean and positive std .* Use train_rm.$"
+    with pytest.raises(ValueError, match=pattern):
+        stored_normalization(LlamaConfig(**stored), "--reward_pretrain m", "Use train_rm.")
+
+
+# A tokenizer and a chat template of its own
+
+OWN_IDS = {token: i for i, token in enumerate(["<s>", "</s>", "<u>", "<bot>", " ", *reversed(string.ascii_lowercase)])}
+TEMPLATE = (
+    "{{ '<s>' }}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ '<u>' + m['content'] }}"
+    "{% elif m['role'] == 'assistant' %}{{ '<bot>' + m['content'] + '</s>' + ' ' }}"
+    "{% else %}{{ raise_exception('no ' + m['role']) }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<bot>' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def own() -> PreTrainedTokenizerFast:
+    """The reward model's: one token per character, letters backwards, BOS in front; a template that closes turns."""
+    core = Tokenizer(WordLevel(OWN_IDS, unk_token=" "))
+    core.add_special_tokens(["<s>", "</s>", "<u>", "<bot>"])
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def ids_of(*tokens: str) -> list[int]:
+    """Ids of the reward model's tokens."""
+    return [OWN_IDS[token] for token in tokens]
+
+
+CHAT = [{"role": "user", "content": "ab"}]
+PLAIN_AND_CHAT = {
+    "plain, ended": (None, [6, 7, 1], False, ["<s>", "a", "b", "c", "d", "</s>"]),
+    "plain, cut off": (None, [6, 7], True, ["<s>", "a", "b", "c", "d"]),
+    "plain, ended at once": (None, [1], False, ["<s>", "a", "b", "</s>"]),
+    "chat, ended": (CHAT, [6, 7, 1], False, ["<s>", "<u>", "a", "b", "<bot>", "c", "d", "</s>"]),
+    "chat, cut off": (CHAT, [6, 7], True, ["<s>", "<u>", "a", "b", "<bot>", "c", "d"]),
+    "chat, ended at once": (CHAT, [1], False, ["<s>", "<u>", "a", "b", "<bot>", "</s>"]),
+    "chat, several turns": (
+        [*CHAT, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}],
+        [6, 1],
+        False,
+        ["<s>", "<u>", "a", "b", "<bot>", "c", "</s>", " ", "<u>", "d", "<bot>", "c", "</s>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN_AND_CHAT)
+def test_text_is_written_again_for_a_reward_model_with_its_own_tokenizer_and_read_at_its_last_token(
+    case: str,
+    own: PreTrainedTokenizerFast,
+    make_tokenizer: MakeTokenizer,
+    make_trajectory: MakeTrajectory,
+    classifier: LlamaForSequenceClassification,
+) -> None:
+    messages, response_ids, truncated, tokens = PLAIN_AND_CHAT[case]
+    sample = make_trajectory([4, 5], response_ids, text="ab", messages=messages, truncated=truncated)
+    encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+    assert encode(sample) == ids_of(*tokens)
+
+    longer = make_trajectory([4, 5], [6] * 9 + [1], text="ab")  # so that the other is padded
+    scores = scores_of(model_scorer(ScalarHeadModel(classifier, "reward"), encode=encode), [sample, longer])
+    assert scores[0] == pytest.approx(by_transformers(classifier, ids_of(*tokens)), abs=1e-5)
+
+
+def test_a_template_may_rewrite_a_response_that_was_cut_off(
+    own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer, make_trajectory: MakeTrajectory
+) -> None:
+    own.chat_template = TEMPLATE.replace("'<bot>' + m['content']", "'<bot>' + m['content'].replace('c', 'x')")
+    encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+    sample = make_trajectory([4, 5], [7, 6, 7], messages=CHAT, truncated=True)
+    assert encode(sample) == ids_of("<s>", "<u>", "a", "b", "<bot>", "d", "x", "d")
+
+
+def test_a_template_without_eos_still_ends_a_finished_response_with_eos(
+    own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer, make_trajectory: MakeTrajectory
+) -> None:
+    own.chat_template = TEMPLATE.replace("</s>", "<u>")
+    encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+    tokens = ["<s>", "<u>", "a", "b", "<bot>", "c", "d"]
+    sample = make_trajectory([4, 5], [6, 7, 1], messages=CHAT)
+    assert encode(sample) == ids_of(*tokens, "<u>", " ", "</s>")
+    assert encode(make_trajectory([4, 5], [6, 7], messages=CHAT, truncated=True)) == ids_of(*tokens)
+
+
+def test_what_exceeds_the_context_of_the_reward_model_is_cut_at_the_front_and_logged(
+    own: PreTrainedTokenizerFast,
+    make_tokenizer: MakeTokenizer,
+    make_trajectory: MakeTrajectory,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "openppo")
+    sample = make_trajectory([4, 5], [6, 7, 1], text="ab")
+    assert RewardModelText(make_tokenizer(), own, "--reward_pretrain m", context=6)(sample)[0] == OWN_IDS["<s>"]
+    assert not caplog.records
+    cut = RewardModelText(make_tokenizer(), own, "--reward_pretrain m", context=3)(sample)
+    assert cut == ids_of("c", "d", "</s>")
+    assert "--reward_pretrain m reads 3 tokens, but prompt 'ab' has 6" in caplog.text
+
+
+def chat_prompt(*roles: str) -> Prompt:
+    """A chat of one letter per turn."""
+    return Prompt("a", [4], messages=[{"role": role, "content": "a"} for role in roles])
+
+
+def test_chats_that_the_reward_models_template_takes_pass_the_check(
+    own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer
+) -> None:
+    RewardModelText(make_tokenizer(), own, "m").check([chat_prompt("user"), Prompt("a", [4])])
+
+
+@pytest.mark.parametrize(
+    ("roles", "template", "message"),
+    [
+        (["user"], None, "its tokenizer has no chat template, and the prompts are chats"),
+        (["system", "user"], TEMPLATE, "its chat template refuses messages with the roles system, user: no system"),
+        (["user"], "{{ messages[0]['content'] }}", "it leaves the assistant's turn out"),
+    ],
+)
+def test_chats_that_cannot_be_rendered_are_an_error_before_the_run(
+    roles: list[str], template: str | None, message: str, own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer
+) -> None:
+    own.chat_template = template
+    text = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+    text.check([Prompt("a", [4])])
+    with pytest.raises(ValueError, match="^--reward_pretrain m: ") as error:
+        text.check([chat_prompt("user", "assistant", "user"), chat_prompt(*roles)])
+    assert message in str(error.value)
+
+
+def test_a_sample_that_the_template_refuses_is_named(
+    own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer, make_trajectory: MakeTrajectory
+) -> None:
+    encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+    sample = make_trajectory([4], [5, 1], messages=[{"role": "judge", "content": "a"}])
+    with pytest.raises(ValueError, match="its chat template fails on prompt 'ask': no judge"):
+        encode(sample)
+
+
+def test_a_tokenizer_without_eos_is_an_error(own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer) -> None:
+    own.eos_token = None
+    with pytest.raises(ValueError, match="^--reward_pretrain m: its tokenizer has no EOS token"):
+        RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+
+
+def test_a_text_gets_one_bos_if_its_tokenizer_wants_one(
+    own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer
+) -> None:
+    assert encode_text(own, "ab") == encode_text(own, "<s>ab") == ids_of("<s>", "a", "b")
+    assert encode_text(own, "") == ids_of("<s>")
+    assert encode_text(make_tokenizer(), "ab") == [4, 5]
+
+
+def test_ids_end_with_one_eos(own: PreTrainedTokenizerFast) -> None:
+    assert end_with_eos(own, ids_of("a")) == ids_of("a", "</s>")
+    assert end_with_eos(own, ids_of("a", "</s>")) == ids_of("a", "</s>")
+    assert end_with_eos(own, ids_of("a", "</s>", " ", " ")) == ids_of("a", "</s>")
+    assert end_with_eos(own, ids_of("</s>", "a")) == ids_of("</s>", "a", "</s>")
+    assert end_with_eos(own, []) == ids_of("</s>")
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini"])
+def test_real_chat_templates_end_a_finished_response_with_eos_and_a_cut_one_with_its_last_word(
+    name: str, assets: Any, make_tokenizer: MakeTokenizer, make_trajectory: MakeTrajectory
+) -> None:
+    real = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
+    encode = RewardModelText(make_tokenizer(), real, "m")
+    ended = encode(make_trajectory([4], [6, 7, 1], messages=CHAT))
+    cut = encode(make_trajectory([4], [6, 7], messages=CHAT, truncated=True))
+    assert ended[-1] == real.eos_token_id
+    assert ended[: len(cut)] == cut
+    assert real.decode(cut).endswith("cd")
+    assert cut.count(real.bos_token_id) == (1 if name == "mistral-v3" else 0)

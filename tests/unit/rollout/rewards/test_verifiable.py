@@ -1,0 +1,211 @@
+"""Rewards that need no model; the mathematical one is asked from a thread, as in a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from openppo.config import RewardSourceConfig
+from openppo.rollout.rewards import VerifiableScorer, start_scoring
+from openppo.rollout.rewards.verifiable import MathReward, Verify, final_answer, make_verify
+from openppo.types import Prompt, Score, Trajectory
+
+MakeTrajectory = Callable[..., Trajectory]
+
+
+@pytest.fixture
+def judge(make_trajectory: MakeTrajectory) -> Callable[..., float]:
+    """The reward of a response to a prompt with a label."""
+
+    def run(verify: Verify, response: str, label: Any) -> float:
+        return verify(response, make_trajectory([4], [1], label=label))
+
+    return run
+
+
+def verify_of(verifier: Any, **options: Any) -> Verify:
+    """As the command line makes it."""
+    return make_verify(verifier, RewardSourceConfig(verifiable_reward=(verifier,), **options), prompts=[])
+
+
+# Exact match
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("5 + 2 = 7\n#### 7", "7"), ("#### 1\n#### 2 \n", "2"), (" yes ", "yes"), ("####", ""), ("", "")],
+)
+def test_the_final_answer_stands_after_the_last_mark(text: str, answer: str) -> None:
+    assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("72", "72", 1.0),
+        (" 72\n", "72", 1.0),
+        ("72", "48/2 = 24\n48+24 = 72\n#### 72", 1.0),
+        ("24 and 48 make\n#### 72", "48/2 = 24\n#### 72", 1.0),
+        ("72", 72, 1.0),
+        ("72.", "72", 0.0),
+        ("it is 72", "72", 0.0),
+        ("", "72", 0.0),
+        ("#### 72 #### 71", "72", 0.0),
+    ],
+)
+def test_exact_match_compares_final_answers(
+    response: str, label: Any, reward: float, judge: Callable[..., float]
+) -> None:
+    assert judge(verify_of("exact_match"), response, label) == reward
+
+
+# Regular expressions
+
+
+@pytest.mark.parametrize(
+    ("pattern", "response", "label", "reward"),
+    [
+        (r"<think>.*</think>", "<think>a</think>b", None, 1.0),
+        (r"<think>.*</think>", "<think>a\n</think>b", None, 0.0),
+        (r"(?s)<think>.*</think>", "<think>a\n</think>b", None, 1.0),
+        (r"\d+", "none", None, 0.0),
+        (r"<answer>(.*?)</answer>", "<answer> 7 </answer>", "7", 1.0),
+        (r"<answer>(.*?)</answer>", "<answer>7</answer><answer>8</answer>", "7", 0.0),
+        (r"<answer>(.*?)</answer>", "<answer>7</answer><answer>8</answer>", "7+1\n#### 8", 1.0),
+        (r"<answer>(.*?)</answer>", "7", "7", 0.0),
+        (r"a(b)?", "a", "b", 0.0),
+    ],
+)
+def test_a_response_must_match_and_the_last_group_must_be_the_label(
+    pattern: str, response: str, label: Any, reward: float, judge: Callable[..., float]
+) -> None:
+    assert judge(verify_of("regex", verify_regex=pattern), response, label) == reward
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("a(", "is no regular expression: missing )"), ("(a)(b)", "has 2 groups; one at most")],
+)
+def test_a_bad_expression_is_an_error_naming_the_flag(pattern: str, message: str) -> None:
+    with pytest.raises(ValueError, match="^--verify_regex ") as error:
+        verify_of("regex", verify_regex=pattern)
+    assert message in str(error.value)
+
+
+# Length
+
+
+@pytest.mark.parametrize(("n", "reward"), [(4, 1.0), (3, 0.75), (6, 0.5), (8, 0.0), (12, -1.0)])
+def test_length_counts_response_tokens(n: int, reward: float, make_trajectory: MakeTrajectory) -> None:
+    verify = verify_of("length", verify_length=4)
+    assert verify("", make_trajectory([4, 4], [5] * n)) == reward
+
+
+# Mathematics
+
+
+@pytest.fixture(scope="module")
+def math_reward() -> Iterator[MathReward]:
+    """With one process for all tests."""
+    pytest.importorskip("math_verify")
+    yield MathReward()
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("48 + 24 = 72\n#### 72", "48/2 = 24\n48+24 = 72\n#### 72", 1.0),
+        ("So she sold $72$ clips.", "#### 72", 1.0),
+        ("\\boxed{1234}", "#### 1,234", 1.0),
+        ("1,234", 1234, 1.0),
+        ("0.5", "\\frac{1}{2}", 1.0),
+        ("$\\frac{2}{4}$", "0.5", 1.0),
+        ("\\boxed{x^2 + 2x + 1}", "$(x+1)^2$", 1.0),
+        ("\\boxed{(1, 2)}", "(1,2)", 1.0),
+        ("#### 71", "#### 72", 0.0),
+        ("72, no, 71", "72", 0.0),
+        ("I do not know.", "72", 0.0),
+        ("", "72", 0.0),
+    ],
+)
+def test_math_compares_values(
+    response: str, label: Any, reward: float, math_reward: MathReward, judge: Callable[..., float]
+) -> None:
+    assert judge(math_reward, response, label) == reward
+
+
+def test_math_works_in_the_background(
+    math_reward: MathReward, make_trajectory: MakeTrajectory, make_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f" {n}" for n in range(3)])
+    trajectories = [
+        make_trajectory([4], [*tokenizer.convert_tokens_to_ids([f" {n}"]), 1], label="#### 1") for n in range(3)
+    ]
+    scores = start_scoring(VerifiableScorer(math_reward, tokenizer, "math"), trajectories).wait()
+    assert scores == [Score({"math": 0.0}), Score({"math": 1.0}), Score({"math": 0.0})]
+
+
+def test_math_that_never_ends_counts_as_wrong_and_the_next_answer_is_judged_again(
+    judge: Callable[..., float], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("math_verify")
+    caplog.set_level(logging.WARNING, "openppo")
+    reward = MathReward()
+    assert judge(reward, "#### 72", 72) == 1.0  # the process is there
+    reward.seconds = 0.2
+    assert judge(reward, "\\boxed{9^{9^{9^{9}}}}", 72) == 0.0  # math-verify itself would give up after 2 s
+    assert "the answer took too long" in caplog.text
+    reward.seconds = 60
+    assert judge(reward, "#### 72", 72) == 1.0
+
+
+def test_math_without_its_package_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match="^--verifiable_reward math needs .* pip install math-verify"):
+        verify_of("math")
+
+
+def test_math_whose_process_cannot_start_is_an_error(
+    judge: Callable[..., float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="its process ended with status 1"):
+        judge(MathReward(), "72", 72)
+
+
+def test_gsm8k_answers_are_right_as_they_stand_and_wrong_for_the_next_question(
+    assets: Any, math_reward: MathReward, judge: Callable[..., float]
+) -> None:
+    lines = (assets / "data" / "gsm8k" / "test.jsonl").read_text().splitlines()[:40]
+    answers = [json.loads(line)["answer"] for line in lines]
+    finals = [final_answer(answer) for answer in answers]
+    for verify in (math_reward, verify_of("exact_match")):
+        assert [judge(verify, answer, answer) for answer in answers] == [1.0] * 40
+        others = [judge(verify, answer, other) for answer, other in pairwise(answers)]
+        assert others == [float(a == b) for a, b in pairwise(finals)]
+
+
+# Labels
+
+
+@pytest.mark.parametrize("label", [None, "", " ", "####", ["72"], {"a": 1}])
+@pytest.mark.parametrize("verifier", ["exact_match", "math", "regex"])
+def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier: Any, label: Any) -> None:
+    prompts = [Prompt("good", [1], "72"), Prompt("bad", [1], label)]
+    source = RewardSourceConfig(verifiable_reward=(verifier,), verify_regex="(a)")
+    with pytest.raises(ValueError, match=f"^--verifiable_reward {verifier} .* prompt 'bad' is .*--label_key"):
+        make_verify(verifier, source, prompts)
+
+
+def test_length_and_expressions_without_group_need_no_label() -> None:
+    prompts = [Prompt("ask", [1])]
+    for verifier, options in (("length", {"verify_length": 3}), ("regex", {"verify_regex": "a"})):
+        make_verify(verifier, RewardSourceConfig(verifiable_reward=(verifier,), **options), prompts)
