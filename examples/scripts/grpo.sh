@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# GRPO: no critic, several responses to each prompt are compared: bash grpo.sh [more flags]
+# DAPO instead: --init_kl_coef 0 --no_use_kl_loss --eps_clip_high 0.28 --dynamic_sampling --overlong_buffer_len 128
+# Dr. GRPO instead: --advantage_estimator dr_grpo. GSPO: --policy_loss_type gspo --eps_clip 3e-4 --eps_clip_high 4e-4
+set -euo pipefail
+torchrun --standalone --nproc_per_node "${GPUS:-8}" -m openppo.cli.train_ppo \
+    --pretrain "${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" \
+    --verifiable_reward math \
+    --prompt_data "${DATA:-data/gsm8k/train.jsonl}" \
+    --data_format question_answer \
+    --input_template '{}
+Think step by step, and write the final answer after "####".' \
+    --apply_chat_template \
+    --save_path "${SAVE_PATH:-ckpt/grpo}" \
+    --use_tensorboard "${SAVE_PATH:-ckpt/grpo}/tensorboard" \
+    --advantage_estimator group_norm \
+    --n_samples_per_prompt 8 \
+    --use_kl_loss \
+    --kl_estimator k3 \
+    --init_kl_coef 0.001 \
+    --loss_agg sequence_mean \
+    --bf16 \
+    --zero_stage 2 \
+    --num_episodes 5 \
+    --rollout_batch_size 128 \
+    --micro_rollout_batch_size 64 \
+    --train_batch_size 256 \
+    --micro_train_batch_size 8 \
+    --prompt_max_len 512 \
+    --generate_max_len 512 \
+    --actor_learning_rate 1e-6 \
+    "$@"

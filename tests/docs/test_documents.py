@@ -1,0 +1,142 @@
+"""What the documents show is what runs: their Python blocks, commands and recipes, in a tiny form."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from openppo.cli.options import parse_options
+from openppo.config import ServeRMConfig
+
+REPO = Path(__file__).parents[2]
+DOCS = {file.stem: file.read_text() for file in sorted((REPO / "docs").glob("*.md"))}
+SMALL = (
+    "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 4 --micro_train_batch_size 2 "
+    "--generate_max_len 4 --max_samples 8"
+)
+MODELS = {"MODEL": "policy", "Qwen/Qwen2.5-7B-Instruct": "policy", "REWARD_MODEL": "reward", "PRM": "policy"}
+TRAIN = """
+import sys
+
+from openppo.cli.options import parse_options
+from openppo.config import TrainPPOConfig
+from openppo.trainer import build_ppo_trainer
+
+for line in sys.argv[1:]:
+    trainer = build_ppo_trainer(parse_options(TrainPPOConfig, line.split("\\t")))
+    trainer.fit()
+    assert trainer.global_step >= 2
+    print("done", flush=True)
+trainer.close()  # once: all share the process group
+"""
+Run = Callable[..., str]
+
+
+def blocks(name: str, language: str) -> list[str]:
+    """Fenced blocks of a document in one language ('' for plain ones)."""
+    return re.findall(rf"^```{language}\n(.*?)^```", DOCS[name], flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(name: str, command: str) -> list[list[str]]:
+    """The flags of each ``python -m openppo.cli.<command>`` in a document."""
+    text = "".join(blocks(name, "bash")).replace("\\\n", " ")
+    return [shlex.split(flags) for flags in re.findall(rf"openppo\.cli\.{command}( .*)", text)]
+
+
+def recipes() -> dict[str, str]:
+    """The recipes of algorithms.md: name -> flags."""
+    lines = re.sub(r"\n {3,}", " ", blocks("algorithms", "")[-1]).splitlines()
+    return dict(re.split(r"  +", line, maxsplit=1) for line in lines)
+
+
+def write_files(name: str, folder: Path) -> list[str]:
+    """Write the Python blocks whose first line is a comment with a file name; the names."""
+    files = dict(re.findall(r"^# (\w+\.py)\n(.*)", block, flags=re.DOTALL)[0] for block in blocks(name, "python"))
+    for file, text in files.items():
+        (folder / file).write_text(text)
+    return list(files)
+
+
+def train(run: Run, folder: Path, lines: Sequence[Sequence[str]]) -> None:
+    """Train in a tiny form with each line of flags, all in one process."""
+    small = [[MODELS.get(word, word) for word in line] + SMALL.split() for line in lines]
+    printed = run([sys.executable, "-c", TRAIN, *("\t".join(line) for line in small)], folder)
+    assert printed.splitlines().count("done") == len(lines)
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_links_and_paths_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)", DOCS[name])
+    paths = re.findall(r"`((?:openppo|examples|tests)/[\w/.]+)`", DOCS[name])
+    assert [link for link in links if not (REPO / "docs" / link).exists()] == []
+    assert [path for path in paths if not (REPO / path).exists()] == []
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_names_in_backticks_exist_in_the_code(name: str) -> None:
+    code = "\n".join(file.read_text() for file in (REPO / "openppo").rglob("*.py"))
+    words = set(re.findall(r"\w+", code + (REPO / "tests/unit/cli/test_openrlhf.py").read_text()))
+    named = set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", DOCS[name]))
+    assert sorted(named - words) == []
+
+
+def test_parts_run(run: Run, workshop: Path) -> None:
+    program = "\n".join(f"exec({block!r}, {{}})" for block in blocks("parts", "python"))
+    assert "reward" in run([sys.executable, "-c", program.replace('"MODEL"', '"policy"')], workshop)
+
+
+def test_recipes_of_algorithms_run(run: Run, workshop: Path) -> None:
+    assert len(recipes()) == 10
+    common = "--pretrain policy --reward_pretrain reward --prompt_data prompts.jsonl --reward_clip_range -1 1".split()
+    train(run, workshop, [[*common, *flags.replace(" 4096", " 2").split()] for flags in recipes().values()])
+
+
+def test_rewards_run(run: Run, workshop: Path) -> None:
+    files = write_files("rewards", workshop)
+    assert len(files) == 6
+    common = "--pretrain policy --prompt_data prompts.jsonl".split()
+    functions = [[*common, "--remote_rm_url" if file.startswith("openrlhf") else "--reward_fn", file] for file in files]
+    lines = commands("rewards", "train_ppo")
+    assert len(lines) == 3
+    train(run, workshop, [*functions, *lines])
+
+
+def test_the_command_that_serves_a_reward_model_is_one() -> None:
+    (flags,) = commands("rewards", "serve_rm")
+    config = parse_options(ServeRMConfig, flags)
+    config.validate(1)
+    assert config.server.port == 5000
+
+
+def test_data_runs(run: Run, workshop: Path) -> None:
+    assert write_files("data", workshop) == ["rows.py"]
+    train(run, workshop, commands("data", "train_ppo"))
+
+
+def test_lora_runs(run: Run, workshop: Path) -> None:
+    train(run, workshop, commands("lora", "train_ppo"))
+    (block,) = blocks("lora", "python")
+    (merge,) = commands("lora", "merge_lora")
+    run([sys.executable, "-c", block], workshop)
+    run([sys.executable, "-m", "openppo.cli.merge_lora", *merge], workshop)
+    assert (workshop / "ckpt/lora_merged/model.safetensors").is_file()
+
+
+def test_a_command_line_of_openrlhf_runs_with_its_launcher(run: Run, workshop: Path) -> None:
+    flags = """
+        --pretrain policy --reward_pretrain reward --save_path openrlhf --save_steps -1 --logging_steps 1
+        --eval_steps -1 --micro_train_batch_size 2 --train_batch_size 4 --micro_rollout_batch_size 4
+        --rollout_batch_size 4 --max_epochs 1 --prompt_max_len 64 --generate_max_len 4 --zero_stage 2 --bf16
+        --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 --init_kl_coef 0.01 --prompt_data prompts.jsonl
+        --input_key input --apply_chat_template --max_samples 8 --normalize_reward
+        --gradient_checkpointing --load_checkpoint
+    """  # of its example for Llama, without --flash_attn (may not be installed) and --adam_offload (would be compiled)
+    launcher = re.search(r"^deepspeed --module openppo\S+", "".join(blocks("openrlhf", "bash")), flags=re.MULTILINE)
+    assert launcher is not None
+    run(f"{launcher[0]} {flags}".replace("--module", "--num_gpus 1 --module"), workshop)
+    assert (workshop / "openrlhf" / "model.safetensors").is_file()

@@ -1,0 +1,93 @@
+"""The scripts to copy run as they are, with a tiny model, and write what they promise."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+REPO = Path(__file__).parents[2]
+ASSETS = Path(os.environ.get("OPENPPO_ASSETS", REPO.parent / "shared" / "assets"))
+SCRIPTS = REPO / "examples" / "scripts"
+SMALL = (
+    "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 4 --micro_train_batch_size 2 "
+    "--generate_max_len 4 --num_episodes 1"
+)
+Run = Callable[..., str]
+
+
+def script(run: Run, name: str, folder: Path, more: str = "", **env: str) -> Path:
+    """Run a script in ``folder`` with two optimizer steps of four samples, and return its folder of results."""
+    environment = {"GPUS": "1", "MODEL": "policy", "REWARD_MODEL": "reward", "SAVE_PATH": f"out/{name}"} | env
+    run(["bash", str(SCRIPTS / name), *SMALL.split(), *more.split()], folder, **environment)
+    return folder / environment["SAVE_PATH"]
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    """The metrics of each step."""
+    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_gsm8k(run: Run, workshop: Path) -> None:
+    out = script(run, "gsm8k.sh", workshop, DATA="math.jsonl", EVAL_DATA="math.jsonl", GPUS="2")
+    first, *steps = logged(out)
+    assert first["eval_reward"] == steps[-1]["eval_reward"] == 0.0, "a random model solves nothing"
+    assert [step["reward"] for step in steps] == [0.0, 0.0]
+    assert (out / "model.safetensors").is_file()
+
+
+def test_gsm8k_with_real_questions_and_the_qwen_template(run: Run, tmp_path: Path) -> None:
+    if not (ASSETS / "data/gsm8k").is_dir():
+        pytest.skip(f"no assets in {ASSETS}; set OPENPPO_ASSETS")
+    for name in ("train", "test"):
+        with (ASSETS / f"data/gsm8k/{name}.jsonl").open() as rows:
+            (tmp_path / f"{name}.jsonl").write_text("".join(islice(rows, 4)))
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tokenizers" / "qwen2.5")
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, **sizes)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    out = script(run, "gsm8k.sh", tmp_path, DATA="train.jsonl", EVAL_DATA="test.jsonl")
+    sample = json.loads((out / "logs" / "samples.jsonl").read_text().splitlines()[0])
+    assert "<|im_start|>user\n" in sample["prompt"]
+    assert sample["prompt"].count("####") == 1
+
+
+def test_grpo(run: Run, workshop: Path) -> None:
+    out = script(run, "grpo.sh", workshop, "--n_samples_per_prompt 2 --train_batch_size 8", DATA="math.jsonl", GPUS="2")
+    assert len(logged(out)) == 2
+    assert "value_loss" not in logged(out)[0], "GRPO has no critic"
+    assert "kl_loss" in logged(out)[0]
+
+
+def test_remax(run: Run, workshop: Path) -> None:
+    out = script(run, "remax.sh", workshop, DATA="prompts.jsonl")
+    assert len(logged(out)) == 2
+    assert "value_loss" not in logged(out)[0], "ReMax has no critic"
+
+
+def test_lora(run: Run, workshop: Path) -> None:
+    out = script(run, "lora.sh", workshop, "--actor_learning_rate 1e-2", DATA="prompts.jsonl", CRITIC="policy")
+    assert (out / "adapter_model.safetensors").is_file()
+    assert not (out / "model.safetensors").exists()
+    merged = AutoModelForCausalLM.from_pretrained(f"{out}_merged")
+    base = AutoModelForCausalLM.from_pretrained(workshop / "policy")
+    assert merged.num_parameters() == base.num_parameters()
+    assert any(not torch.equal(a, b.to(a)) for a, b in zip(merged.parameters(), base.parameters(), strict=True))
+
+
+def test_hh_trains_what_is_not_given(run: Run, workshop: Path) -> None:
+    out = script(run, "hh.sh", workshop, DATA="dialogues.jsonl", REWARD_MODEL="", BATCH="4")
+    assert sorted(path.name for path in out.iterdir() if (path / "model.safetensors").is_file()) == ["ppo", "rm", "sft"]
+
+
+def test_hh_uses_the_models_that_are_given(run: Run, workshop: Path) -> None:
+    out = script(run, "hh.sh", workshop, DATA="dialogues.jsonl", SFT="policy", SAVE_PATH="out/given", BATCH="4")
+    assert [path.name for path in out.iterdir() if (path / "model.safetensors").is_file()] == ["ppo"]
