@@ -37,7 +37,8 @@ def compute_approx_kl(
     (http://joschu.net/blog/kl-approx.html). k1 and k3 are unbiased; k1 may be negative, k2 and k3 never are.
     0 where ``action_mask`` is not set.
     """
-    x = log_probs.float() - ref_log_probs.float()
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)  # bfloat16 differences would be noise
+    x = log_probs.to(dtype) - ref_log_probs.to(dtype)
     if action_mask is not None:
         x = torch.where(action_mask.bool(), x, 0.0)
     if kl_estimator == "k1":

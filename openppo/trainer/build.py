@@ -22,10 +22,10 @@ from openppo.strategy.engine import TrainingEngine
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.evaluation import Evaluator
-from openppo.trainer.packing import packed_row_length
 from openppo.trainer.ppo_data import load_ppo_data
 from openppo.trainer.ppo_trainer import HEADLINE, Parts, PPOTrainer, frozen_actor_steps
 from openppo.trainer.startup import naming_model, start_trackers
+from openppo.trainer.token_batches import packed_row_length
 from openppo.types import Prompt, SamplingParams
 
 logger = logging.getLogger("openppo")

@@ -23,8 +23,7 @@ from transformers import (
 
 from openppo.datasets import TokenExample
 from openppo.models import Actor
-from openppo.trainer.packing import pack, packed_row_length, packing_is_exact
-from openppo.trainer.token_batches import TokenBatch, token_batch
+from openppo.trainer.token_batches import TokenBatch, pack, packed_row_length, packing_is_exact, token_batch
 from openppo.types import SingleProcess
 
 CPU = torch.device("cpu")
