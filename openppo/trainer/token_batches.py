@@ -40,8 +40,9 @@ class TokenMicroBatch(NamedTuple):
 
     def to(self, device: torch.device) -> TokenMicroBatch:
         """A copy on ``device``."""
+        sequences, attention_mask, loss_mask = (tensor.to(device) for tensor in self[:3])
         positions = None if self.position_ids is None else self.position_ids.to(device)
-        return TokenMicroBatch(*(tensor.to(device) for tensor in self[:3]), positions)
+        return TokenMicroBatch(sequences, attention_mask, loss_mask, positions)
 
 
 @dataclass(frozen=True)
