@@ -56,10 +56,13 @@ def write_scores(trajectories: Sequence[Trajectory], scores: Sequence[Score]) ->
 
 
 def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:
-    """Raise ``ValueError`` if ``weights`` names a reward that none of the scored ``trajectories`` has."""
+    """Raise ``ValueError`` if ``weights`` names a reward that none of the scored ``trajectories`` has.
+
+    Rewards of tokens have no names once they are summed, so with such any name may be meant.
+    """
     names = {name for t in trajectories for name in t.scores}
     unknown = sorted(weights.keys() - names)
-    if trajectories and unknown:
+    if trajectories and unknown and all(t.token_rewards is None for t in trajectories):
         raise ValueError(
             f"--reward_weights names {', '.join(unknown)}, but the rewards are {', '.join(sorted(names))}. "
             "Use their names."

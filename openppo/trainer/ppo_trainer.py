@@ -302,6 +302,7 @@ class PPOTrainer:
         return [
             {"prompt": t.prompt.text, "response": decode(t.response_ids), "finish_reason": t.finish_reason.value}
             | t.scores
+            | {"reward": t.total_reward(self.rollout_step.weights)}
             for t in trajectories
         ]
 

@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rollout import make_trajectory, sample_seed, sample_trajectories
-from openppo.types import Completion, FinishReason, Prompt, SamplingParams
+from openppo.rollout.rollout import check_weights, make_trajectory, sample_seed, sample_trajectories, write_scores
+from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score
 
 PARAMS = SamplingParams(max_new_tokens=6)
 PROMPTS = [Prompt(f"text {i}", [3 + i] * (1 + i % 3), label=i, row={"input": f"text {i}"}) for i in range(6)]
@@ -122,3 +122,14 @@ def test_tokens_carry_the_version_of_the_policy_that_sampled_them() -> None:
 
 def test_no_prompts_give_no_trajectories() -> None:
     assert sample_trajectories(RecordingEngine(), [], PARAMS, 3, seed=0, first_group=0) == []
+
+
+def test_a_weight_must_name_a_reward_unless_tokens_have_rewards_too() -> None:
+    [sample] = sample_trajectories(RecordingEngine(), PROMPTS[:1], PARAMS, 1, seed=0, first_group=0)
+    write_scores([sample], [Score({"math": 1.0})])
+    check_weights([sample], {"math": 2.0})
+    with pytest.raises(ValueError, match="--reward_weights names prm, but the rewards are math"):
+        check_weights([sample], {"math": 2.0, "prm": 0.5})
+    write_scores([sample], [Score(token_rewards=[0.25])])
+    check_weights([sample], {"math": 2.0, "prm": 0.5})
+    assert sample.total_reward({"math": 2.0}) == 2.25
