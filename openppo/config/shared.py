@@ -44,7 +44,7 @@ class DeepSpeedConfig:
     zpg: int = 1
     """ZeRO-3 only: keep a second copy of the weights partitioned over groups of this many ranks (ZeRO++)."""
     overlap_comm: bool = False
-    """Reduce gradients while the backward pass goes on (more memory)."""
+    """Reduce gradients while the backward pass goes on (more memory; --zero_stage 3 does it anyway)."""
     seed: int = 42
     """Seed of data order, initialization and sampling."""
 

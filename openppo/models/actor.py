@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from openppo.models.loading import apply_lora, disable_dropout, load_options
+from openppo.config import LoRAConfig
+from openppo.models.loading import disable_dropout, load_causal_lm
 from openppo.models.log_probs import entropy_from_logits, log_probs_from_logits
+from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
 
 
 class Actor(nn.Module):
     """A causal language model as policy (or as reference).
 
-    ``pretrain_or_model`` is a local folder or hub name, loaded with ``bf16`` and ``flash_attn``, or a model that is
-    loaded already; ``.model`` is the module (with LoRA the PEFT model). Dropout is switched off. ``temperature`` is
-    the sampling temperature; log-probs and entropy are those of softmax(logits / temperature), in float32.
+    ``pretrain_or_model`` is a local folder (also a PEFT folder) or hub name, loaded with ``bf16`` and ``flash_attn``,
+    or a model that is loaded already; ``.model`` is the module (with LoRA the PEFT model). Its own dropout is switched
+    off. ``temperature`` is the sampling temperature; log-probs and entropy are those of softmax(logits / temperature),
+    in float32. ``lora`` are fields of ``LoRAConfig``: ``Actor(name, lora_rank=8)`` or ``Actor(name, **vars(config))``.
     """
 
     def __init__(
@@ -27,20 +29,21 @@ class Actor(nn.Module):
         pretrain_or_model: str | PreTrainedModel,
         bf16: bool = False,
         flash_attn: bool = False,
-        lora_rank: int = 0,
-        lora_alpha: int = 16,
-        lora_dropout: float = 0.0,
-        target_modules: str | Sequence[str] = "all-linear",
         temperature: float = 1.0,
+        **lora: Any,
     ) -> None:
         super().__init__()
+        options = LoRAConfig(**lora)
+        options.validate()
         model = pretrain_or_model
         if isinstance(model, str):
-            model = _load(model, bf16, flash_attn)
+            if options.lora_rank > 0:
+                refuse_stacked_adapters(model)
+            model = load_causal_lm(model, bf16=bf16, flash_attn=flash_attn, load_in_4bit=options.load_in_4bit)
         disable_dropout(model)
         self.model: nn.Module = model
-        if lora_rank > 0:
-            self.model = apply_lora(model, lora_rank, lora_alpha, lora_dropout, target_modules)
+        if options.lora_rank > 0:
+            self.model = add_adapters(model, options, "CAUSAL_LM")
         self.temperature = temperature
 
     def forward(
@@ -70,23 +73,12 @@ class Actor(nn.Module):
         options = {} if position_ids is None else {"position_ids": position_ids}
         logits = self.model(input_ids=sequences, logits_to_keep=positions, use_cache=False, **options).logits
         temperature = self.temperature if temperature is None else temperature
-        log_probs = log_probs_from_logits(logits, sequences[:, positions + 1], temperature)  # (B, K)
-        result = _place(log_probs, positions + 1, wanted)
+        tokens = (positions + 1).clamp(max=sequences.shape[1] - 1)  # a row of one token has none after its first
+        log_probs = log_probs_from_logits(logits, sequences[:, tokens], temperature)  # (B, K)
+        result = _place(log_probs, tokens, wanted)
         if not return_entropy:
             return result
-        return result, _place(entropy_from_logits(logits, temperature), positions + 1, wanted)
-
-
-def _load(name: str, bf16: bool, flash_attn: bool) -> PreTrainedModel:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **load_options(bf16, flash_attn))
-    model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"{name} is no whole causal language model: it lacks {', '.join(missing[:5])}, which would be random. "
-            "Give a checkpoint that has them."
-        )
-    return model
+        return result, _place(entropy_from_logits(logits, temperature), tokens, wanted)
 
 
 def _place(values: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""From a local folder or hub name to a Hugging Face model: dtype, attention, LoRA, clear errors."""
+"""From a local folder or hub name to a Hugging Face model: dtype, attention, 4 bits, PEFT folders, clear errors."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -15,7 +14,17 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from huggingface_hub.errors import HFValidationError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from openppo.models.lora.folder import base_model_of, is_peft_folder, merge_adapters
 
 logger = logging.getLogger("openppo")
 
@@ -23,19 +32,33 @@ _HUB_TIMEOUT_SECONDS = 10
 
 
 def check_model(name: str, flag: str) -> PreTrainedConfig:
-    """The config of ``name``, read before any weight is: ``ValueError`` naming ``flag`` when there is no such model."""
-    path = Path(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    """The config of ``name``, read before any weight is: ``ValueError`` naming ``flag`` when there is no such model.
+
+    Of a PEFT folder the base model is checked too.
+    """
+    if is_peft_folder(name):
+        try:
+            check_model(base_model_of(name), f"{flag} {name}: its base model")
+        except ValueError as error:
+            raise ValueError(str(error) if str(error).startswith(flag) else f"{flag} {error}") from error
+    elif Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
             raise ValueError(f"{flag} {name}: this folder has no config.json, so it is not a Hugging Face model.")
-    elif path.is_file():
+    elif Path(name).is_file():
         raise ValueError(f"{flag} {name}: this is a file; give the folder that holds config.json and the weights.")
     else:
         _check_on_hub(name, flag)
     try:
-        return AutoConfig.from_pretrained(name)
+        return load_config(name)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{flag} {name}: its config cannot be read: {error}") from error
+
+
+def load_config(name: str, **changes: Any) -> PreTrainedConfig:
+    """The config of a model with ``changes``; of a PEFT folder the one that lies there, else its base model's."""
+    source = name if (Path(name) / "config.json").is_file() else base_model_of(name)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(source, **changes)
+    return config
 
 
 def _check_on_hub(name: str, flag: str) -> None:
@@ -70,13 +93,54 @@ def attention_implementation(flash_attn: bool) -> str | None:
     return "flash_attention_2"
 
 
-def load_options(bf16: bool, flash_attn: bool) -> dict[str, Any]:
-    """Keyword arguments for ``from_pretrained``: dtype and attention. Dropout is handled by ``disable_dropout``."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16 if bf16 else torch.float32}
-    attention = attention_implementation(flash_attn)
-    if attention is not None:
-        options["attn_implementation"] = attention
-    return options
+def quantization(load_in_4bit: bool, bf16: bool) -> BitsAndBytesConfig | None:
+    """How weights but for heads are kept in 4 bits (NF4, quantized scales, arXiv 2305.14314); None without them.
+
+    ``ValueError`` if bitsandbytes is not installed.
+    """
+    if not load_in_4bit:
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "--load_in_4bit needs the package bitsandbytes, which is not installed: pip install bitsandbytes, or leave "
+            "the flag away."
+        )
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+        llm_int8_skip_modules=["lm_head", "score"],
+    )
+
+
+def load_options(bf16: bool, flash_attn: bool, load_in_4bit: bool = False) -> dict[str, Any]:
+    """Keyword arguments for ``from_pretrained``: dtype, attention, 4 bits. Dropout: see ``disable_dropout``."""
+    options: dict[str, Any] = {
+        "dtype": torch.bfloat16 if bf16 else torch.float32,
+        "attn_implementation": attention_implementation(flash_attn),
+        "quantization_config": quantization(load_in_4bit, bf16),
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTrainedModel:
+    """A causal language model, with adapters merged if ``name`` is a PEFT folder.
+
+    ``base`` replaces the base model that a PEFT folder names; ``options`` are those of ``load_options``.
+    ``ValueError`` for a checkpoint without all weights, and as in ``merge_adapters``.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        base or base_model_of(name), config=load_config(name), output_loading_info=True, **load_options(**options)
+    )
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{name} is no whole causal language model: it lacks {', '.join(missing[:5])}, which would be random. "
+            "Give a checkpoint that has them."
+        )
+    return merge_adapters(model, name) if is_peft_folder(name) else model
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -88,24 +152,18 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 
-def apply_lora(
-    model: PreTrainedModel, rank: int, alpha: int, dropout: float, target_modules: str | Sequence[str]
-) -> nn.Module:
-    """``model`` with trainable LoRA adapters of ``rank`` on ``target_modules``; all else is frozen."""
-    from peft import LoraConfig, get_peft_model  # heavy, and needed with LoRA only
-
-    modules = target_modules if isinstance(target_modules, str) else list(target_modules)
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules))
-
-
 def load_tokenizer(name: str, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. A missing PAD token is left missing: masks never depend on it."""
+    """The tokenizer of a model; of a PEFT folder the one that lies there, else its base model's.
+
+    A missing PAD token is left missing: masks never depend on it. ``ValueError`` names ``flag``.
+    """
+    has_tokenizer = (Path(name) / "tokenizer_config.json").is_file()
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name if has_tokenizer else base_model_of(name))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {error}") from error
 

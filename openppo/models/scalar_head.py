@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from openppo.models.loading import disable_dropout, load_options
+from openppo.config import LoRAConfig
+from openppo.models.loading import disable_dropout, load_config, load_options
+from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
+from openppo.models.lora.folder import base_model_of, has_head, is_peft_folder, merge_adapters
 
 logger = logging.getLogger("openppo")
 
@@ -24,19 +27,27 @@ class ScalarHeadModel(nn.Module):
 
     As ``critic`` the forward returns values (B, L), entry t the value of the state in which token t was chosen:
     the head's output at t - 1, and 0 at the first token. As ``reward`` it returns scores (B,), the head's output
-    at the last real token of each row. Both float32.
+    at the last real token of each row. Both float32. With ``lora`` of a positive rank, ``.model`` becomes a PEFT model
+    whose adapters and head are trained.
     """
 
-    def __init__(self, model: PreTrainedModel, role: Role) -> None:
+    def __init__(self, model: PreTrainedModel, role: Role, lora: LoRAConfig | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.role: Role = role
+        if lora is not None and lora.lora_rank > 0:
+            self.model = add_adapters(model, lora, "SEQ_CLS")
+
+    @property
+    def classifier(self) -> PreTrainedModel:
+        """The Hugging Face classifier, with adapters in its layers if there are any."""
+        return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
 
     def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
         """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right."""
         # Without attention mask for the reason given in Actor.forward.
-        hidden = self.model.base_model(input_ids=sequences, use_cache=False).last_hidden_state
-        outputs = self.model.get_submodule(_HEAD)(hidden)[..., 0].float()  # (B, L)
+        hidden = self.classifier.base_model(input_ids=sequences, use_cache=False).last_hidden_state
+        outputs = self.classifier.get_submodule(_HEAD)(hidden)[..., 0].float()  # (B, L)
         if self.role == "critic":
             return F.pad(outputs[:, :-1], (1, 0))
         places = torch.arange(sequences.shape[1], device=sequences.device)
@@ -52,36 +63,59 @@ def get_llm_for_sequence_regression(
     flash_attn: bool = False,
     value_head_prefix: str = _HEAD,
     init_value_head: bool | None = None,
+    **lora: Any,
 ) -> ScalarHeadModel:
-    """Load ``name`` (folder or hub name) as critic or reward model.
+    """Load ``name`` (folder, PEFT folder or hub name) as critic or reward model.
 
     Reads causal language models and sequence-classification checkpoints with one label; ``value_head_prefix``
     is the head's name in the checkpoint. ``init_value_head`` allows a fresh head, normal(0, 1/sqrt(hidden + 1)),
-    where the checkpoint has none: by default a critic may, a reward model may not. Raises ``ValueError`` for a
-    missing head that may not be fresh, for a head of several labels, and for models without such a head.
+    where the checkpoint has none: by default a critic may, a reward model may not. ``lora`` are fields of
+    ``LoRAConfig``, as for ``Actor``. Raises ``ValueError`` for a missing head that may not be fresh, for a head of
+    several labels, for models without such a head, and as in ``merge_adapters``.
     """
-    may_init = role == "critic" if init_value_head is None else init_value_head
-    renamed = {} if value_head_prefix == _HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{_HEAD}."}
-    model, report = AutoModelForSequenceClassification.from_pretrained(
-        name,
-        num_labels=1,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, with a message that helps
-        key_mapping=renamed or None,
-        **load_options(bf16, flash_attn),
-    )
-    _check_head(name, model, report, value_head_prefix)
+    options = LoRAConfig(**lora)
+    options.validate()
+    if options.lora_rank > 0:
+        refuse_stacked_adapters(name)
+    load = load_options(bf16, flash_attn, options.load_in_4bit)
+    model, headless = load_classifier(name, value_head_prefix, **load)
     disable_dropout(model)
-    if f"{_HEAD}.weight" in report["missing_keys"]:
+    if headless:
+        may_init = role == "critic" if init_value_head is None else init_value_head
         if not may_init:
             raise ValueError(
                 f"{name} has no scalar head '{value_head_prefix}.weight', so as a reward model it would give random "
                 "scores. Train one with openppo.cli.train_rm, or name its head with --value_head_prefix."
             )
         hidden_size = model.config.get_text_config().hidden_size
-        nn.init.normal_(model.get_submodule(_HEAD).weight, mean=0.0, std=1 / (hidden_size + 1) ** 0.5)
+        head: Any = model.get_submodule(_HEAD)
+        nn.init.normal_(head.weight, mean=0.0, std=1 / (hidden_size + 1) ** 0.5)
         logger.info("%s: fresh scalar head for the %s, normal(0, 1/sqrt(%d + 1))", name, role, hidden_size)
-    return ScalarHeadModel(model, role)
+    return ScalarHeadModel(model, role, options)
+
+
+def load_classifier(
+    name: str, value_head_prefix: str = _HEAD, base: str | None = None, **load: Any
+) -> tuple[PreTrainedModel, bool]:
+    """A classifier with one label, adapters merged if ``name`` is a PEFT folder, and whether its head is random.
+
+    ``base`` replaces the base model that a PEFT folder names; ``load`` are keywords for ``from_pretrained``. Raises
+    ``ValueError`` as ``get_llm_for_sequence_regression`` does.
+    """
+    renamed = {} if value_head_prefix == _HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{_HEAD}."}
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        base or base_model_of(name),
+        config=load_config(name, num_labels=1),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, with a message that helps
+        key_mapping=renamed or None,
+        **load,
+    )
+    _check_head(name, model, report, value_head_prefix)
+    headless = f"{_HEAD}.weight" in report["missing_keys"]
+    if is_peft_folder(name):
+        return merge_adapters(model, name), headless and not has_head(name)
+    return model, headless
 
 
 def _check_head(name: str, model: PreTrainedModel, report: dict[str, set], value_head_prefix: str) -> None:

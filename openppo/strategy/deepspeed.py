@@ -26,13 +26,14 @@ if not torch.cuda.is_available():
 import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
-from deepspeed.runtime.zero import GatheredParameters, unwrap_model_for_generation
+from deepspeed.runtime.zero import unwrap_model_for_generation
 from transformers import PreTrainedModel, get_scheduler
 
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy.comm import TorchComm, init_process_group
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.saving import save_model
 
 logger = logging.getLogger("openppo")
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -63,6 +64,8 @@ class DeepspeedStrategy:
         self.device = init_process_group(timeout)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         self.comm = TorchComm()
+        if self.comm.world_size % config.zpg != 0:
+            raise ValueError(f"--zpg {config.zpg} does not divide the {self.comm.world_size} ranks: use a divisor.")
         self.zero_stage = config.zero_stage
         if config.bf16 and config.zero_stage == 0:
             self.zero_stage = 1
@@ -100,13 +103,7 @@ class DeepspeedStrategy:
             num_training_steps=max(1, total_steps),
             scheduler_specific_kwargs=extra,
         )
-        options = train_config(
-            self.zero_stage,
-            self.config.bf16,
-            self.config.max_norm,
-            self.config.adam_offload,
-            sum(p.numel() for p in trained),
-        )
+        options = train_config(self.config, self.zero_stage, sum(p.numel() for p in trained))
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=merge(options, self.overrides))
         return TrainingEngine(engine, scheduler)
 
@@ -116,7 +113,8 @@ class DeepspeedStrategy:
         module.eval()
         if self.config.bf16:
             for parameter in module.parameters():  # not the buffers: rotary frequencies must keep float32
-                parameter.data = parameter.data.bfloat16()
+                if parameter.is_floating_point():  # weights in 4 bits are packed as integers
+                    parameter.data = parameter.data.bfloat16()
         if self.zero_stage < 3:
             return module.to(self.device)
         engine, *_ = deepspeed.initialize(model=module, config=merge(eval_config(self.config.bf16), self.overrides))
@@ -154,16 +152,10 @@ class DeepspeedStrategy:
             yield
 
     def save_pretrained(self, model: Any, folder: str | Path, tokenizer: Any = None) -> None:
-        """Write a Hugging Face model (and tokenizer) to ``folder``, gathered tensor by tensor; called on all ranks."""
-        weights: dict[str, torch.Tensor] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            with GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
-                if self.is_main:
-                    weights[name] = tensor.detach().cpu().clone()
-        if self.is_main:
-            model.save_pretrained(folder, state_dict=weights)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+        """Write a Hugging Face model (of a PEFT model: the adapters) and tokenizer to ``folder``; on all ranks."""
+        save_model(model, Path(folder), self.is_main)
+        if self.is_main and tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         dist.barrier()
 
     def close(self) -> None:

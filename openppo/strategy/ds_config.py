@@ -4,31 +4,40 @@ from __future__ import annotations
 
 from typing import Any
 
+from openppo.config import DeepSpeedConfig
+
 _NEVER = 10**9
 
 
-def train_config(zero_stage: int, bf16: bool, max_norm: float, adam_offload: bool, n_parameters: int) -> dict[str, Any]:
-    """Configuration of an engine that is trained.
+def train_config(options: DeepSpeedConfig, zero_stage: int, n_trained: int) -> dict[str, Any]:
+    """Configuration of an engine that is trained at ``zero_stage``, which stands for that of ``options``.
 
     Accumulation boundaries are set by hand at each micro-batch, so DeepSpeed is told of one micro-batch per step
-    and never scales a loss. With bf16, gradients are accumulated and reduced in float32. ``n_parameters``
-    bounds the reduction buckets, which DeepSpeed would otherwise allocate for 500 million elements.
+    and never scales a loss. With bf16, gradients are accumulated and reduced in float32. ``n_trained``
+    parameters bound the reduction buckets, which DeepSpeed would otherwise allocate for 500 million elements.
     """
-    bucket = min(max(2, n_parameters + n_parameters % 2), 500_000_000)  # DeepSpeed wants an even number
-    zero: dict[str, Any] = {"stage": zero_stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-    if adam_offload:
+    bucket = min(max(2, n_trained + n_trained % 2), 500_000_000)  # DeepSpeed wants an even number
+    zero: dict[str, Any] = {
+        "stage": zero_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "zero_hpz_partition_size": options.zpg,
+    }
+    if options.overlap_comm:  # else DeepSpeed's own choice, which is to overlap in stage 3 only
+        zero["overlap_comm"] = True
+    if options.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": max_norm,
+        "gradient_clipping": options.max_norm,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": options.bf16},
         "steps_per_print": _NEVER,
     }
-    if bf16:
+    if options.bf16:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         config["communication_data_type"] = "fp32"
     return config

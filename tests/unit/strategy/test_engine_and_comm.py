@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from openppo.config import DeepSpeedConfig
 from openppo.strategy.comm import init_process_group
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.engine import TrainingEngine
@@ -60,7 +61,7 @@ def test_more_ranks_than_gpus_is_an_error_that_says_how_many_there_are(monkeypat
 
 
 def test_overrides_reach_into_nested_options_and_change_neither_side() -> None:
-    options = train_config(zero_stage=3, bf16=True, max_norm=1.0, adam_offload=False, n_parameters=11)
+    options = train_config(DeepSpeedConfig(bf16=True), zero_stage=3, n_trained=11)
     before = options["zero_optimization"]["stage"]
     merged = merge(options, {"zero_optimization": {"stage3_param_persistence_threshold": 0}})
     assert merged["zero_optimization"]["stage"] == before == 3
@@ -70,7 +71,7 @@ def test_overrides_reach_into_nested_options_and_change_neither_side() -> None:
 
 def test_deepspeed_is_told_of_one_micro_batch_per_step_so_that_it_scales_nothing() -> None:
     for stage in (0, 1, 2, 3):
-        options = train_config(zero_stage=stage, bf16=False, max_norm=0.5, adam_offload=False, n_parameters=7)
+        options = train_config(DeepSpeedConfig(max_norm=0.5), stage, n_trained=7)
         assert options["gradient_accumulation_steps"] == 1
         assert options["gradient_clipping"] == 0.5
     assert "offload_optimizer" not in options["zero_optimization"]

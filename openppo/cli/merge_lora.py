@@ -1,0 +1,23 @@
+"""Write the full weights of a model that was trained with LoRA."""
+
+from __future__ import annotations
+
+from openppo.cli.options import Runnable, run_command
+from openppo.config import MergeLoRAConfig
+
+
+def main() -> None:
+    """Entry point of ``python -m openppo.cli.merge_lora``."""
+    run_command(MergeLoRAConfig, _build)
+
+
+def _build(config: MergeLoRAConfig) -> Runnable:  # heavy imports after parsing
+    from openppo.cli.startup import quiet_libraries
+    from openppo.models.lora.merge import LoRAMerge
+
+    quiet_libraries()
+    return LoRAMerge(config.merge)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""From a PEFT folder to full weights."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from openppo.config import MergeConfig
+from openppo.models.loading import check_model, load_causal_lm, load_tokenizer
+from openppo.models.lora.folder import HEAD_TASK, base_model_of, is_peft_folder, task_of
+from openppo.models.scalar_head import load_classifier
+
+logger = logging.getLogger("openppo")
+
+
+class LoRAMerge:
+    """Reads adapters and base model when it is made, and writes the sum of both in ``fit()``.
+
+    The sum is taken in float32. ``ValueError`` names the flag of whatever cannot work.
+    """
+
+    def __init__(self, config: MergeConfig) -> None:
+        self.config = config
+        self.folder = Path(config.save_path)
+        if not is_peft_folder(config.lora_path):
+            raise ValueError(f"--lora_path {config.lora_path}: this is no PEFT folder; it has no adapter_config.json.")
+        check_model(config.lora_path, "--lora_path")
+        if config.pretrain is not None:
+            check_model(config.pretrain, "--pretrain")
+        base = Path(config.pretrain or base_model_of(config.lora_path))
+        if base.exists() and base.resolve() == self.folder.resolve():
+            raise ValueError(f"--save_path {config.save_path} is the base model, which would be lost: choose another.")
+        if is_peft_folder(config.save_path):
+            raise ValueError(f"--save_path {config.save_path} holds adapters, which would hide it: choose another.")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--save_path {config.save_path}: cannot be written ({error}).") from error
+        self.tokenizer = self._tokenizer()
+        self.model = self._merged()
+        if config.bf16:
+            for parameter in self.model.parameters():  # not the buffers: rotary frequencies must keep float32
+                parameter.data = parameter.data.bfloat16()
+            self.model.config.dtype = torch.bfloat16
+
+    def fit(self) -> None:
+        """Write model and tokenizer."""
+        self.model.save_pretrained(self.folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(self.folder)
+        logger.info("wrote the full weights to %s", self.folder)
+
+    def close(self) -> None:
+        """There is no process group to leave."""
+
+    def _merged(self) -> PreTrainedModel:
+        name, base = self.config.lora_path, self.config.pretrain
+        try:
+            if task_of(name) != HEAD_TASK:
+                return load_causal_lm(name, base)
+            model, headless = load_classifier(name, base=base, dtype=torch.float32)
+        except (OSError, SafetensorError, ValueError) as error:
+            named = str(error) if str(error).startswith(name) else f"{name}: {error}"
+            raise ValueError(f"--lora_path {named}") from error
+        if headless:
+            raise ValueError(f"--lora_path {name}: neither it nor its base model has a scalar head 'score.weight'.")
+        return model
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
+        try:
+            return load_tokenizer(self.config.lora_path, "--lora_path")
+        except ValueError as error:
+            logger.warning("no tokenizer is written: %s", error)
+            return None

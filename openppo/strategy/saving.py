@@ -1,0 +1,64 @@
+"""Models and adapters on disk, gathered tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.zero import GatheredParameters
+from torch import Tensor
+
+logger = logging.getLogger("openppo")
+
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+
+def save_model(model: Any, folder: Path, is_main: bool) -> None:
+    """Write a Hugging Face model to ``folder``, or of a PEFT model the adapters; called on all ranks.
+
+    Adapters an earlier run left in the folder are removed from beside full weights, which they would hide.
+    """
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if hasattr(model, "peft_config"):
+        weights = _gather(_of_adapters(model, tensors), keep=is_main)
+        if is_main:
+            model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+            _save_config(model, folder)
+        return
+    weights = _gather(tensors, keep=is_main)
+    if is_main:
+        model.save_pretrained(folder, state_dict=weights)
+        for stale in (folder / name for name in _ADAPTER_FILES):
+            if stale.exists():
+                logger.warning("%s: adapters of an earlier run, removed for the full weights written there now", stale)
+                stale.unlink()
+
+
+def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Copies on the CPU of the whole tensors, or nothing on ranks that only take part."""
+    kept = {}
+    for name, tensor in tensors.items():
+        with GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
+            assert tensor.numel() > 0, f"{name} has no elements: it would be saved empty"
+            if keep:
+                kept[name] = tensor.detach().cpu().clone()
+    return kept
+
+
+def _of_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those tensors that a PEFT folder holds: adapters, and heads that are trained whole."""
+    from peft import get_peft_model_state_dict  # a PEFT model is there, so it is loaded already
+
+    wanted = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
+    ids = {id(tensor) for tensor in wanted.values()}
+    return {name: tensor for name, tensor in tensors.items() if id(tensor) in ids}
+
+
+def _save_config(model: Any, folder: Path) -> None:
+    """The model's own config, which may say more than its base's: the PAD id, a reward model's mean and std."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):  # how the frozen weights were kept while training
+        del config.quantization_config
+    config.save_pretrained(folder)
