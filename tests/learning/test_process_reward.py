@@ -1,19 +1,22 @@
 """train_prm learns to judge steps: from a random model of two layers, in seconds, through the command."""
 
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 REPO = Path(__file__).resolve().parents[2]
 TOKENS = ["<pad>", "<eos>", "<unk>", "#", "G", "B", "+", "=", ";", *"012345678"]
+ASSETS = Path(os.environ.get("OPENPPO_ASSETS", REPO.parent / "shared" / "assets"))
 SECONDS_UNTIL_A_HANG_IS_CERTAIN = 300
 
 
@@ -40,6 +43,22 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+def train(arguments: str, folder: Path) -> list[dict[str, Any]]:
+    """The metrics that train_prm logs in ``folder/out``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "openppo.cli.train_prm", *arguments.split()],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS_UNTIL_A_HANG_IS_CERTAIN,
+    )
+    print(done.stdout)  # pytest shows it when the test fails
+    assert done.returncode == 0
+    return [json.loads(line) for line in (folder / "out" / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
 def solution(rng: random.Random) -> dict[str, object]:
     """Two to five sums, each followed by the placeholder; half of them are wrong."""
     text, labels = "", []
@@ -59,18 +78,7 @@ def test_prm_learns_to_tell_right_sums_from_wrong_ones(model: Path, tmp_path: Pa
     arguments = """--pretrain model --dataset train.jsonl --eval_dataset heldout.jsonl --input_key input
         --label_key label --placeholder_token # --reward_tokens G B --max_epochs 8 --train_batch_size 64
         --micro_train_batch_size 64 --learning_rate 1e-2 --save_path out"""
-    done = subprocess.run(
-        [sys.executable, "-m", "openppo.cli.train_prm", *arguments.split()],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS_UNTIL_A_HANG_IS_CERTAIN,
-    )
-    print(done.stdout)  # pytest shows it when the test fails
-    assert done.returncode == 0
-    lines = [json.loads(line) for line in (tmp_path / "out" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = train(arguments, tmp_path)
     evaluated = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line]
     assert lines[0]["loss"] > 0.6  # a random model: log(2) = 0.69
     assert evaluated[-1] > 0.9  # always "wrong" or always "right": about 0.5
@@ -82,3 +90,17 @@ def test_prm_learns_to_tell_right_sums_from_wrong_ones(model: Path, tmp_path: Pa
         logits = judge(**tokenizer("1+2=3#4+4=7#", return_tensors="pt")).logits[0]
     assert logits[5, good] > logits[5, bad]  # the saved model says it too
     assert logits[11, good] < logits[11, bad]
+
+
+@pytest.mark.parametrize("name", ["samples_math-shepherd", "mr_gsm8k_labelled"])
+def test_prm_trains_on_published_process_data(name: str, tmp_path: Path) -> None:
+    tokenizer, data = ASSETS / "tokenizers" / "phi3-mini", ASSETS / "data" / "prm" / f"{name}.jsonl"
+    if not (tokenizer.is_dir() and data.is_file()):
+        pytest.skip(f"no {tokenizer} and {data}; set OPENPPO_ASSETS to the folder of the assets")
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=32064, **sizes)).save_pretrained(tmp_path / "model")
+    arguments = f"--pretrain model --dataset {data} --max_len 1024 --train_batch_size 7 --max_steps 1"
+    [line] = train(f"{arguments} --max_samples 14 --save_path out", tmp_path)
+    assert line["loss"] == pytest.approx(math.log(2), abs=0.2)
+    assert 0 <= line["accuracy"] <= 1
