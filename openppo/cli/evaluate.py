@@ -18,8 +18,8 @@ def main() -> None:
 
 
 def _build(config: EvaluateConfig) -> Runnable:  # heavy imports after parsing
-    from openppo.cli.startup import quiet_libraries
     from openppo.trainer.evaluation.evaluate_job import EvaluateJob
+    from openppo.trainer.startup import quiet_libraries
 
     quiet_libraries()
     return _Printing(EvaluateJob(config))

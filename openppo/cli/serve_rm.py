@@ -16,13 +16,12 @@ def main() -> None:
 def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     import torch
 
-    from openppo.cli.startup import quiet_libraries
     from openppo.models.loading import attention_implementation, check_model, load_tokenizer, pad_token_id
     from openppo.models.scalar_head import get_llm_for_sequence_regression
     from openppo.rollout.reward_server import RewardServer, encode_conversation, listen
     from openppo.rollout.rewards.http import read_token
     from openppo.rollout.rewards.model import Normalization, forward_scores, stored_normalization
-    from openppo.trainer.startup import naming_model
+    from openppo.trainer.startup import naming_model, quiet_libraries
 
     quiet_libraries()
     options, flag, name = config.server, "--reward_pretrain", config.server.reward_pretrain

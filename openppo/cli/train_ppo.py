@@ -12,8 +12,8 @@ def main() -> None:
 
 
 def _build(config: TrainPPOConfig) -> Runnable:  # heavy imports after parsing
-    from openppo.cli.startup import quiet_libraries
     from openppo.trainer.build import build_ppo_trainer
+    from openppo.trainer.startup import quiet_libraries
 
     quiet_libraries()
     return build_ppo_trainer(config)

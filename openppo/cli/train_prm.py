@@ -12,7 +12,7 @@ def main() -> None:
 
 
 def _build(config: TrainPRMConfig) -> Runnable:  # heavy imports after parsing
-    from openppo.cli.startup import quiet_libraries
+    from openppo.trainer.startup import quiet_libraries
     from openppo.trainer.supervised.build import build_prm_trainer
 
     quiet_libraries()

@@ -109,7 +109,7 @@ class ExperienceMaker:
         return batch if self.reference is None else batch.with_fields(ref_log_probs=self.reference(*inputs))
 
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory]) -> Experience:
-        """Token rewards: the KL penalty, rewards of single tokens, and the score less its baseline on the last action."""
+        """The KL penalty, rewards of single tokens, and on the last action the score less its baseline."""
         shaped, token_rewards = self._shaped_scores(trajectories), _token_rewards(trajectories, batch)
         totals = shaped if token_rewards is None else shaped + token_rewards.sum(-1)
         groups = torch.tensor([t.group for t in trajectories], device=self.device)

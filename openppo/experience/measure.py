@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from openppo.config import RewardSourceConfig
 from openppo.models.masked import compute_approx_kl, masked_sum
 from openppo.models.rollout_correction import mismatch_metrics

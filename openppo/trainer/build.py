@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import TrainPPOConfig
+from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.datasets import BatchSampler
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import ExperienceMaker
 from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, check_model, eos_token_ids, load_tokenizer, pad_token_id
+from openppo.models.lora.adapters import AdapterOffReference
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -110,18 +112,25 @@ def _prepare_models(
         flag, name = _critic_start(config)
         with naming_model(flag, name):
             module = get_llm_for_sequence_regression(
-                name, "critic", value_head_prefix=model.value_head_prefix, **options
+                name, "critic", value_head_prefix=model.value_head_prefix, **options, **vars(_critic_lora(config))
             )
         n_steps = _optimizer_steps(config, n_prompts)
         critic = strategy.prepare(module, config.adam, rates.critic_learning_rate, n_steps)
     n_steps = _optimizer_steps(config, n_prompts, without=frozen_actor_steps(config))
     with naming_model("--pretrain", model.pretrain):
-        policy = Actor(model.pretrain, temperature=config.generation.temperature, **options)
+        policy = Actor(model.pretrain, temperature=config.generation.temperature, **options, **vars(config.lora))
     actor = strategy.prepare(policy, config.adam, rates.actor_learning_rate, n_steps)
     if config.kl.init_kl_coef == 0:
         return actor, critic, None
+    if config.lora.lora_rank > 0:
+        return actor, critic, AdapterOffReference(actor)
     frozen = Actor(model.pretrain, temperature=config.generation.temperature, **options)
     return actor, critic, strategy.prepare_frozen(frozen)
+
+
+def _critic_lora(config: TrainPPOConfig) -> LoRAConfig:
+    rank = config.lora.lora_rank if config.model.critic_lora_rank is None else config.model.critic_lora_rank
+    return dataclasses.replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
 
 
 def _critic_start(config: TrainPPOConfig) -> tuple[str, str]:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
 from openppo.config import flat_dict
-from openppo.tracking import Trackers, make_trackers, save_config, set_aside_logs
+from openppo.tracking import Trackers, make_trackers, save_config, set_aside_logs, setup_logging
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
     from openppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger("openppo")
+
+
+def quiet_libraries() -> None:
+    """Our log on rank 0; of other libraries only their errors, and no bars for weights that load in a second."""
+    setup_logging(int(os.environ.get("RANK", "0")))
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def start_trackers(config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int) -> Trackers:

@@ -98,7 +98,9 @@ TASKS = {
         n_rows=13,
         n_steps=2,
     ),
-    "ema": Task("train_ppo", "--train_batch_size 6 --enable_ema --ema_beta 0.5", n_rows=13, n_steps=1),
+    "ema": Task(
+        "train_ppo", "--train_batch_size 6 --rollout_batch_size 12 --enable_ema --ema_beta 0.5", n_rows=13, n_steps=1
+    ),
     "sft": Task("train_sft", "--train_batch_size 14", n_rows=13, n_steps=2),
     "rm": Task("train_rm", "--train_batch_size 14 --margin_key margin", n_rows=13, n_steps=2),
 }

@@ -77,8 +77,8 @@ def test_an_experience_knows_the_fields_that_are_set() -> None:
         "attention_mask",
         "action_mask",
         "rollout_log_probs",
-        "scores",
         "truncated",
+        "scores",
     ]
     assert "values" in experience(values=torch.zeros(2, 3)).tensors()
     assert len(experience()) == 2

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-import openppo
 from openppo.config import RewardSourceConfig, Verifier
 from openppo.rollout.rewards import math_worker
 from openppo.rollout.rewards.scoring import name_sample
@@ -157,7 +156,7 @@ class MathReward:
 
 
 def _start_math_process() -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(Path(openppo.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(math_worker.__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, "-m", math_worker.__name__],
         stdin=subprocess.PIPE,

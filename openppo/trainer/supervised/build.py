@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,7 +38,7 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
         config, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
     )
     with naming_model("--pretrain", options.pretrain):
-        actor = Actor(options.pretrain, bf16=config.deepspeed.bf16, flash_attn=options.flash_attn)
+        actor = Actor(options.pretrain, **_model_options(config))
     n_steps = total_optimizer_steps(config, len(train))
     engine = strategy.prepare(actor, config.adam, options.learning_rate, n_steps)
     trackers = start_trackers(config, strategy, SFT_HEADLINE, n_steps)
@@ -56,10 +56,9 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
         model = get_llm_for_sequence_regression(
             options.pretrain,
             "reward",
-            bf16=config.deepspeed.bf16,
-            flash_attn=options.flash_attn,
             value_head_prefix=config.data.value_head_prefix,
             init_value_head=True,
+            **_model_options(config),
         )
     model.model.config.pad_token_id = tokenizer.pad_token_id  # plain transformers finds the score through it
     n_steps = total_optimizer_steps(config, len(train))
@@ -76,7 +75,7 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
         config, lambda rows, flag: load_process_examples(rows, tokenizer, options, config.data, flag=flag)
     )
     with naming_model("--pretrain", options.pretrain):
-        actor = Actor(options.pretrain, bf16=config.deepspeed.bf16, flash_attn=options.flash_attn)
+        actor = Actor(options.pretrain, **_model_options(config))
     n_steps = total_optimizer_steps(config, len(train))
     engine = strategy.prepare(ProcessRewardModel(actor.model), config.adam, options.learning_rate, n_steps)
     trackers = start_trackers(config, strategy, PRM_HEADLINE, n_steps)
@@ -89,6 +88,11 @@ def _check_and_load_tokenizer(config: SupervisedCommand, strategy: DeepspeedStra
     check_model(config.supervised.pretrain, "--pretrain")
     attention_implementation(config.supervised.flash_attn)
     return load_tokenizer(config.supervised.pretrain, "--pretrain")
+
+
+def _model_options(config: SupervisedCommand) -> dict[str, Any]:
+    """How weights are loaded, and which are trained."""
+    return {"bf16": config.deepspeed.bf16, "flash_attn": config.supervised.flash_attn, **vars(config.lora)}
 
 
 def _load_both(

@@ -187,9 +187,7 @@ def trajectories(case: Case, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def experience_of(trajectories: list[Trajectory], tokenizer: Any, scores: list[float]) -> Experience:
     """The trajectories as a batch, with scores."""
-    for trajectory, score in zip(trajectories, scores, strict=True):
-        trajectory.scores["reward"] = score
-    return collate(trajectories, pad_token_id(tokenizer))
+    return collate(trajectories, pad_token_id(tokenizer)).with_fields(scores=torch.tensor(scores))
 
 
 def test_sampled_tokens_and_the_reasons_of_their_end(case: Case, trajectories: list[Trajectory]) -> None:

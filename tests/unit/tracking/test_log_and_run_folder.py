@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from openppo.config import PPODataConfig, PPOModelConfig, TrainPPOConfig, flat_dict
+from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.tracking import get_logger, save_config, set_aside_logs, setup_logging
 
 
@@ -39,9 +39,7 @@ def test_the_logger_is_a_standard_one_and_silent_until_a_command_sets_it_up() ->
 
 
 def test_config_yaml_reads_back_in_order_with_tuples_as_lists(tmp_path: Path) -> None:
-    config = TrainPPOConfig(
-        PPOModelConfig(pretrain="\u00fcbung", reward_fn="r.py"), PPODataConfig(prompt_data="p.jsonl")
-    )
+    config = from_options(TrainPPOConfig, pretrain="\u00fcbung", reward_fn="r.py", prompt_data="p.jsonl")
     options = flat_dict(config)
     save_config(tmp_path / "new" / "run", options)
     text = (tmp_path / "new" / "run" / "config.yaml").read_text(encoding="utf-8")
