@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openppo.cli.options import parse_options
@@ -86,6 +87,20 @@ def test_greedy_responses_are_those_of_plain_transformers(generate: Generate, po
             "mean_log_prob": pytest.approx(log_prob, abs=1e-5),
         }
     assert {line["finish_reason"] for line in lines} == {"eos", "length"}, "both are tested"
+
+
+def test_a_peft_folder_answers_as_peft_itself(generate: Generate, policy: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    adapters = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(policy), adapters).eval()
+    adapted.save_pretrained(tmp_path / "adapters")
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    lines = generate("--pretrain", str(tmp_path / "adapters"))
+    for line in lines:
+        ids = tokenizer(line["prompt"], return_tensors="pt")["input_ids"]
+        whole = adapted.generate(input_ids=ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert line["response"] == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
+    assert [line["response"] for line in lines] != [line["response"] for line in generate()]
 
 
 def test_several_samples_of_a_prompt_are_numbered_and_differ(generate: Generate) -> None:

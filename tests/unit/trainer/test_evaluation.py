@@ -211,6 +211,7 @@ def test_a_single_reward_is_reported_once_and_errors_are_counted() -> None:
 
 def test_a_weight_for_a_reward_that_does_not_occur_is_an_error() -> None:
     asked: Any = evaluator(prompts_of(""), SingleProcess())
+    asked.scorer.score = lambda trajectories: [Score({"right": 1.0, "bonus": 0.5})] * len(trajectories)
     asked.reward_weights["bonsu"] = 2.0
     with pytest.raises(ValueError, match="--reward_weights names bonsu, but the rewards are bonus, right"):
         asked.evaluate(nullcontext())
