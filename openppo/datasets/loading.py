@@ -108,7 +108,7 @@ def _interleave(loaded: Sequence[Sequence[SourceRow]], shares: Sequence[float], 
     left = [iter(rows) for rows in loaded]
     missing = [len(rows) for rows in loaded]
     while True:
-        for source in draws.choice(len(loaded), size=1000, p=shares):  # in blocks, as interleave_datasets draws
+        for source in draws.choice(len(loaded), size=1000, p=shares):  # in blocks, for speed
             mixed.append(next(left[source]))
             missing[source] -= 1
             if missing[source] == 0:
@@ -139,9 +139,10 @@ def naming_row(flag: str, row: SourceRow) -> Iterator[None]:
 def _rows_made(made: Any, where: str, max_samples: int | None) -> list[Row]:
     """The rows that the user's loader made."""
     try:
-        rows = list(islice(iter(made), max_samples))
+        items = iter(made)
     except TypeError as error:
         raise ValueError(f"{where} gave {type(made).__name__}; it must give rows to iterate over.") from error
+    rows = list(islice(items, max_samples))
     strange = next((row for row in rows if not isinstance(row, dict)), None)
     if strange is not None:
         raise ValueError(f"{where} gave rows of {type(strange).__name__}; each must be a dict of its columns.")

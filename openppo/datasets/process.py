@@ -78,11 +78,11 @@ class StepEncoder:
         template, chat = self.input_template, self.apply_chat_template
         if prompt is not None:
             text, _ = render_prompt(prompt, self.tokenizer, input_template=template, apply_chat_template=chat)
-            if chat:
+            if chat and first_step:  # some templates refuse an empty turn
                 turns = [*as_messages(prompt, "user", template), {"role": "assistant", "content": first_step}]
                 whole = render_chat(turns, self.tokenizer)
             else:
-                whole = text + ("" if template else STEP_SEPARATOR) + first_step
+                whole = text + ("" if chat or template else STEP_SEPARATOR) + first_step
             place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
             read = text + first_step if place < 0 else whole[: place + len(first_step)]  # a space may stand between
             ids, _ = encode_cut(self.tokenizer, read, [len(text)], add_special_tokens=not chat)

@@ -286,7 +286,7 @@ class RowReader:
             what = f"no column {_listed(missing)}" if missing else "other texts"
             raise ValueError(
                 f"{what}, although its source starts with a row of shape {shape.name!r}. Its columns are "
-                f"{', '.join(row.row)}: correct it, or name {self._remedy}."
+                f"{', '.join(map(str, row.row))}: correct it, or name {self._remedy}."
             )
         return shape.normalize(row.row, self.chat)
 
@@ -298,11 +298,12 @@ class RowReader:
                 logger.info("%s: rows are read as %s, by their columns %s", where, shape.name, ", ".join(columns))
                 return shape
         if len({shape.name for shape in candidates}) > 1:
-            problem = "its columns are of no known shape"
+            problem = "its rows are of no known shape"
         else:
             wanted = " or ".join(_listed(shape.needs[self.task]) for shape in candidates)
             problem = f"the shape {candidates[0].name!r} needs {wanted}"
-        raise ValueError(f"{where}: {problem}. Its columns are {', '.join(row.row)}: name {self._remedy}.")
+        columns_of_row = ", ".join(map(str, row.row))
+        raise ValueError(f"{where}: {problem}. Its columns are {columns_of_row}: name {self._remedy}.")
 
     @property
     def _remedy(self) -> str:
@@ -320,7 +321,7 @@ def _candidates(task: Task, data_format: str, keys: Keys) -> list[Shape]:
     shapes = [shape for shape in SHAPES if task in shape.needs and data_format in ("auto", shape.name)]
     if not shapes:
         others = sorted({shape.name for shape in SHAPES if task in shape.needs})
-        raise ValueError(f"--data_format {data_format} does not hold what is trained on here: use {', '.join(others)}.")
+        raise ValueError(f"--data_format {data_format} is no shape for this command: use {', '.join(others)}.")
     return shapes
 
 

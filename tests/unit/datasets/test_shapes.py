@@ -1,0 +1,180 @@
+"""Rows in the shapes of the field, read into the same parts."""
+
+import logging
+
+import pytest
+
+from openppo.datasets import Parts, RowReader, number_rows
+
+USER, MORE = {"role": "user", "content": "q"}, {"role": "user", "content": "r"}
+GOOD, BAD = {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}
+HUMAN, GPT, GPT_BAD = ({"from": name, "value": text} for name, text in (("human", "q"), ("gpt", "a"), ("gpt", "b")))
+
+
+def read(row, task, data_format="auto", chat=True, keys=None):
+    rows = number_rows([row])
+    return RowReader(rows, task, "--dataset", data_format=data_format, chat=chat, keys=keys).read(rows[0])
+
+
+CHAT = Parts(prompt=[USER], response=[GOOD], label="a", conversation=[USER, GOOD])
+PAIR = Parts(prompt=[USER], response=[GOOD], chosen=[GOOD], rejected=[BAD])
+READINGS = [
+    ({"input": "q", "output": "a"}, "plain", Parts(prompt="q", response="a", label="a")),
+    ({"prompt": "q", "completion": "a", "label": 3}, "plain", Parts(prompt="q", response="a", label=3)),
+    ({"prompt": [USER], "response": [GOOD]}, "plain", Parts(prompt=[USER], response=[GOOD], label=[GOOD])),
+    ({"text": "q"}, "plain", Parts(prompt="q", whole="q")),
+    ({"messages": [USER, GOOD], "prompt": "q"}, "messages", CHAT),
+    ({"messages": [USER, GOOD, MORE]}, "messages", Parts(prompt=[USER, GOOD, MORE], conversation=[USER, GOOD, MORE])),
+    ({"conversations": [HUMAN, GPT]}, "sharegpt", CHAT),
+    ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT_BAD}, "sharegpt", PAIR),
+    ({"instruction": "q", "input": "", "output": "a"}, "alpaca", Parts(prompt="q", response="a", label="a")),
+    ({"instruction": "q", "input": "r", "output": "a"}, "alpaca", Parts(prompt="q\nr", response="a", label="a")),
+    ({"question": "q", "answer": "a #### 1"}, "question_answer", Parts("q", "a #### 1", label="a #### 1")),
+    ({"problem": "q", "solution": "s", "answer": "1"}, "question_answer", Parts("q", "s", label="1")),
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference", Parts("q", "a", "a", "b")),
+    ({"question": "q", "chosen": [GOOD], "rejected": [BAD]}, "preference", Parts("q", [GOOD], [GOOD], [BAD])),
+    ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "prompt": "q"}, "preference", PAIR),
+    ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, "hh", PAIR),
+]
+
+
+@pytest.mark.parametrize(("row", "shape", "parts"), READINGS)
+def test_a_row_is_recognized_by_its_columns(row, shape, parts, caplog):
+    task = "pairs" if shape in ("hh", "preference") or "rejected" in row else "sft"
+    with caplog.at_level(logging.INFO):
+        assert read(row, task) == parts
+    (record,) = caplog.records
+    assert f"--dataset: rows are read as {shape}, by their columns " in record.getMessage()
+    assert read(row, "prompts") == parts
+    assert read(row, task, data_format=shape) == parts
+
+
+@pytest.mark.parametrize(
+    ("row", "shape", "parts"),
+    [
+        (
+            {"input": "s1 ки s2 ки", "label": "s1 + s2 -"},
+            "math_shepherd",
+            Parts(response="s1 ки s2 ки", label="s1 + s2 -"),
+        ),
+        (
+            {"prompt": "q", "completions": ["s", "t"], "labels": [True, False]},
+            "steps",
+            Parts("q", ["s", "t"], label=[True, False]),
+        ),
+        (
+            {"question": "q", "model_output_steps": ["s", "t", "u"], "model_output_solution_first_error_step": 2},
+            "steps",
+            Parts("q", ["s", "t"], label=[True, False]),
+        ),
+        (
+            {"question": "q", "steps": ["s", "t"], "first_wrong_step": None},
+            "steps",
+            Parts("q", ["s", "t"], label=[True, True]),
+        ),
+    ],
+)
+def test_judged_steps_are_recognized_and_cut_after_the_first_wrong_one(row, shape, parts):
+    assert read(row, "steps") == read(row, "steps", data_format=shape) == parts
+
+
+def test_a_named_column_goes_before_recognition():
+    row = {"instruction": "q", "input": "i", "output": "a"}
+    assert read(row, "sft", keys={"prompt": ("input", "--input_key")}) == Parts(prompt="i")
+    with pytest.raises(ValueError, match="--data_format alpaca knows its columns, and --input_key names others"):
+        read(row, "sft", data_format="alpaca", keys={"prompt": ("input", "--input_key")})
+
+
+def test_a_transcript_as_text_is_kept_to_the_letter():
+    row = {"chosen": "\n\nHuman: q\n\nAssistant:  a ", "rejected": "\n\nHuman: q\n\nAssistant: b"}
+    parts = read(row, "pairs", chat=False)
+    assert (parts.prompt, parts.chosen, parts.rejected) == ("\n\nHuman: q\n\nAssistant:", "  a ", " b")
+
+
+def test_transcripts_part_where_they_first_differ_before_an_answer():
+    first = "\n\nHuman: q\n\nAssistant: a"
+    row = {"chosen": first + "\n\nHuman: r\n\nAssistant: a", "rejected": first + "\n\nHuman: s\n\nAssistant: b"}
+    parts = read(row, "pairs")
+    assert parts.prompt == [USER]
+    assert parts.chosen == [GOOD, MORE, GOOD]
+    assert parts.rejected == [GOOD, {"role": "user", "content": "s"}, BAD]
+    as_text = read(row, "pairs", chat=False)
+    assert as_text.prompt + as_text.chosen == row["chosen"]
+    assert as_text.prompt + as_text.rejected == row["rejected"]
+
+
+def test_pairs_that_are_the_same_share_all_but_the_response():
+    text = "\n\nHuman: q\n\nAssistant: a"
+    assert read({"chosen": text, "rejected": text}, "pairs") == Parts([USER], [GOOD], [GOOD], [GOOD])
+
+
+def test_pairs_that_share_no_turn_are_whole_conversations():
+    row = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: r\n\nAssistant: a"}
+    assert read(row, "pairs") == Parts(response=[USER, GOOD], chosen=[USER, GOOD], rejected=[MORE, GOOD])
+    assert read(row, "pairs", chat=False).chosen == row["chosen"]
+
+
+def test_each_source_has_a_shape_of_its_own(caplog):
+    rows = [*number_rows([{"input": "q"}], "one"), *number_rows([{"question": "r"}] * 2, "two")]
+    with caplog.at_level(logging.INFO):
+        reader = RowReader(rows, "prompts", "--prompt_data")
+    assert [reader.read(row).prompt for row in rows] == ["q", "r", "r"]
+    assert [record.getMessage()[:31] for record in caplog.records] == [
+        "--prompt_data one: rows are rea",
+        "--prompt_data two: rows are rea",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "data_format", "message"),
+    [
+        (
+            {"a": 1, "b": 2},
+            "prompts",
+            "auto",
+            r"no known shape. Its columns are a, b: .*--input_key, or .*--data_format",
+        ),
+        ({"a": 1}, "pairs", "auto", r"Its columns are a: .*--chosen_key and --rejected_key, or .*--data_format"),
+        (
+            {"input": "q"},
+            "sft",
+            "alpaca",
+            r"'alpaca' needs 'instruction' and 'output'. Its columns are input: .*--input_key",
+        ),
+        (
+            {"input": "q"},
+            "pairs",
+            "alpaca",
+            "--data_format alpaca is no shape for this command: use hh, preference, sharegpt",
+        ),
+        ({"messages": [HUMAN]}, "sft", "auto", 'not a chat message with texts "role" and "content"'),
+        ({"messages": []}, "sft", "auto", "list of chat messages is empty"),
+        ({"conversations": [{"from": "me", "value": "q"}]}, "sft", "auto", r'not a turn with "from" \(one of human, '),
+        ({"conversations": [USER]}, "sft", "auto", 'not a turn with "from"'),
+        ({"conversations": "q"}, "sft", "auto", "'conversations' is not a list of turns: 'q'"),
+        ({"instruction": 3, "output": "a"}, "sft", "auto", "not a text but int"),
+        (
+            {"question": "q", "steps": ["s"], "first_wrong_step": 2},
+            "steps",
+            "auto",
+            "first wrong step is 2, and there are 1",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_with_columns_and_remedy(row, task, data_format, message):
+    with pytest.raises(ValueError, match=message):
+        read(row, task, data_format)
+
+
+def test_a_later_row_of_another_shape_is_an_error():
+    rows = number_rows([{"question": "q", "answer": "a"}, {"question": "q", "reply": "a"}])
+    reader = RowReader(rows, "sft", "--dataset")
+    with pytest.raises(
+        ValueError,
+        match=r"no column 'solution' or 'answer', although .* 'question_answer'. Its columns are question, reply",
+    ):
+        reader.read(rows[1])
+    pair = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
+    rows = number_rows([pair, {"chosen": "a", "rejected": "b"}])
+    with pytest.raises(ValueError, match="other texts, although its source starts with a row of shape 'hh'"):
+        RowReader(rows, "pairs", "--dataset").read(rows[1])

@@ -1,0 +1,159 @@
+"""Which tokens of a chat are targets, for templates of many kinds. One token per character; EOS is id 3."""
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from openppo.datasets import render_conversation, render_prompt, render_response
+
+TURNS = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "<think>t</think>b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "<think>u</think>d"},
+]
+PLAIN_TURNS = [{**turn, "content": turn["content"].rpartition(">")[2]} for turn in TURNS]
+
+OPEN_WHEN_ASKED = "{% if add_generation_prompt %}<assistant>{% endif %}"
+ENDS_IN_EOS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}" + OPEN_WHEN_ASKED
+SYSTEM_IN_LAST_QUESTION = (
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{% if loop.index >= loop.length - 1 %}s|{% endif %}"
+    "{{ m.content }}!{% elif m.role == 'assistant' %} {{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+ENDS_IN_A_TOKEN_BESIDE_EOS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<pad>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% else %}<eos>{% endif %}"
+)
+THOUGHT_IN_LAST_TURN_ONLY = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}"
+    "<think></think>{% endif %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}<eos>{% endfor %}"
+    + OPEN_WHEN_ASKED
+)
+OTHER_WHEN_ASKED = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>?{% endif %}"
+)
+WITHOUT_END = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CASES = {
+    "ends in EOS": (
+        ENDS_IN_EOS,
+        PLAIN_TURNS,
+        "<system>s<eos>\n<user>a<eos>\n<assistant>b<eos>\n<user>c<eos>\n<assistant>d<eos>",
+        "b<eos>d<eos>",
+    ),
+    "system text in the last question": (
+        SYSTEM_IN_LAST_QUESTION,
+        PLAIN_TURNS,
+        "<user>a! b<eos><user>s|c! d<eos>",
+        " b<eos> d<eos>",
+    ),
+    "ends in a token beside EOS": (
+        ENDS_IN_A_TOKEN_BESIDE_EOS,
+        PLAIN_TURNS,
+        "<system>s<pad>\n<user>a<pad>\n<assistant>b<pad>\n<user>c<pad>\n<assistant>d<pad>\n<eos>",
+        "b<pad>d<pad>\n<eos>",
+    ),
+    "thoughts in the last turn only": (
+        THOUGHT_IN_LAST_TURN_ONLY,
+        TURNS,
+        "<system>s<eos><user>a<eos><assistant>b<eos><user>c<eos><assistant><think>u</think>d<eos>",
+        "b<eos><think>u</think>d<eos>",
+    ),
+    "another beginning when asked": (
+        OTHER_WHEN_ASKED,
+        PLAIN_TURNS,
+        "<system>s<eos><user>a<eos><assistant>b<eos><user>c<eos><assistant>d<eos>",
+        "b<eos>d<eos>",
+    ),
+    "no end of turn": (
+        WITHOUT_END,
+        PLAIN_TURNS,
+        "system: s\nuser: a\nassistant: b\nuser: c\nassistant: d\n<eos>",
+        "b\nd\n<eos>",
+    ),
+}
+
+
+def targets(example, tokenizer):
+    return tokenizer.decode([t for t, chosen in zip(example.token_ids, example.loss_mask, strict=True) if chosen])
+
+
+@pytest.mark.parametrize(("template", "turns", "whole", "expected"), CASES.values(), ids=CASES.keys())
+def test_targets_are_the_assistants_turns_with_what_ends_them(make_tokenizer, template, turns, whole, expected):
+    tokenizer = make_tokenizer(bos=True, chat_template=template)
+    example = render_conversation(turns, tokenizer, input_template=None)
+    assert tokenizer.decode(example.token_ids) == whole
+    assert targets(example, tokenizer) == expected
+
+
+@pytest.mark.parametrize(("template", "turns", "whole", "expected"), CASES.values(), ids=CASES.keys())
+def test_a_response_to_many_turns_is_the_last_turn_of_the_same_rendering(
+    make_tokenizer, template, turns, whole, expected
+):
+    tokenizer = make_tokenizer(bos=True, chat_template=template)
+    example = render_response(
+        turns[:-1], turns[-1]["content"], tokenizer, input_template=None, apply_chat_template=True
+    )
+    assert tokenizer.decode(example.token_ids) == whole
+    assert expected.endswith(targets(example, tokenizer))
+    assert targets(example, tokenizer).strip()[0] in "d<"
+
+
+def test_targets_begin_where_generation_does(make_tokenizer):
+    tokenizer = make_tokenizer(chat_template=ENDS_IN_EOS)
+    example = render_conversation(PLAIN_TURNS, tokenizer, input_template=None)
+    for n_before, place in ((2, example.loss_mask.index(True)), (4, len(example.token_ids) - 2)):
+        _, asked = render_prompt(PLAIN_TURNS[:n_before], tokenizer, input_template=None, apply_chat_template=True)
+        assert example.token_ids[:place] == asked
+
+
+def test_what_follows_the_last_answer_is_left_out(make_tokenizer):
+    tokenizer = make_tokenizer(chat_template=ENDS_IN_EOS)
+    example = render_conversation(PLAIN_TURNS[1:4], tokenizer, input_template=None)
+    assert tokenizer.decode(example.token_ids) == "<user>a<eos>\n<assistant>b<eos>"
+
+
+def test_a_chat_may_begin_with_the_assistant_but_its_first_token_is_no_target(make_tokenizer):
+    chat = [PLAIN_TURNS[2], *PLAIN_TURNS[1:3]]
+    tokenizer = make_tokenizer(chat_template=ENDS_IN_EOS)
+    assert targets(render_conversation(chat, tokenizer, input_template=None), tokenizer) == "b<eos>b<eos>"
+    tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}<eos>{% endfor %}")
+    assert targets(render_conversation(chat, tokenizer, input_template=None), tokenizer) == "<eos>b<eos>"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% for m in messages %}{{ m.content|length }}:{{ m.content }};{% endfor %}",
+            "around turn 3 depends on its text",
+        ),
+        ("{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}", "the turn is left out"),
+    ],
+)
+def test_a_template_in_which_a_turn_cannot_be_found_is_an_error(make_tokenizer, template, message):
+    with pytest.raises(ValueError, match=f"{message}.*Leave --apply_chat_template out"):
+        render_conversation(PLAIN_TURNS, make_tokenizer(chat_template=template), input_template=None)
+
+
+def test_a_chat_without_an_answer_is_an_error(make_tokenizer):
+    with pytest.raises(ValueError, match="no turn of the assistant to train on"):
+        render_conversation(PLAIN_TURNS[:2], make_tokenizer(), input_template=None)
+
+
+def test_a_token_never_spans_the_border_between_prompt_and_response():
+    vocab = {token: number for number, token in enumerate(["<eos>", " ", "a", "q", ":", " a", "a a"])}
+    core = Tokenizer(BPE(vocab, [(" ", "a"), ("a", " a")]))
+    core.add_special_tokens(["<eos>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    assert tokenizer.convert_ids_to_tokens(tokenizer("q: a a")["input_ids"]) == ["q", ":", " a", " a"]
+    example = render_response("q: ", "a a", tokenizer, input_template=None, apply_chat_template=False)
+    assert tokenizer.convert_ids_to_tokens(example.token_ids) == ["q", ":", " ", "a a", "<eos>"]
+    assert example.loss_mask == [False, False, False, True, True]
+    example = render_response("q:", " a a", tokenizer, input_template=None, apply_chat_template=False)
+    assert tokenizer.convert_ids_to_tokens(example.token_ids) == ["q", ":", " a", " a", "<eos>"]
