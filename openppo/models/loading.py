@@ -55,8 +55,9 @@ def check_model(name: str, flag: str) -> PreTrainedConfig:
 
 
 def load_config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The config of a model with ``changes``; of a PEFT folder the one that lies there, else its base model's."""
-    source = name if (Path(name) / "config.json").is_file() else base_model_of(name)
+    """The config of a model with ``changes``; of a PEFT folder its model_config.json, else its base model's."""
+    own = Path(name) / "model_config.json"
+    source = own if is_peft_folder(name) and own.is_file() else base_model_of(name)
     config: PreTrainedConfig = AutoConfig.from_pretrained(source, **changes)
     return config
 

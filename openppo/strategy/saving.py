@@ -12,7 +12,9 @@ from torch import Tensor
 
 logger = logging.getLogger("openppo")
 
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_CONFIG_BESIDE_ADAPTERS = "model_config.json"
+"""Not config.json: transformers would look for full weights beside it."""
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", _CONFIG_BESIDE_ADAPTERS)
 
 
 def save_model(model: Any, folder: Path, is_main: bool) -> None:
@@ -61,4 +63,4 @@ def _save_config(model: Any, folder: Path) -> None:
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):  # how the frozen weights were kept while training
         del config.quantization_config
-    config.save_pretrained(folder)
+    config.to_json_file(folder / _CONFIG_BESIDE_ADAPTERS)

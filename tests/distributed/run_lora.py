@@ -1,4 +1,4 @@
-"""Launched by torchrun: ``run_lora.py adapters|averages MODELS OUT`` trains adapters, or averages weights.
+"""Launched by torchrun: ``run_lora.py adapters|four_bits|averages MODELS OUT`` trains adapters, or averages weights.
 
 ``MODELS`` holds the folders ``actor`` and ``reward``. ``OUT/<case>`` receives the models that were saved, and in
 ``result.pt`` what was computed and found while they were trained.
@@ -83,10 +83,10 @@ def facts(engine: TrainingEngine, strategy: DeepspeedStrategy) -> dict[str, Any]
     }
 
 
-def lora(models: Path, out: Path, config: DeepSpeedConfig) -> None:
+def lora(models: Path, out: Path, config: DeepSpeedConfig, load_in_4bit: bool = False) -> None:
     """Trains both, with the reference in between, and saves them."""
     strategy = DeepspeedStrategy(config, timedelta(seconds=100), PARTITION_EVERYTHING)
-    options: dict[str, Any] = {"bf16": config.bf16, **vars(LORA)}
+    options: dict[str, Any] = {"bf16": config.bf16, **vars(LORA), "load_in_4bit": load_in_4bit}
     critic = get_llm_for_sequence_regression(str(models / "reward"), "critic", **options)
     engines = {
         "critic": strategy.prepare(critic, ADAM, LEARNING_RATE, N_STEPS),
@@ -170,6 +170,12 @@ def train_adapters(models: Path, out: Path) -> None:
         lora(models, out / name, config)
 
 
+def train_on_4_bits(models: Path, out: Path) -> None:
+    """``lora`` on frozen weights in 4 bits."""
+    for stage in (0, 2):
+        lora(models, out / str(stage), DeepSpeedConfig(zero_stage=stage, max_norm=MAX_NORM), load_in_4bit=True)
+
+
 def average_weights(models: Path, out: Path) -> None:
     """Every case of ``average``."""
     for stage in (0, 2, 3):
@@ -181,8 +187,9 @@ def average_weights(models: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """``run_lora.py adapters|averages MODELS OUT``."""
-    {"adapters": train_adapters, "averages": average_weights}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    """The experiment of the first argument."""
+    experiments = {"adapters": train_adapters, "four_bits": train_on_4_bits, "averages": average_weights}
+    experiments[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
     torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)  # a thread of gloo that frees a tensor while Python shuts down may abort the process

@@ -12,7 +12,13 @@ import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 SCRIPT = Path(__file__).with_name("run_lora.py")
 CASES = pytest.mark.parametrize("case", ("0", "1", "2", "3", "3 zpg"))
@@ -119,9 +125,9 @@ def test_a_saved_folder_holds_whole_adapters_and_the_head_and_nothing_else(train
 class NaiveLoop:
     """Plain peft and torch: all rows one at a time, one process, from the adapters that the script started with."""
 
-    def __init__(self, folder: Path, role: str) -> None:
+    def __init__(self, folder: Path, role: str, **options: Any) -> None:
         self.role = role
-        self.model = load(folder / f"start_{role}", role, is_trainable=True)
+        self.model = load(folder / f"start_{role}", role, is_trainable=True, **options).train()
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.adam = torch.optim.AdamW(self.trained, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
 
@@ -181,6 +187,41 @@ def test_only_adapters_and_head_are_in_the_optimizer_and_its_buckets(trained: Pa
 def test_zero_3_partitions_frozen_weights_too(trained: Path, role: str) -> None:
     for size, held in result_of(trained / "3")[f"facts {role}"]["frozen"].values():
         assert held == -(-size // 2)
+
+
+@pytest.fixture(scope="module")
+def trained_on_4_bits(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Path:
+    """Adapters trained on two ranks; the models are as wide as a block of 4-bit weights is long."""
+    pytest.importorskip("bitsandbytes", reason="--load_in_4bit needs bitsandbytes")
+    folder = tmp_path_factory.mktemp("four_bits")
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=11, initializer_range=0.2, num_labels=1, pad_token_id=0, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "actor")
+    LlamaForSequenceClassification(config).save_pretrained(folder / "reward")
+    launch(2, SCRIPT, "four_bits", folder, folder)
+    return folder
+
+
+@pytest.mark.parametrize("stage", ("0", "2"))
+@ROLES
+def test_training_on_4_bits_equals_a_naive_loop_with_plain_bitsandbytes(
+    trained_on_4_bits: Path, stage: str, role: str
+) -> None:
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["lm_head", "score"],
+    )
+    loop = NaiveLoop(trained_on_4_bits / stage, role, quantization_config=nf4)
+    norms = [loop.step(step) for step in range(N_STEPS)]
+    result = result_of(trained_on_4_bits / stage)
+    assert result["norms"][role] == pytest.approx(norms, rel=1e-3)
+    assert torch.allclose(outputs(loop.model, role), masked(result[role]), rtol=0, atol=5e-3)
+    exact = outputs(load(trained_on_4_bits / stage / role, role), role)  # the saved folder asks for no 4 bits
+    assert (exact - masked(result[role])).abs().max() > 0.01
 
 
 def naive_average(weights: list[dict[str, Tensor]], name: str) -> Tensor:

@@ -26,6 +26,11 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
     """
     from peft import LoraConfig, get_peft_model  # heavy, and needed with LoRA only
 
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            # On some CPUs bitsandbytes repacks 4-bit weights at the first forward in evaluation mode, for a kernel that
+            # has no gradient: silently wrong gradients from then on.
+            layer.support_avx512bf16_for_cpu = False
     given: str | Sequence[str] = lora.target_modules
     targets = [given] if isinstance(given, str) else list(given)
     config = LoraConfig(
