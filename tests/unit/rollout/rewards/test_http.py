@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import socket
 import threading
 from collections import Counter
@@ -87,10 +88,10 @@ def scorer_of(make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatc
     """A scorer for servers or URLs, whose pauses take no time."""
     monkeypatch.setattr(http, "_FIRST_PAUSE_SECONDS", 0.001)
 
-    def make(*servers: Server | str, name: str = "remote", **options: Any) -> RemoteScorer:
+    def make(*servers: Server | str, **options: Any) -> RemoteScorer:
         urls = ",".join(server if isinstance(server, str) else server.url for server in servers)
-        options = {name if name == "name" else f"remote_rm_{name}": value for name, value in options.items()}
-        return RemoteScorer(RewardSourceConfig(remote_rm_url=urls, **options), make_tokenizer(), name)
+        options = {f"remote_rm_{name}": value for name, value in options.items()}
+        return RemoteScorer(RewardSourceConfig(remote_rm_url=urls, **options), make_tokenizer(), "remote")
 
     return make
 
@@ -185,8 +186,6 @@ def test_a_token_is_sent(start_server: StartServer, scorer_of: ScorerOf, two: li
 def test_scoring_leaves_the_random_numbers_of_the_run_alone(
     start_server: StartServer, scorer_of: ScorerOf, two: list[Trajectory]
 ) -> None:
-    import random
-
     state = random.getstate()
     scorer_of(start_server(failing(1, web.Response(status=500)))).score(two)
     assert random.getstate() == state
@@ -254,7 +253,7 @@ def test_a_slow_answer_is_asked_for_again(
 
     server = start_server(answer)
     assert scorer_of(server, timeout=0.5).score(two) == [Score({"remote": 9.0}), Score({"remote": 6.0})]
-    assert len(server.requests) == 2
+    assert len(server.requests) >= 2
 
 
 def test_the_work_of_a_dead_server_is_done_by_the_other(

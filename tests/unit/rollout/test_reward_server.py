@@ -1,0 +1,208 @@
+"""The reward server: whose texts share a forward, what happens to failures, and how texts become token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from openppo.config import ServerConfig
+from openppo.rollout.reward_server import RewardServer, encode_conversation, listen
+
+Use = Callable[[aiohttp.ClientSession, RewardServer], Awaitable[None]]
+
+
+class Lengths:
+    """Scores rows by their length; the first forward waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[list[int]]] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def __call__(self, rows: list[list[int]]) -> list[float]:
+        self.batches.append(rows)
+        assert self.go_on.wait(60)
+        if [13] in rows:
+            raise MemoryError("CUDA out of memory")
+        return [float(len(row)) for row in rows]
+
+
+def serve(use: Use, score: Any, token: str | None = None, **options: Any) -> None:
+    """Serve on this thread, with an ``encode`` that gives one id per character, until ``use`` is done."""
+    listener = listen("127.0.0.1", 0)
+    server = RewardServer(
+        score, lambda text: [ord(c) for c in text], listener, ServerConfig("my/model", port=0, **options), token
+    )
+
+    async def client() -> None:
+        base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with aiohttp.ClientSession(base) as session:
+            async with session.get("/health") as answer:  # it answers, so it also listens to signals
+                assert await answer.json() == {"status": "ok", "model": "my/model"}
+            try:
+                await use(session, server)
+            finally:
+                signal.raise_signal(signal.SIGTERM)
+
+    async def both() -> None:
+        await asyncio.gather(server._serve(), client())
+
+    asyncio.run(asyncio.wait_for(both(), 120))
+    server.close()
+
+
+async def post(session: aiohttp.ClientSession, body: Any, path: str = "/get_reward", **headers: str) -> tuple[int, Any]:
+    """Status and JSON of the answer."""
+    data = {"json": body} if not isinstance(body, bytes) else {"data": body}
+    async with session.post(path, headers=headers, **data) as answer:
+        return answer.status, await answer.json()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_texts_of_all_clients_share_forwards_up_to_the_limit() -> None:
+    score = Lengths()
+
+    async def use(session: aiohttp.ClientSession, server: RewardServer) -> None:
+        score.go_on.clear()
+        first = asyncio.create_task(post(session, {"query": ["a"]}))
+        await until(lambda: len(score.batches) == 1)  # the others wait behind it
+        others = [
+            asyncio.create_task(post(session, {"query": ["bb"] * n, "prompts": ["x"] * n}, path))
+            for n, path in ((2, "/"), (1, "/get_reward"), (4, "/"))
+        ]
+        await until(lambda: server._waiting.qsize() == 7)
+        score.go_on.set()
+        assert await first == (200, {"rewards": [1.0]})
+        assert [len(answer[1]["rewards"]) for answer in await asyncio.gather(*others)] == [2, 1, 4]
+
+    serve(use, score, max_batch_size=3)
+    assert [len(batch) for batch in score.batches] == [1, 3, 3, 1]
+
+
+def test_a_forward_that_fails_fails_its_requests_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "openppo")
+
+    async def use(session: aiohttp.ClientSession, server: RewardServer) -> None:
+        status, answer = await post(session, {"query": ["\r"]})
+        assert (status, answer["error"]) == (500, "the reward model failed: MemoryError('CUDA out of memory')")
+        assert await post(session, {"query": ["abc", ""]}) == (200, {"rewards": [3.0, 0.0]})
+
+    serve(use, Lengths())
+    assert "out of memory" in caplog.text
+
+
+def test_texts_of_a_client_that_has_gone_are_not_scored() -> None:
+    score = Lengths()
+
+    async def use(session: aiohttp.ClientSession, server: RewardServer) -> None:
+        score.go_on.clear()
+        first = asyncio.create_task(post(session, {"query": ["a"]}))
+        await until(lambda: len(score.batches) == 1)
+        gone = asyncio.create_task(post(session, {"query": ["gone"]}))
+        await until(lambda: server._waiting.qsize() == 1)
+        gone.cancel()
+        await until(lambda: server._waiting._queue[0][1].cancelled())
+        score.go_on.set()
+        await first
+        assert (await post(session, {"query": ["b"]}))[0] == 200
+
+    serve(use, score)
+    assert score.batches == [[[97]], [[98]]]
+
+
+def test_requests_under_way_are_answered_before_the_end() -> None:
+    score = Lengths()
+    answers: list[asyncio.Task[tuple[int, Any]]] = []
+
+    async def use(session: aiohttp.ClientSession, server: RewardServer) -> None:
+        score.go_on.clear()
+        answers.append(asyncio.create_task(post(session, {"query": ["a"]})))
+        await until(lambda: len(score.batches) == 1)
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        score.go_on.set()
+        assert await answers[0] == (200, {"rewards": [1.0]})
+
+    serve(use, score)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 400, "the request is no JSON"),
+        (b"\xff", 400, "the request is no JSON"),
+        (b"[" * 100_000, 400, "the request is no JSON"),
+        ([], 400, 'the request must be {"query": [texts]}'),
+        ({"prompts": ["a"]}, 400, 'the request must be {"query": [texts]}'),
+        ({"query": "a"}, 400, 'the request must be {"query": [texts]}'),
+        ({"query": ["a", 1]}, 400, 'the request must be {"query": [texts]}'),
+        ({"query": ["a" * 200_000]}, 413, "Maximum request body size"),
+    ],
+)
+def test_a_bad_request_is_told_why(body: Any, status: int, message: str) -> None:
+    async def use(session: aiohttp.ClientSession, server: RewardServer) -> None:
+        got, answer = await post(session, body)
+        assert got == status
+        assert message in answer["error"]
+        assert await post(session, {"query": []}) == (200, {"rewards": []})
+
+    serve(use, Lengths(), max_request_mb=0.1)
+
+
+def test_a_token_is_asked_for() -> None:
+    async def use(session: aiohttp.ClientSession, server: RewardServer) -> None:
+        for sent in (None, "Bearer", "Bearer sesam", "sesame", "Bearer ñ"):
+            headers = {} if sent is None else {"Authorization": sent}
+            status, answer = await post(session, {"query": ["a"]}, **headers)
+            assert status == 401
+            assert "Authorization: Bearer TOKEN" in answer["error"]
+        assert await post(session, {"query": ["a"]}, Authorization="Bearer sesame") == (200, {"rewards": [1.0]})
+
+    serve(use, Lengths(), token="sesame")
+
+
+def test_an_address_in_use_is_an_error_naming_the_flags() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"^--host 127.0.0.1 --port {port}: cannot listen there .* Choose another"):
+            listen("127.0.0.1", port)
+    with pytest.raises(ValueError, match="^--host no.such.host.invalid --port 1: cannot listen there"):
+        listen("no.such.host.invalid", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("ab", [4, 5, 1]),
+        ("ab<eos>", [4, 5, 1]),
+        ("ab<eos><eos><pad>", [4, 5, 1]),
+        ("<pad><pad>ab<eos>\n", [4, 5, 1]),
+        ("a<eos>b", [4, 1, 5, 1]),
+        ("a<pad>b", [4, 0, 5, 1]),
+        ("", [1]),
+        ("abcdefgh", [8, 9, 10, 11, 1]),
+    ],
+)
+def test_a_conversation_ends_with_one_eos_and_has_no_padding(
+    text: str, ids: list[int], make_tokenizer: Callable[..., PreTrainedTokenizerFast]
+) -> None:
+    assert encode_conversation(make_tokenizer(), text, max_len=5) == ids
+
+
+def test_pad_may_be_eos_or_missing(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> None:
+    assert encode_conversation(make_tokenizer(pad="<eos>"), "<eos>ab<eos><eos>", 9) == [4, 5, 1]
+    assert encode_conversation(make_tokenizer(pad=None), "ab<eos>", 9) == [4, 5, 1]
