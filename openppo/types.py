@@ -7,7 +7,7 @@ the right; no mask is ever made by comparing ids with PAD or EOS.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -184,9 +184,3 @@ class SingleProcess:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
-
-
-class RewardFunction(Protocol):
-    """What a Python ``--reward_fn`` is called with; lists of equal length, one number back per sample."""
-
-    def __call__(self, prompts: list[str], responses: list[str], labels: list[Any]) -> Sequence[float]: ...
