@@ -61,7 +61,7 @@ class LoRAMerge:
         name, base = self.config.lora_path, self.config.pretrain
         try:
             if task_of(name) != HEAD_TASK:
-                return load_causal_lm(name, base)
+                return load_causal_lm(name, base, bf16=False, flash_attn=False)
             model, headless = load_classifier(name, base=base, dtype=torch.float32)
         except (OSError, SafetensorError, ValueError) as error:
             named = str(error) if str(error).startswith(name) else f"{name}: {error}"
