@@ -24,7 +24,7 @@ class SupervisedConfig:
     data_format: DataFormat = "auto"
     """Shape of the rows; 'auto' recognizes it by the columns unless their keys are given."""
     dataset_class: str | None = None
-    """Your own loader of --dataset, path.py:name: a class or function called with the source that gives rows."""
+    """Your own loader of --dataset and --eval_dataset, path.py:name: called with a source, it gives rows."""
     eval_dataset: str | None = None
     """Held-out data, in any format of --dataset."""
     eval_split: str = "test"

@@ -34,7 +34,7 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
     """A trainer of a causal language model, ready for ``fit()``. ``ValueError`` names the flag of what cannot work."""
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer = _check_and_load_tokenizer(config, strategy)
-    train, held_out = _load_both(
+    train, held_out = load_train_and_eval(
         config, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
     )
     with naming_model("--pretrain", options.pretrain):
@@ -49,7 +49,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     """A trainer of a reward model on preference pairs, ready for ``fit()``. Errors as in ``build_sft_trainer``."""
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer = _check_and_load_tokenizer(config, strategy)
-    train, held_out = _load_both(
+    train, held_out = load_train_and_eval(
         config, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
     )
     with naming_model("--pretrain", options.pretrain):
@@ -71,7 +71,7 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     """A trainer of a process reward model, ready for ``fit()``. Errors as in ``build_sft_trainer``."""
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer = _check_and_load_tokenizer(config, strategy)
-    train, held_out = _load_both(
+    train, held_out = load_train_and_eval(
         config, lambda rows, flag: load_process_examples(rows, tokenizer, options, config.data, flag=flag)
     )
     with naming_model("--pretrain", options.pretrain):
@@ -95,7 +95,7 @@ def _model_options(config: SupervisedCommand) -> dict[str, Any]:
     return {"bf16": config.deepspeed.bf16, "flash_attn": config.supervised.flash_attn, **vars(config.lora)}
 
 
-def _load_both(
+def load_train_and_eval(
     config: SupervisedCommand, make: Callable[[list[SourceRow], str], tuple[list[Example], int]]
 ) -> tuple[list[Example], list[Example]]:
     """Training examples, and held-out ones (none without ``--eval_dataset``)."""
