@@ -106,7 +106,7 @@ def test_soft_labels_need_two_reward_tokens(tokenizer):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"placeholder_token": "ки"}, "--placeholder_token 'ки' is not in the vocabulary"),
+        ({"placeholder_token": "ж"}, "--placeholder_token 'ж' is not in the vocabulary"),
         ({"placeholder_token": "ab"}, "--placeholder_token 'ab' is 2 tokens of the tokenizer of --pretrain"),
         ({"reward_tokens": ("+", "no")}, "--reward_tokens 'no' is 2 tokens .*Choose another with --reward_tokens"),
     ],
