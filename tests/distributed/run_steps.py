@@ -113,7 +113,8 @@ def plain(trajectory: Trajectory) -> dict[str, Any]:
         "prompt": trajectory.prompt.token_ids,
         "response": trajectory.response_ids,
         "group": trajectory.group,
-        "score": trajectory.scores["reward"],
+        "score": trajectory.total_reward({}),
+        "scores": trajectory.scores,
         "finish_reason": trajectory.finish_reason.value,
     }
 
@@ -137,13 +138,15 @@ def run_ppo(case: Case, arguments: list[str]) -> dict[str, Any]:
     config = parse_options(TrainPPOConfig, [*arguments, "--save_value_network"] if has_critic else arguments)
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
     trainer = build_ppo_trainer(config, strategy)
-    models = {
-        "actor": trainer.parts.actor.module,
-        **({} if trainer.parts.critic is None else {"critic": trainer.parts.critic.module}),
+    parts: Any = trainer.parts
+    found = {
+        "actor": parts.actor.module,
+        "critic": parts.critic and parts.critic.module,
         "reference": trainer.maker.reference,
-        "reward": trainer.parts.scorer.model,  # type: ignore[attr-defined]
+        "reward": getattr(parts.scorer, "model", None),
     }
-    shares = {name: partitioned_share(model) for name, model in models.items()}  # type: ignore[arg-type]
+    models = {name: model for name, model in found.items() if isinstance(model, nn.Module)}
+    shares = {name: partitioned_share(model) for name, model in models.items()}
     recorded = record(trainer)
     metrics = []
     if "n_steps" in case:
@@ -159,7 +162,7 @@ def run_ppo(case: Case, arguments: list[str]) -> dict[str, Any]:
         "samples": [[t for of_rank in of_ranks for t in of_rank[i]] for i in range(len(steps))],
         "probe": probe(trainer),
         "shares": shares,
-        "buffer_types": sorted({str(b.dtype) for model in models.values() for b in model.buffers()}),  # type: ignore
+        "buffer_types": sorted({str(b.dtype) for model in models.values() for b in model.buffers()}),
         "zero_stage": trainer.parts.actor.deepspeed.zero_optimization_stage(),
     }
 

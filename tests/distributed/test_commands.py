@@ -213,5 +213,5 @@ def test_a_mistake_of_the_user_ends_all_ranks_with_one_line(tiny: Path, tmp_path
         --generate_max_len 8"""
     output = launch(2, "-m", *command("train_ppo", arguments), cwd=tmp_path, status=1)
     lines = [line for line in output.splitlines() if "openppo" in line or "no scalar head" in line]
-    (line,) = (line for line in lines if "FAILED" not in line and not line.startswith("[openppo] loading"))
+    (line,) = (line for line in lines if "FAILED" not in line and not line.startswith("[openppo] "))
     assert line.startswith(f"error: --reward_pretrain {tiny}/actor has no scalar head")
