@@ -43,12 +43,14 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def train(arguments: str, folder: Path) -> list[dict[str, Any]]:
-    """The metrics that train_prm logs in ``folder/out``."""
+def run(command: list[str], folder: Path, **variables: str) -> list[dict[str, Any]]:
+    """The metrics that a command logs in ``folder/out``."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for torchrun
+    here = {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "openppo.cli.train_prm", *arguments.split()],
+        command,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, **here, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -57,6 +59,15 @@ def train(arguments: str, folder: Path) -> list[dict[str, Any]]:
     print(done.stdout)  # pytest shows it when the test fails
     assert done.returncode == 0
     return [json.loads(line) for line in (folder / "out" / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(arguments: str, folder: Path) -> list[dict[str, Any]]:
+    """The metrics of train_prm."""
+    return run([sys.executable, "-m", "openppo.cli.train_prm", *arguments.split()], folder)
+
+
+def write_solutions(file: Path, rng: random.Random, count: int) -> None:
+    file.write_text("\n".join(json.dumps(solution(rng)) for _ in range(count)))
 
 
 def solution(rng: random.Random) -> dict[str, object]:
@@ -72,9 +83,8 @@ def solution(rng: random.Random) -> dict[str, object]:
 
 def test_prm_learns_to_tell_right_sums_from_wrong_ones(model: Path, tmp_path: Path) -> None:
     rng = random.Random(0)
-    for name, count in (("train", 2048), ("heldout", 128)):
-        rows = [json.dumps(solution(rng)) for _ in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    write_solutions(tmp_path / "train.jsonl", rng, 2048)
+    write_solutions(tmp_path / "heldout.jsonl", rng, 128)
     arguments = """--pretrain model --dataset train.jsonl --eval_dataset heldout.jsonl --input_key input
         --label_key label --placeholder_token # --reward_tokens G B --max_epochs 8 --train_batch_size 64
         --micro_train_batch_size 64 --learning_rate 1e-2 --save_path out"""
@@ -104,3 +114,18 @@ def test_prm_trains_on_published_process_data(name: str, tmp_path: Path) -> None
     [line] = train(f"{arguments} --max_samples 14 --save_path out", tmp_path)
     assert line["loss"] == pytest.approx(math.log(2), abs=0.2)
     assert 0 <= line["accuracy"] <= 1
+
+
+def test_script_to_copy_runs(model: Path, tmp_path: Path) -> None:
+    write_solutions(tmp_path / "rows.jsonl", random.Random(0), 8)
+    script = [
+        str(REPO / "examples" / "scripts" / "train_prm.sh"),
+        "--placeholder_token",
+        "#",
+        "--reward_tokens",
+        "G",
+        "B",
+    ]
+    variables = {"GPUS": "2", "PRETRAIN": "model", "DATASET": "rows.jsonl", "SAVE_PATH": "out"}
+    assert len(run(["bash", *script, "--train_batch_size", "4"], tmp_path, **variables)) == 2
+    assert (tmp_path / "out" / "model.safetensors").is_file()
