@@ -82,8 +82,8 @@ class RewardSourceConfig:
         )
         require(self.step_separator != "", "--step_separator must not be empty.")
         require(
-            len(self.prm_reward_tokens) == 2,
-            f"--prm_reward_tokens needs two tokens, good and bad; got {' '.join(self.prm_reward_tokens)}.",
+            len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2,
+            f"--prm_reward_tokens needs two different tokens, good and bad; got {' '.join(self.prm_reward_tokens)}.",
         )
         self.weights()
 

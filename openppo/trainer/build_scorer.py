@@ -174,6 +174,11 @@ def _process_reward_model(
             question = STEP_SEPARATOR.join(message["content"] for message in prompt.messages)
         return encode(question, steps)
 
+    for prompt in {tuple(m["role"] for m in p.messages or ()): p for p in setup.prompts}.values():
+        try:
+            render(prompt, ["a"])
+        except ValueError as error:  # a chat template may refuse its roles
+            raise ValueError(f"{flag} {model}: {error}") from error
     text = StepText(tokenizer, own, render, source.step_separator, f"{flag} {model}", context)
     with naming_model(flag, model):
         judge = ProcessRewardModel(Actor(model, bf16=setup.bf16, flash_attn=setup.flash_attn).model)

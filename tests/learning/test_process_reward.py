@@ -118,14 +118,8 @@ def test_prm_trains_on_published_process_data(name: str, tmp_path: Path) -> None
 
 def test_script_to_copy_runs(model: Path, tmp_path: Path) -> None:
     write_solutions(tmp_path / "rows.jsonl", random.Random(0), 8)
-    script = [
-        str(REPO / "examples" / "scripts" / "train_prm.sh"),
-        "--placeholder_token",
-        "#",
-        "--reward_tokens",
-        "G",
-        "B",
-    ]
+    script = str(REPO / "examples" / "scripts" / "train_prm.sh")
+    flags = "--placeholder_token # --reward_tokens G B --train_batch_size 4"
     variables = {"GPUS": "2", "PRETRAIN": "model", "DATASET": "rows.jsonl", "SAVE_PATH": "out"}
-    assert len(run(["bash", *script, "--train_batch_size", "4"], tmp_path, **variables)) == 2
+    assert len(run(["bash", script, *flags.split()], tmp_path, **variables)) == 2
     assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,22 @@ def judge(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def scorer_of(judge: Path, policy: PreTrainedTokenizerFast, template: str | None = None, **options: Any) -> Any:
+def scorer_of(
+    judge: Path,
+    policy: PreTrainedTokenizerFast,
+    prompts: Sequence[Prompt] = (),
+    template: str | None = None,
+    **options: Any,
+) -> Any:
     source = RewardSourceConfig(prm_pretrain=str(judge), prm_placeholder_token="#", **options)
     setup = ScorerSetup(
-        SingleProcess(), torch.device("cpu"), lambda m: m, [], "policy", micro_batch_size=2, input_template=template
+        SingleProcess(),
+        torch.device("cpu"),
+        lambda m: m,
+        prompts,
+        "policy",
+        micro_batch_size=2,
+        input_template=template,
     )
     return build_scorer(source, policy, setup)
 
@@ -66,7 +79,7 @@ def test_scoring_reads_what_training_reads(
     rest: Any = ([True] * len(ids), [0.0] * len(ids), [0] * len(ids))
     response = Trajectory(ids, *rest, FinishReason.EOS, prompt, group=0)
 
-    scorer = scorer_of(judge, policy, template, prm_apply_chat_template=judge_chats)
+    scorer = scorer_of(judge, policy, [prompt], template, prm_apply_chat_template=judge_chats)
     assert isinstance(scorer, ProcessScorer)
     read = scorer.text(response)
     supervised = SupervisedConfig("model", "data", input_template=template, apply_chat_template=judge_chats)
@@ -96,3 +109,12 @@ def test_what_the_judge_lacks_is_named(judge: Path, options: dict[str, Any], mes
     (judge / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=message):
         scorer_of(judge, tokenizer, **options)
+
+
+def test_a_chat_that_the_judge_cannot_render_is_found_before_the_run(judge: Path) -> None:
+    (judge / "chat_template.jinja").write_text("{{ raise_exception('no system') if messages[0]['role'] == 'system' }}")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(judge)
+    asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "ask"}]
+    message = f"--prm_pretrain {judge}: the chat template refuses messages with the roles system, user: no system"
+    with pytest.raises(ValueError, match=message):
+        scorer_of(judge, tokenizer, [Prompt("ask", [2], messages=asked)], prm_apply_chat_template=True)
