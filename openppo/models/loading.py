@@ -54,10 +54,10 @@ def check_model(name: str, flag: str) -> PreTrainedConfig:
         raise ValueError(f"{flag} {name}: its config cannot be read: {error}") from error
 
 
-def load_config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The config of a model with ``changes``; of a PEFT folder its model_config.json, else its base model's."""
+def load_config(name: str, base: str | None = None, **changes: Any) -> PreTrainedConfig:
+    """The config of a model with ``changes``; of a PEFT folder its model_config.json, else that of its ``base``."""
     own = Path(name) / "model_config.json"
-    source = own if is_peft_folder(name) and own.is_file() else base_model_of(name)
+    source = own if is_peft_folder(name) and own.is_file() else base or base_model_of(name)
     config: PreTrainedConfig = AutoConfig.from_pretrained(source, **changes)
     return config
 
@@ -132,7 +132,7 @@ def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTr
     ``ValueError`` for a checkpoint without all weights, and as in ``merge_adapters``.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        base or base_model_of(name), config=load_config(name), output_loading_info=True, **load_options(**options)
+        base or base_model_of(name), config=load_config(name, base), output_loading_info=True, **load_options(**options)
     )
     model, report = loaded
     missing = sorted(report["missing_keys"])
@@ -157,14 +157,14 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def load_tokenizer(name: str, flag: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; of a PEFT folder the one that lies there, else its base model's.
+def load_tokenizer(name: str, flag: str, base: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; of a PEFT folder the one that lies there, else that of its ``base``.
 
     A missing PAD token is left missing: masks never depend on it. ``ValueError`` names ``flag``.
     """
     has_tokenizer = (Path(name) / "tokenizer_config.json").is_file()
     try:
-        return AutoTokenizer.from_pretrained(name if has_tokenizer else base_model_of(name))
+        return AutoTokenizer.from_pretrained(name if has_tokenizer else base or base_model_of(name))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {error}") from error
 

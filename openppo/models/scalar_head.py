@@ -105,7 +105,7 @@ def load_classifier(
     renamed = {} if value_head_prefix == _HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{_HEAD}."}
     model, report = AutoModelForSequenceClassification.from_pretrained(
         base or base_model_of(name),
-        config=load_config(name, num_labels=1),
+        config=load_config(name, base, num_labels=1),
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, with a message that helps
         key_mapping=renamed or None,

@@ -189,6 +189,8 @@ def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
 def _enable_gradient_checkpointing(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, PreTrainedModel):
-            child.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            with warnings.catch_warnings():  # transformers 5.23 has another name for it; 5.0 has not
+                warnings.simplefilter("ignore", FutureWarning)
+                child.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             return
     raise ValueError(f"--gradient_checkpointing: {type(module).__name__} does not support it; leave the flag away.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -12,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from openppo.config import LoRAConfig
-from openppo.models.lora.folder import is_peft_folder
+from openppo.models.lora.folder import is_peft_folder, quiet_peft
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 
@@ -26,7 +25,8 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
     """
     from peft import LoraConfig, get_peft_model  # heavy, and needed with LoRA only
 
-    for layer in model.modules():
+    layers: list[Any] = list(model.modules())
+    for layer in layers:
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             # On some CPUs bitsandbytes repacks 4-bit weights at the first forward in evaluation mode, for a kernel that
             # has no gradient: silently wrong gradients from then on.
@@ -41,9 +41,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
         target_modules="all-linear" if "all-linear" in targets else targets,
     )
     try:
-        with warnings.catch_warnings():  # what peft and transformers say of each other's ways
-            warnings.filterwarnings("ignore", message="fan_in_fan_out", category=UserWarning)
-            warnings.simplefilter("ignore", FutureWarning)
+        with quiet_peft():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # DeepSpeed keeps float32 masters
     except ValueError as error:
         raise ValueError(f"--target_modules {' '.join(targets)}: {error}") from error

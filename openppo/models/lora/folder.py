@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +64,8 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     config.task_type = None
     config.inference_mode = True
     try:
-        adapted = PeftModel(model, config)
+        with quiet_peft():
+            adapted = PeftModel(model, config)
         result: Any = set_peft_model_state_dict(adapted, load_peft_weights(folder, device="cpu"))
         missing = [key for key in result.missing_keys if ".lora_" in key]
         homeless = [key for key in result.unexpected_keys if not (_is_classifier(model) and ".lm_head." in key)]
@@ -69,10 +73,19 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
             raise ValueError(f"weights are missing or have no place, such as {(missing + homeless)[0]}")
         merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     except (ValueError, KeyError, RuntimeError, OSError, SafetensorError) as error:
-        base = model.name_or_path
-        raise ValueError(f"{folder}: its adapters cannot be merged into {base}: {error}") from error
+        says = " ".join(str(error).split())  # torch's is a table
+        raise ValueError(f"{folder}: its adapters cannot be merged into {model.name_or_path}: {says[:300]}") from error
     logger.info("%s: adapters merged into %s", folder, model.name_or_path)
     return merged
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Without what peft and transformers say of each other's ways."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out", category=UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def has_head(folder: str) -> bool:

@@ -28,9 +28,12 @@ class LoRAMerge:
         self.folder = Path(config.save_path)
         if not is_peft_folder(config.lora_path):
             raise ValueError(f"--lora_path {config.lora_path}: this is no PEFT folder; it has no adapter_config.json.")
-        check_model(config.lora_path, "--lora_path")
-        if config.pretrain is not None:
+        if config.pretrain is None:
+            check_model(config.lora_path, "--lora_path")
+        else:
             check_model(config.pretrain, "--pretrain")
+            if is_peft_folder(config.pretrain):
+                raise ValueError(f"--pretrain {config.pretrain} is a PEFT folder; give a base model with full weights.")
         base = Path(config.pretrain or base_model_of(config.lora_path))
         if base.exists() and base.resolve() == self.folder.resolve():
             raise ValueError(f"--save_path {config.save_path} is the base model, which would be lost: choose another.")
@@ -72,7 +75,7 @@ class LoRAMerge:
 
     def _tokenizer(self) -> PreTrainedTokenizerBase | None:
         try:
-            return load_tokenizer(self.config.lora_path, "--lora_path")
+            return load_tokenizer(self.config.lora_path, "--lora_path", self.config.pretrain)
         except ValueError as error:
             logger.warning("no tokenizer is written: %s", error)
             return None

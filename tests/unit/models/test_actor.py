@@ -109,6 +109,19 @@ def test_the_first_token_has_no_log_prob_even_if_it_is_asked_for(llama: MakeMode
     assert bool((found[0, 1:] < 0).all())
 
 
+@pytest.mark.parametrize("make_mask", [torch.ones, torch.zeros])
+def test_a_sequence_of_one_token_has_no_log_prob_but_takes_part(
+    llama: MakeModel, make_mask: Callable[..., Tensor]
+) -> None:
+    actor = Actor(llama())
+    found, entropy = actor(torch.tensor([[5]]), make_mask(1, 1, dtype=torch.bool), return_entropy=True)
+    assert (found.tolist(), entropy.tolist()) == ([[0.0]], [[0.0]])
+    (found + entropy).sum().backward()
+    gradients = [p.grad for p in actor.parameters() if p.grad is not None]
+    assert gradients
+    assert not any(gradient.any() for gradient in gradients)
+
+
 def test_logits_are_computed_only_where_some_row_asks(llama: MakeModel) -> None:
     model = llama()
     seen: list[tuple[int, ...]] = []

@@ -151,11 +151,13 @@ def test_dropout_is_removed_from_modules_and_from_plain_attributes() -> None:
             super().__init__()
             self.drop = nn.Dropout(0.5)
             self.attention_dropout = 0.3
+            self.attn_pdrop = 0.2
             self.eps = 0.1
 
     model = nn.Sequential(Layer(), nn.Dropout(0.2))
     disable_dropout(model)
-    assert (model[0].drop.p, model[0].attention_dropout, model[0].eps, model[1].p) == (0.0, 0.0, 0.1, 0.0)
+    layer = model[0]
+    assert (layer.drop.p, layer.attention_dropout, layer.attn_pdrop, model[1].p, layer.eps) == (0.0, 0.0, 0.0, 0.0, 0.1)
     ones = torch.ones(100)
     assert torch.equal(model[1].train()(ones), ones)
 

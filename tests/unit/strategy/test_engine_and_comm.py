@@ -69,6 +69,12 @@ def test_overrides_reach_into_nested_options_and_change_neither_side() -> None:
     assert "stage3_param_persistence_threshold" not in options["zero_optimization"]
 
 
+def test_flags_of_communication_reach_deepspeed() -> None:
+    flags = train_config(DeepSpeedConfig(zero_stage=3, zpg=4, overlap_comm=True), 3, n_trained=7)["zero_optimization"]
+    assert (flags["zero_hpz_partition_size"], flags["overlap_comm"]) == (4, True)
+    assert "overlap_comm" not in train_config(DeepSpeedConfig(), 3, n_trained=7)["zero_optimization"]
+
+
 def test_deepspeed_is_told_of_one_micro_batch_per_step_so_that_it_scales_nothing() -> None:
     for stage in (0, 1, 2, 3):
         options = train_config(DeepSpeedConfig(max_norm=0.5), stage, n_trained=7)

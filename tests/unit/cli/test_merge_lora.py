@@ -1,0 +1,131 @@
+"""Merged weights give plain transformers what peft gives with adapters."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from openppo.cli import merge_lora
+from openppo.models import Actor, get_llm_for_sequence_regression
+
+RunCommand = Callable[..., Any]
+IDS = torch.tensor([[5, 9, 12, 17, 30, 8, 1]])
+
+
+@pytest.fixture(scope="module")
+def folders(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """PEFT folders: ``actor`` with a tokenizer, and ``reward`` with a head."""
+    root = tmp_path_factory.mktemp("peft")
+    trained: dict[str, Any] = {
+        "actor": Actor(str(models / "actor"), lora_rank=2),
+        "reward": get_llm_for_sequence_regression(str(models / "actor"), "reward", init_value_head=True, lora_rank=2),
+    }
+    generator = torch.Generator().manual_seed(0)
+    for name, module in trained.items():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.data.normal_(generator=generator)
+        module.model.save_pretrained(root / name)
+    AutoTokenizer.from_pretrained(models / "actor").save_pretrained(root / "actor")
+    return root
+
+
+@pytest.fixture
+def merge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_in_process: RunCommand) -> Callable[..., Path]:
+    """Runs the command until it has ended well; the folder that it wrote."""
+
+    def run(*arguments: str) -> Path:
+        monkeypatch.setattr(sys, "argv", ["merge_lora.py", "--save_path", str(tmp_path / "out"), *arguments])
+        merge_lora.main()
+        return tmp_path / "out"
+
+    return run
+
+
+def equal_outputs(out: Path, lora_path: Path) -> None:
+    """Of the merged language model, and of peft with the adapters."""
+    found, expected = AutoModelForCausalLM.from_pretrained(out), AutoPeftModelForCausalLM.from_pretrained(lora_path)
+    torch.testing.assert_close(logits(found), logits(expected), rtol=0, atol=1e-5)
+    assert not any("lora" in name for name in found.state_dict())
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model.eval()(input_ids=IDS).logits.float()
+
+
+def test_a_merged_language_model_equals_base_and_adapters(merge: Callable[..., Path], folders: Path) -> None:
+    out = merge("--lora_path", str(folders / "actor"))
+    equal_outputs(out, folders / "actor")
+    assert (
+        AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(folders / "actor").get_vocab()
+    )
+    assert not list(out.glob("adapter_*"))
+
+
+def test_a_merged_reward_model_has_its_head_and_its_own_config(
+    merge: Callable[..., Path], folders: Path, tmp_path: Path, models: Path
+) -> None:
+    lora_path = shutil.copytree(folders / "reward", tmp_path / "reward")
+    config = json.loads((models / "actor" / "config.json").read_text())
+    (lora_path / "model_config.json").write_text(json.dumps({**config, "mean": 0.25, "pad_token_id": 2}))
+    out = merge("--lora_path", str(lora_path))
+    found = AutoModelForSequenceClassification.from_pretrained(out)
+    expected = AutoPeftModelForSequenceClassification.from_pretrained(lora_path, num_labels=1)
+    torch.testing.assert_close(logits(found), logits(expected), rtol=0, atol=1e-5)
+    assert (found.config.num_labels, found.config.mean, found.config.pad_token_id) == (1, 0.25, 2)
+
+
+def test_the_sum_is_rounded_once_for_bfloat16(merge: Callable[..., Path], folders: Path) -> None:
+    exact = AutoModelForCausalLM.from_pretrained(merge("--lora_path", str(folders / "actor"))).state_dict()
+    rounded = AutoModelForCausalLM.from_pretrained(merge("--lora_path", str(folders / "actor"), "--bf16")).state_dict()
+    for name, weight in rounded.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, exact[name].bfloat16()), name
+
+
+def test_another_base_model_can_be_named(
+    merge: Callable[..., Path], folders: Path, tmp_path: Path, models: Path
+) -> None:
+    moved, lora_path = shutil.copytree(models / "actor", tmp_path / "moved"), tmp_path / "lora"
+    shutil.copytree(folders / "actor", lora_path)
+    options = json.loads((lora_path / "adapter_config.json").read_text())
+    (lora_path / "adapter_config.json").write_text(json.dumps({**options, "base_model_name_or_path": "/gone"}))
+    out = merge("--lora_path", str(lora_path), "--pretrain", str(moved))
+    equal_outputs(out, folders / "actor")
+
+
+def test_what_cannot_be_merged_is_said_in_one_line(
+    run_in_process: RunCommand, folders: Path, models: Path, tmp_path: Path
+) -> None:
+    gone = shutil.copytree(folders / "actor", tmp_path / "gone")
+    options = json.loads((gone / "adapter_config.json").read_text())
+    (gone / "adapter_config.json").write_text(json.dumps({**options, "base_model_name_or_path": "/gone"}))
+    empty = shutil.copytree(folders / "actor", tmp_path / "empty")
+    (empty / "adapter_model.safetensors").unlink()
+    (tmp_path / "file").write_text("")
+    for arguments, says in (
+        (("--lora_path", models / "actor"), "--lora_path .*actor: this is no PEFT folder"),
+        (("--lora_path", gone), "--lora_path .*gone: its base model /gone: no such local folder"),
+        (("--lora_path", empty), "--lora_path .*empty: its adapters cannot be merged into"),
+        (("--lora_path", folders / "actor", "--pretrain", "/gone"), "--pretrain /gone: no such local folder"),
+        (("--lora_path", folders / "actor", "--save_path", models / "actor"), "--save_path .*is the base model"),
+        (("--lora_path", folders / "actor", "--save_path", folders / "reward"), "--save_path .*holds adapters"),
+        (("--lora_path", folders / "actor", "--save_path", tmp_path / "file" / "x"), "--save_path .*cannot be written"),
+    ):
+        given = arguments if "--save_path" in arguments else (*arguments, "--save_path", tmp_path / "out")
+        ended = run_in_process("merge_lora", *map(str, given))
+        assert ended.code == 2
+        (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error")]
+        assert re.search(says, line), line

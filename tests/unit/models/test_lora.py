@@ -1,0 +1,330 @@
+"""Adapters, the reference without them, and PEFT folders against plain peft and transformers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from openppo.models import Actor, ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.models.loading import check_model, load_tokenizer
+from openppo.models.lora.adapters import AdapterOffReference
+
+MakeModel = Callable[..., Any]
+
+ROWS = [[5, 9, 2, 17, 30, 8, 2], [11, 2, 3], [7, 21, 38, 4, 2]]
+WIDTH = 7
+SEQUENCES = torch.tensor([row + [0] * (WIDTH - len(row)) for row in ROWS])
+MASK = torch.tensor([[t < len(row) for t in range(WIDTH)] for row in ROWS])
+
+
+class Engine:
+    """What a training engine has: a module, and a call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def disturb(model: nn.Module) -> None:
+    """Put numbers into everything that is trained: fresh adapters are the identity."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def make_model(folder: Path, hidden_size: int = 32) -> Path:
+    """A causal language model."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=40, initializer_range=0.2, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path, eos: str) -> None:
+    core = Tokenizer(WordLevel({eos: 0, "<unk>": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, unk_token="<unk>").save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that adapters are put on."""
+    return make_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def actor_folder(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PEFT folder with the adapters of a language model, written by peft."""
+    folder = tmp_path_factory.mktemp("actor")
+    actor = Actor(str(base_folder), lora_rank=4)
+    disturb(actor)
+    actor.model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward_folder(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PEFT folder with the adapters of a reward model and its head, written by peft."""
+    folder = tmp_path_factory.mktemp("reward")
+    reward = get_llm_for_sequence_regression(str(base_folder), "reward", init_value_head=True, lora_rank=4)
+    disturb(reward)
+    reward.model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable[..., str]:
+    """Copies a PEFT folder with another config or other weights."""
+
+    def edit(source: Path, weights: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict, **config: Any) -> str:
+        folder = tmp_path / "edited"
+        folder.mkdir(exist_ok=True)
+        options = json.loads((source / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**options, **config}))
+        changed = weights(load_file(source / "adapter_model.safetensors"))
+        save_file({name: w.contiguous() for name, w in changed.items()}, folder / "adapter_model.safetensors")
+        return str(folder)
+
+    return edit
+
+
+@torch.no_grad()
+def plain_log_probs(model: Any) -> Tensor:
+    """Row by row, without padding."""
+    expected = torch.zeros(len(ROWS), WIDTH)
+    for b, row in enumerate(ROWS):
+        log_probs = model.eval()(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)
+        expected[b, 1 : len(row)] = log_probs[range(len(row) - 1), row[1:]]
+    return expected
+
+
+@torch.no_grad()
+def plain_scores(model: Any) -> Tensor:
+    """Of the last token of each row."""
+    return torch.stack([model.eval()(input_ids=torch.tensor([row])).logits[0, 0] for row in ROWS])
+
+
+def same(found: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def trainable(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def test_all_linear_adapts_every_linear_layer_but_the_head_which_is_trained_whole(
+    any_causal: MakeModel, tmp_path: Path
+) -> None:
+    any_causal().save_pretrained(tmp_path)
+    critic = get_llm_for_sequence_regression(str(tmp_path), "critic", lora_rank=2)
+    names = trainable(critic)
+    assert [name for name in names if "lora_" not in name] == [
+        "model.base_model.model.score.modules_to_save.default.weight"
+    ]
+    adapted = {name.split(".lora_")[0] for name in names if "lora_" in name}
+    assert len(adapted) in (2 * 7, 2 * 4)  # q, k, v, o, gate, up, down of Llama; attn, proj, fc, proj of GPT-2
+    assert not any("score" in name or "lm_head" in name for name in adapted)
+    critic.train()(SEQUENCES, MASK).sum().backward()
+    assert [name for name, p in critic.named_parameters() if p.grad is not None] == names
+
+
+def test_fresh_adapters_change_no_value(base_folder: Path) -> None:
+    torch.manual_seed(0)
+    plain = get_llm_for_sequence_regression(str(base_folder), "critic")
+    torch.manual_seed(0)
+    adapted = get_llm_for_sequence_regression(str(base_folder), "critic", lora_rank=4)
+    same(adapted(SEQUENCES, MASK), plain(SEQUENCES, MASK), atol=0)
+
+
+def test_adapters_have_the_dtype_of_the_model(base_folder: Path) -> None:
+    actor = Actor(str(base_folder), bf16=True, lora_rank=4)
+    assert {p.dtype for p in actor.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_reference_is_the_model_before_training(any_causal: MakeModel, training: bool) -> None:
+    actor = Actor(any_causal(), temperature=0.7, lora_rank=4, lora_dropout=0.5).train(training)
+    disturb(actor)
+    separate = Actor(any_causal(), temperature=0.7)
+    log_probs, entropy = AdapterOffReference(Engine(actor))(SEQUENCES, MASK, return_entropy=True)
+    expected = separate(SEQUENCES, MASK, return_entropy=True)
+    same(log_probs, expected[0].detach(), atol=1e-6)
+    same(entropy, expected[1].detach(), atol=1e-6)
+    assert (actor.eval()(SEQUENCES, MASK) - log_probs).abs().max() > 0.1
+
+
+def test_the_reference_leaves_the_actor_as_it_was_even_after_an_error(llama: MakeModel) -> None:
+    actor = Actor(llama(), lora_rank=4)
+    disturb(actor)
+    before, trained = actor(SEQUENCES, MASK), trainable(actor)
+    reference = AdapterOffReference(Engine(actor))
+    assert not reference(SEQUENCES, MASK).requires_grad
+    with pytest.raises(IndexError):
+        reference(SEQUENCES + 1000, MASK)
+    same(actor(SEQUENCES, MASK), before, atol=0)
+    assert trainable(actor) == trained
+    before.sum().backward()  # a graph from before the reference ran
+    assert all(p.grad is not None for p in actor.parameters() if p.requires_grad)
+
+
+def test_dropout_of_adapters_is_active_in_training_mode_only(llama: MakeModel) -> None:
+    actor = Actor(llama(attention_dropout=0.5), lora_rank=4, lora_dropout=0.5)
+    disturb(actor)
+    assert not torch.equal(actor.train()(SEQUENCES, MASK), actor(SEQUENCES, MASK))
+    assert torch.equal(actor.eval()(SEQUENCES, MASK), actor(SEQUENCES, MASK))
+
+
+def test_a_target_that_does_not_exist_is_an_error_that_names_the_flag(llama: MakeModel) -> None:
+    with pytest.raises(ValueError, match="--target_modules q_prog: .*not found"):
+        Actor(llama(), lora_rank=2, target_modules=["q_prog"])
+    with pytest.raises(ValueError, match="--lora_rank must not be negative"):
+        Actor(llama(), lora_rank=-1)
+    assert any("q_proj.lora_A" in name for name in trainable(Actor(llama(), lora_rank=2, target_modules="q_proj")))
+
+
+def test_a_folder_is_found_from_everywhere(base_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(base_folder.parent)
+    actor = Actor(base_folder.name, lora_rank=2)
+    actor.model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base_folder)
+
+
+def test_an_actor_reads_a_peft_folder_as_peft_does(actor_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="openppo"):
+        actor = Actor(str(actor_folder))
+    same(actor(SEQUENCES, MASK).detach(), plain_log_probs(AutoPeftModelForCausalLM.from_pretrained(actor_folder)))
+    assert type(actor.model) is LlamaForCausalLM
+    assert not any("lora_" in name for name, _ in actor.named_parameters())
+    assert any("adapters merged into" in record.message for record in caplog.records)
+
+
+def test_a_reward_model_reads_a_peft_folder_with_its_head(reward_folder: Path) -> None:
+    reward = get_llm_for_sequence_regression(str(reward_folder), "reward")
+    theirs = AutoPeftModelForSequenceClassification.from_pretrained(reward_folder, num_labels=1)
+    same(reward(SEQUENCES, MASK).detach(), plain_scores(theirs))
+    assert isinstance(reward.model.score, nn.Linear)
+
+
+def test_a_critic_may_start_from_the_peft_folder_of_a_language_model(
+    actor_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="openppo"):
+        critic = get_llm_for_sequence_regression(str(actor_folder), "critic")
+    same(critic.model.model(SEQUENCES)[0].detach(), Actor(str(actor_folder)).model.model(SEQUENCES)[0].detach())
+    assert any("fresh scalar head" in record.message for record in caplog.records)
+    with pytest.raises(ValueError, match="no scalar head"):
+        get_llm_for_sequence_regression(str(actor_folder), "reward")
+
+
+def test_bfloat16_merges_into_bfloat16(actor_folder: Path) -> None:
+    actor = Actor(str(actor_folder), bf16=True)
+    assert {p.dtype for p in actor.parameters()} == {torch.bfloat16}
+    same(actor(SEQUENCES, MASK).detach(), Actor(str(actor_folder))(SEQUENCES, MASK).detach(), atol=0.2)
+
+
+def test_adapters_on_top_of_a_peft_folder_are_refused_with_a_remedy(actor_folder: Path, reward_folder: Path) -> None:
+    with pytest.raises(ValueError, match=f"is a PEFT folder.*merge_lora --lora_path {actor_folder} --save_path"):
+        Actor(str(actor_folder), lora_rank=2)
+    with pytest.raises(ValueError, match="is a PEFT folder.*merge_lora"):
+        get_llm_for_sequence_regression(str(reward_folder), "critic", lora_rank=2)
+
+
+def test_adapters_that_cannot_be_merged_are_an_error(
+    actor_folder: Path, reward_folder: Path, edited: Callable[..., str], tmp_path: Path, base_folder: Path
+) -> None:
+    a_layer = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    flaws: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+        "missing": lambda weights: {name: w for name, w in weights.items() if name != a_layer},
+        "NaN": lambda weights: {name: w * torch.nan if name == a_layer else w for name, w in weights.items()},
+        "no place": lambda weights: {**weights, "base_model.model.other.lora_A.weight": torch.ones(1)},
+        "size mismatch": lambda weights: {name: w[:, :8] if name == a_layer else w for name, w in weights.items()},
+    }
+    for says, change in flaws.items():
+        with pytest.raises(ValueError, match=rf"edited: its adapters cannot be merged into {base_folder}: .*{says}"):
+            Actor(edited(actor_folder, change))
+    with pytest.raises(ValueError, match="reward model or critic"):
+        Actor(str(reward_folder))
+    prompt_tuning = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base_folder), prompt_tuning).save_pretrained(tmp_path / "p")
+    with pytest.raises(ValueError, match="only LoRA adapters"):
+        Actor(str(tmp_path / "p"))
+
+
+def test_a_peft_folder_is_checked_together_with_its_base_model(actor_folder: Path, edited: Callable[..., str]) -> None:
+    assert check_model(str(actor_folder), "--pretrain").model_type == "llama"
+    for base, says in (
+        ("/nowhere/at/all", "its base model /nowhere/at/all: no such local folder"),
+        (None, "names no base model"),
+        (str(actor_folder), "is a PEFT folder too"),
+    ):
+        folder = edited(actor_folder, base_model_name_or_path=base)
+        with pytest.raises(ValueError, match=f"^--pretrain {folder}.*{says}"):
+            check_model(folder, "--pretrain")
+    Path(folder, "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match=f"^--pretrain {folder}: its adapter_config.json cannot be read"):
+        check_model(folder, "--pretrain")
+
+
+def test_what_the_model_itself_says_beside_its_adapters_counts(reward_folder: Path, edited: Callable[..., str]) -> None:
+    folder = Path(edited(reward_folder))
+    config = check_model(str(folder), "--reward_pretrain")
+    assert config.pad_token_id is None
+    config.pad_token_id, config.mean = 7, 0.5
+    config.to_json_file(folder / "model_config.json")
+    loaded = get_llm_for_sequence_regression(str(folder), "reward").model.config
+    assert (loaded.pad_token_id, loaded.mean, loaded.num_labels) == (7, 0.5, 1)
+
+
+def test_a_tokenizer_beside_adapters_is_used_else_that_of_the_base_model(
+    actor_folder: Path, edited: Callable[..., str], tmp_path: Path
+) -> None:
+    base = make_model(tmp_path / "base")
+    folder = edited(actor_folder, base_model_name_or_path=str(base))
+    with pytest.raises(ValueError, match="--pretrain .*its tokenizer cannot be loaded"):
+        load_tokenizer(folder, "--pretrain")
+    write_tokenizer(base, "<base>")
+    assert load_tokenizer(folder, "--pretrain").eos_token == "<base>"
+    write_tokenizer(Path(folder), "<own>")
+    assert load_tokenizer(folder, "--pretrain").eos_token == "<own>"
+
+
+def test_4_bits_without_bitsandbytes_say_how_to_install_it(base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--load_in_4bit needs.*pip install bitsandbytes"):
+        Actor(str(base_folder), lora_rank=2, load_in_4bit=True)
+    with pytest.raises(ValueError, match="--load_in_4bit .*give --lora_rank"):
+        Actor(str(base_folder), load_in_4bit=True)
+
+
+def test_4_bits_spare_embeddings_and_heads(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="--load_in_4bit needs bitsandbytes")
+    make_model(tmp_path, hidden_size=64)  # as wide as a block of 4-bit weights is long
+    actor = Actor(str(tmp_path), lora_rank=2, load_in_4bit=True)
+    critic = get_llm_for_sequence_regression(str(tmp_path), "critic", lora_rank=2, load_in_4bit=True)
+    for model in (actor, critic):
+        packed = {n.split(".")[-3] for n, p in model.named_parameters() if p.dtype == torch.uint8}
+        assert packed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    gap = (actor(SEQUENCES, MASK) - Actor(str(tmp_path))(SEQUENCES, MASK))[MASK].abs().mean()
+    assert 0.001 < gap < 0.5
+
+
+def test_the_wrapped_classifier_is_at_hand_with_and_without_adapters(base_folder: Path) -> None:
+    for rank in (0, 2):
+        critic = get_llm_for_sequence_regression(str(base_folder), "critic", lora_rank=rank)
+        assert isinstance(critic, ScalarHeadModel)
+        assert type(critic.classifier).__name__ == "LlamaForSequenceClassification"

@@ -1,0 +1,73 @@
+"""What lies in a folder after saving, on one rank; several ranks are in tests/distributed/test_lora.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from openppo.config import DeepSpeedConfig, LoRAConfig
+from openppo.models import Actor
+from openppo.strategy import DeepspeedStrategy
+from openppo.strategy.saving import save_model
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=12, **sizes)).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_full_weights_replace_adapters_which_would_hide_them(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "out"
+    save_model(Actor(str(base), lora_rank=2).model, folder, is_main=True)
+    assert (folder / "adapter_model.safetensors").exists()
+    plain: Any = Actor(str(base)).model
+    with torch.no_grad():
+        plain.lm_head.weight.fill_(3.0)
+    save_model(plain, folder, is_main=True)
+    assert not list(folder.glob("adapter_*"))
+    assert any("adapters of an earlier run, removed" in record.message for record in caplog.records)
+    assert AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.eq(3.0).all()
+
+
+@pytest.mark.parametrize("lora", [LoRAConfig(), LoRAConfig(lora_rank=2)])
+def test_a_tensor_without_elements_is_never_saved(base: Path, tmp_path: Path, lora: LoRAConfig) -> None:
+    model: Any = Actor(str(base), **vars(lora)).model
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.empty(0)  # as ZeRO-3 leaves them where they are not gathered
+    with pytest.raises(AssertionError, match="has no elements"):
+        save_model(model, tmp_path / "out", is_main=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_plain_transformers_reads_adapters_with_their_base(base: Path, tmp_path: Path) -> None:
+    actor = Actor(str(base), lora_rank=2)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.5)
+    save_model(actor.model, tmp_path / "out", is_main=True)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(input_ids=ids).logits
+    torch.testing.assert_close(theirs, actor.model(input_ids=ids).logits, rtol=0, atol=1e-5)
+
+
+def test_a_frozen_model_in_bfloat16_keeps_what_is_packed_as_integers() -> None:
+    module = nn.Linear(4, 4)
+    module.packed = nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)
+    DeepspeedStrategy(DeepSpeedConfig(bf16=True)).prepare_frozen(module)
+    assert (module.weight.dtype, module.packed.tolist()) == (torch.bfloat16, [0, 1, 2, 3])
+
+
+def test_zpg_that_does_not_divide_the_ranks_is_an_error() -> None:
+    with pytest.raises(ValueError, match="--zpg 2 does not divide the 1 ranks"):
+        DeepspeedStrategy(DeepSpeedConfig(zero_stage=3, zpg=2))
