@@ -17,7 +17,7 @@ from openppo.config.shared import (
     LoRAConfig,
     RunConfig,
     require,
-    validate_lora_with_zero,
+    validate_lora,
 )
 from openppo.config.supervised import PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
 
@@ -47,7 +47,7 @@ class TrainPPOConfig:
         """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
         _validate_groups(self)
         _validate_train_batch(self.batch, world_size)
-        validate_lora_with_zero(self.lora, self.deepspeed)
+        validate_lora(self.lora, self.deepspeed, self.model.pretrain, self.run.save_path)
         self._validate_sizes(world_size)
         buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
         require(
@@ -153,7 +153,7 @@ def _validate_groups(config: Any) -> None:
 def _validate_supervised(config: SupervisedCommand, world_size: int) -> None:
     _validate_groups(config)
     _validate_train_batch(config.batch, world_size)
-    validate_lora_with_zero(config.lora, config.deepspeed)
+    validate_lora(config.lora, config.deepspeed, config.supervised.pretrain, config.run.save_path)
 
 
 def _validate_train_batch(batch: BatchConfig, world_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,8 +130,13 @@ class LoRAConfig:
         )
 
 
-def validate_lora_with_zero(lora: LoRAConfig, deepspeed: DeepSpeedConfig) -> None:
-    """What neither group can check alone."""
+def validate_lora(lora: LoRAConfig, deepspeed: DeepSpeedConfig, pretrain: str, save_path: str) -> None:
+    """What no group can check alone."""
+    require(
+        lora.lora_rank == 0 or os.path.realpath(pretrain) != os.path.realpath(save_path),
+        f"--save_path {save_path} is --pretrain: adapters saved there would hide the model they belong to. Choose "
+        "another folder.",
+    )
     require(
         not (lora.load_in_4bit and deepspeed.zero_stage == 3),
         "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2.",
