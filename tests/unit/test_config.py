@@ -404,7 +404,7 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
     (PPO, {"target_modules": ()}, 1, "--target_modules needs at least one name, or 'all-linear'"),
     (SFT, {"load_in_4bit": True}, 1, "--load_in_4bit .* give --lora_rank"),
     (PPO, {"load_in_4bit": True, "lora_rank": 4, "zero_stage": 3}, 1, "--load_in_4bit: .* --zero_stage 0, 1 or 2"),
-    (PPO, {"lora_rank": 4, "pretrain": "x/m", "save_path": "./x/m/"}, 1, "--save_path ./x/m/ is --pretrain: .* another"),
+    (PPO, {"lora_rank": 4, "pretrain": "x/m", "save_path": "./x/m/"}, 1, "--save_path ./x/m/ is --pretrain: .*Choose"),
     (SFT, {"lora_rank": 4, "pretrain": "m", "save_path": "m"}, 1, "--save_path m is --pretrain: .* another"),
     # SFT, RM and PRM
     (
