@@ -19,8 +19,6 @@ class ProcessRewardModel(nn.Module):
         that some row asks for. Without any place the model runs all the same, as partitioned weights demand.
         """
         columns = places.any(0).nonzero()[:, 0]  # (K,)
-        if len(columns) == 0:
-            columns = columns.new_zeros(1)
         # Without attention mask for the reason given in Actor.forward.
         logits = self.model(input_ids=sequences, logits_to_keep=columns, use_cache=False).logits  # (B, K, V)
         chosen: Tensor = logits[places[:, columns]]

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from openppo.trainer.build import build_ppo_trainer
     from openppo.trainer.ppo_trainer import PPOTrainer
+    from openppo.trainer.supervised.process_reward import ProcessRewardTrainer
     from openppo.trainer.supervised.reward_model import RewardModelTrainer
     from openppo.trainer.supervised.sft import SFTTrainer
 
 _HOME = {
     "PPOTrainer": "ppo_trainer",
+    "ProcessRewardTrainer": "supervised.process_reward",
     "RewardModelTrainer": "supervised.reward_model",
     "SFTTrainer": "supervised.sft",
     "build_ppo_trainer": "build",
 }
 
-__all__ = ["PPOTrainer", "RewardModelTrainer", "SFTTrainer", "build_ppo_trainer"]
+__all__ = ["PPOTrainer", "ProcessRewardTrainer", "RewardModelTrainer", "SFTTrainer", "build_ppo_trainer"]
 
 
 def __getattr__(name: str) -> Any:
