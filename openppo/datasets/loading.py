@@ -43,7 +43,7 @@ def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) ->
     """The rows of ``source``, at most the first ``max_samples``, in order.
 
     ``source`` is a JSONL, JSON, CSV or Parquet file, a folder saved by ``datasets``, a folder of such files, or
-    else a hub name. ``split`` chooses among the splits of a folder or a hub data set; a single file has none.
+    else a hub name, ``owner/name`` or ``owner/name@configuration``. ``split`` chooses among the splits of a folder or a hub data set; a single file has none.
     Values of CSV files are strings. Raises ``ValueError`` naming ``flag``, the source and the remedy.
     """
     path = Path(source).expanduser()
@@ -231,10 +231,11 @@ def _require_split(split: str, splits: list[str], flag: str, path: Path) -> None
 
 def _load_from_hub(source: str, flag: str, split: str, max_samples: int | None) -> list[Row]:
     missing = f"{flag} {source}: no such file or folder, and no data set of that name could be loaded from the hub"
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source) or data_suffix(Path(source)):
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(@[\w.-]+)?", source) or data_suffix(Path(source)):
         raise ValueError(f"{missing} (it is not a hub name). Check the path.")
+    name, _, configuration = source.partition("@")
     try:
-        rows = load_dataset(source, split=split)
+        rows = load_dataset(name, configuration or None, split=split)
     except (ValueError, RuntimeError) as error:  # it exists, but not with this split or not as plain data
         raise ValueError(f"{flag} {source}: split {split!r} could not be loaded from the hub: {error}") from error
     except (OSError, DatasetsError) as error:

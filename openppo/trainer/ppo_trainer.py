@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class PPOTrainer:
                 before = self.consumed_batches - 1
                 self.report(self.step(prompts))
                 bar.update(self.consumed_batches - before)
-                if self.parts.strategy.any_rank(self.should_stop):
+                if self.should_stop:
                     break
         self.save()
         self._call("on_fit_end")
@@ -153,34 +153,44 @@ class PPOTrainer:
         return self._train_on(trajectories, lambda: 0)
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the responses to ``--eval_data``, the same on all ranks; empty without such data."""
+        """Metrics of the responses to ``--eval_data``, the same on all ranks; empty without such data.
+
+        With ``--enable_ema`` it is the average that answers, as it is what ``save`` writes.
+        """
         if self.parts.evaluator is None:
             return {}
-        metrics = self.parts.evaluator.evaluate(self.rollout_step.full_weights()).metrics
-        self._call("on_evaluate", metrics)
-        return metrics
+        with self._weights_to_save():
+            evaluation = self.parts.evaluator.evaluate(self.rollout_step.full_weights())
+        samples = self._readable(evaluation.trajectories[:_N_LOGGED_SAMPLES])
+        self.parts.trackers.log_samples(self.global_step, [{"evaluation": True} | sample for sample in samples])
+        self._call("on_evaluate", evaluation.metrics)
+        return evaluation.metrics
 
     def report(self, metrics: dict[str, float]) -> None:
         """Evaluate and log a step's metrics when due."""
         every, episodes = self.config.evaluation.eval_steps, self.consumed_batches // len(self.sampler)
         episode_ended, self.ended_episodes = episodes > self.ended_episodes, episodes
-        last = self.consumed_batches == self.total_steps or self.should_stop
+        last = self.consumed_batches == self.total_steps
         if last or (episode_ended if every == -1 else self.global_step % every == 0):
             metrics |= self.evaluate()
         self._call("on_step_end", metrics)
-        if last or self.global_step % self.config.run.logging_steps == 0:
+        self.should_stop = self.parts.strategy.any_rank(self.should_stop)
+        if last or self.should_stop or self.global_step % self.config.run.logging_steps == 0:
             self.parts.trackers.log(self.global_step, metrics)
 
     def save(self) -> None:
         """Write the actor (its average with ``--enable_ema``), and the critic if asked for, as Hugging Face folders."""
         strategy, folder = self.parts.strategy, Path(self.config.run.save_path).resolve()
-        with nullcontext() if self.parts.ema is None else self.parts.ema.swapped_in():
+        with self._weights_to_save():
             strategy.save_pretrained(self.parts.actor.module.model, folder, self.parts.tokenizer)
         if self.config.model.save_value_network and self.parts.critic is not None:
             beside = folder.with_name(folder.name + "_critic")
             strategy.save_pretrained(self.parts.critic.module.model, beside, self.parts.tokenizer)
         logger.info("saved the trained model to %s", folder)
         self._call("on_save", folder)
+
+    def _weights_to_save(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.parts.ema is None else self.parts.ema.swapped_in()
 
     def _next_prompts(self) -> list[Prompt]:
         episode, start = divmod(self.consumed_batches, len(self.sampler))

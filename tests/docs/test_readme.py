@@ -89,7 +89,7 @@ def test_training_command_of_the_readme_runs(number: int, tiny: Path) -> None:
     rows = [{"question": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(8)]
     (tiny / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     replaced = {
-        "openai/gsm8k": "gsm8k.jsonl",
+        "openai/gsm8k@main": "gsm8k.jsonl",
         "Qwen/Qwen2.5-0.5B-Instruct": "policy",
         "meta-llama/Llama-3.1-8B-Instruct": "policy",
         "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "reward",

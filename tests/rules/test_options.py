@@ -23,7 +23,7 @@ COMMAND_CONFIGS = {
 }
 EVERY_COMMAND = {"config", "help"}
 OTHER_PROGRAMS = {
-    *("nproc_per_node", "nnodes", "node_rank", "standalone", "master_addr", "master_port", "module"),  # torchrun, deepspeed
+    *("nproc_per_node", "nnodes", "node_rank", "standalone", "master_addr", "master_port"),  # torchrun
     "module",  # deepspeed
     *(
         "quiet",

@@ -37,6 +37,14 @@ FILES = {
     "pairs.jsonl": '{"prompt": "a", "chosen": "bc", "rejected": "de", "margin": "much"}\n' * 4,
     "reward.py": "def other():\n    pass\ndef reward_fn(prompts, responses, labels):\n    return [0] * len(prompts)\n",
     "needs.py": "import not_there\n",
+    "params.py": "def reward_fn(prompts, colour):\n    return [0] * len(prompts)\n",
+    "bare.jsonl": '{"input": "abc"}\n' * 4,
+    "strange.jsonl": '{"foo": "abc", "bar": "d"}\n',
+    "steps.jsonl": '{"input": "ab x c x", "label": "ab y c z"}\n' * 4,
+    "uneven_steps.jsonl": '{"input": "ab x c x", "label": ["y"]}\n',
+    "loader.py": (
+        "def rows(source):\n    return 3\ndef texts(source):\n    return ['a']\ndef none(source):\n    return []\n"
+    ),
     "bad.yaml": "gama: 0.9\n",
     "list.yaml": "- gamma\n",
 }
@@ -53,6 +61,27 @@ GOOD: dict[str, dict[str, Any]] = {
     },
     "train_sft": {"pretrain": "M/actor", "dataset": "D/sft.jsonl", "train_batch_size": 4},
     "train_rm": {"pretrain": "M/actor", "dataset": "D/pairs.jsonl", "train_batch_size": 4},
+    "train_prm": {
+        "pretrain": "M/actor",
+        "dataset": "D/steps.jsonl",
+        "train_batch_size": 4,
+        "placeholder_token": "x",
+        "reward_tokens": "y z",
+    },
+    "generate": {
+        "pretrain": "M/actor",
+        "prompt_data": "D/prompts.jsonl",
+        "generate_max_len": 8,
+        "output_path": "o.jsonl",
+    },
+    "evaluate": {
+        "pretrain": "M/actor",
+        "prompt_data": "D/prompts.jsonl",
+        "generate_max_len": 8,
+        "reward_fn": "D/reward.py",
+    },
+    "merge_lora": {"lora_path": "M/actor", "save_path": "merged"},
+    "serve_rm": {"reward_pretrain": "M/reward"},
 }
 """A command line that works; M/ is the folder of models and D/ the folder of data."""
 
@@ -74,7 +103,8 @@ class Case:
         arguments = []
         for name, value in {**GOOD[self.command], **self.options}.items():
             if value is not None:
-                arguments += [f"--{name}"] if value is True else [f"--{name}", in_folders(str(value), models, data)]
+                words = in_folders(str(value), models, data).split(" ")
+                arguments += [f"--{name}"] if value is True else [f"--{name}", *words]
         return arguments
 
     def check(self, code: int, stderr: str, models: Path, data: Path) -> None:
@@ -164,9 +194,9 @@ MODELS = [
         ["--reward_pretrain M/two_labels", "several labels", "exactly one", "train_rm"],
     ),
     Case(
-        "reward that reads other tokens",
+        "critic that starts from a reward model with other tokens",
         reward_model("other_vocabulary"),
-        ["--reward_pretrain M/other_vocabulary", "another vocabulary than --pretrain M/actor", "--reward_fn"],
+        ["--reward_pretrain M/other_vocabulary", "another vocabulary than --pretrain M/actor", "--critic_pretrain"],
     ),
     Case("missing critic", {"critic_pretrain": "M/none"}, ["--critic_pretrain M/none", "Check the path"]),
     Case(
@@ -193,7 +223,117 @@ REWARDS = [
     Case("reward file of another kind", {"reward_fn": "D/notes.txt"}, ["--reward_fn D/notes.txt", "path.py:name"]),
     Case("reward that needs more", {"reward_fn": "D/needs.py"}, ["--reward_fn D/needs.py", "'not_there'", "Install"]),
     Case("no reward", {"reward_fn": None}, ["--reward_fn", "--reward_pretrain", "pass"]),
-    Case("two rewards", {"reward_pretrain": "M/reward"}, ["--reward_pretrain and --reward_fn", "pass one of them"]),
+    Case("unknown parameter", {"reward_fn": "D/params.py"}, ["--reward_fn D/params.py", "'colour'", "answer, input"]),
+    Case("weight that is no number", {"reward_weights": "a=b"}, ["--reward_weights", "NAME=NUMBER"]),
+    Case("server that is down", {"reward_fn": None, "remote_rm_url": "http://127.0.0.1:9"}, ["--remote_rm_url"]),
+    Case("server without scheme", {"reward_fn": None, "remote_rm_url": "localhost:9/x"}, ["--remote_rm_url", "http"]),
+    Case(
+        "missing file for the server",
+        {"reward_fn": None, "remote_rm_url": "D/none.py"},
+        ["--remote_rm_url D/none.py", "Check the path"],
+    ),
+    Case(
+        "missing token file", {"remote_rm_url": "http://127.0.0.1:9", "remote_rm_token_file": "D/none"}, ["token_file"]
+    ),
+    Case(
+        "verifier without label",
+        {"verifiable_reward": "exact_match", "prompt_data": "D/bare.jsonl"},
+        ["--verifiable_reward", "--label_key"],
+    ),
+    Case("regex missing", {"verifiable_reward": "regex"}, ["--verifiable_reward regex needs --verify_regex"]),
+    Case("bad regex", {"verifiable_reward": "regex", "verify_regex": "("}, ["--verify_regex"]),
+    Case("length missing", {"verifiable_reward": "length"}, ["needs --verify_length"]),
+    Case("missing PRM", {"prm_pretrain": "M/none"}, ["--prm_pretrain M/none", "Check the path"]),
+    Case("PRM without the placeholder", {"prm_pretrain": "M/actor"}, ["--prm_placeholder_token"]),
+    Case(
+        "PRM without the tokens",
+        {"prm_pretrain": "M/actor", "prm_placeholder_token": "x", "prm_reward_tokens": "good bad"},
+        ["--prm_reward_tokens"],
+    ),
+    Case(
+        "reward model without statistics",
+        {**reward_model("reward"), "normalize_reward": True},
+        ["--normalize_reward", "--reward_pretrain M/reward", "train_rm", "--reward_normalizer running"],
+    ),
+    Case("normalized without model", {"normalize_reward": True}, ["--normalize_reward", "--reward_normalizer running"]),
+]
+ALGORITHMS = [
+    Case("groups of one", {"advantage_estimator": "rloo"}, ["--advantage_estimator rloo", "--n_samples_per_prompt"]),
+    Case("dynamic groups of one", {"dynamic_sampling": True}, ["--dynamic_sampling", "--n_samples_per_prompt"]),
+    Case(
+        "no critic to freeze the actor for",
+        {"advantage_estimator": "reinforce", "freezing_actor_steps": 2},
+        ["--freezing_actor_steps", "--advantage_estimator reinforce has none", "leave it out"],
+    ),
+    Case(
+        "no critic to pretrain",
+        {"advantage_estimator": "remax", "value_pretrain_steps": 2},
+        ["--value_pretrain_steps", "leave it out"],
+    ),
+    Case(
+        "no critic to save",
+        {"advantage_estimator": "reinforce", "save_value_network": True},
+        ["--save_value_network", "leave it out"],
+    ),
+    Case(
+        "no critic to load",
+        {"advantage_estimator": "reinforce", "critic_pretrain": "M/reward"},
+        ["--critic_pretrain", "leave it out"],
+    ),
+    Case("KL loss of k1", {"use_kl_loss": True}, ["--use_kl_loss", "Use --kl_estimator k2 or k3"]),
+    Case("target without KL", {"kl_target": 1, "init_kl_coef": 0}, ["--kl_target", "positive one"]),
+    Case("dual clip below one", {"dual_clip": 0.5}, ["--dual_clip must be above 1"]),
+    Case("correction of nothing", {"rollout_correction_high": 2}, ["--rollout_correction_high", "choose tis, mis"]),
+    Case("overlong buffer", {"overlong_buffer_len": 9}, ["--overlong_buffer_len 9", "--generate_max_len 8"]),
+    Case("evaluation of nothing", {"eval_before_training": True}, ["--eval_before_training needs --eval_data"]),
+    Case("missing held-out prompts", {"eval_data": "D/none.jsonl"}, ["--eval_data D/none.jsonl", NO_FILE]),
+    Case("greedy samples", {"eval_n_samples_per_prompt": 4}, ["--eval_n_samples_per_prompt 4", "--eval_temperature"]),
+    Case("unknown target", {"lora_rank": 2, "target_modules": "nothing"}, ["--target_modules nothing"]),
+    Case(
+        "4 bits under ZeRO-3", {"lora_rank": 2, "load_in_4bit": True, "zero_stage": 3}, ["--load_in_4bit", "0, 1 or 2"]
+    ),
+    Case("4 bits without LoRA", {"load_in_4bit": True}, ["--load_in_4bit", "--lora_rank"]),
+    Case("zpg without ZeRO-3", {"zpg": 2}, ["--zpg 2", "--zero_stage 3"]),
+]
+SHAPES = [
+    Case(
+        "unknown columns",
+        {"prompt_data": "D/strange.jsonl"},
+        ["--prompt_data D/strange.jsonl", "--input_key", "foo, bar"],
+    ),
+    Case("shape that does not fit", {"data_format": "alpaca"}, ["alpaca", "'instruction'", "input, answer"]),
+    Case("shares", {"prompt_data_probs": "0.5,0.5"}, ["--prompt_data_probs", "each of the 1 sources"]),
+    Case("name missing between commas", {"prompt_data": "D/prompts.jsonl,"}, ["--prompt_data", "empty name"]),
+    Case("loader without name", {"dataset_class": "D/loader.py"}, ["--dataset_class D/loader.py", "path.py:name"]),
+    Case("missing loader", {"dataset_class": "D/none.py:rows"}, ["--dataset_class D/none.py:rows", "Check the path"]),
+    Case("loader of another name", {"dataset_class": "D/loader.py:f"}, ["--dataset_class", "'f'", "rows"]),
+    Case("loader that gives a number", {"dataset_class": "D/loader.py:rows"}, ["--dataset_class", "gave int"]),
+    Case("loader that gives texts", {"dataset_class": "D/loader.py:texts"}, ["--dataset_class", "rows of str"]),
+    Case("loader that gives nothing", {"dataset_class": "D/loader.py:none"}, ["--dataset_class", "gave no rows"]),
+]
+TOOLS = [
+    Case("PRM: no placeholder", {"placeholder_token": "none"}, ["--placeholder_token 'none'"], "train_prm"),
+    Case("PRM: reward tokens", {"reward_tokens": "good bad"}, ["--reward_tokens"], "train_prm"),
+    Case("PRM: one token twice", {"reward_tokens": "y y"}, ["--reward_tokens", "two different"], "train_prm"),
+    Case("PRM: strange rows", {"dataset": "D/strange.jsonl"}, ["--dataset", "--input_key", "foo, bar"], "train_prm"),
+    Case("PRM: a step unjudged", {"dataset": "D/uneven_steps.jsonl"}, ["--dataset", "row 1", "2 steps"], "train_prm"),
+    Case("generate: missing model", {"pretrain": "M/none"}, ["--pretrain M/none", "Check the path"], "generate"),
+    Case("generate: missing prompts", {"prompt_data": "D/none.jsonl"}, ["--prompt_data D/none.jsonl"], "generate"),
+    Case("generate: folder", {"output_path": "D/notes.txt/o.jsonl"}, ["--output_path D/notes.txt/o.jsonl"], "generate"),
+    Case("generate: greedy samples", {"n_samples_per_prompt": 2}, ["raise --temperature"], "generate"),
+    Case("generate: context", {"generate_max_len": 99}, ["--generate_max_len 99", "Lower"], "generate"),
+    Case("evaluate: no reward", {"reward_fn": None}, ["No reward is given", "--reward_fn"], "evaluate"),
+    Case("evaluate: missing reward", {"reward_fn": "D/none.py"}, ["--reward_fn D/none.py", "Check"], "evaluate"),
+    Case("evaluate: missing model", {"pretrain": "M/none"}, ["--pretrain M/none", "Check the path"], "evaluate"),
+    Case("merge: no adapters", {}, ["--lora_path M/actor", "adapter_config.json"], "merge_lora"),
+    Case("merge: missing", {"lora_path": "M/none"}, ["--lora_path M/none"], "merge_lora"),
+    Case("merge: into itself", {"save_path": "M/actor"}, ["--save_path", "--lora_path"], "merge_lora"),
+    Case("serve: missing model", {"reward_pretrain": "M/none"}, ["--reward_pretrain M/none"], "serve_rm"),
+    Case("serve: no head", {"reward_pretrain": "M/headless"}, ["--reward_pretrain M/headless", "head"], "serve_rm"),
+    Case("serve: everyone", {"host": "0.0.0.0"}, ["--host 0.0.0.0", "--token_file"], "serve_rm"),
+    Case("serve: no token file", {"token_file": "D/none"}, ["--token_file D/none"], "serve_rm"),
+    Case("serve: empty token", {"token_file": "D/empty.jsonl"}, ["--token_file D/empty.jsonl"], "serve_rm"),
+    Case("serve: port", {"port": 99999}, ["--port"], "serve_rm"),
 ]
 OPTIONS = [
     Case(
@@ -214,7 +354,7 @@ SUPERVISED = [
     Case("SFT: empty file", {"dataset": "D/empty.jsonl"}, ["--dataset D/empty.jsonl", "Choose"], "train_sft"),
     Case("SFT: all too long", {"max_len": 3}, ["--max_len 3", "shortest has 6", "Raise"], "train_sft"),
     Case("SFT: missing held-out", {"eval_dataset": "D/none.jsonl"}, ["--eval_dataset D/none.jsonl"], "train_sft"),
-    Case("SFT: held-out without output", {"eval_dataset": "D/prompts.jsonl"}, ["--eval_dataset", "row 1"], "train_sft"),
+    Case("SFT: held-out of no shape", {"eval_dataset": "D/strange.jsonl"}, ["--eval_dataset", "foo, bar"], "train_sft"),
     Case("SFT: missing model", {"pretrain": "M/none"}, ["--pretrain M/none", "Check the path"], "train_sft"),
     Case("SFT: reward model", {"pretrain": "M/reward"}, ["--pretrain M/reward", "lm_head.weight"], "train_sft"),
     Case("SFT: flag of PPO", {"gamma": 1}, ["--gamma"], "train_sft"),
@@ -223,7 +363,7 @@ SUPERVISED = [
     Case("RM: no prompt", {"prompt_key": "p"}, ["--prompt_key", "--dataset, row 1"], "train_rm"),
     Case("RM: margin is no number", {"margin_key": "margin"}, ["--margin_key", "row 1", "'much'"], "train_rm"),
     Case("RM: empty file", {"dataset": "D/empty.jsonl"}, ["--dataset D/empty.jsonl", "Choose"], "train_rm"),
-    Case("RM: all too long", {"max_len": 2}, ["--max_len 2", "shortest has 3", "Raise"], "train_rm"),
+    Case("RM: all too long", {"max_len": 2}, ["--max_len 2", "shortest has", "Raise"], "train_rm"),
     Case("RM: two labels", {"pretrain": "M/two_labels"}, ["--pretrain M/two_labels", "exactly one"], "train_rm"),
     Case("RM: no weights", {"pretrain": "M/config_only"}, ["--pretrain M/config_only", "Check the"], "train_rm"),
     Case(
@@ -233,7 +373,7 @@ SUPERVISED = [
         "train_rm",
     ),
 ]
-IN_PROCESS = DATA + MODELS + REWARDS + OPTIONS + SUPERVISED
+IN_PROCESS = DATA + MODELS + REWARDS + ALGORITHMS + SHAPES + OPTIONS + SUPERVISED + TOOLS
 PROCESSES = [
     next(case for case in IN_PROCESS if case.name == name)
     for name in ("missing data file", "reward without head", "unknown flag", "no reward", "RM: no chosen")
@@ -272,9 +412,9 @@ def test_a_mistake_ends_in_one_line_with_flag_and_remedy(
 def test_without_a_mistake_every_command_reaches_its_training(
     run_in_process: RunCommand, models: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for trainer in ("ppo_trainer.PPOTrainer", "supervised.SupervisedTrainer"):
+    for trainer in ("ppo_trainer.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
-    for command in GOOD:
+    for command in ("train_ppo", "train_sft", "train_rm", "train_prm"):
         ended = run_in_process(command, *Case("", {}, [], command).arguments(models, data))
         assert ended.code == 0
 

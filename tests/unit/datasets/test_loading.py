@@ -39,7 +39,7 @@ def no_hub(monkeypatch):
     """The hub cannot be reached; returns the names that were asked for."""
     asked = []
 
-    def refuse(name, split):
+    def refuse(name, configuration, split):
         asked.append(name)
         raise ConnectionError("no network")
 
@@ -136,13 +136,15 @@ def test_an_edited_file_is_never_served_stale(tmp_path):
 def test_a_name_that_is_no_path_is_loaded_from_the_hub(monkeypatch):
     asked = {}
 
-    def fake(name, split):
-        asked.update(name=name, split=split)
+    def fake(name, configuration, split):
+        asked.update(name=name, configuration=configuration, split=split)
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(loading, "load_dataset", fake)
     assert load("owner/name", split="train[:9]", max_samples=1) == ROWS[:1]
-    assert asked == {"name": "owner/name", "split": "train[:9]"}
+    assert asked == {"name": "owner/name", "configuration": None, "split": "train[:9]"}
+    assert load("owner/name@main") == ROWS
+    assert (asked["name"], asked["configuration"]) == ("owner/name", "main")
 
 
 @pytest.mark.parametrize("source", ["no/such/file.jsonl", "./nowhere", "missing.json", "/no/folder"])
@@ -163,7 +165,7 @@ def test_a_name_the_hub_cannot_give_is_an_error_that_says_both(no_hub):
 
 
 def test_a_split_the_hub_does_not_have_is_an_error_with_its_splits(monkeypatch):
-    def refuse(name, split):
+    def refuse(name, configuration, split):
         raise ValueError(f"Unknown split \"{split}\". Should be one of ['test'].")
 
     monkeypatch.setattr(loading, "load_dataset", refuse)
