@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
@@ -25,6 +26,8 @@ logger = logging.getLogger("openppo")
 def quiet_libraries() -> None:
     """Our log on rank 0; of other libraries only their errors, and no bars for weights that load in a second."""
     setup_logging(int(os.environ.get("RANK", "0")))
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # peft loads DeepSpeed, whose search for devices is loud
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 

@@ -76,7 +76,7 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         says = " ".join(str(error).split())  # torch's is a table
         raise ValueError(f"{folder}: its adapters cannot be merged into {model.name_or_path}: {says[:300]}") from error
     logger.info("%s: adapters merged into %s", folder, model.name_or_path)
-    return merged
+    return merged.requires_grad_(True)  # peft had frozen it
 
 
 @contextmanager
