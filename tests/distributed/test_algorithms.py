@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 SCRIPT = Path(__file__).with_name("run_steps.py")
 REWARD = """
@@ -23,6 +23,17 @@ def reward_fn(prompts, responses, labels):
     }
 """
 Run = dict[str, Any]
+
+
+def write_small_critic(tiny: Path, folder: Path) -> None:
+    """A causal model with the actor's tokens, half as wide and of one layer."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "actor")
+    config = AutoConfig.from_pretrained(tiny / "actor")
+    config.hidden_size, config.num_hidden_layers, config.head_dim = 16, 1, 4
+    config.layer_types = None
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +52,12 @@ def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[
         --verify_length 5 --reward_weights reward_model=0.5 even=2 --max_samples 6 --zero_stage 3
         --eval_data {tiny}/prompts.jsonl --eval_before_training --eval_n_samples_per_prompt 4 --eval_temperature 1
         --num_episodes 2 --pass_reward 2"""
+    write_small_critic(tiny, folder / "small")
+    frozen = f"{common} --reward_fn {folder}/reward.py --critic_pretrain {folder}/small --max_samples 12"
     arguments = {
         "lora": lora,
+        "frozen": f"{frozen} --freezing_actor_steps 2 --num_episodes 1",
+        "thawed": f"{frozen} --value_pretrain_steps 1 --num_episodes 1",
         "dynamic": f"{groups} --dynamic_sampling_max_batches 2",
         "one batch": f"{groups} --dynamic_sampling_max_batches 1",
         "several": several,
@@ -106,6 +121,27 @@ def test_merged_weights_are_those_of_plain_transformers(runs: dict[str, Run], tm
         subprocess.run([*command, "--lora_path", str(run["folder"] / role)], check=True, timeout=200)
     assert_actor_is(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), run)
     assert_critic_is(AutoModelForSequenceClassification.from_pretrained(tmp_path / "model_critic"), run)
+
+
+def moved(before: Path, after: Path) -> bool:
+    old, new = load_file(before / "model.safetensors"), load_file(after / "model.safetensors")
+    return any(not torch.equal(old[name], new[name]) for name in old)
+
+
+def test_only_the_critic_learns_in_the_first_steps(runs: dict[str, Run], tiny: Path) -> None:
+    frozen, thawed = runs["frozen"], runs["thawed"]
+    assert not moved(tiny / "actor", frozen["folder"] / "model")
+    assert moved(tiny / "actor", thawed["folder"] / "model")
+    assert all(line["value_loss"] > 0 and "policy_loss" not in line for line in frozen["logged"])
+    assert ["policy_loss" in line for line in thawed["logged"]] == [False, True]
+    assert thawed["logged"][1]["actor_learning_rate"] == pytest.approx(1e-2)
+
+
+def test_the_critic_may_be_smaller_than_the_actor(runs: dict[str, Run]) -> None:
+    run = runs["frozen"]
+    critic = AutoModelForSequenceClassification.from_pretrained(run["folder"] / "model_critic")
+    assert critic.config.hidden_size == 16
+    assert_critic_is(critic, run)
 
 
 def test_dynamic_sampling_trains_on_groups_with_different_rewards_only(runs: dict[str, Run]) -> None:
