@@ -80,6 +80,10 @@ class RewardSourceConfig:
             self.verify_length is None or self.verify_length >= 1,
             f"--verify_length must be at least 1, got {self.verify_length}.",
         )
+        require(
+            self.reward_error_value is None or math.isfinite(self.reward_error_value),
+            f"--reward_error_value must be a finite number, got {self.reward_error_value}.",
+        )
         require(self.step_separator != "", "--step_separator must not be empty.")
         require(
             len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2,

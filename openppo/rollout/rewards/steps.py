@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
+
+_MOST_BYTES = 4
+"""Of one character in UTF-8."""
 
 
 def step_ends(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
@@ -18,18 +21,36 @@ def step_ends(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, s
     """
     ids = list(response_ids)
 
-    def text_of(n_tokens: int) -> str:
-        return str(tokenizer.decode(ids[:n_tokens], skip_special_tokens=True))
+    def decode(start: int, stop: int) -> str:
+        return str(tokenizer.decode(ids[start:stop], skip_special_tokens=True))
 
-    text = text_of(len(ids))
+    first, text = 0, decode(0, len(ids))  # the text of ids[first:], and where in it the next piece begins
+    place = 0
     ends: list[int] = []
-    n_tokens = start = 0
     for piece in text.split(separator):
         if piece.strip():
-            until_here = text[: start + len(piece.rstrip())]
-            n_tokens = bisect_left(
-                range(len(ids) + 1), True, lo=n_tokens, key=lambda n: text_of(n).startswith(until_here)
-            )
-            ends.append(n_tokens - 1)
-        start += len(piece) + len(separator)
+            until_here = text[: max(0, place + len(piece.rstrip()))]
+            stop = _end(until_here, decode, first, len(ids))
+            ends.append(stop - 1)
+            rest = decode(stop, len(ids))
+            if text.endswith(rest):  # not within a character: what is behind need not be decoded again
+                place -= len(text) - len(rest)
+                first, text = stop, rest
+        place += len(piece) + len(separator)
     return ends
+
+
+def _end(text: str, decode: Callable[[int, int], str], first: int, last: int) -> int:
+    """The smallest ``stop`` in ``first..last`` for which the tokens ``first..stop`` begin with ``text``.
+
+    Larger ones do so too, but for tokens that are single bytes: some tokenizers decode a run of them to replacement
+    characters until its last character is whole, so that up to three in a row may not.
+    """
+
+    def is_complete(stop: int) -> bool:
+        return decode(first, stop).startswith(text)
+
+    found = bisect_left(range(last + 1), True, lo=first, key=is_complete)
+    while earlier := [stop for stop in range(max(first, found - _MOST_BYTES), found) if is_complete(stop)]:
+        found = earlier[0]
+    return found

@@ -112,7 +112,7 @@ class LengthReward:
 
 
 class MathReward:
-    """1 if the response's answer equals the label as mathematics, else 0; math-verify decides, in a process.
+    """1 if the final answers of response and label are equal as mathematics, else 0; math-verify decides, in a process.
 
     An answer that takes longer than ``seconds`` counts as wrong. Raises ``ValueError`` if math-verify is missing.
     """
@@ -130,7 +130,7 @@ class MathReward:
         label = label_of(trajectory.prompt, "math")
         # math-verify reads LaTeX only where it is marked as such.
         gold = label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"
-        same = self._ask(json.dumps([gold, response]))
+        same = self._ask(json.dumps([gold, final_answer(response)]))
         if same in ("", "null"):
             why = "the answer took too long" if same == "" else f"the label {label!r} is no mathematics"
             logger.warning(

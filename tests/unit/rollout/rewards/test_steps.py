@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from openppo.rollout.rewards import step_ends
 
@@ -83,9 +84,26 @@ def test_one_token_may_end_two_steps(make_tokenizer: Callable[..., Any]) -> None
 
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"])
 def test_steps_of_real_tokenizers_are_found_by_their_texts(name: str, assets: Any) -> None:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
     ids = [*tokenizer(TEXT, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     texts = texts_of_steps(ids, step_ends(ids, tokenizer, "\n\n"), tokenizer)
     assert [text.strip() for text in texts] == ["Add two.", "Then ✓🙂 halve.", "Done."]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"])
+def test_places_are_those_of_a_search_from_the_left_for_any_tokens(name: str, assets: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
+    rng = random.Random(0)
+    pieces = ["a", " the", "\n", "\n\n", "😀", "é", " ", "Step 1.", "中文", "-"]
+    for separator in ("\n\n", "\n", "a") * 20:
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 30)))
+        for ids in (tokenizer(text)["input_ids"], rng.choices(range(len(tokenizer)), k=20)):
+            whole = tokenizer.decode(ids, skip_special_tokens=True)
+            expected, start = [], 0
+            for step in whole.split(separator):
+                until_here = whole[: start + len(step.rstrip())]
+                if step.strip():
+                    prefixes = (tokenizer.decode(ids[:n], skip_special_tokens=True) for n in range(len(ids) + 1))
+                    expected.append(next(n for n, p in enumerate(prefixes) if p.startswith(until_here)) - 1)
+                start += len(step) + len(separator)
+            assert step_ends(ids, tokenizer, separator) == expected
