@@ -113,7 +113,7 @@ class LoRAConfig:
     lora_alpha: int = 16
     """Adapters are scaled by this over their rank."""
     lora_dropout: float = 0.0
-    """Dropout on the adapters' input while training."""
+    """Dropout on the adapters' input while training; old log-probs are taken without, so ratios start around 1."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Names of the linear layers that get an adapter; 'all-linear' takes all but the head."""
     load_in_4bit: bool = False

@@ -213,6 +213,14 @@ def test_an_actor_reads_a_peft_folder_as_peft_does(actor_folder: Path, caplog: p
     assert any("adapters merged into" in record.message for record in caplog.records)
 
 
+def test_adapters_on_transposed_layers_are_merged_too(gpt2: MakeModel, tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "base")
+    trained = Actor(str(tmp_path / "base"), lora_rank=4)
+    disturb(trained)
+    trained.model.save_pretrained(tmp_path / "adapters")
+    same(Actor(str(tmp_path / "adapters"))(SEQUENCES, MASK), trained(SEQUENCES, MASK))
+
+
 def test_a_reward_model_reads_a_peft_folder_with_its_head(reward_folder: Path) -> None:
     reward = get_llm_for_sequence_regression(str(reward_folder), "reward")
     theirs = AutoPeftModelForSequenceClassification.from_pretrained(reward_folder, num_labels=1)
