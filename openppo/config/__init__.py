@@ -9,6 +9,7 @@ library is imported here, so ``--help`` is quick.
 """
 
 from openppo.config.commands import (
+    SupervisedCommand,
     TrainPPOConfig,
     TrainPRMConfig,
     TrainRMConfig,
@@ -99,6 +100,7 @@ __all__ = [
     "SFTDataConfig",
     "ServeRMConfig",
     "ServerConfig",
+    "SupervisedCommand",
     "SupervisedConfig",
     "TrainPPOConfig",
     "TrainPRMConfig",

@@ -91,69 +91,50 @@ class TrainPPOConfig:
 
 
 @dataclass(frozen=True)
-class TrainSFTConfig:
+class SupervisedCommand:
+    """Options of openppo.cli.train_sft, train_rm and train_prm; each adds the group ``data``."""
+
+    supervised: SupervisedConfig
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
+        _validate_groups(self)
+        _validate_train_batch(self.batch, world_size)
+        validate_lora(self.lora, self.deepspeed, self.supervised.pretrain, self.run.save_path)
+
+
+@dataclass(frozen=True)
+class TrainSFTConfig(SupervisedCommand):
     """Options of openppo.cli.train_sft."""
 
-    supervised: SupervisedConfig
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    adam: AdamConfig = field(default_factory=AdamConfig)
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
-        _validate_supervised(self, world_size)
 
 
 @dataclass(frozen=True)
-class TrainRMConfig:
+class TrainRMConfig(SupervisedCommand):
     """Options of openppo.cli.train_rm."""
 
-    supervised: SupervisedConfig
     data: PreferenceConfig = field(default_factory=PreferenceConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    adam: AdamConfig = field(default_factory=AdamConfig)
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
-        _validate_supervised(self, world_size)
 
 
 @dataclass(frozen=True)
-class TrainPRMConfig:
+class TrainPRMConfig(SupervisedCommand):
     """Options of openppo.cli.train_prm."""
 
-    supervised: SupervisedConfig
     data: ProcessConfig = field(default_factory=ProcessConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    adam: AdamConfig = field(default_factory=AdamConfig)
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
-        _validate_supervised(self, world_size)
 
 
 Command = TypeVar("Command")
-SupervisedCommand = TrainSFTConfig | TrainRMConfig | TrainPRMConfig
 
 
 def _validate_groups(config: Any) -> None:
     for group in vars(config).values():
         group.validate()
-
-
-def _validate_supervised(config: SupervisedCommand, world_size: int) -> None:
-    _validate_groups(config)
-    _validate_train_batch(config.batch, world_size)
-    validate_lora(config.lora, config.deepspeed, config.supervised.pretrain, config.run.save_path)
 
 
 def _validate_train_batch(batch: BatchConfig, world_size: int) -> None:

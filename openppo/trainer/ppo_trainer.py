@@ -96,7 +96,7 @@ class PPOTrainer:
 
     @property
     def total_steps(self) -> int:
-        """Batches of prompts in all episodes: the global steps of ``fit()``, or more if dynamic sampling is on."""
+        """Batches of prompts in all episodes: one for each global step, or several with dynamic sampling."""
         return self.config.ppo.num_episodes * len(self.sampler)
 
     def fit(self) -> None:

@@ -46,16 +46,16 @@ OUR_COMMAND = re.compile(r"openppo\.cli\.(\w+)")
 def config_classes(repo: Path) -> dict[str, dict[str, str]]:
     """The dataclasses of the config: class name -> field name -> annotation."""
     files = sorted((repo / "openppo" / "config").glob("*.py"))
-    return {
-        node.name: {
-            item.target.id: ast.unparse(item.annotation)
-            for item in node.body
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-        }
-        for file in files
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    }
+    nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+    def fields_of(node: ast.ClassDef) -> dict[str, str]:
+        bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
+        inherited = {name: kind for base in bases for name, kind in fields_of(base).items()}
+        own = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+        return inherited | {ast.unparse(item.target): ast.unparse(item.annotation) for item in own}
+
+    return {name: fields_of(node) for name, node in classes.items()}
 
 
 def flags_of(repo: Path, command: str | None = None) -> set[str]:
