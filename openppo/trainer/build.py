@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.datasets import BatchSampler
@@ -21,7 +21,7 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
-from openppo.trainer.build_scorer import ScorerSetup, build_scorer
+from openppo.trainer.build_scorer import ScorerSetup, build_scorer, own_tokenizer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.ppo_data import load_ppo_data
@@ -44,7 +44,7 @@ def build_ppo_trainer(
     actor_config = check_model(model.pretrain, "--pretrain")
     attention_implementation(model.flash_attn)
     tokenizer = load_tokenizer(model.pretrain, "--pretrain")
-    _check_critic_tokens(config, actor_config, tokenizer)
+    _check_critic_tokens(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config)
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
     scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once
@@ -151,21 +151,13 @@ def _optimizer_steps(config: TrainPPOConfig, n_prompts: int, without: int = 0) -
     return batch.max_epochs * sum(per_step[without:])
 
 
-def _check_critic_tokens(
-    config: TrainPPOConfig, actor_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def _check_critic_tokens(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """The critic reads the actor's token ids, so it must know all of them by the same names."""
     flag, name = _critic_start(config)
     if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic or flag == "--pretrain":
         return
-    its_config = check_model(name, flag)
-    try:
-        theirs = AutoTokenizer.from_pretrained(name).get_vocab()  # may hold more, such as a [PAD] of its own
-        same = all(theirs.get(token) == token_id for token, token_id in tokenizer.get_vocab().items())
-    except (OSError, ValueError, KeyError):
-        same = its_config.get_text_config().vocab_size == actor_config.get_text_config().vocab_size
-        logger.info("%s %s has no tokenizer of its own; the sizes of the vocabularies were compared", flag, name)
-    if not same:
+    check_model(name, flag)
+    if own_tokenizer(flag, name, config.model.pretrain, tokenizer) is not None:
         remedy = "name another with --critic_pretrain" if flag == "--reward_pretrain" else "use one of the same family"
         raise ValueError(
             f"{flag} {name} has another vocabulary than --pretrain {config.model.pretrain}, and as a critic it would "

@@ -123,6 +123,8 @@ def _reward_model(
     flag = "--reward_pretrain"
     config = check_model(model, flag)
     own = own_tokenizer(flag, model, setup.actor, tokenizer)
+    source_of_ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
+    logger.info("%s %s reads %s", flag, model, source_of_ids)
     text = None
     if own is not None:
         context = getattr(config.get_text_config(), "max_position_embeddings", None)  # absent for some models
@@ -210,21 +212,9 @@ def own_tokenizer(
                 f"{flag} {model}: its tokenizer cannot be loaded ({error}), and it cannot read the token ids of "
                 f"--pretrain {actor}: their vocabularies have {sizes[0]} and {sizes[1]} tokens. Add its tokenizer."
             ) from error
-        logger.info(
-            "%s %s has no tokenizer, but a vocabulary of the policy's size: it reads the policy's token ids",
-            flag,
-            model,
-        )
+        logger.info("%s %s has no tokenizer, but a vocabulary of the policy's size", flag, model)
         return None
     vocabulary = own.get_vocab()  # may hold more, such as a [PAD] of its own
     if all(vocabulary.get(token) == token_id for token, token_id in tokenizer.get_vocab().items()):
-        logger.info("%s %s has the policy's vocabulary: it reads the policy's token ids", flag, model)
         return None
-    logger.info(
-        "%s %s has another vocabulary than --pretrain %s: it reads the text, written again with its own "
-        "tokenizer and chat template",
-        flag,
-        model,
-        actor,
-    )
     return own
