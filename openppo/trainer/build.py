@@ -14,7 +14,7 @@ from openppo.datasets import BatchSampler
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import ExperienceMaker
 from openppo.models.actor import Actor
-from openppo.models.loading import attention_implementation, check_model, eos_token_ids, load_tokenizer, pad_token_id
+from openppo.models.loading import check_model, eos_token_ids, load_options, load_tokenizer, pad_token_id
 from openppo.models.lora.adapters import AdapterOffReference
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rollout.hf_engine import HFEngine
@@ -42,7 +42,7 @@ def build_ppo_trainer(
     _check_algorithm(config)
     model = config.model
     actor_config = check_model(model.pretrain, "--pretrain")
-    attention_implementation(model.flash_attn)
+    load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     tokenizer = load_tokenizer(model.pretrain, "--pretrain")
     _check_critic_tokens(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config)

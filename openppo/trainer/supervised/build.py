@@ -17,7 +17,7 @@ from openppo.datasets import (
     load_sft_examples,
 )
 from openppo.models.actor import Actor
-from openppo.models.loading import attention_implementation, check_model, load_tokenizer
+from openppo.models.loading import check_model, load_options, load_tokenizer
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -86,7 +86,7 @@ def _check_and_load_tokenizer(config: SupervisedCommand, strategy: DeepspeedStra
     """What can be found wrong before any data or weights are read."""
     config.validate(strategy.comm.world_size)
     check_model(config.supervised.pretrain, "--pretrain")
-    attention_implementation(config.supervised.flash_attn)
+    load_options(config.deepspeed.bf16, config.supervised.flash_attn, config.lora.load_in_4bit)
     return load_tokenizer(config.supervised.pretrain, "--pretrain")
 
 
