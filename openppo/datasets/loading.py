@@ -43,7 +43,8 @@ def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) ->
     """The rows of ``source``, at most the first ``max_samples``, in order.
 
     ``source`` is a JSONL, JSON, CSV or Parquet file, a folder saved by ``datasets``, a folder of such files, or
-    else a hub name, ``owner/name`` or ``owner/name@configuration``. ``split`` chooses among the splits of a folder or a hub data set; a single file has none.
+    else a hub name, ``owner/name`` or ``owner/name@configuration``. ``split`` chooses among the splits of a folder or
+    a hub data set; a single file has none.
     Values of CSV files are strings. Raises ``ValueError`` naming ``flag``, the source and the remedy.
     """
     path = Path(source).expanduser()
