@@ -130,15 +130,16 @@ class PPOTrainer:
         Returns the step's metrics, the same on all ranks. With ``--dynamic_sampling`` further prompts come from
         ``--prompt_data``.
         """
+        metrics = Metrics()
         with self.timer.phase("step"):
             if self.config.ppo.dynamic_sampling:
-                metrics = self.train_on(self._useful_rollout(prompts))
+                reduced = self._train_on(self._useful_rollout(prompts, metrics), lambda: 0, metrics)
             else:
                 trajectories = self._sample(prompts)
-                metrics = self._train_on(trajectories, self._start_scoring(trajectories))
-        metrics |= self.timer.metrics(self.comm)
+                reduced = self._train_on(trajectories, self._start_scoring(trajectories), metrics)
+        reduced |= self.timer.metrics(self.comm)
         self.timer.reset()
-        return metrics
+        return reduced
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
         """Sampled and scored responses to this rank's share of ``prompts``."""
@@ -150,7 +151,7 @@ class PPOTrainer:
 
     def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Make experience of this rank's scored trajectories and train on all ranks' for ``max_epochs``."""
-        return self._train_on(trajectories, lambda: 0)
+        return self._train_on(trajectories, lambda: 0, Metrics())
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the responses to ``--eval_data``, the same on all ranks; empty without such data.
@@ -211,21 +212,29 @@ class PPOTrainer:
         self.timer.count_tokens("scoring", _count_tokens(trajectories))
         return wait_for_scores
 
-    def _useful_rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
+    def _useful_rollout(self, prompts: Sequence[str | Prompt], metrics: Metrics) -> list[Trajectory]:
         """Groups with different rewards, sampled until they fill a rollout batch or one of the bounds is reached."""
         wanted, bound = self.config.ppo.rollout_batch_size, self.config.ppo.dynamic_sampling_max_batches
-        kept = self.rollout_step.useful(self.rollout(prompts))
-        for _ in range(bound - 1):
-            if self.rollout_step.count_groups(kept) >= wanted or self.consumed_batches >= self.total_steps:
+        kept: list[Trajectory] = []
+        for n_batches in range(1, bound + 1):
+            for trajectory in (sampled := self.rollout(prompts)):
+                metrics.add("sampled_reward", trajectory.total_reward(self.rollout_step.weights))
+            kept += self.rollout_step.useful(sampled)
+            n_groups = self.rollout_step.count_groups(kept)
+            if n_groups >= wanted or n_batches == bound or self.consumed_batches >= self.total_steps:
                 break
-            kept += self.rollout_step.useful(self.rollout(self._next_prompts()))
-        n_groups = self.rollout_step.count_groups(kept)
-        if n_groups < wanted and self.parts.strategy.is_main:
-            logger.warning("dynamic sampling found %d of %d groups with different rewards", n_groups, wanted)
+            prompts = self._next_prompts()
+        metrics.add("sampled_batches", n_batches, reduce="max")
+        metrics.add("useful_groups", n_groups, reduce="max")
+        if n_groups == 0 and self.parts.strategy.is_main:
+            logger.warning(
+                "dynamic sampling found no prompt whose responses got different rewards: nothing to train on"
+            )
         return self.rollout_step.first_groups(kept)
 
-    def _train_on(self, trajectories: Sequence[Trajectory], wait_for_scores: Callable[[], int]) -> dict[str, float]:
-        metrics = Metrics()
+    def _train_on(
+        self, trajectories: Sequence[Trajectory], wait_for_scores: Callable[[], int], metrics: Metrics
+    ) -> dict[str, float]:
         with self.timer.phase("experience"):
             for engine in (self.parts.actor, self.parts.critic):
                 if engine is not None:

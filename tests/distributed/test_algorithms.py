@@ -158,6 +158,11 @@ def test_dynamic_sampling_trains_on_groups_with_different_rewards_only(runs: dic
             by_group.setdefault(sample["group"], set()).add(sample["scores"]["even"])
         assert all(len(rewards) == 2 for rewards in by_group.values())
     assert all("value_loss" not in line for line in two["logged"])
+    assert [line["sampled_batches"] for line in two["logged"]] == [2, 2]
+    assert [line["sampled_batches"] for line in one["logged"]] == [1] * 4
+    for line, step in zip(one["logged"], one["samples"], strict=True):
+        assert line["useful_groups"] == len({sample["group"] for sample in step})
+        assert line["sampled_reward"] != line["reward"]
 
 
 def test_several_rewards_are_logged_by_name_and_weighted(runs: dict[str, Run]) -> None:
