@@ -140,9 +140,9 @@ def by_hand(folder: Path, model: str, ids: list[int]) -> float:
 @pytest.mark.parametrize(
     ("model", "ids", "log"),
     [
-        ("same", [3, 4, 5, 6, 1], "has the policy's vocabulary"),
+        ("same", [3, 4, 5, 6, 1], "reads the policy's tokens"),
         ("no_tokenizer", [3, 4, 5, 6, 1], "has no tokenizer, but a vocabulary of the policy's size"),
-        ("other", [29, 28, 27, 26, 1], "has another vocabulary than --pretrain"),
+        ("other", [29, 28, 27, 26, 1], "reads the text, written again with its own tokenizer and chat template"),
     ],
 )
 def test_a_reward_model_reads_the_policys_ids_or_its_own(

@@ -49,8 +49,8 @@ def trainer_of(tokenizer: PreTrainedTokenizerFast) -> Callable[..., ProcessRewar
     def make(examples: list[ProcessExample], micro: int, comm: Any = None) -> ProcessRewardTrainer:
         config = TrainPRMConfig(
             SupervisedConfig("model", "data"),
-            ProcessConfig(placeholder_token="#", reward_tokens=("+", "-")),
-            BatchConfig(train_batch_size=len(examples), micro_train_batch_size=micro),
+            data=ProcessConfig(placeholder_token="#", reward_tokens=("+", "-")),
+            batch=BatchConfig(train_batch_size=len(examples), micro_train_batch_size=micro),
         )
         strategy = SimpleNamespace(comm=comm or SingleProcess(), device=torch.device("cpu"))
         parts: Any = SimpleNamespace(strategy=strategy, tokenizer=tokenizer, train_examples=examples)
