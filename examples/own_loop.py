@@ -10,19 +10,8 @@ ranks run the same lines, so torchrun --nproc_per_node 2 in place of python shar
 import argparse
 from itertools import islice
 
-from openppo.config import (
-    BatchConfig,
-    EvaluationConfig,
-    GenerationConfig,
-    PPOConfig,
-    PPODataConfig,
-    PPOLearningRateConfig,
-    PPOModelConfig,
-    RewardSourceConfig,
-    RunConfig,
-    TrainPPOConfig,
-)
-from openppo.trainer import build_ppo_trainer
+from openppo.config import TrainPPOConfig, from_options
+from openppo.trainer import build_ppo_trainer, quiet_libraries
 
 
 def right_places(label: str, response: str) -> float:
@@ -32,16 +21,23 @@ def right_places(label: str, response: str) -> float:
 
 def train(model: str, data: str, save_path: str, steps: int) -> None:
     """Train on our own scores; held-out prompts are judged by the built-in exact match."""
-    config = TrainPPOConfig(
-        model=PPOModelConfig(pretrain=model),
-        data=PPODataConfig(prompt_data=f"{data}/prompts.jsonl", label_key="label"),
-        source=RewardSourceConfig(verifiable_reward=("exact_match",)),
-        evaluation=EvaluationConfig(eval_data=f"{data}/heldout.jsonl"),
-        ppo=PPOConfig(rollout_batch_size=256, micro_rollout_batch_size=128),
-        batch=BatchConfig(train_batch_size=128, micro_train_batch_size=64, max_epochs=2),
-        learning_rate=PPOLearningRateConfig(actor_learning_rate=3e-4, critic_learning_rate=1e-3),
-        generation=GenerationConfig(generate_max_len=16),
-        run=RunConfig(save_path=save_path),
+    quiet_libraries()
+    config = from_options(
+        TrainPPOConfig,
+        pretrain=model,
+        prompt_data=f"{data}/prompts.jsonl",
+        label_key="label",
+        verifiable_reward=("exact_match",),
+        eval_data=f"{data}/heldout.jsonl",
+        rollout_batch_size=256,
+        micro_rollout_batch_size=128,
+        train_batch_size=128,
+        micro_train_batch_size=64,
+        max_epochs=2,
+        actor_learning_rate=3e-4,
+        critic_learning_rate=1e-3,
+        generate_max_len=16,
+        save_path=save_path,
     )
     trainer = build_ppo_trainer(config)
 
@@ -56,6 +52,7 @@ def train(model: str, data: str, save_path: str, steps: int) -> None:
             response = trainer.parts.tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
             trajectory.scores = {"right_places": right_places(trajectory.prompt.label, response)}
         metrics = trainer.train_on(trajectories)
+        trainer.report(metrics)  # logs; evaluates at the end of an episode
         say(f"step {trainer.global_step}: reward {metrics['reward']:.3f}, KL {metrics['kl']:.4f}")
     say(f"exact match after {trainer.evaluate()['eval_pass@1']:.3f}")
     trainer.save()

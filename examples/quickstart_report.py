@@ -102,8 +102,8 @@ def main() -> None:
     for i in range(min(N_SHOWN, len(prompts))):
         columns = [f"{side['answers'][i]:<18}{marks[side['right'][i]]:<10}" for side in (first, second)]
         print(f"{prompts[i]:<10}{''.join(columns)}")
-    print(f"\nreward over {len(logged)} steps  {sparkline([row['reward'] for row in logged])}")
-    print(f"KL over {len(logged)} steps      {sparkline([row['kl_per_response'] for row in logged])}")
+    print(f"\nreward over {logged[-1]['step']} steps  {sparkline([row['reward'] for row in logged])}")
+    print(f"KL over {logged[-1]['step']} steps      {sparkline([row['kl_per_response'] for row in logged])}")
     print(f"\nmodel   {run / 'ppo'}   (AutoModelForCausalLM.from_pretrained reads it)")
     print(f"logs    {run / 'ppo' / 'logs'}   (metrics.jsonl, samples.jsonl, config.yaml)")
     print(f"curves  tensorboard --logdir {run / 'tensorboard'}")

@@ -167,7 +167,9 @@ def _import_from_file(spec: str) -> Callable[[str], Any]:
     try:
         module_spec.loader.exec_module(module)
     except (ImportError, SyntaxError) as error:
-        raise ValueError(f"--dataset_class {spec}: cannot be imported ({error}). Install what it needs.") from error
+        raise ValueError(
+            f"--dataset_class {spec}: cannot be imported ({error}). Install what it needs, or correct it."
+        ) from error
     made = vars(module).get(name)
     if not callable(made):
         names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))

@@ -93,7 +93,7 @@ class ExperienceMaker:
             return []
         measure_scores(trajectories, self.config.source, metrics)
         earned = torch.tensor([t.total_reward(self.weights) for t in trajectories], device=self.device)
-        batch = self._add_rewards(join_rows(experiences).with_fields(scores=earned), trajectories)
+        batch = self._add_rewards(join_rows(experiences).with_fields(scores=earned), trajectories, metrics)
         batch = self._add_returns(batch, lambd_critic)
         measure_experience(batch, metrics)
         if self.config.shaping.overlong_filter:
@@ -108,10 +108,11 @@ class ExperienceMaker:
             batch = batch.with_fields(values=torch.where(batch.action_mask, self.critic(*inputs[:2]), 0.0))
         return batch if self.reference is None else batch.with_fields(ref_log_probs=self.reference(*inputs))
 
-    def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory]) -> Experience:
+    def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
         """The KL penalty, rewards of single tokens, and on the last action the score less its baseline."""
         shaped, token_rewards = self._shaped_scores(trajectories), _token_rewards(trajectories, batch)
         totals = shaped if token_rewards is None else shaped + token_rewards.sum(-1)
+        metrics.add_tensor("shaped_reward", totals)
         groups = torch.tensor([t.group for t in trajectories], device=self.device)
         baseline, scale = self.estimator.baseline(totals, groups, self._greedy_totals(trajectories))
         return batch.with_fields(

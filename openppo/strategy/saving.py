@@ -26,6 +26,8 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
     if hasattr(model, "peft_config"):
         weights = _gather(_of_adapters(model, tensors), keep=is_main)
         if is_main:
+            for stale in sorted(folder.glob("model*.safetensors")):
+                logger.warning("%s: full weights of an earlier run lie beside the adapters written there now", stale)
             model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
             _save_config(model, folder)
         return

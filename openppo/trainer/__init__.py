@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from openppo.trainer.build import build_ppo_trainer
     from openppo.trainer.ppo_trainer import PPOTrainer
+    from openppo.trainer.startup import quiet_libraries
     from openppo.trainer.supervised.process_reward import ProcessRewardTrainer
     from openppo.trainer.supervised.reward_model import RewardModelTrainer
     from openppo.trainer.supervised.sft import SFTTrainer
@@ -18,9 +19,17 @@ _HOME = {
     "RewardModelTrainer": "supervised.reward_model",
     "SFTTrainer": "supervised.sft",
     "build_ppo_trainer": "build",
+    "quiet_libraries": "startup",
 }
 
-__all__ = ["PPOTrainer", "ProcessRewardTrainer", "RewardModelTrainer", "SFTTrainer", "build_ppo_trainer"]
+__all__ = [
+    "PPOTrainer",
+    "ProcessRewardTrainer",
+    "RewardModelTrainer",
+    "SFTTrainer",
+    "build_ppo_trainer",
+    "quiet_libraries",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,7 +33,17 @@ from openppo.types import Prompt, Trajectory
 
 logger = logging.getLogger("openppo")
 
-HEADLINE = ("reward", "kl", "policy_loss", "value_loss", "entropy", "response_length", "eval_reward", "time/step_s")
+HEADLINE = (
+    "reward",
+    "kl",
+    "policy_loss",
+    "value_loss",
+    "entropy",
+    "response_length",
+    "eval_reward",
+    "eval_pass@1",
+    "time/step_s",
+)
 _N_LOGGED_SAMPLES = 4
 
 
@@ -111,6 +121,8 @@ class PPOTrainer:
                 bar.update(self.consumed_batches - before)
                 if self.should_stop:
                     break
+        if self.parts.strategy.is_main and self.global_step < self.total_steps and not self.should_stop:
+            logger.info("dynamic sampling has used up all prompts in %d global steps", self.global_step)
         self.save()
         self._call("on_fit_end")
         self.parts.trackers.close()
@@ -319,9 +331,14 @@ class PPOTrainer:
     def _readable(self, trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
         decode = self.parts.tokenizer.decode  # batch_decode([]) gives [''], and a rank may have no samples
         return [
-            {"prompt": t.prompt.text, "response": decode(t.response_ids), "finish_reason": t.finish_reason.value}
-            | t.scores
-            | {"reward": t.total_reward(self.rollout_step.weights)}
+            {
+                "prompt": t.prompt.text,
+                "response": decode(t.response_ids),
+                "label": t.prompt.label,
+                "finish_reason": t.finish_reason.value,
+                "reward": t.total_reward(self.rollout_step.weights),
+                "rewards": t.scores,
+            }
             for t in trajectories
         ]
 

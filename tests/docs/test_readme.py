@@ -102,6 +102,14 @@ def test_training_command_of_the_readme_runs(number: int, tiny: Path) -> None:
     assert len((saved / "logs/metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_evaluation_command_of_the_readme_runs(tiny: Path) -> None:
+    (block,) = (block for block in blocks("bash") if "openppo.cli.evaluate" in block)
+    words = shlex.split(block.replace("\\\n", " "))
+    replaced = {"ckpt/ppo": "policy", "256": "4", "python": sys.executable}
+    table = run([replaced.get(word, word) for word in words], tiny)
+    assert "pass@1" in table and "pass@8" in table
+
+
 @pytest.mark.parametrize(
     ("script", "flags"),
     [

@@ -195,7 +195,9 @@ def _find(location: str, flag: str, default_name: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except (ImportError, SyntaxError) as error:
-        raise ValueError(f"{flag} {location}: cannot be imported ({error}). Install what it needs.") from error
+        raise ValueError(
+            f"{flag} {location}: cannot be imported ({error}). Install what it needs, or correct it."
+        ) from error
     function = vars(module).get(name)
     if not callable(function):
         functions = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))

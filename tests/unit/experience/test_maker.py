@@ -321,6 +321,7 @@ def test_responses_that_were_cut_off_are_penalized_and_left_out_of_the_losses(tr
         truncated = row.finish_reason is FinishReason.LENGTH
         assert experience.action_mask.tolist() == [[False] * len(row.token_ids) if truncated else row.action_mask]
     last = max(t for t, is_action in enumerate(trajectories[1].action_mask) if is_action)
+    assert metrics.reduced(SingleProcess())["shaped_reward"] == pytest.approx((0.75 + 3.0 - 2.0 + 0.5 + 1.0 - 0.5) / 5)
     kl = (made[1].log_probs - made[1].ref_log_probs)[0, last].item()
     assert made[1].rewards[0, last].item() == pytest.approx(3.0 - 0.25 - KL_COEF * kl, abs=1e-6)
     assert metrics.reduced(SingleProcess())["response_length"] == sum(sum(t.action_mask) for t in trajectories) / 5
