@@ -84,6 +84,11 @@ class TrainPPOConfig:
             "--train_batch_size a divisor of that number.",
         )
         require(
+            self.kl.kl_target is None or 5 * self.kl.kl_horizon > prompts * samples,
+            f"--kl_horizon {self.kl.kl_horizon} is too short for the {prompts * samples} samples of a step: the "
+            "coefficient would change its sign. Make it larger than a fifth of them.",
+        )
+        require(
             not (0 < self.ppo.buffer_limit * world_size < self.batch.train_batch_size),
             f"--buffer_limit {self.ppo.buffer_limit} on {world_size} ranks holds fewer samples than "
             f"--train_batch_size {self.batch.train_batch_size}: raise it, or use 0 for no limit.",

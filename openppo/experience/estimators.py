@@ -17,6 +17,7 @@ from openppo.experience.advantages import (
 
 Baseline = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 _EPS = 1e-9
+_EQUAL = 1e-6
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def group_mean_and_std(totals: Tensor, groups: Tensor, greedy: Tensor | None) ->
     count, mean, squares = _group_statistics(totals, groups)
     _require_several(count, "group_norm")
     std = (squares / (count - 1)).sqrt()
-    return mean.to(totals.dtype), (std + _EPS).to(totals.dtype)
+    equal = std <= _EQUAL * (1 + mean.abs())  # nothing to compare: rewards of its tokens must not be blown up either
+    return mean.to(totals.dtype), torch.where(equal, torch.inf, std + _EPS).to(totals.dtype)
 
 
 def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -91,6 +91,7 @@ def _check_algorithm(config: TrainPPOConfig) -> None:
         ("--value_pretrain_steps", config.ppo.value_pretrain_steps > 0),
         ("--save_value_network", config.model.save_value_network),
         ("--critic_pretrain", config.model.critic_pretrain is not None),
+        ("--critic_lora_rank", config.model.critic_lora_rank is not None),
         ("--lambd_critic", config.advantage.lambd_critic is not None),
         ("--adaptive_lambd_alpha", config.advantage.adaptive_lambd_alpha is not None),
     ):

@@ -271,7 +271,8 @@ class PPOTrainer:
         reduced = _with_explained_variance(metrics.reduced(self.comm))
         if "kl" in reduced:
             reduced["kl_coef"] = self.maker.kl_controller.value
-            self.maker.kl_controller.update(reduced["kl"], n_samples)
+            if self.global_step > frozen_actor_steps(self.config):  # before, the KL is 0 whatever the coefficient
+                self.maker.kl_controller.update(reduced["kl"], n_samples)
         return reduced
 
     def _train(self, n_samples: int, metrics: Metrics) -> None:

@@ -92,7 +92,8 @@ class RolloutStep:
         return int(self.comm.all_reduce(torch.tensor(len({t.group for t in trajectories}))))
 
     def first_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Of all ranks' groups the first ``rollout_batch_size``: the same ones for any number of ranks."""
-        groups = sorted({g for rank in self.comm.all_gather_object({t.group for t in trajectories}) for g in rank})
-        kept = set(groups[: self.rollout_batch_size])
-        return [t for t in trajectories if t.group in kept]
+        """Of all ranks' groups the first ``rollout_batch_size``: dealt out as a rollout deals prompts."""
+        everyones = [t for rank in self.comm.all_gather_object(list(trajectories)) for t in rank]
+        groups = sorted({t.group for t in everyones})[: self.rollout_batch_size]
+        mine = set(shard(groups, self.comm.rank, self.comm.world_size))
+        return sorted((t for t in everyones if t.group in mine), key=lambda t: t.group)

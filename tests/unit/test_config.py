@@ -353,6 +353,7 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
     (PPO, {"lambd_critic": 1.5}, 1, r"--lambd_critic must lie in \[0, 1\], got 1.5"),
     (PPO, {"adaptive_lambd_alpha": 0.0}, 1, "--adaptive_lambd_alpha must be positive or None, got 0.0"),
     (PPO, {"kl_horizon": 0}, 1, "--kl_horizon must be at least 1"),
+    (PPO, {"kl_target": 1.0, "kl_horizon": 102}, 1, "--kl_horizon 102 is too short for the 512 samples of a step"),
     (PPO, {"kl_target": 0.0}, 1, "--kl_target must be positive, got 0.0"),
     (PPO, {"kl_target": 6.0, "init_kl_coef": 0.0}, 1, "--kl_target .* --init_kl_coef 0 .*: start from a positive one"),
     (PPO, {"use_kl_loss": True, "init_kl_coef": 0.0, "kl_estimator": "k3"}, 1, "give a positive --init_kl_coef"),

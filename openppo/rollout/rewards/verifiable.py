@@ -45,6 +45,8 @@ class VerifiableScorer:
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory."""
+        if not trajectories:  # batch_decode([]) gives [""]
+            return []
         responses = self.tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
         return [Score({self.name: self.verify(r, t)}) for r, t in zip(responses, trajectories, strict=True)]
 

@@ -353,3 +353,10 @@ def test_monte_carlo_returns_do_not_depend_on_values(trajectories: list[Trajecto
     for experience in made:
         to_go = torch.where(experience.action_mask, experience.rewards.flip(-1).cumsum(-1).flip(-1), 0.0)
         torch.testing.assert_close(experience.returns, to_go, rtol=0, atol=1e-5)
+
+
+def test_a_group_of_equal_totals_has_no_advantage_though_its_tokens_differ(trajectory: Make) -> None:
+    rows = [trajectory([5], [6, 7, END]), trajectory([5], [8, 9, END])]
+    rows[0].token_rewards, rows[1].token_rewards = [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]
+    made = critic_free(advantage_estimator="group_norm", init_kl_coef=0.0).make(rows, Metrics())
+    assert all(bool((experience.advantages == 0).all()) for experience in made)

@@ -211,3 +211,12 @@ def test_length_and_expressions_without_group_need_no_label() -> None:
     prompts = [Prompt("ask", [1])]
     for verifier, options in (("length", {"verify_length": 3}), ("regex", {"verify_regex": "a"})):
         make_verify(verifier, RewardSourceConfig(verifiable_reward=(verifier,), **options), prompts)
+
+
+def test_a_rank_without_samples_has_no_scores() -> None:
+    class Tokenizer:
+        def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
+            return [""] * max(len(rows), 1)  # as transformers does
+
+    tokenizer: Any = Tokenizer()
+    assert VerifiableScorer(lambda response, trajectory: 1.0, tokenizer).score([]) == []
