@@ -10,7 +10,7 @@ from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.replay_buffer import MiniBatch
 from openppo.models.loss import policy_ratio
 from openppo.models.masked import compute_approx_kl
-from openppo.models.policy_losses import POLICY_LOSSES, token_weights
+from openppo.models.policy_losses import POLICY_LOSSES, policy_loss, token_weights
 from openppo.models.rollout_correction import rollout_correction
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics
@@ -40,7 +40,7 @@ class ActorStep:
         self.comm = comm
         self.device = device
         self.loss_agg = loss_aggregation(config)
-        self.policy_loss = POLICY_LOSSES[config.loss.policy_loss_type].make(config.loss)
+        self.policy_loss = policy_loss(config.loss)
 
     def train(self, batch: MiniBatch, ptx_batch: TokenBatch | None, metrics: Metrics, kl_coef: float = 0.0) -> None:
         """Update the actor on one mini-batch, and on a batch of documents if given.
