@@ -54,13 +54,15 @@ def test_a_collective_source_scores_at_once_on_the_callers_thread(two: list[Traj
 
 
 def test_background_sources_start_before_collective_ones(two: list[Trajectory]) -> None:
-    started, go_on = threading.Event(), threading.Event()
-    background = Source(Score({"a": 1.0}), before=lambda: (started.set(), go_on.wait(60)))
-    collective = Source(Score({"b": 2.0}), collective=True, before=lambda: (started.wait(60), go_on.set()))
+    started, go_on, background_was_first = threading.Event(), threading.Event(), []
+    background = Source(Score({"a": 1.0}), before=lambda: (started.set(), go_on.wait(10)))
+    collective = Source(
+        Score({"b": 2.0}), collective=True, before=lambda: (background_was_first.append(started.wait(10)), go_on.set())
+    )
     combined = CombinedScorer([collective, background])
     assert combined.collective
     assert combined.score(two) == [Score({"a": 1.0, "b": 2.0})] * 2
-    assert started.is_set()
+    assert background_was_first == [True]
     assert collective.thread is threading.current_thread()
 
 
