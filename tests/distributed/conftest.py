@@ -6,7 +6,9 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,3 +113,40 @@ def launch() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run left behind, but for what tells the time."""
+
+    metrics: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    state: dict[str, Any]
+    """What the trainer remembers in the newest checkpoint."""
+    files: dict[str, bytes]
+    """Weights, the newest checkpoint's tensors, the best model."""
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    parsed = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [{k: v for k, v in line.items() if not k.startswith(("time", "speed/"))} for line in parsed]
+
+
+@pytest.fixture(scope="session")
+def left_by() -> Callable[[Path], Run]:
+    """``left_by(save_path)`` reads everything that two runs have in common if they did the same."""
+
+    def read(model: Path) -> Run:
+        (checkpoints,) = model.glob("checkpoints_*")
+        newest, best = checkpoints / "latest", checkpoints / "best"
+        state = json.loads((newest / "state.json").read_text())
+        places = {"model": model, "checkpoint": newest, "in checkpoint": newest / "model", "best": best}
+        files = {f"{name}/{f.name}": f for name, place in places.items() for f in place.glob("*.safetensors")}
+        return Run(
+            _lines(model / "logs" / "metrics.jsonl"),
+            _lines(model / "logs" / "samples.jsonl"),
+            {name: state[name] for name in ("step", "engines", "best", "trainer")},
+            {name: file.read_bytes() for name, file in files.items()},
+        )
+
+    return read

@@ -1,13 +1,16 @@
 """Launched by torchrun: ``run_resume.py CASES.json OUT MODE`` runs each case with a fresh trainer, in ``OUT/<name>``.
 
 A case: ``name``, ``command``, ``arguments``, and ``stop_at``, the number of the check at which mode ``first`` stops the
-run as a signal would (0: at none). Mode ``whole`` never stops; mode ``rest`` goes on from the checkpoint.
+run as a signal would (0: at none). Mode ``whole`` never stops; mode ``rest`` goes on from the checkpoint. ``poison``
+makes optimizer steps not finite: ``role``, ``calls`` (from 1), ``rank``, and ``how``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +23,33 @@ from openppo.config import TrainPPOConfig
 from openppo.strategy import DeepspeedStrategy
 from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.resume.stop import SignalStop
+from openppo.trainer.steps.actor_step import ActorStep
+from openppo.trainer.steps.critic_step import CriticStep
 from openppo.types import Interrupted
+
+STEPS = {"actor": ActorStep, "critic": CriticStep}
+
+
+POISON = {"nan": math.nan, "infinite loss": math.inf, "infinite gradient": 3e38}
+
+
+def poisoned(step_class: type, poison: dict[str, Any]) -> Any:
+    """A patch of ``train`` that spoils one call on one rank, or for ``how`` "left out" does not make it on any."""
+    n_calls, original = 0, step_class.train  # type: ignore[attr-defined]
+
+    def train(self: Any, *arguments: Any, **named: Any) -> float:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls not in poison["calls"]:
+            return original(self, *arguments, **named)
+        if poison["how"] == "left out":
+            return math.inf
+        backward = self.engine.backward
+        factor = POISON[poison["how"]] if self.comm.rank == poison["rank"] else 1.0
+        with mock.patch.object(self.engine, "backward", lambda loss, last: backward(loss * factor, last)):
+            return original(self, *arguments, **named)
+
+    return mock.patch.object(step_class, "train", train)
 
 
 class StopAt(SignalStop):
@@ -48,6 +77,7 @@ def run(case: dict[str, Any], folder: Path, mode: str) -> None:
     with (
         mock.patch("openppo.trainer.build.SignalStop", StopAt),
         mock.patch("openppo.trainer.supervised.build.SignalStop", StopAt),
+        poisoned(STEPS[case["poison"]["role"]], case["poison"]) if "poison" in case else nullcontext(),
     ):
         build(config, strategy).fit()
     (folder / "checks").write_text(str(StopAt.n_checks))

@@ -32,6 +32,13 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         # checkpoint
         "save_path": "./ckpt",
         "save_value_network": False,
+        "ckpt_path": None,
+        "save_steps": -1,
+        "max_ckpt_num": 3,
+        "load_checkpoint": False,
+        "save_hf_ckpt": False,
+        "keep_best": None,
+        "max_skipped_steps": 10,
         "logging_steps": 1,
         # PPO
         "num_episodes": 1,
@@ -161,6 +168,13 @@ DEFAULTS: dict[type, dict[str, Any]] = {
     TrainSFTConfig: {
         "save_path": "./ckpt",
         "logging_steps": 1,
+        "ckpt_path": None,
+        "save_steps": -1,
+        "max_ckpt_num": 3,
+        "load_checkpoint": False,
+        "save_hf_ckpt": False,
+        "keep_best": None,
+        "max_skipped_steps": 10,
         "use_tensorboard": None,
         "pretrain": "m",
         "dataset": "d",
@@ -276,6 +290,22 @@ NO_REWARD = (
 BAD: list[tuple[type, dict[str, Any], int, str]] = [
     # options of all commands
     (SFT, {"logging_steps": 0}, 1, "--logging_steps must be at least 1, got 0"),
+    (SFT, {"max_skipped_steps": 0}, 1, "--max_skipped_steps must be at least 1, got 0"),
+    (SFT, {"save_steps": -2}, 1, "--save_steps must be -1, 0 or more, got -2"),
+    (SFT, {"max_ckpt_num": 0}, 1, "--max_ckpt_num must be at least 1, got 0"),
+    (
+        SFT,
+        {"keep_best": "eval_loss"},
+        1,
+        "--keep_best eval_loss compares .* --eval_dataset",
+    ),
+    (
+        PPO,
+        {"keep_best": "eval_reward"},
+        1,
+        "--keep_best eval_reward compares .* --eval_data",
+    ),
+    (PPO, {"keep_best": "reward"}, 1, "--keep_best reward is no metric of evaluation"),
     (RM, {"zero_stage": 4}, 1, "--zero_stage must be 0, 1, 2 or 3, got 4"),
     (PPO, {"seed": -1}, 1, "--seed must not be negative, got -1"),
     (PPO, {"max_norm": -1.0}, 1, "--max_norm must not be negative, got -1.0; 0 switches clipping off"),
@@ -471,7 +501,7 @@ def test_options_at_the_edge_of_what_works_are_accepted(
 def test_the_flat_form_keeps_the_order_of_the_groups() -> None:
     names = list(flat_dict(config_of(PPO)))
     assert names[0] == "pretrain"
-    assert names[-1] == "use_tensorboard"
+    assert names[-1] == "keep_best"
     assert len(names) == len(set(names))
 
 

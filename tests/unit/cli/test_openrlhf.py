@@ -110,6 +110,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("use_ms", "", "--pretrain"),
 ]
 DEFAULTS_THAT_DIFFER = {  # each is explained in the document
+    "ckpt_path",
     "input_key",
     "max_samples",
     "pretrain",

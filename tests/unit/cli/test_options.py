@@ -31,6 +31,13 @@ RUN: list[Flag] = [
     ("run", "save_path", ["out dir"], "out dir"),
     ("run", "logging_steps", ["5"], 5),
     ("run", "use_tensorboard", ["tb"], "tb"),
+    ("run", "max_skipped_steps", ["3"], 3),
+    ("checkpoint", "ckpt_path", ["out dir"], "out dir"),
+    ("checkpoint", "save_steps", ["0"], 0),
+    ("checkpoint", "max_ckpt_num", ["5"], 5),
+    ("checkpoint", "load_checkpoint", [], True),
+    ("checkpoint", "save_hf_ckpt", [], True),
+    ("checkpoint", "keep_best", ["eval_reward"], "eval_reward"),
 ]
 DEEPSPEED: list[Flag] = [
     ("deepspeed", "zero_stage", ["3"], 3),

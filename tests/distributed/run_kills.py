@@ -1,0 +1,109 @@
+"""``run_kills.py ARGUMENTS.json OUT``: two ranks are killed again and again, and each time resumed, until the run ends.
+
+The ranks are forked from this process, which has imported everything, so that a session begins within a second.
+Writes ``OUT/kills.json``: for each kill whom it hit, when, and what it hit in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from run_steps import HANG_AFTER, PARTITION_EVERYTHING
+
+from openppo.cli.options import parse_options
+from openppo.config import TrainPPOConfig
+from openppo.strategy import DeepspeedStrategy
+from openppo.trainer.build import build_ppo_trainer
+
+N_RANDOM, N_WHILE_SAVING = 13, 7
+RANKS = 2
+
+
+def session(rank: int, port: int, arguments: list[str], started: int) -> None:
+    """One rank of one session; says by a byte that training starts."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    config = parse_options(TrainPPOConfig, arguments)
+    trainer = build_ppo_trainer(config, DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING))
+    os.write(started, b".")
+    trainer.fit()
+    trainer.close()
+
+
+def start(arguments: list[str]) -> tuple[list[int], int]:
+    """Process ids of a new session, and a pipe that says when its ranks train."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    read, write = os.pipe()
+    pids = []
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                session(rank, port, arguments, write)
+                status = 0
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        pids.append(pid)
+    os.close(write)
+    return pids, read
+
+
+def end(pids: list[int], killed: list[int]) -> list[int]:
+    """Kill some ranks; the others notice, or are killed after a while. Returns the exit statuses of all."""
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    deadline, statuses = time.monotonic() + (20 if killed else 250), {}
+    while len(statuses) < len(pids):
+        for pid in set(pids) - statuses.keys():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [statuses[pid] for pid in pids]
+
+
+def main() -> None:
+    """Kills at random moments after training has begun, and at moments while a checkpoint is half written."""
+    arguments, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    checkpoints = out / "model" / "checkpoints_ppo"
+    rng, kills = random.Random(int(os.environ.get("SEED", "1"))), []
+    kinds = ["random"] * N_RANDOM + ["while saving"] * N_WHILE_SAVING
+    rng.shuffle(kinds)
+    for kind in kinds:
+        pids, started = start(arguments)
+        while os.read(started, 1):  # until both ranks train, or are gone
+            pass
+        if kind == "random":
+            time.sleep(rng.uniform(0, 3))
+        else:
+            limit = time.monotonic() + 20
+            while not list(checkpoints.glob(".step_*.partial")) and time.monotonic() < limit:
+                time.sleep(0.0005)
+            time.sleep(rng.uniform(0, 0.02))
+        half = [path.name for path in checkpoints.glob(".step_*.partial")]
+        victims = rng.choice([pids, pids[:1], pids[1:]])
+        statuses = end(pids, victims)
+        found = sorted(path.name for path in checkpoints.glob("step_*"))
+        kills.append({"kind": kind, "victims": len(victims), "statuses": statuses, "half": half, "found": found})
+        print(kills[-1], flush=True)
+    pids, _ = start(arguments)
+    statuses = end(pids, [])
+    (out / "kills.json").write_text(json.dumps({"kills": kills, "last": statuses}))
+
+
+if __name__ == "__main__":
+    main()

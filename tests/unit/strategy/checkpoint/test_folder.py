@@ -1,0 +1,286 @@
+"""A checkpoint is whole or not there, whatever happens while it is written; several ranks are threads here."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
+from openppo.types import SingleProcess
+
+
+class ThreadComm:
+    """The ranks of a group as threads; only what a checkpoint folder calls."""
+
+    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, len(values)
+        self._values, self._barrier = values, barrier
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        raise AssertionError("not called")
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._barrier.wait()
+        gathered = list(self._values)
+        self._barrier.wait()
+        return gathered
+
+
+def on_ranks(n: int, work: Callable[[ThreadComm], Any]) -> list[Any]:
+    """What ``work`` returns or raises on each of ``n`` ranks."""
+    values, barrier = [None] * n, threading.Barrier(n, timeout=30)
+
+    def run(rank: int) -> Any:
+        try:
+            return work(ThreadComm(rank, values, barrier))
+        except (CheckpointError, ValueError) as error:
+            return error
+
+    with ThreadPoolExecutor(n) as threads:
+        return list(threads.map(run, range(n)))
+
+
+def write(text: str, name: str = "a.txt") -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def folder_of(path: Path, keep: int = 3) -> CheckpointFolder:
+    return CheckpointFolder(path, SingleProcess(), keep)
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def test_the_newest_checkpoint_is_found_with_what_was_written(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "c")
+    folder.save(9, write("nine"))
+    folder.save(10, write("ten"))
+    newest = folder_of(tmp_path / "c").newest()
+    assert newest is not None
+    assert (newest / "a.txt").read_text() == "ten"
+    assert (tmp_path / "c" / "latest").resolve() == newest
+
+
+def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def half(folder: Path) -> None:
+        (folder / "a.txt").write_text("half")
+        raise Killed
+
+    folder = folder_of(tmp_path)
+    folder.save(1, write("one"))
+    with pytest.raises(Killed):
+        folder.save(2, half)
+    assert ".step_00000002.partial" in names(tmp_path)
+    again = folder_of(tmp_path)
+    newest = again.newest()
+    assert newest is not None
+    assert newest.name == "step_00000001"
+    again.save(3, write("three"))
+    assert names(tmp_path) == ["latest", "step_00000001", "step_00000003"], "what was half written is gone"
+
+
+@pytest.mark.parametrize("step", ["manifest", "rename", "link"])
+def test_a_process_killed_while_it_publishes_leaves_a_whole_checkpoint(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object, **__: object) -> None:
+        raise Killed
+
+    folder = folder_of(tmp_path)
+    folder.save(1, write("one"))
+    if step == "manifest":
+        monkeypatch.setattr("openppo.strategy.checkpoint.folder.json.dumps", killed)
+    elif step == "rename":
+        monkeypatch.setattr(Path, "rename", killed)
+    else:
+        monkeypatch.setattr(CheckpointFolder, "link", killed)
+    with pytest.raises(Killed):
+        folder.save(2, write("two"))
+    monkeypatch.undo()
+    newest = folder_of(tmp_path).newest()
+    assert newest is not None
+    assert (newest / "a.txt").read_text() == ("two" if step == "link" else "one")
+    assert (tmp_path / "latest" / "a.txt").read_text() == "one", "it never points at half of one"
+
+
+def test_a_rank_that_cannot_write_ends_the_save_on_all_and_older_checkpoints_stay(tmp_path: Path) -> None:
+    def work(comm: ThreadComm) -> None:
+        folder = CheckpointFolder(tmp_path, comm, keep=1)
+        folder.save(1, write("one", f"{comm.rank}.txt"))
+
+        def fail(path: Path) -> None:
+            if comm.rank == 1:
+                raise OSError(28, "No space left on device")
+            (path / "0.txt").write_text("two")
+
+        folder.save(2, fail)
+
+    errors = on_ranks(2, work)
+    for error in errors:
+        assert isinstance(error, CheckpointError)
+        assert "No space left on device (rank 1). Checkpoints that were there before are untouched" in str(error)
+    assert names(tmp_path) == ["latest", "step_00000001"]
+    assert names(tmp_path / "step_00000001") == ["0.txt", "1.txt", "manifest.json"]
+
+
+def write_both(path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (path / name).write_text("content")
+
+
+def cut(path: Path) -> None:
+    (path / "b.txt").write_bytes((path / "b.txt").read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray((path / "b.txt").read_bytes())
+    content[1] ^= 1
+    (path / "b.txt").write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a file that is cut": cut,
+    "a bit that has flipped": flip,
+    "a file that is gone": lambda path: (path / "b.txt").unlink(),
+    "a manifest that is cut": lambda path: (path / "manifest.json").write_text('{"format": 1, "fil'),
+    "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "a manifest of a later version": lambda path: (path / "manifest.json").write_text('{"format": 99, "files": {}}'),
+    "a manifest of something else": lambda path: (path / "manifest.json").write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
+    tmp_path: Path, damage: str, ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save(comm: ThreadComm) -> None:
+        folder = CheckpointFolder(tmp_path, comm, keep=3)
+        for step in (1, 2):
+            folder.save(step, write_both)
+
+    on_ranks(ranks, save)
+    DAMAGE[damage](tmp_path / "step_00000002")
+    with caplog.at_level(logging.WARNING, "openppo"):
+        found = on_ranks(ranks, lambda comm: CheckpointFolder(tmp_path, comm, keep=3).newest())
+    assert found == [tmp_path / "step_00000001"] * ranks
+    assert "step_00000002 is damaged" in caplog.text
+    assert "step_00000002.damaged.1" in names(tmp_path)
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, keep=2)
+    for step in (5, 10, 99_999_999, 100_000_000):
+        folder.save(step, write(str(step)))
+    assert names(tmp_path) == ["latest", "step_100000000", "step_99999999"]
+    newest = folder.newest()
+    assert newest is not None
+    assert newest.name == "step_100000000"
+
+
+def test_an_earlier_runs_checkpoints_are_set_aside_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = folder_of(tmp_path / "c")
+    folder.set_aside()
+    assert names(tmp_path) == ["c"], "an empty folder stays"
+    folder.save(4, write("four"))
+    folder_of(tmp_path / "c").set_aside()
+    assert names(tmp_path) == ["c", "c.1"]
+    assert names(tmp_path / "c") == []
+    assert "--load_checkpoint would have gone on from them" in caplog.text
+
+
+def test_hosts_without_a_shared_folder_each_hold_a_whole_checkpoint(tmp_path: Path) -> None:
+    def work(comm: ThreadComm) -> list[int]:
+        folder = CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3)
+        for step in (1, 2):
+            folder.save(step, write(str(comm.rank), f"{comm.rank}.txt"))
+        return folder.neighbours
+
+    assert on_ranks(4, work) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert names(tmp_path / "0" / "step_00000002") == ["0.txt", "1.txt", "manifest.json"]
+    assert names(tmp_path / "1" / "step_00000002") == ["2.txt", "3.txt", "manifest.json"]
+    shutil.rmtree(tmp_path / "1" / "step_00000002")  # what one host lacks is of no use to the others
+    found = on_ranks(4, lambda comm: CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3).newest())
+    assert [path.name for path in found] == ["step_00000001"] * 4
+
+
+@pytest.mark.parametrize("name", ["global_step5/mp_rank_00_model_states.pt", "optimizer.bin", "x.ckpt"])
+def test_a_pickle_from_elsewhere_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch /tmp/pwned'\ntR.")
+    with pytest.raises(ValueError, match=f"--ckpt_path .*{name.split('/')[-1]}, a pickle, which could run any code"):
+        folder_of(tmp_path).newest()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    errors = on_ranks(2, lambda comm: CheckpointFolder(tmp_path / ("file" if comm.rank else "c") / "x", comm, keep=1))
+    assert all("--ckpt_path" in str(error) and "choose another folder" in str(error) for error in errors)
+
+
+def test_too_little_space_is_an_error_on_all_ranks_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 0, 3 * 2**30))  # type: ignore[attr-defined]
+
+    def work(comm: ThreadComm) -> None:
+        folder = CheckpointFolder(tmp_path, comm, keep=1)
+        folder.check_space(2**30, "make room.")
+        folder.check_space(2**31, "make room.")
+
+    for error in on_ranks(2, work):
+        assert isinstance(error, CheckpointError)
+        assert "a checkpoint takes 4.00 GiB and 3.00 GiB are free" in str(error)
+        assert "make room" in str(error)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of one megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("a file system can be mounted by root only")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_fills_up_while_writing_loses_no_older_checkpoint(full_disk: Path) -> None:
+    folder = folder_of(full_disk, keep=1)
+    folder.save(1, lambda path: save_file({"a": torch.ones(50_000)}, path / "a.safetensors"))
+    with pytest.raises(CheckpointError, match=r"--ckpt_path .*No space left|os error 28"):
+        folder.save(2, lambda path: save_file({"a": torch.ones(500_000)}, path / "a.safetensors"))
+    assert names(full_disk) == ["latest", "step_00000001"]
+    newest = folder.newest()
+    assert newest is not None
+    folder.save(3, lambda path: save_file({"a": torch.zeros(50_000)}, path / "a.safetensors"))
+    assert names(full_disk) == ["latest", "step_00000003"]
+
+
+def test_the_best_model_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    folder.save_best(3, write("three"))
+    folder.save_best(7, write("seven"))
+    assert (tmp_path / "best" / "a.txt").read_text() == "seven"
+    assert names(tmp_path) == ["best", "best_step_00000007"]
+    assert folder.newest() is None, "it is a model, no checkpoint"
