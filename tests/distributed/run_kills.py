@@ -85,15 +85,16 @@ def main() -> None:
     rng.shuffle(kinds)
     for kind in kinds:
         pids, started = start(arguments)
-        while os.read(started, 1):  # until both ranks train, or are gone
-            pass
-        if kind == "random":
-            time.sleep(rng.uniform(0, 3))
-        else:
-            limit = time.monotonic() + 20
-            while not list(checkpoints.glob(".step_*.partial")) and time.monotonic() < limit:
-                time.sleep(0.0005)
-            time.sleep(rng.uniform(0, 0.02))
+        heard = b""
+        while (waiting := RANKS - len(heard)) and (more := os.read(started, waiting)):  # until all train, or are gone
+            heard += more
+        os.close(started)
+        before = set(checkpoints.glob("step_*"))
+        wanted = "step_*" if kind == "random" else ".step_*.partial"
+        limit = time.monotonic() + (60 if kind == "while saving" else rng.choice([0, 60, 60]))
+        while not set(checkpoints.glob(wanted)) - before and time.monotonic() < limit:
+            time.sleep(0.0005)
+        time.sleep(rng.uniform(0, 1.5 if kind == "random" else 0.02))
         half = [path.name for path in checkpoints.glob(".step_*.partial")]
         victims = rng.choice([pids, pids[:1], pids[1:]])
         statuses = end(pids, victims)

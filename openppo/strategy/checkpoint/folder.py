@@ -48,6 +48,7 @@ class CheckpointFolder:
         self.neighbours = self._find_neighbours()
         self.place = self.neighbours.index(comm.rank)
         self.leads = self.place == 0
+        self._remove_left_over()
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Have every rank ``write`` its files into a folder that then becomes the checkpoint of ``step``.
@@ -136,7 +137,8 @@ class CheckpointFolder:
             free = shutil.disk_usage(self.folder).free
             if free < sum(wanted):
                 raise CheckpointError(
-                    f"a checkpoint takes {_gib(sum(wanted))} and {_gib(free)} are free in {self.folder}: {remedy}"
+                    f"{self.flag} {self.folder}: a checkpoint takes {_gib(sum(wanted))} and {_gib(free)} are free "
+                    f"there: {remedy}"
                 )
 
         self.together(check)
@@ -154,7 +156,9 @@ class CheckpointFolder:
         for rank, (_, message) in enumerate(gathered):
             if message is not None:
                 where = f" (rank {rank})" if self.comm.world_size > 1 else ""
-                raise CheckpointError(f"{message}{where}. Checkpoints that were there before are untouched.")
+                raise CheckpointError(
+                    f"{message.rstrip('.')}{where}. Checkpoints that were there before are untouched."
+                )
         return [value for value, _ in gathered]
 
     def _find_neighbours(self) -> list[int]:
@@ -196,8 +200,12 @@ class CheckpointFolder:
         if not self.leads:
             return
         old = [self.folder / f"step_{step:08d}" for step in sorted(self._steps())[: -self.keep]]
-        left = (*self.folder.glob("step_*.old*"), *self.folder.glob(".step_*.partial"))  # of a run that was killed
-        for path in (*(path.rename(_free_name(path, "old")) for path in old), *left):
+        for path in old:
+            shutil.rmtree(path.rename(_free_name(path, "old")), ignore_errors=True)
+
+    def _remove_left_over(self) -> None:
+        """What a run that was killed had half written or half removed."""
+        for path in (*self.folder.glob("step_*.old.*"), *self.folder.glob(".*.partial")) if self.leads else ():
             shutil.rmtree(path, ignore_errors=True)
 
     def _fault(self, path: Path) -> str | None:

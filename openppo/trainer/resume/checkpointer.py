@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
-from openppo.strategy.checkpoint import CheckpointFolder, Fragment, FragmentReader, write_fragments
+from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder, Fragment, FragmentReader, write_fragments
 from openppo.strategy.checkpoint.engine_state import engine_fragments, engine_numbers, fragment_bytes, load_engine
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state, set_random_state
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -67,10 +67,13 @@ class Checkpointer:
         return None if self.found is None else int(self.state["step"])
 
     def attach(self, engines: Mapping[str, TrainingEngine | None], ema: ParameterAverage | None = None) -> None:
-        """Say what to save and load, by role. Raises ``CheckpointError`` if the disk has no room for one checkpoint."""
+        """Say what to save and load, by role. Raises ``ValueError`` if the disk has no room for one checkpoint."""
         self.engines = {role: engine for role, engine in engines.items() if engine is not None}
         self.ema = ema
-        self.check_space()
+        try:
+            self.check_space()
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
 
     def check_space(self) -> None:
         """Raise ``CheckpointError`` if the disk has no room for another checkpoint."""
@@ -79,7 +82,7 @@ class Checkpointer:
             n_bytes += sum(4 * fragment.values.numel() for fragment in self.ema.fragments().values())
         self.folder.check_space(
             n_bytes + _SLACK_BYTES // self.comm.world_size,
-            "make room there, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped.",
+            "make room, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped",
         )
 
     def due(self, step: int, pass_ended: bool) -> bool:

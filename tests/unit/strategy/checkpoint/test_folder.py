@@ -91,8 +91,7 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path:
     newest = again.newest()
     assert newest is not None
     assert newest.name == "step_00000001"
-    again.save(3, write("three"))
-    assert names(tmp_path) == ["latest", "step_00000001", "step_00000003"], "what was half written is gone"
+    assert names(tmp_path) == ["latest", "step_00000001"], "what was half written is gone"
 
 
 @pytest.mark.parametrize("step", ["manifest", "rename", "link"])
@@ -249,7 +248,7 @@ def test_too_little_space_is_an_error_on_all_ranks_before_anything_is_written(
 
     for error in on_ranks(2, work):
         assert isinstance(error, CheckpointError)
-        assert "a checkpoint takes 4.00 GiB and 3.00 GiB are free" in str(error)
+        assert "a checkpoint takes 4.00 GiB and 3.00 GiB are free there: make room" in str(error)
         assert "make room" in str(error)
 
 

@@ -1,0 +1,153 @@
+"""Checkpoints of real runs: killed at any moment, damaged, on a full disk, for other ranks, with other options."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load
+
+RESUME = Path(__file__).with_name("run_resume.py")
+KILLS = Path(__file__).with_name("run_kills.py")
+
+PPO = """--pretrain {tiny}/actor --reward_pretrain {tiny}/reward --prompt_data {tiny}/prompts.jsonl
+    --pretrain_data {tiny}/documents.jsonl --rollout_batch_size 8 --train_batch_size 4 --micro_train_batch_size 2
+    --micro_rollout_batch_size 4 --generate_max_len 6 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3"""
+
+
+def arguments(tiny: Path, more: str) -> list[str]:
+    return f"{PPO} {more}".replace("{tiny}", str(tiny)).split()
+
+
+@pytest.fixture
+def run_case(tiny: Path, tmp_path: Path, launch: Callable[..., str]) -> Callable[..., Path]:
+    """``run_case(ranks, mode, more, folder, stop_at)`` runs one case of run_resume.py; returns its ``save_path``."""
+
+    def run(ranks: int, mode: str, more: str, folder: Path, stop_at: int = 0) -> Path:
+        folder.mkdir(exist_ok=True)
+        case = {"name": folder.name, "command": "train_ppo", "arguments": arguments(tiny, more), "stop_at": stop_at}
+        (tmp_path / "cases.json").write_text(json.dumps([case]))
+        launch(ranks, RESUME, tmp_path / "cases.json", folder.parent, mode)
+        return folder / "model"
+
+    return run
+
+
+def test_twenty_kills_at_random_moments_change_nothing(
+    tiny: Path,
+    tmp_path: Path,
+    run_case: Callable[..., Path],
+    left_by: Callable[[Path], Any],
+    launch: Callable[..., str],
+) -> None:
+    more = "--num_episodes 10 --zero_stage 2 --save_steps 1 --max_ckpt_num 2"
+    save_path = tmp_path / "killed" / "model"
+    save_path.parent.mkdir()
+    (tmp_path / "arguments.json").write_text(
+        json.dumps([*arguments(tiny, more), "--load_checkpoint", "--save_path", str(save_path)])
+    )
+    print(launch(0, KILLS, tmp_path / "arguments.json", save_path.parent))
+    killed = json.loads((save_path.parent / "kills.json").read_text())
+    assert killed["last"] == [0, 0]
+    hits = [kill for kill in killed["kills"] if -9 in kill["statuses"]]
+    assert len(hits) == 20, "the run ended before all kills were made"
+    assert sum(bool(kill["half"]) for kill in hits) >= 5, "too few hit a save"
+    assert len({kill["found"][-1] for kill in hits if kill["found"]}) >= 5, "they were not spread over the run"
+
+    assert left_by(save_path) == left_by(run_case(2, "whole", more, tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stages"), [(2, 1, (2, 2)), (2, 4, (3, 3)), (4, 2, (2, 3)), (1, 2, (0, 1))]
+)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_another_stage(
+    tmp_path: Path,
+    run_case: Callable[..., Path],
+    left_by: Callable[[Path], Any],
+    before: int,
+    after: int,
+    stages: tuple,
+) -> None:
+    more = "--num_episodes 2 --enable_ema --save_steps 2 --zero_stage {}"
+    whole = left_by(run_case(1, "whole", more.format(0), tmp_path / "whole"))
+    parts = tmp_path / "parts"
+    run_case(before, "first", more.format(stages[0]), parts, stop_at=70)  # in the middle of the third step's training
+    resumed = left_by(run_case(after, "rest", more.format(stages[1]), parts))
+
+    assert [line["step"] for line in resumed.metrics] == [line["step"] for line in whole.metrics] == [1, 2, 3, 4, 5, 6]
+    for got, want in zip(resumed.metrics, whole.metrics, strict=True):
+        assert got == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in want.items()}
+    assert {s["response"] for s in resumed.samples} <= {s["response"] for s in whole.samples} or after > 1
+    got, want = (load(files["model/model.safetensors"]) for files in (resumed.files, whole.files))
+    vectors = [torch.cat([weights[name].flatten() for name in sorted(weights)]) for weights in (got, want)]
+    assert (vectors[0] - vectors[1]).norm() <= 1e-5 * vectors[1].norm()
+
+
+def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(
+    tmp_path: Path, run_case: Callable[..., Path], left_by: Callable[[Path], Any]
+) -> None:
+    more = "--num_episodes 2 --save_steps 2"
+    whole = left_by(run_case(2, "whole", more, tmp_path / "whole"))
+    parts = run_case(2, "first", more, tmp_path / "parts", stop_at=150)
+    newest = (parts / "checkpoints_ppo" / "latest").resolve()
+    file = newest / "critic-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    run_case(2, "rest", more, tmp_path / "parts")
+    assert newest.with_name(newest.name + ".damaged.1").exists()
+    assert left_by(parts) == whole
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 20 MB: room for few checkpoints of the tiny models, since 16 MB must stay free."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("a file system can be mounted by root only")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(
+    tiny: Path, tmp_path: Path, small_disk: Path, launch: Callable[..., str]
+) -> None:
+    more = arguments(tiny, "--num_episodes 9 --save_steps 1 --max_ckpt_num 20")
+    command = ["-m", "openppo.cli.train_ppo", *more, "--save_path", tmp_path / "model", "--ckpt_path", small_disk / "c"]
+    output = launch(2, *command, status=1)
+    assert "a checkpoint takes 0.02 GiB and" in output
+    assert "make room, or give another --ckpt_path" in output
+    assert "Checkpoints that were there before are untouched" in output
+    kept = sorted(path.name for path in (small_disk / "c").iterdir())
+    assert kept[0] == "latest"
+    assert len(kept) > 2
+    (small_disk / "ballast").write_bytes(bytes(2**20))
+    output = launch(0, *command, "--load_checkpoint", status=2)
+    assert output.rstrip().splitlines()[-1].startswith("error: --ckpt_path")
+    (small_disk / "ballast").unlink()
+    shutil.rmtree(small_disk / "c" / kept[1])
+    assert f"going on from {small_disk / 'c' / kept[-1]}" in launch(0, *command, "--load_checkpoint", status=1)
+
+
+def test_options_that_contradict_the_checkpoint_are_an_error_that_names_them(
+    tiny: Path, tmp_path: Path, run_case: Callable[..., Path], launch: Callable[..., str]
+) -> None:
+    save_path = run_case(1, "first", "--save_steps 2", tmp_path / "run", stop_at=60)
+    command = ["-m", "openppo.cli.train_ppo", *arguments(tiny, "--save_steps 2"), "--load_checkpoint"]
+    command += ["--save_path", str(save_path)]
+    more = " ".join(["--lora_rank 4 --seed 7 --prompt_data", f"{tiny}/sft.jsonl --input_key input"])
+    output = launch(0, *command, *more.split(), status=2)
+    error = output.rstrip().splitlines()[-1]
+    assert error.startswith(
+        f"error: --load_checkpoint: this run contradicts its checkpoint {save_path}/checkpoints_ppo"
+    )
+    for part in ("--lora_rank was 0, is 4", "--seed was 42, is 7", "--prompt_data was", "with another --ckpt_path."):
+        assert part in error
+    output = launch(0, *command, "--max_ckpt_num", "7", "--micro_train_batch_size", "1")
+    assert "in force from now on: --micro_train_batch_size 2 -> 1, --max_ckpt_num 3 -> 7" in output
