@@ -81,7 +81,7 @@ def test_pair_with_one_side_too_long_is_dropped_and_counted(tokenizer):
     rows = [{"chosen": "a", "rejected": "abc"}, {"chosen": "abc", "rejected": "a"}, {"chosen": "a", "rejected": "b"}]
     pairs, dropped = pairs_of(rows, tokenizer, max_len=4)
     assert (len(pairs), dropped) == (1, 2)
-    with pytest.raises(ValueError, match="--dataset: all 2 samples are longer than --max_len 4; the shortest has 5"):
+    with pytest.raises(ValueError, match="--dataset: all 2 rows are longer than --max_len 4; the shortest has 5"):
         pairs_of(rows[:2], tokenizer, max_len=4)
 
 
