@@ -104,9 +104,7 @@ def test_any_value_in_any_column_is_read_or_an_error_naming_flag_and_row(task, c
 def test_half_a_surrogate_pair_is_an_error_with_its_cause(task, tokenizer):
     good = ROWS[task][0] if task in ("documents", "steps") else {**PAIR, "margin": 0}
     column = {"documents": "text", "steps": "input"}.get(task, "prompt")
-    with pytest.raises(
-        ValueError, match=r"row 2 of file: .*half of a surrogate pair, U\+D83D, .* cut inside a character"
-    ):
+    with pytest.raises(ValueError, match=r"row 2 of file: .*half of a surrogate pair, U\+D83D, .* cut inside"):
         load(task, [good, {**good, column: "smile \ud83d"}], tokenizer)
 
 
@@ -194,9 +192,7 @@ def test_a_row_of_ten_megabytes_is_dropped_and_counted_without_tokenizing_it(tas
 
 
 def test_rows_of_megabytes_alone_are_an_error(tokenizer):
-    with pytest.raises(
-        ValueError, match=r"--flag: all 2 rows are longer than --prompt_max_len 100; each has more than"
-    ):
+    with pytest.raises(ValueError, match="all 2 rows are longer than --prompt_max_len 100; each has more than"):
         load("prompts", [{"input": HUGE}] * 2, tokenizer)
 
 

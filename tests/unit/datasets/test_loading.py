@@ -194,7 +194,7 @@ def test_a_split_the_hub_does_not_have_is_an_error_with_its_splits(monkeypatch):
         (
             "a.jsonl",
             '{"a": 1}\n{"a": ',
-            r"a.jsonl, line 2: not valid JSON .*The file ends in this line: it may be cut off",
+            "a.jsonl, line 2: not valid JSON .*The file ends in this line",
         ),
         ("a.jsonl", '{"a": 1}\n{"a":' + "9" * 5000 + "}\n", "a.jsonl, line 2: not valid JSON .*4300 digits"),
         ("a.jsonl", '{"a": 1}\n{"a":' + "[" * 100_000 + "\n", "a.jsonl, line 2: not valid JSON .*recursion"),
@@ -240,9 +240,7 @@ def test_a_damaged_parquet_file_is_an_error(tmp_path, compression, damage):
     table = pyarrow.Table.from_pylist([{"text": f"a text, number {n}"} for n in range(100)])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression=compression)
     damage(tmp_path / "a.parquet")
-    with pytest.raises(
-        ValueError, match=r"--prompt_data .*a.parquet, from row 1 on: not a whole Parquet .*Write it again"
-    ):
+    with pytest.raises(ValueError, match="--prompt_data .*a.parquet, from row 1 on: not a whole Parquet"):
         load(tmp_path / "a.parquet")
 
 

@@ -52,7 +52,7 @@ def test_conversations_turns_and_texts_give_the_same_pair(tokenizer, row, column
 def test_a_conversation_of_another_prompt_is_an_error(tokenizer):
     row = {"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]}
     with pytest.raises(
-        ValueError, match=r"--dataset, row 1: column 'chosen': .*not start with the prompt.*--prompt_key"
+        ValueError, match=r"--dataset, row 1: column 'chosen' and its prompt: .*not start with the prompt.*--prompt_key"
     ):
         pairs_of([row], tokenizer, {"prompt_key": "prompt"}, apply_chat_template=True)
 
