@@ -16,6 +16,7 @@ from openppo.config.shared import (
     DeepSpeedConfig,
     LoRAConfig,
     RunConfig,
+    mask_credentials,
     require,
     validate_lora,
 )
@@ -151,9 +152,12 @@ def _validate_train_batch(batch: BatchConfig, world_size: int) -> None:
 
 
 def flat_dict(config: Any) -> dict[str, object]:
-    """All options of a command by flag name, in the order of the groups; reads back through ``--config``."""
+    """All options of a command by flag name, in the order of the groups; reads back through ``--config``.
+
+    For files and logs: secrets in URLs are masked.
+    """
     return {
-        field.name: value
+        field.name: mask_credentials(value) if isinstance(value, str) else value
         for group in vars(config).values()
         for field, value in zip(dataclasses.fields(group), dataclasses.astuple(group), strict=True)
     }
