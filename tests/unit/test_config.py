@@ -119,6 +119,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "reward_fn": "f.py",
         "value_head_prefix": "score",
         "flash_attn": False,
+        "trust_remote_code": False,
         "bf16": False,
         # optimizer
         "actor_learning_rate": 1e-6,
@@ -186,6 +187,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "max_samples": None,
         "max_len": 512,
         "flash_attn": False,
+        "trust_remote_code": False,
         "input_key": None,
         "output_key": "output",
         "train_batch_size": 128,

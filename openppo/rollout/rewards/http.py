@@ -56,6 +56,12 @@ class RemoteScorer:
         assert source.remote_rm_url is not None, "validated before"
         self.urls = _split_urls(source.remote_rm_url)
         self.headers = _headers(source.remote_rm_token_file)
+        both = next((url for url in self.urls if self.headers and "@" in urlsplit(url).netloc), None)
+        if both is not None:
+            raise ValueError(
+                f"{self._at(both)}: this address has a user, and --remote_rm_token_file a token; a request can carry "
+                "only one of them. Leave one out."
+            )
         self.tokenizer = tokenizer
         self.name = name
         self.batch_size = source.remote_rm_batch_size

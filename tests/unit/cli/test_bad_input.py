@@ -206,6 +206,7 @@ class Case:
         assert len(lines) == 1, stderr
         for part in self.says:
             assert in_folders(part, models, data) in lines[0]
+        assert "secret" not in stderr
         assert code == (1 if self.ranks else 2), "torchrun makes 1 of every exit status"
         assert f'File "{REPO}/openppo' not in stderr, "no traceback through our code"
         assert "Traceback" not in stderr or self.ranks, "torchrun ends with a traceback of its own"
@@ -350,6 +351,49 @@ REWARDS = [
     ),
     Case("normalized without model", {"normalize_reward": True}, ["--normalize_reward", "--reward_normalizer running"]),
 ]
+FLAGS_OF_MODELS = [
+    *(("train_ppo", flag) for flag in ("pretrain", "reward_pretrain", "critic_pretrain", "prm_pretrain")),
+    *((command, "pretrain") for command in ("train_sft", "train_rm", "train_prm", "generate", "evaluate")),
+    *(("evaluate", flag) for flag in ("reward_pretrain", "prm_pretrain")),
+    ("serve_rm", "reward_pretrain"),
+    ("merge_lora", "lora_path"),
+]
+TRUST = [
+    Case(f"{flag} of {command}: {name}", {flag: f"M/{model}", **options}, [f"--{flag} M/{model}: ", says], command)
+    for command, flag in FLAGS_OF_MODELS
+    for model in ["own_adapters" if command == "merge_lora" else "own_code"]
+    for name, options, says in (
+        ("own code", {}, "it brings Python code of its own (auto_map in its config)"),
+        ("own code, trusted", {"trust_remote_code": True}, "its own code ran"),
+    )
+] + [
+    Case("tokenizer with code", {"pretrain": "M/own_tokenizer"}, ["--pretrain M/own_tokenizer: it brings Python code"]),
+    Case(
+        "tokenizer with code, trusted",
+        {"pretrain": "M/own_tokenizer", "trust_remote_code": True},
+        ["--pretrain M/own_tokenizer: its tokenizer cannot be loaded: its own code ran"],
+    ),
+    Case(
+        "reward model's tokenizer with code",
+        {"reward_pretrain": "M/own_tokenizer", "reward_fn": None, "advantage_estimator": "reinforce"},
+        ["--reward_pretrain M/own_tokenizer: it brings Python code"],
+    ),
+    Case("pickle", {"pretrain": "M/pickle"}, ["--pretrain M/pickle: its weights are a pickle file", "safetensors"]),
+    Case("reward pickle", reward_model("reward_pickle"), ["--reward_pretrain M/reward_pickle: its weights are"]),
+    Case("critic pickle", {"critic_pretrain": "M/pickle"}, ["--critic_pretrain M/pickle: its weights are a pickle"]),
+    Case("SFT: pickle", {"pretrain": "M/pickle"}, ["--pretrain M/pickle: its weights are a pickle"], "train_sft"),
+    Case("RM: pickle", {"pretrain": "M/pickle"}, ["--pretrain M/pickle: its weights are a pickle"], "train_rm"),
+    Case("PRM: pickle", {"pretrain": "M/pickle"}, ["--pretrain M/pickle: its weights are a pickle"], "train_prm"),
+    Case("generate: pickle", {"pretrain": "M/pickle"}, ["--pretrain M/pickle: its weights are a pickle"], "generate"),
+    Case(
+        "serve: pickle", {"reward_pretrain": "M/reward_pickle"}, ["--reward_pretrain M/reward_pickle: its"], "serve_rm"
+    ),
+    Case(
+        "password in an address",
+        {"reward_fn": None, "remote_rm_url": "http://me:secret@127.0.0.1:9/"},
+        ["--remote_rm_url http://***@127.0.0.1:9/: no reward server answers there"],
+    ),
+]
 ALGORITHMS = [
     Case("groups of one", {"advantage_estimator": "rloo"}, ["--advantage_estimator rloo", "--n_samples_per_prompt"]),
     Case("dynamic groups of one", {"dynamic_sampling": True}, ["--dynamic_sampling", "--n_samples_per_prompt"]),
@@ -485,7 +529,9 @@ SUPERVISED = [
         "train_rm",
     ),
 ]
-IN_PROCESS = DATA + BROKEN_FILES + BROKEN_ROWS + MODELS + REWARDS + ALGORITHMS + SHAPES + OPTIONS + SUPERVISED + TOOLS
+IN_PROCESS = (
+    DATA + BROKEN_FILES + BROKEN_ROWS + MODELS + TRUST + REWARDS + ALGORITHMS + SHAPES + OPTIONS + SUPERVISED + TOOLS
+)
 PROCESSES = [
     next(case for case in IN_PROCESS if case.name == name)
     for name in ("missing data file", "reward without head", "unknown flag", "no reward", "RM: no chosen")
