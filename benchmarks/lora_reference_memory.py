@@ -64,7 +64,7 @@ def main() -> None:
         kinds = ("adapters off", "separate model")
         for kind in kinds:
             subprocess.run([sys.executable, __file__, kind, name], check=True, stderr=subprocess.DEVNULL)
-        ours, theirs = (torch.load(folder / f"{kind}.pt") for kind in kinds)
+        ours, theirs = (torch.load(folder / f"{kind}.pt", weights_only=True) for kind in kinds)
         print(f"largest difference of a log-prob: {(ours - theirs).abs().max().item():.1e}")
 
 

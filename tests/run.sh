@@ -8,6 +8,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start processes of their 
 ruff check .
 ruff format --check .
 mypy
+if [ $# -eq 0 ]; then
+    bash tests/audit.sh
+fi
 CUDA_VISIBLE_DEVICES="" python -m pytest "$@" # the CPU is what the tests are written for
 if [ $# -eq 0 ] && command -v nvidia-smi > /dev/null; then
     python -m pytest tests/gpu

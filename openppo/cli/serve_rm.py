@@ -28,8 +28,8 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     token = None if options.token_file is None else read_token(options.token_file, "--token_file")
     listener = listen(options.host, options.port)
     attention_implementation(options.flash_attn)
-    model_config = check_model(name, flag)
-    tokenizer = load_tokenizer(name, flag)
+    model_config = check_model(name, flag, options.trust_remote_code)
+    tokenizer = load_tokenizer(name, flag, trust_remote_code=options.trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {name}: its tokenizer has no EOS token, at which a text is scored.")
     normalization = Normalization()
@@ -43,6 +43,7 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
             bf16=options.bf16,
             flash_attn=options.flash_attn,
             value_head_prefix=options.value_head_prefix,
+            trust_remote_code=options.trust_remote_code,
         )
     device, pad = torch.device("cuda" if torch.cuda.is_available() else "cpu"), pad_token_id(tokenizer)
     model.eval().to(device)

@@ -48,6 +48,7 @@ from openppo.config.shared import (
     DeepSpeedConfig,
     LoRAConfig,
     RunConfig,
+    mask_credentials,
 )
 from openppo.config.supervised import (
     PreferenceConfig,
@@ -111,5 +112,6 @@ __all__ = [
     "Verifier",
     "flat_dict",
     "from_options",
+    "mask_credentials",
     "parse_probs",
 ]

@@ -17,6 +17,7 @@ from openppo.config.shared import (
     DeepSpeedConfig,
     LoRAConfig,
     RunConfig,
+    mask_credentials,
     require,
     validate_lora,
 )
@@ -163,9 +164,12 @@ def _validate_keep_best(checkpoint: CheckpointConfig, held_out: str | None, flag
 
 
 def flat_dict(config: Any) -> dict[str, object]:
-    """All options of a command by flag name, in the order of the groups; reads back through ``--config``."""
+    """All options of a command by flag name, in the order of the groups; reads back through ``--config``.
+
+    For files and logs: secrets in URLs are masked.
+    """
     return {
-        field.name: value
+        field.name: mask_credentials(value) if isinstance(value, str) else value
         for group in vars(config).values()
         for field, value in zip(dataclasses.fields(group), dataclasses.astuple(group), strict=True)
     }

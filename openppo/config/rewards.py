@@ -31,8 +31,8 @@ class RewardSourceConfig:
     """Reward of a sample on which the reward function raises (default: end the run, naming the sample)."""
     remote_rm_timeout: float = 180.0
     """Seconds for one request to a reward server."""
-    remote_rm_retries: int = 5
-    """Further attempts after a failed request, with growing pauses, before the run ends."""
+    remote_rm_retries: int = 7
+    """Further attempts after a failed request, with growing pauses, before the run ends; 7 last a minute or two."""
     remote_rm_batch_size: int = 64
     """Samples of one request to a reward server."""
     remote_rm_token_file: str | None = None

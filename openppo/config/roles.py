@@ -26,6 +26,8 @@ class PPOModelConfig:
     """Name of the scalar head in critic and reward checkpoints."""
     flash_attn: bool = False
     """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
     save_value_network: bool = False
     """Also save the critic, in a folder beside --save_path with '_critic' at the end."""
 

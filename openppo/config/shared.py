@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,12 @@ def require(condition: bool, message: str) -> None:
     """Raise ``ValueError`` with ``message`` unless ``condition`` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def mask_credentials(text: str) -> str:
+    """``text`` with stars for what URLs in it may hold of secrets: user and password, values of the query."""
+    text = re.sub(r"(\w://)[^\s/]+@", r"\1***@", text)
+    return re.sub(r"(\w://[^\s?]*\?)[^\s,]+", r"\1***", text)
 
 
 @dataclass(frozen=True)

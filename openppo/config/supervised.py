@@ -45,6 +45,8 @@ class SupervisedConfig:
     """Longer samples are dropped, with a count in the log."""
     flash_attn: bool = False
     """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
 
     def validate(self) -> None:
         validate_data(self.input_template, self.max_samples)

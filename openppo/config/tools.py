@@ -51,6 +51,8 @@ class PromptsConfig:
     """Load models in bfloat16."""
     flash_attn: bool = False
     """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
     seed: int = 42
     """Seed of sampling."""
 
@@ -126,6 +128,8 @@ class ServerConfig:
     """Load the model in bfloat16."""
     flash_attn: bool = False
     """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
 
     def validate(self) -> None:
         require(0 <= self.port < 65536, f"--port must lie in 0..65535, got {self.port}.")
@@ -150,6 +154,8 @@ class MergeConfig:
     """Base model (default: the one that the PEFT folder names)."""
     bf16: bool = False
     """Write the weights in bfloat16."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
 
     def validate(self) -> None:
         require(self.lora_path != self.save_path, "--save_path must not be --lora_path: the adapters would be lost.")

@@ -6,9 +6,10 @@ file is never served stale.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
@@ -17,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 
-from openppo.datasets.formats import Row, data_suffix, read_file
+from openppo.datasets.formats import PlacedRow, Row, data_suffix, read_file
+
+logger = logging.getLogger(__name__)
 
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -39,7 +43,22 @@ SPLIT_FLAGS = {
 METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "state.json", "config.json")
 
 
-def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) -> list[Row]:
+@dataclass(frozen=True)
+class SourceRow:
+    """A row, the name of its source, its number there (from 1), and its place in the file, if known: "line 3"."""
+
+    row: Row
+    source: str
+    number: int
+    place: str = ""
+
+
+def number_rows(rows: Iterable[Row], source: str = "") -> list[SourceRow]:
+    """``rows`` of one source, in order."""
+    return [SourceRow(row, source, number) for number, row in enumerate(rows, start=1)]
+
+
+def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) -> list[SourceRow]:
     """The rows of ``source``, at most the first ``max_samples``, in order.
 
     ``source`` is a JSONL, JSON, CSV or Parquet file, a folder saved by ``datasets``, a folder of such files, or
@@ -48,29 +67,17 @@ def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) ->
     Values of CSV files are strings. Raises ``ValueError`` naming ``flag``, the source and the remedy.
     """
     path = Path(source).expanduser()
+    placed: Iterable[PlacedRow]
     if path.is_file():
-        rows = list(islice(read_file(path, flag), max_samples))
+        placed = read_file(path, flag)
     elif path.is_dir():
-        rows = _load_folder(path, flag, split, max_samples)
+        placed = _load_folder(path, flag, split, max_samples)
     else:
-        rows = _load_from_hub(source, flag, split, max_samples)
+        placed = _unplaced(_load_from_hub(source, flag, split, max_samples))
+    rows = [SourceRow(row, source, n, place) for n, (row, place) in enumerate(islice(placed, max_samples), start=1)]
     if not rows:
         raise ValueError(f"{flag} {source}: empty, it has no rows. Choose another file or split.")
     return rows
-
-
-@dataclass(frozen=True)
-class SourceRow:
-    """A row, the name of its source, and its number there (from 1)."""
-
-    row: Row
-    source: str
-    number: int
-
-
-def number_rows(rows: Sequence[Row], source: str = "") -> list[SourceRow]:
-    """``rows`` of one source, in order."""
-    return [SourceRow(row, source, number) for number, row in enumerate(rows, start=1)]
 
 
 def load_mixed_rows(
@@ -93,14 +100,16 @@ def load_mixed_rows(
     loaded = []
     for source, _ in sources:
         if make is None:
-            rows = load_rows(source, flag=flag, split=split, max_samples=max_samples)
+            loaded.append(load_rows(source, flag=flag, split=split, max_samples=max_samples))
         else:
-            rows = _rows_made(
-                make(source), f"--dataset_class {dataset_class}, called for {flag} {source},", max_samples
-            )
-        loaded.append(number_rows(rows, source))
+            where = f"--dataset_class {dataset_class}, called for {flag} {source},"
+            loaded.append(number_rows(_rows_made(make(source), where, max_samples), source))
     shares = [share for _, share in sources if share is not None]
-    return _interleave(loaded, shares, seed) if shares else list(chain.from_iterable(loaded))
+    rows = _interleave(loaded, shares, seed) if shares else list(chain.from_iterable(loaded))
+    n_different = len({hash(repr(row.row)) for row in rows})  # by their hash, so that no second copy is in memory
+    if n_different < len(rows):
+        logger.info("%s: %d of %d rows are copies of others; they are kept", flag, len(rows) - n_different, len(rows))
+    return rows
 
 
 def _interleave(loaded: Sequence[Sequence[SourceRow]], shares: Sequence[float], seed: int) -> list[SourceRow]:
@@ -134,7 +143,8 @@ def naming_row(flag: str, row: SourceRow) -> Iterator[None]:
         yield
     except ValueError as error:
         of_source = f" of {row.source}" if row.source else ""
-        raise ValueError(f"{flag}, row {row.number}{of_source}: {error}") from error
+        place = f" ({row.place})" if row.place not in ("", f"row {row.number}") else ""
+        raise ValueError(f"{flag}, row {row.number}{of_source}{place}: {error}") from error
 
 
 def _rows_made(made: Any, where: str, max_samples: int | None) -> list[Row]:
@@ -179,20 +189,32 @@ def _import_from_file(spec: str) -> Callable[[str], Any]:
     return made
 
 
-def _load_folder(path: Path, flag: str, split: str, max_samples: int | None) -> list[Row]:
+def _load_folder(path: Path, flag: str, split: str, max_samples: int | None) -> Iterator[PlacedRow]:
     try:
+        saved: Any = None
         if (path / "dataset_dict.json").is_file():
-            splits = DatasetDict.load_from_disk(str(path))
-            _require_split(split, sorted(splits), flag, path)
-            return _head(splits[split], max_samples)
-        if (path / "state.json").is_file():
-            return _head(Dataset.load_from_disk(str(path)), max_samples)
-    except OSError as error:
+            saved = DatasetDict.load_from_disk(str(path))
+        elif (path / "state.json").is_file():
+            saved = {split: Dataset.load_from_disk(str(path))}
+        rows = _head(saved[split], max_samples) if saved is not None and split in saved else []
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:  # its JSON files may be damaged too
         raise ValueError(
-            f"{flag} {path}: a folder saved by 'datasets' that cannot be read ({error}). Save it again."
+            f"{flag} {path}: a folder saved by 'datasets' that cannot be read ({error!r}). Save it again."
         ) from error
-    files = _files_of_split(path, flag, split)
-    return list(islice(chain.from_iterable(read_file(file, flag) for file in files), max_samples))
+    if saved is not None:
+        _require_split(split, sorted(saved), flag, path)
+        yield from _unplaced(rows)
+        return
+    for file in _files_of_split(path, flag, split):
+        place = ""
+        for row, place in read_file(file, flag):
+            yield row, f"{file.name}, {place}"
+        if not place:
+            logger.warning("%s %s: empty, it has no rows", flag, file)
+
+
+def _unplaced(rows: Iterable[Row]) -> Iterator[PlacedRow]:
+    return ((row, "") for row in rows)
 
 
 def _files_of_split(folder: Path, flag: str, split: str) -> list[Path]:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openppo.config import PreferenceConfig, SupervisedConfig
+from openppo.datasets.formats import Row
 from openppo.datasets.loading import SourceRow, naming_row, require_column
-from openppo.datasets.sft import require_some_left
 from openppo.datasets.shapes import Keys, RowReader
-from openppo.datasets.templates import Message, as_messages, render_whole, require_tokenizer
+from openppo.datasets.templates import (
+    Message,
+    as_messages,
+    is_far_longer,
+    render_whole,
+    require_some_left,
+    require_tokenizer,
+    shortened,
+)
 from openppo.datasets.turns import render_response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,18 +68,32 @@ def load_preferences(
     if data.margin_key is not None:
         require_column(rows, data.margin_key, flag_of_key="--margin_key", flag_of_data=flag)
 
-    examples, lengths = [], []
+    examples, lengths, n_equal = [], [], 0
     for row in rows:
         with naming_row(flag, row):
             parts = reader.read(row)
+            if parts.prompt is None and isinstance(parts.chosen, str):
+                _refuse_null_prompt(row.row, data)
+            if is_far_longer([parts.prompt, parts.chosen, parts.rejected], tokenizer, supervised.max_len):
+                continue
             chosen = _render_side(parts.prompt, parts.chosen, tokenizer, supervised, data.chosen_key)
             rejected = _render_side(parts.prompt, parts.rejected, tokenizer, supervised, data.rejected_key)
             margin = 0.0 if data.margin_key is None else _as_margin(row.row[data.margin_key], data.margin_key)
+        n_equal += chosen == rejected
         lengths.append(max(len(chosen), len(rejected)))
         if lengths[-1] <= supervised.max_len:
             examples.append(PreferenceExample(chosen, rejected, margin))
-    require_some_left(examples, lengths, supervised.max_len, flag)
+    require_some_left(examples, len(rows), lengths, f"--max_len {supervised.max_len}", flag)
+    if n_equal:
+        logger.info("%s: in %d of %d pairs both sides are the same, which teaches nothing", flag, n_equal, len(rows))
     return examples, len(rows) - len(examples)
+
+
+def _refuse_null_prompt(row: Row, data: PreferenceConfig) -> None:
+    """Without it the sides would be read as whole texts, unlike those of the other rows."""
+    column = data.prompt_key or next((name for name in ("prompt", "question") if name in row), None)
+    if column is not None and row[column] is None:
+        raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
 
 
 def _named_keys(data: PreferenceConfig) -> Keys | None:
@@ -93,7 +118,8 @@ def _render_side(
             side = _turns_after(as_messages(prompt, "user", template), as_messages(side))
         return render_response(prompt, side, tokenizer, input_template=template, apply_chat_template=chat).token_ids
     except ValueError as error:
-        raise ValueError(f"column {column!r}: {error}") from error
+        of_both = "" if prompt is None else " and its prompt"
+        raise ValueError(f"column {column!r}{of_both}: {error}") from error
 
 
 def _turns_after(prompt: list[Message], turns: list[Message]) -> list[Message]:
@@ -114,8 +140,10 @@ def _turns_after(prompt: list[Message], turns: list[Message]) -> list[Message]:
 def _as_margin(value: object, key: str) -> float:
     try:
         margin = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         margin = math.nan
     if not math.isfinite(margin):
-        raise ValueError(f"the margin in column {key!r} is not a number: {value!r}. Correct it, or drop --margin_key.")
+        raise ValueError(
+            f"the margin in column {key!r} is not a number: {shortened(value)}. Correct it, or drop --margin_key."
+        )
     return margin

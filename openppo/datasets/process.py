@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from openppo.config import ProcessConfig, SupervisedConfig
 from openppo.datasets.loading import SourceRow, naming_row
-from openppo.datasets.sft import require_some_left
 from openppo.datasets.shapes import Keys, Parts, RowReader
 from openppo.datasets.templates import (
     as_messages,
@@ -17,8 +16,10 @@ from openppo.datasets.templates import (
     encode_bare,
     encode_cut,
     encode_start,
+    is_far_longer,
     render_chat,
     render_prompt,
+    require_some_left,
     require_tokenizer,
     shortened,
 )
@@ -131,6 +132,8 @@ def load_process_examples(
     for row in rows:
         with naming_row(flag, row):
             parts = reader.read(row)
+            if is_far_longer([parts.prompt, parts.response], tokenizer, supervised.max_len):
+                continue
             steps = _steps(parts, data.placeholder_token)
             labels = _labels(parts, len(steps), tokens)
             kind = kind or type(labels[0])
@@ -141,7 +144,7 @@ def load_process_examples(
         if len(ids) <= supervised.max_len:
             by_place = dict(zip(places, labels, strict=True))
             examples.append(ProcessExample(ids, [by_place.get(t, IGNORED) for t in range(len(ids))]))
-    require_some_left(examples, lengths, supervised.max_len, flag)
+    require_some_left(examples, len(rows), lengths, f"--max_len {supervised.max_len}", flag)
     return examples, len(rows) - len(examples)
 
 

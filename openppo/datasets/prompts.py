@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from openppo.datasets.loading import SourceRow, naming_row, require_column
 from openppo.datasets.shapes import RowReader
-from openppo.datasets.templates import as_messages, render_prompt, require_tokenizer
+from openppo.datasets.templates import (
+    as_messages,
+    is_far_longer,
+    render_prompt,
+    require_some_left,
+    require_tokenizer,
+)
 from openppo.types import Prompt
 
 if TYPE_CHECKING:
@@ -51,8 +57,8 @@ def load_prompts(
 
     The prompt is column ``options.input_key``, else recognized. The label is column ``options.label_key``, else the
     answer that a recognized shape holds, else None. A prompt longer than ``options.prompt_max_len`` tokens is dropped,
-    never cut. Raises ``ValueError`` naming ``flag`` and the row for a missing column or an empty or malformed prompt,
-    and ``--prompt_max_len`` if no prompt is left.
+    never cut; one of megabytes is not even tokenized whole. Raises ``ValueError`` naming ``flag`` and the row for a
+    missing column or an empty or malformed prompt, and ``--prompt_max_len`` if no prompt is left.
     """
     require_tokenizer(tokenizer, apply_chat_template=options.apply_chat_template, eos=False)
     keys = None if options.input_key is None else {"prompt": (options.input_key, "--input_key")}
@@ -62,22 +68,18 @@ def load_prompts(
     if options.label_key is not None:
         require_column(rows, options.label_key, flag_of_key="--label_key", flag_of_data=flag)
 
-    prompts = []
-    shortest = None
+    prompts, lengths = [], []
     for row in rows:
         with naming_row(flag, row):
             parts = reader.read(row)
+            if is_far_longer([parts.prompt], tokenizer, options.prompt_max_len):
+                continue
             label = parts.label if options.label_key is None else row.row[options.label_key]
             prompt = _render(parts.prompt, tokenizer, options, label, row)
-        length = len(prompt.token_ids)
-        shortest = min(length, shortest or length)
-        if length <= options.prompt_max_len:
+        lengths.append(len(prompt.token_ids))
+        if lengths[-1] <= options.prompt_max_len:
             prompts.append(prompt)
-    if not prompts:
-        raise ValueError(
-            f"{flag}: all {len(rows)} prompts are longer than --prompt_max_len {options.prompt_max_len}; the shortest "
-            f"has {shortest} tokens. Raise --prompt_max_len."
-        )
+    require_some_left(prompts, len(rows), lengths, f"--prompt_max_len {options.prompt_max_len}", flag)
     return PromptSet(prompts, dropped=len(rows) - len(prompts))
 
 

@@ -14,7 +14,10 @@ from openppo.datasets.templates import (
     as_text,
     encode_start,
     end_with_eos,
+    head_of,
+    is_far_longer,
     render_whole,
+    require_some_left,
     require_tokenizer,
 )
 from openppo.datasets.turns import render_conversation, render_response
@@ -48,14 +51,21 @@ def load_sft_examples(
         chat=supervised.apply_chat_template,
         keys=_named_keys(data),
     )
-    examples, lengths = [], []
+    examples, lengths, n_empty = [], [], 0
     for row in rows:
         with naming_row(flag, row):
-            example = _render(reader.read(row), tokenizer, supervised)
+            parts = reader.read(row)
+            values = [parts.prompt, parts.response, parts.conversation, parts.whole]
+            if is_far_longer(values, tokenizer, supervised.max_len):
+                continue
+            example = _render(parts, tokenizer, supervised)
+        n_empty += parts.response == ""
         lengths.append(len(example.token_ids))
         if lengths[-1] <= supervised.max_len:
             examples.append(example)
-    require_some_left(examples, lengths, supervised.max_len, flag)
+    require_some_left(examples, len(rows), lengths, f"--max_len {supervised.max_len}", flag)
+    if n_empty:
+        logger.info("%s: %d of %d responses are empty; they teach to end at once", flag, n_empty, len(rows))
     return examples, len(rows) - len(examples)
 
 
@@ -94,7 +104,8 @@ def load_documents(
     for row in rows:
         with naming_row(flag, row):
             text = as_text(reader.read(row).whole)
-        ids = encode_start(tokenizer, text) if text.strip() else []
+        start = head_of(tokenizer, text, 2 * max_len)
+        ids = encode_start(tokenizer, start) if text.strip() else []
         if ids:
             ids = ids[:1] + end_with_eos(tokenizer, ids[1:])
             n_cut += len(ids) > max_len
@@ -106,15 +117,6 @@ def load_documents(
     if n_cut:
         logger.info("%s: %d of %d documents are cut at %d tokens.", flag, n_cut, len(examples), max_len)
     return examples
-
-
-def require_some_left(examples: Sequence[object], lengths: Sequence[int], max_len: int, flag: str) -> None:
-    """Raise ``ValueError`` naming ``--max_len`` if no example is short enough."""
-    if not examples:
-        raise ValueError(
-            f"{flag}: all {len(lengths)} samples are longer than --max_len {max_len}; the shortest has {min(lengths)} "
-            "tokens. Raise --max_len."
-        )
 
 
 def _all_targets(ids: list[int]) -> TokenExample:

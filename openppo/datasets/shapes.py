@@ -210,11 +210,15 @@ def _steps(row: Row, chat: bool) -> Parts:
     question, steps = _first(row, "prompt", *QUESTION), _first(row, *STEPS)
     if "labels" in row:
         return Parts(prompt=question, response=steps, label=row["labels"])
+    if not isinstance(steps, list):
+        raise ValueError(f"the steps are no list but {type(steps).__name__}: {shortened(steps)}. Correct the row.")
     wrong = _first(row, *FIRST_WRONG)
     if wrong is None or wrong == "N/A":
         return Parts(prompt=question, response=steps, label=[True] * len(steps))
-    if not isinstance(wrong, int) or not 1 <= wrong <= len(steps):
-        raise ValueError(f"the first wrong step is {wrong!r}, and there are {len(steps)} steps, counted from 1.")
+    if type(wrong) is not int or not 1 <= wrong <= len(steps):
+        raise ValueError(
+            f"the first wrong step is {shortened(wrong)}, and there are {len(steps)} steps, counted from 1."
+        )
     return Parts(prompt=question, response=steps[:wrong], label=[True] * (wrong - 1) + [False])
 
 

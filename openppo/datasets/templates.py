@@ -6,14 +6,20 @@ every example ends with one EOS, as a sampled response does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_CHARACTERS_PER_TOKEN = 16
+"""More than texts have on average."""
+_LARGE = 2**20
+"""Characters from which on a row is looked at before it is rendered."""
 
 Message = dict[str, Any]
 """One turn of a chat: at least "role" and "content", both strings."""
@@ -47,13 +53,16 @@ def render_prompt(
     messages. Raises ``ValueError`` for any other value, an empty one, or one that renders to no tokens.
     """
     if apply_chat_template:
-        text = render_chat(as_messages(value, "user", input_template), tokenizer, for_generation=True)
+        messages = as_messages(value, "user", input_template)
+        if not any(message["content"] for message in messages):
+            raise ValueError("all chat messages are empty. Remove the row or choose another column.")
+        text = render_chat(messages, tokenizer, for_generation=True)
         ids = encode_bare(tokenizer, text)
     else:
         text = fill_template(value, input_template)
         ids = encode_start(tokenizer, text)
     if not ids:
-        raise ValueError(f"the prompt {value!r} has no tokens. Remove the row or choose another column.")
+        raise ValueError(f"the prompt {shortened(value)} has no tokens. Remove the row or choose another column.")
     return text, ids
 
 
@@ -75,7 +84,7 @@ def render_whole(
     else:
         ids = encode_start(tokenizer, fill_template(value, input_template))
     if not ids:
-        raise ValueError(f"the text {value!r} has no tokens. Remove the row or choose another column.")
+        raise ValueError(f"the text {shortened(value)} has no tokens. Remove the row or choose another column.")
     return ids[:1] + end_with_eos(tokenizer, ids[1:])  # the first token may be a BOS that equals EOS
 
 
@@ -87,7 +96,10 @@ def as_messages(value: object, role: str | None = None, input_template: str | No
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": fill_template(value, input_template)}]
     if not isinstance(value, list):
-        raise ValueError(f"neither a text nor a list of chat messages but {type(value).__name__}.")
+        raise ValueError(
+            f"neither a text nor a list of chat messages but {type(value).__name__}: {shortened(value)}. Correct or "
+            "remove the row, or choose another column."
+        )
     if not value:
         raise ValueError("the list of chat messages is empty. Remove the row or choose another column.")
     if input_template is not None:
@@ -99,6 +111,7 @@ def as_messages(value: object, role: str | None = None, input_template: str | No
             and isinstance(message.get("content"), str)
         ):
             raise ValueError(f'not a chat message with texts "role" and "content": {shortened(message)}.')
+        _require_encodable(message["role"] + message["content"])
     return value
 
 
@@ -124,6 +137,16 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template
         )
 
 
+def require_some_left(examples: Sequence[object], n_rows: int, lengths: Sequence[int], limit: str, flag: str) -> None:
+    """Raise ``ValueError`` naming ``limit``, a flag and its value, if no example is short enough.
+
+    ``lengths`` are those of the rows that were tokenized.
+    """
+    if not examples:
+        shortest = f"the shortest has {min(lengths)} tokens" if lengths else "each has more than a megabyte"
+        raise ValueError(f"{flag}: all {n_rows} rows are longer than {limit}; {shortest}. Raise {limit.split()[0]}.")
+
+
 def encode_start(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that something may follow: special tokens as the tokenizer adds them, but no EOS after it."""
     ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
@@ -138,6 +161,39 @@ def encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of the text alone."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
+
+
+def head_of(tokenizer: PreTrainedTokenizerBase, text: str, n_tokens: int) -> str:
+    """A start of ``text`` that has more than ``n_tokens`` tokens alone, or all of it.
+
+    What needs no more tokens than that need not tokenize texts of megabytes, which takes seconds and gigabytes.
+    """
+    size = _CHARACTERS_PER_TOKEN * n_tokens
+    while size < len(text) and len(encode_bare(tokenizer, text[:size])) <= n_tokens:
+        size *= 4
+    return text[:size]
+
+
+def is_far_longer(values: list[Any], tokenizer: PreTrainedTokenizerBase, max_len: int) -> bool:
+    """Whether texts and chats of more than a megabyte have more than 4 ``max_len`` tokens, as their start shows.
+
+    Four, because a row may repeat a text. Raises ``ValueError`` for texts that cannot be encoded.
+    """
+    texts = list(_texts(values))
+    if sum(map(len, texts)) <= _LARGE:
+        return False
+    text = as_text("".join(texts))
+    return len(head_of(tokenizer, text, 4 * max_len)) < len(text)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All texts in lists and contents of chat messages."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        yield from chain.from_iterable(map(_texts, value))
+    elif isinstance(value, dict):
+        yield from _texts(value.get("content"))
 
 
 def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
@@ -198,12 +254,26 @@ def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, 
 
 
 def as_text(value: object) -> str:
-    """``value``, if it is a text; else ``ValueError``."""
+    """``value``, if it is a text that can be encoded; else ``ValueError``."""
     if isinstance(value, list):
         raise ValueError("a list of chat messages needs --apply_chat_template.")
     if not isinstance(value, str):
-        raise ValueError(f"not a text but {type(value).__name__}: {shortened(value)}.")
+        raise ValueError(
+            f"not a text but {type(value).__name__}: {shortened(value)}. Correct or remove the row, or choose another "
+            "column."
+        )
+    _require_encodable(value)
     return value
+
+
+def _require_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"half of a surrogate pair, U+{ord(text[error.start]):04X}, is no character: {shortened(text)}. It is left "
+            "where a text was cut inside a character; correct or remove the row."
+        ) from error
 
 
 def shortened(value: object) -> str:

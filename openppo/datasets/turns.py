@@ -45,7 +45,7 @@ def render_response(
     """
     if apply_chat_template:
         asked = as_messages(prompt, "user", input_template)
-        turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else as_messages(response)
+        turns = as_messages(response, "assistant") if response != "" else [{"role": "assistant", "content": ""}]
         return _render_turns([*asked, *turns], tokenizer, first=len(asked))
     before = fill_template(prompt, input_template)
     ids, (start,) = encode_cut(tokenizer, before + as_text(response), [len(before)], add_special_tokens=True)

@@ -19,9 +19,10 @@ class Actor(nn.Module):
     """A causal language model as policy (or as reference).
 
     ``pretrain_or_model`` is a local folder (also a PEFT folder) or hub name, loaded with ``bf16`` and ``flash_attn``,
-    or a model that is loaded already; ``.model`` is the module (with LoRA the PEFT model). Its own dropout is switched
-    off. ``temperature`` is the sampling temperature; log-probs and entropy are those of softmax(logits / temperature),
-    in float32. ``lora`` are fields of ``LoRAConfig``: ``Actor(name, lora_rank=8)`` or ``Actor(name, **vars(config))``.
+    or a model that is loaded already; ``trust_remote_code`` lets it run code of its own. ``.model`` is the module (with
+    LoRA the PEFT model). Its own dropout is switched off. ``temperature`` is the sampling temperature; log-probs and
+    entropy are those of softmax(logits / temperature), in float32. ``lora`` are fields of ``LoRAConfig``:
+    ``Actor(name, lora_rank=8)`` or ``Actor(name, **vars(config))``.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Actor(nn.Module):
         bf16: bool = False,
         flash_attn: bool = False,
         temperature: float = 1.0,
+        trust_remote_code: bool = False,
         **lora: Any,
     ) -> None:
         super().__init__()
@@ -39,7 +41,13 @@ class Actor(nn.Module):
         if isinstance(model, str):
             if options.lora_rank > 0:
                 refuse_stacked_adapters(model)
-            model = load_causal_lm(model, bf16=bf16, flash_attn=flash_attn, load_in_4bit=options.load_in_4bit)
+            model = load_causal_lm(
+                model,
+                bf16=bf16,
+                flash_attn=flash_attn,
+                load_in_4bit=options.load_in_4bit,
+                trust_remote_code=trust_remote_code,
+            )
         disable_dropout(model)
         self.model: nn.Module = model
         if options.lora_rank > 0:

@@ -25,20 +25,21 @@ from transformers import (
 )
 
 from openppo.models.lora.folder import base_model_of, is_peft_folder, merge_adapters
+from openppo.models.trust import RefusedError, refusing_code
 
 logger = logging.getLogger("openppo")
 
 _HUB_TIMEOUT_SECONDS = 10
 
 
-def check_model(name: str, flag: str) -> PreTrainedConfig:
+def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The config of ``name``, read before any weight is: ``ValueError`` naming ``flag`` when there is no such model.
 
     Of a PEFT folder the base model is checked too.
     """
     if is_peft_folder(name):
         try:
-            check_model(base_model_of(name), f"{flag} {name}: its base model")
+            check_model(base_model_of(name), f"{flag} {name}: its base model", trust_remote_code)
         except ValueError as error:
             raise ValueError(str(error) if str(error).startswith(flag) else f"{flag} {error}") from error
     elif Path(name).is_dir():
@@ -49,16 +50,21 @@ def check_model(name: str, flag: str) -> PreTrainedConfig:
     else:
         _check_on_hub(name, flag)
     try:
-        return load_config(name)
+        return load_config(name, trust_remote_code=trust_remote_code)
+    except RefusedError as error:
+        raise ValueError(f"{flag} {error}") from error
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{flag} {name}: its config cannot be read: {error}") from error
 
 
-def load_config(name: str, base: str | None = None, **changes: Any) -> PreTrainedConfig:
+def load_config(
+    name: str, base: str | None = None, *, trust_remote_code: bool = False, **changes: Any
+) -> PreTrainedConfig:
     """The config of a model with ``changes``; of a PEFT folder its model_config.json, else that of its ``base``."""
     own = Path(name) / "model_config.json"
     source = own if is_peft_folder(name) and own.is_file() else base or base_model_of(name)
-    config: PreTrainedConfig = AutoConfig.from_pretrained(source, **changes)
+    with refusing_code(name):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **changes)
     return config
 
 
@@ -115,12 +121,15 @@ def quantization(load_in_4bit: bool, bf16: bool) -> BitsAndBytesConfig | None:
     )
 
 
-def load_options(bf16: bool, flash_attn: bool, load_in_4bit: bool = False) -> dict[str, Any]:
-    """Keyword arguments for ``from_pretrained``: dtype, attention, 4 bits. Dropout: see ``disable_dropout``."""
+def load_options(
+    bf16: bool, flash_attn: bool, load_in_4bit: bool = False, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments for ``from_pretrained``: dtype, attention, 4 bits, code. Dropout: see ``disable_dropout``."""
     options: dict[str, Any] = {
         "dtype": torch.bfloat16 if bf16 else torch.float32,
         "attn_implementation": attention_implementation(flash_attn),
         "quantization_config": quantization(load_in_4bit, bf16),
+        "trust_remote_code": trust_remote_code,
     }
     return {name: value for name, value in options.items() if value is not None}
 
@@ -129,11 +138,14 @@ def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTr
     """A causal language model, with adapters merged if ``name`` is a PEFT folder.
 
     ``base`` replaces the base model that a PEFT folder names; ``options`` are those of ``load_options``.
-    ``ValueError`` for a checkpoint without all weights, and as in ``merge_adapters``.
+    ``ValueError`` for a checkpoint without all weights or with code in it, and as in ``merge_adapters``.
     """
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        base or base_model_of(name), config=load_config(name, base), output_loading_info=True, **load_options(**options)
-    )
+    load = load_options(**options)
+    config = load_config(name, base, trust_remote_code=load["trust_remote_code"])
+    with refusing_code(name):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            base or base_model_of(name), config=config, output_loading_info=True, **load
+        )
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
@@ -157,14 +169,20 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def load_tokenizer(name: str, flag: str, base: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str, flag: str, base: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; of a PEFT folder the one that lies there, else that of its ``base``.
 
     A missing PAD token is left missing: masks never depend on it. ``ValueError`` names ``flag``.
     """
     has_tokenizer = (Path(name) / "tokenizer_config.json").is_file()
     try:
-        return AutoTokenizer.from_pretrained(name if has_tokenizer else base or base_model_of(name))
+        with refusing_code(name):
+            source = name if has_tokenizer else base or base_model_of(name)
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except RefusedError as error:
+        raise RefusedError(f"{flag} {error}") from error
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {error}") from error
 

@@ -15,6 +15,7 @@ from openppo.config import LoRAConfig
 from openppo.models.loading import disable_dropout, load_config, load_options
 from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
 from openppo.models.lora.folder import base_model_of, has_head, is_peft_folder, merge_adapters
+from openppo.models.trust import refusing_code
 
 logger = logging.getLogger("openppo")
 
@@ -63,6 +64,7 @@ def get_llm_for_sequence_regression(
     flash_attn: bool = False,
     value_head_prefix: str = _HEAD,
     init_value_head: bool | None = None,
+    trust_remote_code: bool = False,
     **lora: Any,
 ) -> ScalarHeadModel:
     """Load ``name`` (folder, PEFT folder or hub name) as critic or reward model.
@@ -77,7 +79,7 @@ def get_llm_for_sequence_regression(
     options.validate()
     if options.lora_rank > 0:
         refuse_stacked_adapters(name)
-    load = load_options(bf16, flash_attn, options.load_in_4bit)
+    load = load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code)
     model, headless = load_classifier(name, value_head_prefix, **load)
     disable_dropout(model)
     if headless:
@@ -103,14 +105,17 @@ def load_classifier(
     ``ValueError`` as ``get_llm_for_sequence_regression`` does.
     """
     renamed = {} if value_head_prefix == _HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{_HEAD}."}
-    model, report = AutoModelForSequenceClassification.from_pretrained(
-        base or base_model_of(name),
-        config=load_config(name, base, num_labels=1),
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, with a message that helps
-        key_mapping=renamed or None,
-        **load,
-    )
+    load.setdefault("trust_remote_code", False)
+    config = load_config(name, base, num_labels=1, trust_remote_code=load["trust_remote_code"])
+    with refusing_code(name):
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            base or base_model_of(name),
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with a message that helps
+            key_mapping=renamed or None,
+            **load,
+        )
     _check_head(name, model, report, value_head_prefix)
     headless = f"{_HEAD}.weight" in report["missing_keys"]
     if is_peft_folder(name):

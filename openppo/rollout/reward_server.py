@@ -21,6 +21,9 @@ from openppo.rollout.rewards.rendering import encode_text
 logger = logging.getLogger("openppo")
 
 _BYTES_PER_MB = 2**20
+_MOST_QUERIES = 4096
+_MOST_CHARACTERS_PER_TOKEN = 100
+"""Of ``max_len``: more would be read for nothing but its end."""
 
 
 class RewardServer:
@@ -100,7 +103,7 @@ class RewardServer:
         return web.json_response({"status": "ok", "model": self.config.reward_pretrain})
 
     async def _rewards(self, request: web.Request) -> web.Response:
-        rows = [self.encode(text) for text in _queries(await request.read())]
+        rows = [self.encode(text) for text in _queries(await request.read(), self.config.max_len)]
         rewards: list[asyncio.Future[float]] = []
         for row in rows:
             rewards.append(asyncio.get_running_loop().create_future())
@@ -154,8 +157,8 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, text: str, max_len: 
     return [*encode_text(tokenizer, text), tokenizer.eos_token_id][-max_len:]
 
 
-def _queries(body: bytes) -> list[str]:
-    """The texts of a request; ``HTTPBadRequest`` for anything else."""
+def _queries(body: bytes, max_len: int) -> list[str]:
+    """The texts of a request; ``HTTPBadRequest`` for anything else, and for more or longer ones than there may be."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -163,4 +166,16 @@ def _queries(body: bytes) -> list[str]:
     queries = request.get("query") if isinstance(request, dict) else None
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise web.HTTPBadRequest(text='the request must be {"query": [texts]}; "prompts" and "labels" may stand beside')
+    try:
+        "".join(queries).encode()
+    except UnicodeEncodeError as error:
+        raise web.HTTPBadRequest(text="a text has half of a surrogate pair, which is no character") from error
+    if len(queries) > _MOST_QUERIES:
+        raise web.HTTPBadRequest(text=f"the request has {len(queries)} texts; send at most {_MOST_QUERIES} at a time")
+    most, longest = _MOST_CHARACTERS_PER_TOKEN * max_len, max(map(len, queries), default=0)
+    if longest > most:
+        raise web.HTTPBadRequest(
+            text=f"a text has {longest} characters, and {most} are read at most: {_MOST_CHARACTERS_PER_TOKEN} for each "
+            "token of the server's --max_len"
+        )
     return queries

@@ -46,9 +46,9 @@ def build_ppo_trainer(
     config.validate(strategy.comm.world_size)
     _check_algorithm(config)
     model = config.model
-    actor_config = check_model(model.pretrain, "--pretrain")
+    actor_config = check_model(model.pretrain, "--pretrain", model.trust_remote_code)
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
-    tokenizer = load_tokenizer(model.pretrain, "--pretrain")
+    tokenizer = load_tokenizer(model.pretrain, "--pretrain", trust_remote_code=model.trust_remote_code)
     _check_critic_tokens(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config)
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
@@ -138,7 +138,11 @@ def _prepare_models(
     Each is loaded and wrapped before the next is loaded.
     """
     model, rates = config.model, config.learning_rate
-    options: dict[str, Any] = {"bf16": config.deepspeed.bf16, "flash_attn": model.flash_attn}
+    options: dict[str, Any] = {
+        "bf16": config.deepspeed.bf16,
+        "flash_attn": model.flash_attn,
+        "trust_remote_code": model.trust_remote_code,
+    }
     critic = None
     if ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
         flag, name = _critic_start(config)
@@ -188,8 +192,9 @@ def _check_critic_tokens(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerB
     flag, name = _critic_start(config)
     if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic or flag == "--pretrain":
         return
-    check_model(name, flag)
-    if own_tokenizer(flag, name, config.model.pretrain, tokenizer) is not None:
+    trust = config.model.trust_remote_code
+    check_model(name, flag, trust)
+    if own_tokenizer(flag, name, config.model.pretrain, tokenizer, trust) is not None:
         remedy = "name another with --critic_pretrain" if flag == "--reward_pretrain" else "use one of the same family"
         raise ValueError(
             f"{flag} {name} has another vocabulary than --pretrain {config.model.pretrain}, and as a critic it would "
@@ -211,6 +216,7 @@ def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: 
         value_head_prefix=config.model.value_head_prefix,
         normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
         input_template=config.data.input_template,
+        trust_remote_code=config.model.trust_remote_code,
     )
 
 

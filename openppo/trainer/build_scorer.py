@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RewardSourceConfig, Verifier
 from openppo.datasets import StepEncoder, single_token_id
@@ -20,6 +20,7 @@ from openppo.models.actor import Actor
 from openppo.models.loading import check_model, load_tokenizer, pad_token_id
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.models.trust import RefusedError
 from openppo.rollout.rewards.calling import load_reward_function
 from openppo.rollout.rewards.function import FunctionScorer
 from openppo.rollout.rewards.http import RemoteScorer
@@ -55,6 +56,8 @@ class ScorerSetup:
     """Use the mean and std that the reward model stores."""
     input_template: str | None = None
     """``--input_template`` of the prompts."""
+    trust_remote_code: bool = False
+    """Models may run code of their own."""
 
 
 def build_scorer(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> Scorer:
@@ -121,8 +124,8 @@ def _reward_model(
 ) -> Scorer:
     """A frozen reward model, which reads the policy's token ids or, if those are not its own, the text again."""
     flag = "--reward_pretrain"
-    config = check_model(model, flag)
-    own = own_tokenizer(flag, model, setup.actor, tokenizer)
+    config = check_model(model, flag, setup.trust_remote_code)
+    own = own_tokenizer(flag, model, setup.actor, tokenizer, setup.trust_remote_code)
     source_of_ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
     logger.info("%s %s reads %s", flag, model, source_of_ids)
     text = None
@@ -141,6 +144,7 @@ def _reward_model(
             bf16=setup.bf16,
             flash_attn=setup.flash_attn,
             value_head_prefix=setup.value_head_prefix,
+            trust_remote_code=setup.trust_remote_code,
         )
     return ModelScorer(
         setup.prepare_frozen(reward),
@@ -158,9 +162,10 @@ def _process_reward_model(
     model: str, source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
 ) -> Scorer:
     """A frozen process reward model, which reads prompt and response as ``train_prm`` renders lists of steps."""
-    flag = "--prm_pretrain"
-    context = getattr(check_model(model, flag).get_text_config(), "max_position_embeddings", None)
-    own, chat, placeholder = load_tokenizer(model, flag), source.prm_apply_chat_template, source.prm_placeholder_token
+    flag, trust = "--prm_pretrain", setup.trust_remote_code
+    context = getattr(check_model(model, flag, trust).get_text_config(), "max_position_embeddings", None)
+    own = load_tokenizer(model, flag, trust_remote_code=trust)
+    chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
     if chat and not own.chat_template:
         raise ValueError(
             f"--prm_apply_chat_template: the tokenizer of {flag} {model} has no chat template. Leave it out."
@@ -183,7 +188,8 @@ def _process_reward_model(
             raise ValueError(f"{flag} {model}: {error}") from error
     text = StepText(tokenizer, own, render, source.step_separator, f"{flag} {model}", context)
     with naming_model(flag, model):
-        judge = ProcessRewardModel(Actor(model, bf16=setup.bf16, flash_attn=setup.flash_attn).model)
+        policy = Actor(model, bf16=setup.bf16, flash_attn=setup.flash_attn, trust_remote_code=trust)
+        judge = ProcessRewardModel(policy.model)
     return ProcessScorer(
         setup.prepare_frozen(judge),
         text,
@@ -197,19 +203,22 @@ def _process_reward_model(
 
 
 def own_tokenizer(
-    flag: str, model: str, actor: str, tokenizer: PreTrainedTokenizerBase
+    flag: str, model: str, actor: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer of ``model``; None if it reads the policy's token ids, that is knows all of them by the same names.
 
     A model without tokenizer must have a vocabulary of the same size, else ``ValueError`` naming ``flag``.
     """
     try:
-        own = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        sizes = [check_model(n, f).get_text_config().vocab_size for n, f in ((model, flag), (actor, "--pretrain"))]
+        own = load_tokenizer(model, flag, trust_remote_code=trust_remote_code)
+    except RefusedError:
+        raise
+    except ValueError as error:
+        both = ((model, flag), (actor, "--pretrain"))
+        sizes = [check_model(n, f, trust_remote_code).get_text_config().vocab_size for n, f in both]
         if sizes[0] != sizes[1]:
             raise ValueError(
-                f"{flag} {model}: its tokenizer cannot be loaded ({error}), and it cannot read the token ids of "
+                f"{error}, and it cannot read the token ids of "
                 f"--pretrain {actor}: their vocabularies have {sizes[0]} and {sizes[1]} tokens. Add its tokenizer."
             ) from error
         logger.info("%s %s has no tokenizer, but a vocabulary of the policy's size", flag, model)

@@ -30,6 +30,7 @@ def quiet_libraries() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # peft loads DeepSpeed, whose search for devices is loud
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error instead of a question on stdin
 
 
 def start_trackers(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,6 +113,42 @@ def test_the_command_that_serves_a_reward_model_is_one() -> None:
     config = parse_options(ServeRMConfig, flags)
     config.validate(1)
     assert config.server.port == 5000
+
+
+def test_security_runs(run: Run, workshop: Path) -> None:
+    """The server is asked by the run, on loopback and a free port; its token is in no file and no output."""
+    folder = workshop / "security"
+    folder.mkdir()
+    make_token, *_ = (block for block in blocks("security", "bash") if "secrets" in block)
+    run(["bash", "-c", make_token], workshop)
+    token = (workshop / "token").read_text().strip()
+    assert (len(token), (workshop / "token").stat().st_mode & 0o077) == (64, 0)
+
+    trusting, remote = commands("security", "train_ppo")
+    (serve,) = commands("security", "serve_rm")
+    parse_options(ServeRMConfig, serve).validate(1)
+    serve = [{"0.0.0.0": "127.0.0.1", "5000": "0", **MODELS}.get(word, word) for word in serve]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "openppo.cli.serve_rm", *serve],
+        cwd=workshop,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stderr is not None
+        found = next(match for line in server.stderr if (match := re.search(r"http://\S+/get_reward", line)))
+        remote = [found[0] + "?key=pass" if "http" in word else word for word in remote]
+        train(run, workshop, [[*trusting, "--save_path", "security/a"], [*remote, "--save_path", "security/b"]])
+    finally:
+        server.kill()
+        server.wait()
+    written = "".join(file.read_text() for file in folder.rglob("*.*l"))
+    assert found[0] + "?***" in written
+    assert "remote_rm_token_file: token" in written
+    assert token not in written
+    assert "key=" not in written
 
 
 def test_data_runs(run: Run, workshop: Path) -> None:

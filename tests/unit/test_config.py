@@ -24,6 +24,7 @@ from openppo.config import (
     TrainSFTConfig,
     flat_dict,
     from_options,
+    mask_credentials,
     parse_probs,
 )
 
@@ -91,7 +92,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "reward_weights": (),
         "reward_error_value": None,
         "remote_rm_timeout": 180.0,
-        "remote_rm_retries": 5,
+        "remote_rm_retries": 7,
         "remote_rm_batch_size": 64,
         "remote_rm_token_file": None,
         "verify_regex": None,
@@ -125,6 +126,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "reward_fn": "f.py",
         "value_head_prefix": "score",
         "flash_attn": False,
+        "trust_remote_code": False,
         "bf16": False,
         # optimizer
         "actor_learning_rate": 1e-6,
@@ -199,6 +201,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "max_samples": None,
         "max_len": 512,
         "flash_attn": False,
+        "trust_remote_code": False,
         "input_key": None,
         "output_key": "output",
         "train_batch_size": 128,
@@ -520,6 +523,23 @@ def test_a_config_is_its_options_by_name(command: type) -> None:
     made = from_options(command, **options)
     assert flat_dict(made) == options
     assert (made.lora.lora_alpha, made.deepspeed.seed) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("http://user:password@host:5000/get_reward", "http://***@host:5000/get_reward"),
+        ("https://token@host,http://a:b@c:d@host/x", "https://***@host,http://***@host/x"),
+        ("http://host/get_reward?key=secret&b=1,http://other/", "http://host/get_reward?***,http://other/"),
+        ("http://host/@x", "http://host/@x"),
+        ("me@example.com /data/a@b.jsonl", "me@example.com /data/a@b.jsonl"),
+    ],
+)
+def test_secrets_in_urls_are_masked_where_options_are_written(text: str, masked: str) -> None:
+    assert mask_credentials(text) == masked
+    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", remote_rm_url=text)
+    assert flat_dict(config)["remote_rm_url"] == masked
+    assert config.source.remote_rm_url == text
 
 
 def test_an_option_that_the_command_does_not_have_is_an_error() -> None:

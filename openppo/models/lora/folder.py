@@ -13,6 +13,8 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from openppo.models.trust import RefusedError, refusing_code
+
 logger = logging.getLogger("openppo")
 
 _CONFIG = "adapter_config.json"
@@ -66,12 +68,16 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     try:
         with quiet_peft():
             adapted = PeftModel(model, config)
-        result: Any = set_peft_model_state_dict(adapted, load_peft_weights(folder, device="cpu"))
+        with refusing_code(folder):
+            weights = load_peft_weights(folder, device="cpu")
+        result: Any = set_peft_model_state_dict(adapted, weights)
         missing = [key for key in result.missing_keys if ".lora_" in key]
         homeless = [key for key in result.unexpected_keys if not (_is_classifier(model) and ".lm_head." in key)]
         if missing or homeless:
             raise ValueError(f"weights are missing or have no place, such as {(missing + homeless)[0]}")
         merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+    except RefusedError:
+        raise
     except (ValueError, KeyError, RuntimeError, OSError, SafetensorError) as error:
         says = " ".join(str(error).split())  # torch's is a table
         raise ValueError(f"{folder}: its adapters cannot be merged into {model.name_or_path}: {says[:300]}") from error

@@ -29,9 +29,9 @@ class LoRAMerge:
         if not is_peft_folder(config.lora_path):
             raise ValueError(f"--lora_path {config.lora_path}: this is no PEFT folder; it has no adapter_config.json.")
         if config.pretrain is None:
-            check_model(config.lora_path, "--lora_path")
+            check_model(config.lora_path, "--lora_path", config.trust_remote_code)
         else:
-            check_model(config.pretrain, "--pretrain")
+            check_model(config.pretrain, "--pretrain", config.trust_remote_code)
             if is_peft_folder(config.pretrain):
                 raise ValueError(f"--pretrain {config.pretrain} is a PEFT folder; give a base model with full weights.")
         base = Path(config.pretrain or base_model_of(config.lora_path))
@@ -61,11 +61,11 @@ class LoRAMerge:
         """There is no process group to leave."""
 
     def _merged(self) -> PreTrainedModel:
-        name, base = self.config.lora_path, self.config.pretrain
+        name, base, trust = self.config.lora_path, self.config.pretrain, self.config.trust_remote_code
         try:
             if task_of(name) != HEAD_TASK:
-                return load_causal_lm(name, base, bf16=False, flash_attn=False)
-            model, headless = load_classifier(name, base=base, dtype=torch.float32)
+                return load_causal_lm(name, base, bf16=False, flash_attn=False, trust_remote_code=trust)
+            model, headless = load_classifier(name, base=base, dtype=torch.float32, trust_remote_code=trust)
         except (OSError, SafetensorError, ValueError) as error:
             named = str(error) if str(error).startswith(name) else f"{name}: {error}"
             raise ValueError(f"--lora_path {named}") from error
@@ -75,7 +75,8 @@ class LoRAMerge:
 
     def _tokenizer(self) -> PreTrainedTokenizerBase | None:
         try:
-            return load_tokenizer(self.config.lora_path, "--lora_path", self.config.pretrain)
+            config = self.config
+            return load_tokenizer(config.lora_path, "--lora_path", config.pretrain, config.trust_remote_code)
         except ValueError as error:
             logger.warning("no tokenizer is written: %s", error)
             return None

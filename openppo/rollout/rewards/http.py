@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from transformers import PreTrainedTokenizerBase
 
-from openppo.config import RewardSourceConfig
+from openppo.config import RewardSourceConfig, mask_credentials
 from openppo.rollout.rewards.calling import make_samples
 from openppo.rollout.rewards.scoring import check_scores
 from openppo.types import Score, Trajectory
@@ -34,6 +34,7 @@ _SECONDS_TO_CONNECT = 10.0
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 _LONGEST_QUOTE = 200
+_MOST_BYTES_OF_AN_ANSWER = 16 * 2**20
 _MAY_PASS = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses after which the same request may succeed."""
 _REFUSED = "refuses the token (HTTP status {}). Give the right one with --remote_rm_token_file."
@@ -45,7 +46,8 @@ class RemoteScorer:
 
     Requests of ``remote_rm_batch_size`` samples go to the server with the fewest failures, and among equals with the
     fewest requests under way. One that gets no answer is sent again, ``remote_rm_retries`` times, after pauses that
-    double. A wrong answer ends the run at once: it would be wrong again.
+    double: seven of them last 61 to 123 s, so that a server may be started again. A wrong answer ends the run at once:
+    it would be wrong again.
     """
 
     collective = False
@@ -54,6 +56,12 @@ class RemoteScorer:
         assert source.remote_rm_url is not None, "validated before"
         self.urls = _split_urls(source.remote_rm_url)
         self.headers = _headers(source.remote_rm_token_file)
+        both = next((url for url in self.urls if self.headers and "@" in urlsplit(url).netloc), None)
+        if both is not None:
+            raise ValueError(
+                f"{self._at(both)}: this address has a user, and --remote_rm_token_file a token; a request can carry "
+                "only one of them. Leave one out."
+            )
         self.tokenizer = tokenizer
         self.name = name
         self.batch_size = source.remote_rm_batch_size
@@ -62,6 +70,10 @@ class RemoteScorer:
 
     def __str__(self) -> str:
         return "--remote_rm_url"
+
+    def _at(self, url: str) -> str:
+        """What messages call a server."""
+        return f"{self} {mask_credentials(url)}"
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory. ``ConnectionError`` names the server that gave no answer, and its last failure.
@@ -78,7 +90,7 @@ class RemoteScorer:
 
     def _session(self) -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=self.timeout, sock_connect=_SECONDS_TO_CONNECT)
-        return aiohttp.ClientSession(headers=self.headers, timeout=timeout)
+        return aiohttp.ClientSession(headers=self.headers, timeout=timeout, json_serialize=_as_json)
 
     async def _check_all(self) -> None:
         async with self._session() as session:
@@ -88,11 +100,11 @@ class RemoteScorer:
                         status = answer.status
                 except _FAILURES as error:
                     raise ValueError(
-                        f"{self} {url}: no reward server answers there ({_cause(error, self.timeout)}). Start it "
+                        f"{self._at(url)}: no reward server answers there ({_cause(error, self.timeout)}). Start it "
                         "first, or check the address."
                     ) from error
                 if status in (401, 403):
-                    raise ValueError(f"{self} {url}: {_REFUSED.format(status)}")
+                    raise ValueError(f"{self._at(url)}: {_REFUSED.format(status)}")
 
     async def _score_all(self, batches: Sequence[Sequence[Trajectory]]) -> list[list[float]]:
         load = _Load(self.urls)
@@ -117,36 +129,51 @@ class RemoteScorer:
             except _FAILURES as error:
                 cause = _cause(error, self.timeout)
                 load.failures[url] += 1
-                logger.warning("%s %s: %s (attempt %d of %d)", self, url, cause, attempt + 1, 1 + self.retries)
+                if (url, attempt) not in load.told:  # once, not for each of a thousand requests
+                    load.told.add((url, attempt))
+                    attempts = f"attempt {attempt + 1} of {1 + self.retries}"
+                    logger.warning("%s: %s (%s)", self._at(url), cause, attempts)
                 failure = error
         raise ConnectionError(
-            f"{self} {url}: no answer after {1 + self.retries} attempts; the last failure: {cause}. Look at the "
+            f"{self._at(url)}: no answer after {1 + self.retries} attempts; the last failure: {cause}. Look at the "
             "server; --remote_rm_retries and --remote_rm_timeout give it more time."
         ) from failure
 
     async def _post(self, session: aiohttp.ClientSession, url: str, data: dict[str, list[Any]]) -> str:
         """The body of a good answer; ``ConnectionError`` for a status that may pass, ``ValueError`` for another."""
         async with session.post(url, json=data, allow_redirects=False) as answer:
-            body = await answer.text(errors="replace")
+            body = await self._body(url, answer)
         if answer.status in _MAY_PASS:
             raise ConnectionError(f"HTTP status {answer.status}, {_quote(body)}")
         if answer.status in (401, 403):
-            raise ValueError(f"{self} {url}: {_REFUSED.format(answer.status)}")
+            raise ValueError(f"{self._at(url)}: {_REFUSED.format(answer.status)}")
         if answer.status != 200:
             raise ValueError(
-                f"{self} {url}: answered with HTTP status {answer.status}, {_quote(body)}. Check the path."
+                f"{self._at(url)}: answered with HTTP status {answer.status}, {_quote(body)}. Check the path."
             )
         return body
+
+    async def _body(self, url: str, answer: aiohttp.ClientResponse) -> str:
+        """The answer's text; ``ValueError`` if it is larger than any good one, without reading on."""
+        body = bytearray()
+        async for part in answer.content.iter_any():
+            body += part
+            if len(body) > _MOST_BYTES_OF_AN_ANSWER:
+                raise ValueError(
+                    f"{self._at(url)}: answered with more than {_MOST_BYTES_OF_AN_ANSWER // 2**20} MiB: "
+                    f"{_quote(body[:_LONGEST_QUOTE].decode(errors='replace'))}"
+                )
+        return body.decode(errors="replace")
 
     def _read(self, url: str, body: str, batch: Sequence[Trajectory]) -> list[float]:
         """The rewards of an answer; ``ValueError`` naming the server and what came for anything else."""
         try:
             rewards = json.loads(body)["rewards"]
-        except (ValueError, TypeError, KeyError, IndexError):
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
             rewards = None
         if not isinstance(rewards, list):
-            raise ValueError(f'{self} {url}: answered {_quote(body)} where {{"rewards": [numbers]}} is needed.')
-        return check_scores(rewards, batch, f"{self} {url}")
+            raise ValueError(f'{self._at(url)}: answered {_quote(body)} where {{"rewards": [numbers]}} is needed.')
+        return check_scores(rewards, batch, self._at(url))
 
 
 class _Load:
@@ -156,6 +183,8 @@ class _Load:
         self.urls = urls
         self.failures: Counter[str] = Counter()
         self.under_way: Counter[str] = Counter()
+        self.told: set[tuple[str, int]] = set()
+        """Failures that the log has: servers and numbers of attempts."""
         self._places = asyncio.Semaphore(_REQUESTS_PER_SERVER * len(urls))
         self._random = random.Random()  # not the run's own numbers
 
@@ -185,10 +214,15 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 def _split_urls(urls: str) -> list[str]:
     split = [url.strip() for url in urls.split(",")]
     for url in split:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname)
+        except ValueError:  # brackets that are no IPv6 address
+            good = False
+        if not good:
             raise ValueError(
-                f"--remote_rm_url {url!r}: give http://HOST:PORT/PATH, several with commas, or one Python file path.py."
+                f"--remote_rm_url {mask_credentials(url)!r}: give http://HOST:PORT/PATH, several with commas, or one "
+                "Python file path.py."
             )
     return split
 
@@ -213,7 +247,12 @@ def read_token(file: str, flag: str) -> str:
 def _cause(error: BaseException, seconds: float) -> str:
     if isinstance(error, asyncio.TimeoutError):
         return f"no answer within {seconds:g} s" if not str(error) else str(error)
-    return f"{type(error).__name__}: {error}"
+    return mask_credentials(f"{type(error).__name__}: {error}")
+
+
+def _as_json(data: Any) -> str:
+    """Labels that JSON does not know, such as dates of a Parquet file, go as their text."""
+    return json.dumps(data, default=str)
 
 
 def _quote(body: str) -> str:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from openppo.types import Score, Trajectory
 
 _LONGEST_QUOTE = 200
+_LARGEST = 3.4e38
+"""Of what float32 can hold, in which rewards are added up."""
 
 
 class Scorer(Protocol):
@@ -102,12 +104,20 @@ def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
     """A score of Python, NumPy or torch as float; ``ValueError`` if it is no finite number."""
     single = hasattr(score, "item") and math.prod(score.shape) == 1  # of NumPy or torch
     number = score.item() if single else score
-    if not (isinstance(number, int | float) and math.isfinite(number)):
-        raise ValueError(f"{source} returned {score!r} for {name_sample(trajectory)}; a finite number is needed.")
+    if not (isinstance(number, int | float) and abs(number) <= _LARGEST):  # false for NaN too
+        raise ValueError(
+            f"{source} returned {_shortened(score)} for {name_sample(trajectory)}; a finite number is needed."
+        )
     return float(number)
 
 
 def name_sample(trajectory: Trajectory) -> str:
-    """What messages call a sample: its prompt, shortened."""
-    text = trajectory.prompt.text
-    return f"prompt {text!r}" if len(text) <= _LONGEST_QUOTE else f"prompt {text[:_LONGEST_QUOTE]!r}..."
+    """What messages call a sample: its prompt, shortened, and the row that it came from."""
+    prompt = trajectory.prompt
+    row = f" (row {prompt.index + 1} of {prompt.source})" if prompt.source else ""
+    return f"prompt {_shortened(prompt.text)}{row}"
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."

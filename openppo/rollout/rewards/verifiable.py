@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RewardSourceConfig, Verifier
 from openppo.rollout.rewards import math_worker
-from openppo.rollout.rewards.scoring import name_sample
+from openppo.rollout.rewards.scoring import check_scores, name_sample
 from openppo.types import Prompt, Score, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -44,11 +44,12 @@ class VerifiableScorer:
         return "--verifiable_reward"
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory."""
+        """One score per trajectory. ``ValueError`` names the sample whose reward is no finite number."""
         if not trajectories:  # batch_decode([]) gives [""]
             return []
         responses = self.tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
-        return [Score({self.name: self.verify(r, t)}) for r, t in zip(responses, trajectories, strict=True)]
+        rewards = [self.verify(r, t) for r, t in zip(responses, trajectories, strict=True)]
+        return [Score({self.name: reward}) for reward in check_scores(rewards, trajectories, str(self))]
 
 
 def make_verify(verifier: Verifier, source: RewardSourceConfig, prompts: Iterable[Prompt]) -> Verify:
@@ -71,7 +72,7 @@ def make_verify(verifier: Verifier, source: RewardSourceConfig, prompts: Iterabl
 def label_of(prompt: Prompt, verifier: Verifier) -> str:
     """The final answer of the prompt's label; ``ValueError`` if it has none that is a text or a number."""
     label = prompt.label
-    answer = final_answer(str(label)) if isinstance(label, str | int | float) else ""
+    answer = final_answer(str(label)) if isinstance(label, str | int | float) and label == label else ""  # not NaN
     if not answer:
         raise ValueError(
             f"--verifiable_reward {verifier} compares with a text or number, and the label of prompt "

@@ -23,9 +23,9 @@ def sampling_params(options: PromptsConfig) -> SamplingParams:
 
 def load_questions(options: PromptsConfig) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
     """The tokenizer and the rendered prompts; ``ValueError`` names the flag of what cannot work."""
-    model_config = check_model(options.pretrain, "--pretrain")
+    model_config = check_model(options.pretrain, "--pretrain", options.trust_remote_code)
     attention_implementation(options.flash_attn)
-    tokenizer = load_tokenizer(options.pretrain, "--pretrain")
+    tokenizer = load_tokenizer(options.pretrain, "--pretrain", trust_remote_code=options.trust_remote_code)
     rows = load_mixed_rows(
         parse_probs(options.prompt_data, None, "prompt_data"),
         flag="--prompt_data",
@@ -46,7 +46,8 @@ def load_policy(
 ) -> tuple[Actor, HFEngine]:
     """The model of ``--pretrain`` on this rank's device, and an engine that samples from it."""
     with naming_model("--pretrain", options.pretrain):
-        actor = Actor(options.pretrain, bf16=options.bf16, flash_attn=options.flash_attn)
+        trust = options.trust_remote_code
+        actor = Actor(options.pretrain, bf16=options.bf16, flash_attn=options.flash_attn, trust_remote_code=trust)
     strategy.prepare_frozen(actor)
     policy: Any = actor.model
     engine = HFEngine(

@@ -34,6 +34,7 @@ class EvaluateJob:
             options.flash_attn,
             judgement.value_head_prefix,
             input_template=options.input_template,
+            trust_remote_code=options.trust_remote_code,
         )
         scorer = build_scorer(config.source, self.tokenizer, setup)
         _, engine = load_policy(options, self.tokenizer, self.strategy)

@@ -122,14 +122,21 @@ def _resumed(trainer: Trainer) -> Trainer:
 def _check_and_load_tokenizer(config: SupervisedCommand, strategy: DeepspeedStrategy) -> PreTrainedTokenizerBase:
     """What can be found wrong before any data or weights are read."""
     config.validate(strategy.comm.world_size)
-    check_model(config.supervised.pretrain, "--pretrain")
-    load_options(config.deepspeed.bf16, config.supervised.flash_attn, config.lora.load_in_4bit)
-    return load_tokenizer(config.supervised.pretrain, "--pretrain")
+    options = config.supervised
+    check_model(options.pretrain, "--pretrain", options.trust_remote_code)
+    load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)
+    return load_tokenizer(options.pretrain, "--pretrain", trust_remote_code=options.trust_remote_code)
 
 
 def _model_options(config: SupervisedCommand) -> dict[str, Any]:
     """How weights are loaded, and which are trained."""
-    return {"bf16": config.deepspeed.bf16, "flash_attn": config.supervised.flash_attn, **vars(config.lora)}
+    options = config.supervised
+    return {
+        "bf16": config.deepspeed.bf16,
+        "flash_attn": options.flash_attn,
+        "trust_remote_code": options.trust_remote_code,
+        **vars(config.lora),
+    }
 
 
 def load_train_and_eval(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import string
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +83,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config(37)).save_pretrained(root / "no_tokenizer")
     (save("broken_config", LlamaForCausalLM(config(37)), ours) / "config.json").write_text("{")
     (save("unknown_kind", LlamaForCausalLM(config(37)), ours) / "config.json").write_text('{"model_type": "abacus"}')
+    own = save("own_code", LlamaForCausalLM(config(37)), ours)
+    (own / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
+    (own / "own.py").write_text('raise ValueError("its own code ran")')
+    own = save("own_tokenizer", LlamaForCausalLM(config(37)), ours)
+    (own / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": [null, "own.Own"]}}')
+    (own / "own.py").write_text('raise ValueError("its own code ran")')
+    (root / "own_adapters").mkdir()
+    (root / "own_adapters" / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(root / "own_code")})
+    )
+    for name, kind in (("pickle", LlamaForCausalLM), ("reward_pickle", LlamaForSequenceClassification)):
+        folder = save(name, kind(config(37, num_labels=1)), ours)
+        (folder / "model.safetensors").unlink()
+        torch.save({"a": CallsWhenUnpickled()}, folder / "pytorch_model.bin")
     return root
+
+
+class CallsWhenUnpickled:
+    """A pickle of it fails the tests when it is read without care."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("the pickle was run",)
 
 
 @pytest.fixture
@@ -96,6 +119,7 @@ def run_in_process(
     handlers, level, verbosity = list(logger.handlers), logger.level, transformers.logging.get_verbosity()
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
     def run(command: str, *arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", [f"{command}.py", *arguments])

@@ -5,6 +5,8 @@ Most cases run the command inside this process; some, of each kind, as real proc
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import subprocess
 import sys
@@ -48,6 +50,97 @@ FILES = {
     "bad.yaml": "gama: 0.9\n",
     "list.yaml": "- gamma\n",
 }
+
+
+CUT_SHORT = '{"input": "a"}\n\n{"input": '
+DATA_FILES: dict[str, tuple[str | bytes, str]] = {
+    "cut.jsonl": (
+        CUT_SHORT,
+        ", line 3: not valid JSON (Expecting value at column 10). The file ends in this line: it may be cut off",
+    ),
+    "broken.jsonl": (CUT_SHORT + "\n", ", line 3: not valid JSON"),
+    "html.jsonl": ("<html>\n", ", line 1: not valid JSON"),
+    "pointer.jsonl": ("version https://git-lfs.github.com/spec/v1\n", ", line 1: not valid JSON"),
+    "zeros.jsonl": (b"\0" * 64, ", line 1: not valid JSON"),
+    "twice.jsonl": ('{"input": "a", "input": "b"}\n', ", line 1: not valid JSON ('input' occurs twice"),
+    "deep.jsonl": ("[" * 100_000, ", line 1: not valid JSON (maximum recursion depth"),
+    "digits.jsonl": ('{"input": ' + "9" * 5000 + "}", ", line 1: not valid JSON (Exceeds the limit"),
+    "latin.jsonl": (b'{"input": "a"}\r\n{"input": "caf\xe9"}\r\n', ", line 2: not UTF-8 text (byte 0xe9"),
+    "latin.json": (b'[{"input": "a"},\n{"input": "caf\xe9"}]', ", line 2: not UTF-8 text (byte 0xe9"),
+    "utf16.jsonl": ('{"input": "a"}\n'.encode("utf-16"), ", line 1: not UTF-8 text (byte 0xff"),
+    "object.json": ('{\n"input": "a"\n}', ", line 1: not valid JSON"),
+    "array.json": ('[{"input": "a"},\n{"input": }]', ", line 2: not valid JSON"),
+    "texts.json": ('["a"]', ", row 1: not an object but str"),
+    "no_array.json": ("[]", ": empty, it has no rows"),
+    "empty.json": ("", ": empty, it has no rows"),
+    "empty.csv": ("", ": empty, it has no rows"),
+    "header.csv": ("input\n", ": empty, it has no rows"),
+    "quotes.csv": ('input\n"a', ", line 2: not valid CSV"),
+    "twice.csv": ("input,input\na,b\n", ", line 1: column 'input' occurs twice"),
+    "zero.parquet": (b"", ", from row 1 on: not a whole Parquet file"),
+    "zero.jsonl.gz": (b"", ": empty, it has no rows"),
+    "cut.jsonl.gz": (gzip.compress(b'{"input": "a"}\n')[:-9], ": cannot be read"),
+    "table.xlsx": (b"PK", ": unknown kind of file"),
+    "no_data/config.json": ("{}", ": no data file in this folder"),
+    "state/state.json": ("{}", ": a folder saved by 'datasets' that cannot be read"),
+    "splits/dataset_dict.json": ("{", ": a folder saved by 'datasets' that cannot be read"),
+}
+"""Files that no command can read, and what is said of them after the name of the file (or of its folder)."""
+
+BAD_ROWS: list[tuple[str, str, dict[str, Any], str]] = [
+    ("prompts", "empty", {"input": ""}, "the text is empty"),
+    ("prompts", "null", {"input": None}, "not a text but NoneType"),
+    ("prompts", "list", {"input": ["ab"]}, "needs --apply_chat_template"),
+    ("prompts", "object", {"input": {"text": "ab"}}, "not a text but dict"),
+    ("prompts", "not a number", {"input": float("nan")}, "not a text but float: nan"),
+    ("prompts", "half a character", {"input": "a\ud83d"}, "half of a surrogate pair, U+D83D"),
+    ("prompts", "other columns", {"text": "abc"}, "no column 'input'"),
+    ("documents", "null", {"text": None}, "not a text but NoneType"),
+    ("documents", "number", {"text": 3}, "not a text but int"),
+    ("documents", "half a character", {"text": "\udc00"}, "half of a surrogate pair, U+DC00"),
+    ("sft", "empty prompt", {"input": "", "output": "de"}, "the text is empty"),
+    ("sft", "null", {"input": "abc", "output": None}, "not a text but NoneType"),
+    ("sft", "no output", {"input": "abc"}, "no column 'output'"),
+    ("sft", "half a character", {"input": "abc", "output": "\ud83d"}, "half of a surrogate pair, U+D83D"),
+    ("pairs", "null side", {"prompt": "a", "chosen": None, "rejected": "de", "margin": 1}, "not a text but NoneType"),
+    ("pairs", "null prompt", {"prompt": None, "chosen": "b", "rejected": "d", "margin": 1}, "'prompt' is null"),
+    ("pairs", "not a number", {"prompt": "a", "chosen": "b", "rejected": "d", "margin": float("nan")}, "number: nan"),
+    ("pairs", "infinite", {"prompt": "a", "chosen": "b", "rejected": "d", "margin": float("-inf")}, "number: -inf"),
+    ("pairs", "huge", {"prompt": "a", "chosen": "b", "rejected": "d", "margin": 10**400}, "is not a number: 1000"),
+    ("pairs", "switch", {"prompt": "a", "chosen": "b", "rejected": "d", "margin": True}, "is not a number: True"),
+    ("steps", "null", {"input": None, "label": "a"}, "not a text but NoneType"),
+    ("steps", "no placeholder", {"input": "abc", "label": "abc"}, "no placeholder 'x'"),
+    ("steps", "one judgement", {"input": "ab x c x", "label": ["y"]}, "2 steps and 1 judgements"),
+    ("steps", "not a number", {"input": "a x", "label": [float("nan")]}, "must lie in [0, 1]: [nan]"),
+    ("steps", "no probability", {"input": "a x", "label": [1.5]}, "must lie in [0, 1]: [1.5]"),
+    ("steps", "null label", {"input": "a x", "label": None}, "neither a text nor a list"),
+]
+"""Task, name, row and what is said of it; each is the third of a file whose second line is blank."""
+GOOD_ROWS: dict[str, dict[str, Any]] = {
+    "prompts": {"input": "abc", "answer": "d"},
+    "documents": {"text": "abc"},
+    "sft": {"input": "abc", "output": "de"},
+    "pairs": {"prompt": "a", "chosen": "bc", "rejected": "de", "margin": 1},
+    "steps": {"input": "ab x c x", "label": "ab y c z"},
+}
+FLAGS_OF_TASK = {
+    "prompts": [
+        ("train_ppo", "prompt_data"),
+        ("train_ppo", "eval_data"),
+        ("generate", "prompt_data"),
+        ("evaluate", "prompt_data"),
+    ],
+    "documents": [("train_ppo", "pretrain_data")],
+    "sft": [("train_sft", "dataset"), ("train_sft", "eval_dataset")],
+    "pairs": [("train_rm", "dataset"), ("train_rm", "eval_dataset")],
+    "steps": [("train_prm", "dataset"), ("train_prm", "eval_dataset")],
+}
+"""The flags that take data of each task."""
+
+
+def bad_row_file(task: str, name: str) -> str:
+    """The file of a row of ``BAD_ROWS``."""
+    return f"{task}_{name.replace(' ', '_')}.jsonl"
 
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -113,6 +206,7 @@ class Case:
         assert len(lines) == 1, stderr
         for part in self.says:
             assert in_folders(part, models, data) in lines[0]
+        assert "secret" not in stderr
         assert code == (1 if self.ranks else 2), "torchrun makes 1 of every exit status"
         assert f'File "{REPO}/openppo' not in stderr, "no traceback through our code"
         assert "Traceback" not in stderr or self.ranks, "torchrun ends with a traceback of its own"
@@ -257,6 +351,49 @@ REWARDS = [
     ),
     Case("normalized without model", {"normalize_reward": True}, ["--normalize_reward", "--reward_normalizer running"]),
 ]
+FLAGS_OF_MODELS = [
+    *(("train_ppo", flag) for flag in ("pretrain", "reward_pretrain", "critic_pretrain", "prm_pretrain")),
+    *((command, "pretrain") for command in ("train_sft", "train_rm", "train_prm", "generate", "evaluate")),
+    *(("evaluate", flag) for flag in ("reward_pretrain", "prm_pretrain")),
+    ("serve_rm", "reward_pretrain"),
+    ("merge_lora", "lora_path"),
+]
+TRUST = [
+    Case(f"{flag} of {command}: {name}", {flag: f"M/{model}", **options}, [f"--{flag} M/{model}: ", says], command)
+    for command, flag in FLAGS_OF_MODELS
+    for model in ["own_adapters" if command == "merge_lora" else "own_code"]
+    for name, options, says in (
+        ("own code", {}, "it brings Python code of its own (auto_map in its config)"),
+        ("own code, trusted", {"trust_remote_code": True}, "its own code ran"),
+    )
+] + [
+    Case("tokenizer with code", {"pretrain": "M/own_tokenizer"}, ["--pretrain M/own_tokenizer: it brings Python code"]),
+    Case(
+        "tokenizer with code, trusted",
+        {"pretrain": "M/own_tokenizer", "trust_remote_code": True},
+        ["--pretrain M/own_tokenizer: its tokenizer cannot be loaded: its own code ran"],
+    ),
+    Case(
+        "reward model's tokenizer with code",
+        {"reward_pretrain": "M/own_tokenizer", "reward_fn": None, "advantage_estimator": "reinforce"},
+        ["--reward_pretrain M/own_tokenizer: it brings Python code"],
+    ),
+    Case("pickle", {"pretrain": "M/pickle"}, ["--pretrain M/pickle: its weights are a pickle file", "safetensors"]),
+    Case("reward pickle", reward_model("reward_pickle"), ["--reward_pretrain M/reward_pickle: its weights are"]),
+    Case("critic pickle", {"critic_pretrain": "M/pickle"}, ["--critic_pretrain M/pickle: its weights are a pickle"]),
+    Case("SFT: pickle", {"pretrain": "M/pickle"}, ["--pretrain M/pickle: its weights are a pickle"], "train_sft"),
+    Case("RM: pickle", {"pretrain": "M/pickle"}, ["--pretrain M/pickle: its weights are a pickle"], "train_rm"),
+    Case("PRM: pickle", {"pretrain": "M/pickle"}, ["--pretrain M/pickle: its weights are a pickle"], "train_prm"),
+    Case("generate: pickle", {"pretrain": "M/pickle"}, ["--pretrain M/pickle: its weights are a pickle"], "generate"),
+    Case(
+        "serve: pickle", {"reward_pretrain": "M/reward_pickle"}, ["--reward_pretrain M/reward_pickle: its"], "serve_rm"
+    ),
+    Case(
+        "password in an address",
+        {"reward_fn": None, "remote_rm_url": "http://me:secret@127.0.0.1:9/"},
+        ["--remote_rm_url http://***@127.0.0.1:9/: no reward server answers there"],
+    ),
+]
 ALGORITHMS = [
     Case("groups of one", {"advantage_estimator": "rloo"}, ["--advantage_estimator rloo", "--n_samples_per_prompt"]),
     Case("dynamic groups of one", {"dynamic_sampling": True}, ["--dynamic_sampling", "--n_samples_per_prompt"]),
@@ -335,6 +472,25 @@ TOOLS = [
     Case("serve: empty token", {"token_file": "D/empty.jsonl"}, ["--token_file D/empty.jsonl"], "serve_rm"),
     Case("serve: port", {"port": 99999}, ["--port"], "serve_rm"),
 ]
+OTHER_FLAGS = [pair for pairs in FLAGS_OF_TASK.values() for pair in pairs][1:]
+BROKEN_FILES = [
+    Case(f"{flag} of {command}: {name}", {flag: f"D/{path}"}, [f"--{flag} D/{path}{says}"], command)
+    for i, (name, (_, says)) in enumerate(DATA_FILES.items())
+    for command, flag in (("train_ppo", "prompt_data"), OTHER_FLAGS[i % len(OTHER_FLAGS)])
+    for path in [name.split("/")[0]]
+]
+"""Each file with --prompt_data of train_ppo and, in turn, with one of the others."""
+PAIRS_WITH_MARGIN = {"dataset": "D/pairs_one.jsonl", "margin_key": "margin"}
+BROKEN_ROWS = [
+    Case(
+        f"{flag} of {command}: {name}",
+        (PAIRS_WITH_MARGIN if task == "pairs" else {}) | {flag: f"D/{bad_row_file(task, name)}"},
+        [f"--{flag}, row 2 of D/{bad_row_file(task, name)} (line 3): ", says],
+        command,
+    )
+    for task, name, _, says in BAD_ROWS
+    for command, flag in FLAGS_OF_TASK[task]
+]
 OPTIONS = [
     Case(
         "steps that do not divide the samples",
@@ -373,7 +529,9 @@ SUPERVISED = [
         "train_rm",
     ),
 ]
-IN_PROCESS = DATA + MODELS + REWARDS + ALGORITHMS + SHAPES + OPTIONS + SUPERVISED + TOOLS
+IN_PROCESS = (
+    DATA + BROKEN_FILES + BROKEN_ROWS + MODELS + TRUST + REWARDS + ALGORITHMS + SHAPES + OPTIONS + SUPERVISED + TOOLS
+)
 PROCESSES = [
     next(case for case in IN_PROCESS if case.name == name)
     for name in ("missing data file", "reward without head", "unknown flag", "no reward", "RM: no chosen")
@@ -396,7 +554,12 @@ PROCESSES = [
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``FILES``."""
     folder = tmp_path_factory.mktemp("data")
-    for name, content in FILES.items():
+    contents = FILES | {name: content for name, (content, _) in DATA_FILES.items()}
+    for task, name, row, _ in BAD_ROWS:
+        contents[bad_row_file(task, name)] = f"{json.dumps(GOOD_ROWS[task])}\n\n{json.dumps(row)}\n"
+    contents |= {f"{task}_one.jsonl": json.dumps(row) for task, row in GOOD_ROWS.items()}
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder
 
@@ -417,6 +580,20 @@ def test_without_a_mistake_every_command_reaches_its_training(
     for command in ("train_ppo", "train_sft", "train_rm", "train_prm"):
         ended = run_in_process(command, *Case("", {}, [], command).arguments(models, data))
         assert ended.code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "task"), [("train_ppo", "prompts"), ("train_sft", "sft"), ("train_rm", "pairs"), ("train_prm", "steps")]
+)
+def test_one_row_is_enough_to_train_on(
+    command: str, task: str, run_in_process: RunCommand, models: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for trainer in ("ppo_trainer.PPOTrainer", "supervised.loop.SupervisedTrainer"):  # the process group must stay
+        monkeypatch.setattr(f"openppo.trainer.{trainer}.close", lambda self: sys.exit(0))
+    flag = "prompt_data" if task == "prompts" else "dataset"
+    ended = run_in_process(command, *Case("", {flag: f"D/{task}_one.jsonl"}, [], command).arguments(models, data))
+    assert ended.code == 0
+    assert Path("ckpt/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

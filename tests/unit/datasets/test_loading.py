@@ -20,7 +20,8 @@ ROWS = [
 
 
 def load(source, split="train", max_samples=None):
-    return load_rows(str(source), flag="--prompt_data", split=split, max_samples=max_samples)
+    rows = load_rows(str(source), flag="--prompt_data", split=split, max_samples=max_samples)
+    return [row.row for row in rows]
 
 
 def write_jsonl(path: Path, rows=ROWS) -> Path:
@@ -188,10 +189,26 @@ def test_a_split_the_hub_does_not_have_is_an_error_with_its_splits(monkeypatch):
         ("a.csv", "x,y\n1,2\n\n3\n", "a.csv, line 4: 1 fields, but the first line names 2 columns"),
         ("a.csv", "x,x\n1,2\n", "a.csv, line 1: column 'x' occurs twice"),
         ("a.csv", 'x\n"1', "a.csv, line 2: not valid CSV"),
-        ("a.parquet", "no table", "a.parquet: not a whole Parquet file"),
+        ("a.parquet", "no table", "a.parquet, from row 1 on: not a whole Parquet file"),
+        ("a.parquet", "", "a.parquet, from row 1 on: not a whole Parquet file"),
+        (
+            "a.jsonl",
+            '{"a": 1}\n{"a": ',
+            "a.jsonl, line 2: not valid JSON .*The file ends in this line",
+        ),
+        ("a.jsonl", '{"a": 1}\n{"a":' + "9" * 5000 + "}\n", "a.jsonl, line 2: not valid JSON .*4300 digits"),
+        ("a.jsonl", '{"a": 1}\n{"a":' + "[" * 100_000 + "\n", "a.jsonl, line 2: not valid JSON .*recursion"),
+        ("a.json", "[" * 100_000, "a.json: not valid JSON .*recursion"),
+        ("a.jsonl", '{"a": 1}\n{"b": 1, "b": 2}\n', "a.jsonl, line 2: not valid JSON .'b' occurs twice in an object"),
+        ("a.jsonl", "\0" * 100, "a.jsonl, line 1: not valid JSON"),
         ("a.jsonl.gz", "not packed", "a.jsonl.gz: cannot be read"),
         ("a.txt", "text", r"a.txt: unknown kind of file. Use .jsonl, .json or .csv"),
-        ("a.jsonl", b'{"a": "\xff"}', "a.jsonl: not UTF-8 text"),
+        ("a.jsonl", b'{"a": "\xff"}', r"a.jsonl, line 1: not UTF-8 text \(byte 0xff: invalid start byte\)"),
+        ("a.jsonl", b'{"a": 1}\r\n{"a": "caf\xe9"}\r\n', "a.jsonl, line 2: not UTF-8 text .* Save the file as UTF-8"),
+        ("a.json", b'[{"a": 1},\n\n{"a": "caf\xe9"}]', "a.json, line 3: not UTF-8 text"),
+        ("a.csv", b"x\na\ncaf\xe9\n", "a.csv, line 3: not UTF-8 text"),
+        ("a.jsonl", '{"a": 1}\n'.encode("utf-16"), "a.jsonl, line 1: not UTF-8 text"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a": "caf\xe9"}\n'), "a.jsonl.gz, line 2: not UTF-8 text"),
     ],
 )
 def test_a_malformed_file_is_an_error_that_names_flag_file_and_place(tmp_path, name, content, message):
@@ -208,12 +225,79 @@ def test_a_cut_gzip_file_is_an_error(tmp_path):
         load(path)
 
 
-def test_a_damaged_saved_folder_is_an_error(tmp_path):
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    for file in (tmp_path / "saved").glob("*.arrow"):
-        file.unlink()
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def overwrite(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:50] + b"\xff" * 50 + content[100:])
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+@pytest.mark.parametrize("damage", [cut, overwrite])
+def test_a_damaged_parquet_file_is_an_error(tmp_path, compression, damage):
+    table = pyarrow.Table.from_pylist([{"text": f"a text, number {n}"} for n in range(100)])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression=compression)
+    damage(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="--prompt_data .*a.parquet, from row 1 on: not a whole Parquet"):
+        load(tmp_path / "a.parquet")
+
+
+def test_bytes_that_are_no_text_in_a_parquet_file_are_an_error(tmp_path):
+    buffers = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).buffers()
+    table = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet, from row 1 on: .*column 0.*Invalid UTF8"):
+        load(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        ("*.arrow", Path.unlink),
+        ("*.arrow", cut),
+        ("*.arrow", overwrite),
+        ("state.json", lambda path: path.write_text("{")),
+        ("state.json", lambda path: path.write_text("{}")),
+        ("dataset_info.json", lambda path: path.write_text("{")),
+    ],
+)
+def test_a_damaged_saved_folder_is_an_error(tmp_path, pattern, damage):
+    datasets.Dataset.from_list(ROWS * 9).save_to_disk(tmp_path / "saved")
+    for file in (tmp_path / "saved").glob(pattern):
+        damage(file)
     with pytest.raises(ValueError, match=r"--prompt_data .*saved by 'datasets' that cannot be read"):
         load(tmp_path / "saved")
+
+
+def test_a_damaged_list_of_splits_is_an_error(tmp_path):
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved" / "dataset_dict.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"--prompt_data .*saved by 'datasets' that cannot be read"):
+        load(tmp_path / "saved")
+
+
+def test_a_row_knows_its_file_and_line(tmp_path):
+    write_jsonl(tmp_path / "train-0.jsonl", ROWS[:2])
+    (tmp_path / "train-1.jsonl").write_text('\n\n{"text": "d"}\n')
+    rows = load_rows(str(tmp_path), flag="--prompt_data", split="train", max_samples=None)
+    assert [row.place for row in rows] == ["train-0.jsonl, line 1", "train-0.jsonl, line 2", "train-1.jsonl, line 3"]
+    with pytest.raises(ValueError, match=r"^--prompt_data, row 3 of .* \(train-1.jsonl, line 3\): no column 'n'"):
+        require_column(rows, "n", flag_of_key="--input_key", flag_of_data="--prompt_data")
+
+
+def test_a_row_of_several_lines_is_named_by_its_first(tmp_path):
+    (tmp_path / "a.csv").write_text('text\n"one\ntwo"\nthree\n')
+    rows = load_rows(str(tmp_path / "a.csv"), flag="--prompt_data", split="train", max_samples=None)
+    assert [row.place for row in rows] == ["line 2", "line 4"]
+
+
+def test_an_empty_file_among_others_is_named(tmp_path, caplog):
+    write_jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").touch()
+    assert load(tmp_path) == ROWS
+    assert caplog.messages == [f"--prompt_data {tmp_path}/b.jsonl: empty, it has no rows"]
 
 
 def test_a_folder_without_data_is_an_error(tmp_path):

@@ -1,6 +1,7 @@
 """Several sources in one data set, and loaders of the user's own."""
 
 import json
+import logging
 from collections import Counter
 
 import datasets
@@ -65,8 +66,16 @@ def test_prompts_keep_the_source_and_errors_name_it(sources, tokenizer):
     loaded = load_prompts(rows, tokenizer, PPODataConfig(sources))
     assert [prompt.source for prompt in loaded.prompts] == sources.split(",")
     rows[1].row["input"] = 3
-    with pytest.raises(ValueError, match=r"--prompt_data, row 1 of .*b\.jsonl: not a text but int"):
+    with pytest.raises(ValueError, match=r"--prompt_data, row 1 of .*b\.jsonl \(line 1\): not a text but int"):
         load_prompts(rows, tokenizer, PPODataConfig(sources))
+
+
+def test_copies_are_counted_and_kept(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "openppo")
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"input": "x"}\n{"input": "y"}\n{"input": "x"}\n')
+    assert texts(mix(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", None)) == ["x", "y", "x"] * 2
+    assert caplog.messages == ["--prompt_data: 4 of 6 rows are copies of others; they are kept"]
 
 
 LOADERS = """

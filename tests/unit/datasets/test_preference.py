@@ -52,7 +52,7 @@ def test_conversations_turns_and_texts_give_the_same_pair(tokenizer, row, column
 def test_a_conversation_of_another_prompt_is_an_error(tokenizer):
     row = {"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]}
     with pytest.raises(
-        ValueError, match=r"--dataset, row 1: column 'chosen': .*not start with the prompt.*--prompt_key"
+        ValueError, match=r"--dataset, row 1: column 'chosen' and its prompt: .*not start with the prompt.*--prompt_key"
     ):
         pairs_of([row], tokenizer, {"prompt_key": "prompt"}, apply_chat_template=True)
 
@@ -81,7 +81,7 @@ def test_pair_with_one_side_too_long_is_dropped_and_counted(tokenizer):
     rows = [{"chosen": "a", "rejected": "abc"}, {"chosen": "abc", "rejected": "a"}, {"chosen": "a", "rejected": "b"}]
     pairs, dropped = pairs_of(rows, tokenizer, max_len=4)
     assert (len(pairs), dropped) == (1, 2)
-    with pytest.raises(ValueError, match="--dataset: all 2 samples are longer than --max_len 4; the shortest has 5"):
+    with pytest.raises(ValueError, match="--dataset: all 2 rows are longer than --max_len 4; the shortest has 5"):
         pairs_of(rows[:2], tokenizer, max_len=4)
 
 

@@ -126,7 +126,7 @@ def test_a_recognized_shape_gives_the_label_unless_a_column_is_named(tokenizer):
 
 def test_the_same_loader_serves_the_commands_that_only_answer(tokenizer):
     options = PromptsConfig("model", "data.jsonl", prompt_max_len=2)
-    with pytest.raises(ValueError, match="--eval_data: all 1 prompts are longer than --prompt_max_len 2"):
+    with pytest.raises(ValueError, match="--eval_data: all 1 rows are longer than --prompt_max_len 2"):
         load_prompts([{"input": "abc"}], tokenizer, options, flag="--eval_data")
 
 
@@ -139,7 +139,7 @@ def test_prompt_longer_than_the_limit_is_dropped_and_counted(tokenizer):
 
 def test_prompts_that_are_all_too_long_are_an_error(tokenizer):
     rows = [{"input": "abcd"}, {"input": "abc"}]
-    with pytest.raises(ValueError, match=r"all 2 prompts are longer than --prompt_max_len 3; the shortest has 4"):
+    with pytest.raises(ValueError, match=r"all 2 rows are longer than --prompt_max_len 3; the shortest has 4"):
         load_prompts(rows, tokenizer, config(prompt_max_len=3))
 
 

@@ -40,7 +40,8 @@ def mixed_rows(source, split="train"):
 
 
 def rows_of(source, max_samples=None, split="train"):
-    return load_rows(str(source), flag="--prompt_data", split=split, max_samples=max_samples)
+    rows = load_rows(str(source), flag="--prompt_data", split=split, max_samples=max_samples)
+    return [row.row for row in rows]
 
 
 def sft_examples(rows, tokenizer, chat, max_len=4096):

@@ -121,7 +121,7 @@ def test_example_longer_than_the_limit_is_dropped_and_counted(tokenizer):
     examples, dropped = examples_of(rows, tokenizer, max_len=5)
     assert [len(example.token_ids) for example in examples] == [5]
     assert dropped == 1
-    with pytest.raises(ValueError, match="--dataset: all 2 samples are longer than --max_len 4; the shortest has 5"):
+    with pytest.raises(ValueError, match="--dataset: all 2 rows are longer than --max_len 4; the shortest has 5"):
         examples_of(rows, tokenizer, max_len=4)
 
 

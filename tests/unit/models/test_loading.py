@@ -98,7 +98,7 @@ def test_a_hub_that_answers_leaves_the_verdict_to_transformers(monkeypatch: pyte
     def refuse(url: str, timeout: float) -> io.BytesIO:
         raise HTTPError(url, 403, "Forbidden", Message(), None)
 
-    def missing(name: str) -> None:
+    def missing(name: str, **_) -> None:
         raise OSError(f"{name} is not a valid model identifier")
 
     monkeypatch.setattr(loading, "urlopen", refuse)
@@ -110,7 +110,7 @@ def test_a_hub_that_answers_leaves_the_verdict_to_transformers(monkeypatch: pyte
 
 def test_a_cached_model_needs_no_connection(no_network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: "/cache/config.json")
-    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name: f"config of {name}")
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name, **_: f"config of {name}")
     assert check_model("owner/model", FLAG) == "config of owner/model"
     assert no_network == []
 

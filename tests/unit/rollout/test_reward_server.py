@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 import threading
@@ -150,6 +151,9 @@ def test_requests_under_way_are_answered_before_the_end() -> None:
         ({"query": "a"}, 400, 'the request must be {"query": [texts]}'),
         ({"query": ["a", 1]}, 400, 'the request must be {"query": [texts]}'),
         ({"query": ["a" * 200_000]}, 413, "Maximum request body size"),
+        ({"query": ["", "a" * 1001]}, 400, "a text has 1001 characters, and 1000 are read at most"),
+        ({"query": [""] * 4097}, 400, "the request has 4097 texts; send at most 4096"),
+        ({"query": ["a", "\ud83d"]}, 400, "half of a surrogate pair"),
     ],
 )
 def test_a_bad_request_is_told_why(body: Any, status: int, message: str) -> None:
@@ -159,7 +163,29 @@ def test_a_bad_request_is_told_why(body: Any, status: int, message: str) -> None
         assert message in answer["error"]
         assert await post(session, {"query": []}) == (200, {"rewards": []})
 
-    serve(use, Lengths(), max_request_mb=0.1)
+    serve(use, Lengths(), max_request_mb=0.1, max_len=10)
+
+
+def test_a_request_without_the_token_is_refused_before_it_is_read() -> None:
+    async def use(session: aiohttp.ClientSession, server: RewardServer) -> None:
+        status, _ = await post(session, {"query": ["a" * 200_000]})
+        assert status == 401  # and not 413
+
+    serve(use, Lengths(), token="sesame", max_request_mb=0.1)
+
+
+def test_an_answer_never_holds_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(rows: list[list[int]]) -> list[float]:
+        raise KeyError("a bug")
+
+    async def use(session: aiohttp.ClientSession, server: RewardServer) -> None:
+        async with session.post("/get_reward", json={"query": ["a"]}) as answer:
+            text = await answer.text()
+        assert (answer.status, json.loads(text)) == (500, {"error": "the reward model failed: KeyError('a bug')"})
+        async with session.get("/nowhere") as answer:
+            assert (answer.status, await answer.json()) == (404, {"error": "404: Not Found"})
+
+    serve(use, broken)
 
 
 def test_a_token_is_asked_for() -> None:

@@ -74,7 +74,19 @@ def test_numbers_of_python_numpy_and_torch_are_scores(
 
 @pytest.mark.parametrize(
     "bad",
-    [math.nan, math.inf, -math.inf, None, "1", np.float32("nan"), torch.tensor(math.inf), {"a": None}, [math.nan]],
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        None,
+        "1",
+        np.float32("nan"),
+        torch.tensor(math.inf),
+        {"a": None},
+        [math.nan],
+        1e39,
+        10**400,
+    ],
     ids=repr,
 )
 def test_a_score_that_is_no_finite_number_is_an_error_naming_flag_value_and_prompt(

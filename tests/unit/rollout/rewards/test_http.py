@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import datetime
+import gzip
 import json
 import logging
 import random
 import socket
+import subprocess
+import sys
 import threading
+import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
@@ -210,6 +219,13 @@ async def cut_connection(request: dict[str, Any], number: int) -> web.StreamResp
     return CutOff()
 
 
+async def garbled(request: dict[str, Any], number: int) -> web.StreamResponse:
+    """Says gzip and sends something else, the first time."""
+    if number > 1:
+        return await lengths(request, number)
+    return web.Response(body=b"no gzip at all", headers={"Content-Encoding": "gzip"})
+
+
 class CutOff(web.StreamResponse):
     """An answer whose connection breaks in the middle."""
 
@@ -224,8 +240,8 @@ class CutOff(web.StreamResponse):
 @pytest.mark.parametrize(
     ("answer", "n_requests"),
     [(failing(n, web.Response(status=status)), n + 1) for n, status in ((1, 500), (2, 503), (3, 429))]
-    + [(cut_connection, 2)],
-    ids=["500", "503", "429", "cut connection"],
+    + [(cut_connection, 2), (garbled, 2)],
+    ids=["500", "503", "429", "cut connection", "garbled"],
 )
 def test_a_failure_that_may_pass_is_tried_again(
     answer: Answer,
@@ -316,6 +332,12 @@ HTML = "<html><body>Welcome to the proxy</body></html>"
         (200, '{"rewards": [1, NaN]}', "returned nan for prompt 'a'"),
         (200, '{"rewards": [null, 1]}', "returned None for prompt 'ab'"),
         (200, '{"rewards": [1, "2"]}', "returned '2' for prompt 'a'"),
+        (200, '{"rewards": [1, -Infinity]}', "returned -inf for prompt 'a'"),
+        (200, '{"rewards": [1, 1e39]}', "returned 1e+39 for prompt 'a'"),  # inf in float32
+        (200, '{"rewards": [1, ' + "9" * 400 + "]}", "for prompt 'a'"),
+        (200, '{"rewards": [1, ' + "9" * 5000 + "]}", "where"),
+        (200, '{"rewards": ' + "[" * 100_000, "where"),
+        (200, '{"rewards": {"0": 1, "1": 2}}', "where"),
         (200, '{"rewards": [[1], [2]]}', "returned [1] for prompt 'ab'"),
         (400, '{"error": "no query"}', 'HTTP status 400, \'{"error": "no query"}\''),
         (404, HTML, "HTTP status 404"),
@@ -350,6 +372,166 @@ def test_a_long_wrong_answer_is_shortened(
     assert len(str(error.value)) < 500
 
 
+class Endless(web.StreamResponse):
+    """An answer without end; ``n_bytes`` says how much of it was taken."""
+
+    n_bytes = 0
+
+    async def prepare(self, request: Any) -> Any:
+        writer = await super().prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await self.write(b" " * 2**20)
+                Endless.n_bytes += 2**20
+        return writer
+
+
+async def endless(request: dict[str, Any], number: int) -> web.StreamResponse:
+    return Endless()
+
+
+async def bomb(request: dict[str, Any], number: int) -> web.StreamResponse:
+    """A gigabyte in one megabyte."""
+    packed = gzip.compress(bytes(2**26)) * 16
+    return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
+
+
+@pytest.mark.parametrize("answer", [endless, bomb])
+def test_an_answer_too_large_to_be_good_is_not_read_to_its_end(
+    answer: Answer, start_server: StartServer, scorer_of: ScorerOf, two: list[Trajectory]
+) -> None:
+    Endless.n_bytes = 0
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="^--remote_rm_url http://.* answered with more than 16 MiB"):
+        scorer_of(start_server(answer)).score(two)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**28
+    assert Endless.n_bytes < 2**26
+
+
+def test_a_bad_reward_names_the_row_of_its_sample(
+    start_server: StartServer, scorer_of: ScorerOf, make_trajectory: MakeTrajectory
+) -> None:
+    async def answer(request: dict[str, Any], number: int) -> web.StreamResponse:
+        return web.Response(text='{"rewards": [NaN]}')
+
+    sample = make_trajectory([4], [1], text="a", source="data/a.jsonl", index=6)
+    with pytest.raises(ValueError, match=r"returned nan for prompt 'a' \(row 7 of data/a.jsonl\); a finite number"):
+        scorer_of(start_server(answer)).score([sample])
+
+
+def test_labels_that_json_does_not_know_go_as_text(
+    start_server: StartServer, scorer_of: ScorerOf, make_trajectory: MakeTrajectory
+) -> None:
+    server = start_server()
+    scorer_of(server).score([make_trajectory([4], [1], label=datetime.date(2026, 11, 22))])
+    assert server.requests[0]["labels"] == ["2026-11-22"]
+
+
+# Secrets
+
+
+@pytest.mark.parametrize("path", ["user:pass word@HOST/get_reward", "HOST/get_reward?api_key=password"])
+def test_secrets_in_an_address_are_used_but_never_shown(
+    path: str, start_server: StartServer, scorer_of: ScorerOf, two: list[Trajectory], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(request: dict[str, Any], number: int) -> web.StreamResponse:
+        return web.Response(status=500) if number == 1 else web.Response(text="{}")
+
+    server = start_server(answer)
+    dead = free_url()
+
+    def with_secret(url: str) -> str:
+        return "http://" + path.replace("HOST", urlsplit(url).netloc).replace("pass word", "password")
+
+    said = []
+    for url, ask in (
+        (server.url, lambda scorer: scorer.score(two)),  # a log line, then a wrong answer
+        (dead, lambda scorer: scorer.score(two)),
+        (dead, lambda scorer: scorer.check()),
+    ):
+        with pytest.raises((ValueError, ConnectionError)) as error:
+            ask(scorer_of(with_secret(url), retries=1))
+        said.append(str(error.value))
+    assert "***" in caplog.text
+    assert all("***" in text for text in said)
+    assert "password" not in caplog.text + "".join(said)
+    if "user" in path:
+        assert server.tokens == [f"Basic {base64.b64encode(b'user:password').decode()}"] * 2
+
+
+def test_an_address_that_is_none_is_shown_without_its_secret(scorer_of: ScorerOf) -> None:
+    with pytest.raises(ValueError, match=r"^--remote_rm_url 'ftp://\*\*\*@host/': give http"):
+        scorer_of("ftp://user:p@ssword@host/")
+
+
+def test_an_address_with_a_user_and_a_token_are_too_much(scorer_of: ScorerOf, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("open sesame")
+    with pytest.raises(ValueError, match=r"^--remote_rm_url http://\*\*\*@a/b: .*--remote_rm_token_file"):
+        scorer_of("http://c/d", "http://me:pass@a/b", token_file=str(tmp_path / "token"))
+
+
+# Away for a while
+
+SERVER = """
+import asyncio, sys
+from aiohttp import web
+
+async def answer(request):
+    query = (await request.json())["query"]
+    await asyncio.sleep(0.05)
+    return web.json_response({"rewards": [len(text) for text in query]})
+
+app = web.Application()
+app.add_routes([web.post("/get_reward", answer)])
+web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=lambda *_: print("ready", flush=True))
+"""
+
+
+@contextlib.contextmanager
+def server_process(port: int) -> Iterator[subprocess.Popen[str]]:
+    """A server as a process of its own, which answers; killed in the end."""
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_that_goes_away_in_the_middle_and_comes_back_is_waited_for(
+    scorer_of: ScorerOf,
+    make_trajectory: MakeTrajectory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing is lost, nothing invented: the default number of attempts, with pauses of a tenth of their length."""
+    samples = [make_trajectory([4] * i, [5, 1], text="a" * i) for i in range(100)]
+    url = free_url()
+    scorer = scorer_of(url, batch_size=1)
+    monkeypatch.setattr(http, "_FIRST_PAUSE_SECONDS", 0.1)
+    with server_process(urlsplit(url).port or 0):
+        pending = start_scoring(scorer, samples)
+        time.sleep(0.3)  # some are answered, some under way, most wait
+    while "attempt 3 of 8" not in caplog.text:  # it is away
+        time.sleep(0.05)
+    with server_process(urlsplit(url).port or 0):
+        scores = pending.wait()
+    assert scores == [Score({"remote": i + 6.0}) for i in range(100)]
+    assert len(caplog.messages) <= 8  # not one for each of a hundred requests
+
+
+def test_the_default_attempts_last_longer_than_a_server_is_away() -> None:
+    shortest = sum(min(2.0**i, 60.0) / 2 for i in range(RewardSourceConfig().remote_rm_retries))
+    assert shortest > 60
+    load = http._Load(["a"])
+    pauses = [load.pause(attempt) for attempt in range(1, 1 + RewardSourceConfig().remote_rm_retries)]
+    assert shortest <= sum(pauses) <= 2 * shortest
+
+
 # Before the run
 
 
@@ -373,7 +555,9 @@ def test_a_server_that_wants_a_token_is_an_error_before_the_run(start_server: St
         scorer_of(start_server(allowed="open sesame")).check()
 
 
-@pytest.mark.parametrize("urls", ["localhost:5000", "ftp://a/b", "http://", "http://a/b,", "", "reward.txt"])
+@pytest.mark.parametrize(
+    "urls", ["localhost:5000", "ftp://a/b", "http://", "http://a/b,", "http://[::1", "", "reward.txt"]
+)
 def test_what_is_no_url_is_an_error_with_an_example(urls: str, scorer_of: ScorerOf) -> None:
     with pytest.raises(ValueError, match="^--remote_rm_url .*: give http://HOST:PORT/PATH"):
         scorer_of(urls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -198,7 +199,7 @@ def test_gsm8k_answers_are_right_as_they_stand_and_wrong_for_the_next_question(
 # Labels
 
 
-@pytest.mark.parametrize("label", [None, "", " ", "####", ["72"], {"a": 1}])
+@pytest.mark.parametrize("label", [None, "", " ", "####", ["72"], {"a": 1}, math.nan])
 @pytest.mark.parametrize("verifier", ["exact_match", "math", "regex"])
 def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier: Any, label: Any) -> None:
     prompts = [Prompt("good", [1], "72"), Prompt("bad", [1], label)]
@@ -211,6 +212,17 @@ def test_length_and_expressions_without_group_need_no_label() -> None:
     prompts = [Prompt("ask", [1])]
     for verifier, options in (("length", {"verify_length": 3}), ("regex", {"verify_regex": "a"})):
         make_verify(verifier, RewardSourceConfig(verifiable_reward=(verifier,), **options), prompts)
+
+
+def test_a_reward_that_is_no_finite_number_is_an_error_naming_its_sample(
+    make_trajectory: Callable[..., Trajectory], make_tokenizer: Callable[..., Any]
+) -> None:
+    samples = [make_trajectory([4], [5, 1], text=text) for text in "ab"]
+    scorer = VerifiableScorer(
+        lambda _, trajectory: 1.0 if trajectory.prompt.text == "a" else math.nan, make_tokenizer()
+    )
+    with pytest.raises(ValueError, match="^--verifiable_reward returned nan for prompt 'b'; a finite number is needed"):
+        scorer.score(samples)
 
 
 def test_a_rank_without_samples_has_no_scores() -> None:
