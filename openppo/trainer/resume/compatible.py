@@ -38,7 +38,7 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
     ``contents`` are fingerprints by flag of what options name: a folder that has moved is the same, another one under
     an old name is not. Raises ``ValueError`` naming every option that contradicts the checkpoint in ``path``.
     """
-    old, new = saved["options"], json.loads(json.dumps(now["options"]))
+    old, new = (json.loads(json.dumps(identity["options"])) for identity in (saved, now))  # tuples become lists
     moved = {name for name in new if f"--{name}" in now["contents"]}
     differ = {name: (old.get(name), value) for name, value in new.items() if name in old and old[name] != value}
     wrong = [f"--{name} was {a}, is {b}" for name, (a, b) in differ.items() if name in MUST_MATCH - moved]

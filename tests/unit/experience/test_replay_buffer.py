@@ -263,3 +263,22 @@ def test_each_epoch_has_its_own_order_and_a_seed_repeats_them_all() -> None:
     assert first != list(range(N))
     assert orders(3) == [first, second, third]
     assert orders(4)[0] != first
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_saved_buffer_goes_on_where_it_stopped_on_any_number_of_ranks(
+    on_ranks: OnRanks, before: int, after: int
+) -> None:
+    saved = on_ranks(before, lambda comm: filled(shares(before)[comm.rank], comm).state_dict())
+    assert all(state["lengths"].tolist() == saved[0]["lengths"].tolist() for state in saved)
+    whole = steps(filled(SAMPLES), epochs=2)
+
+    def rest(comm: Any) -> list[list[int]]:
+        buffer = ReplayBuffer(comm)
+        buffer.load_state_dict(saved[0])
+        return [names(batch) for batch in buffer.mini_batches(4, 2, 2, 3, start=2)]
+
+    of_ranks = on_ranks(after, rest)
+    together = [sorted(itertools.chain(*of_step)) for of_step in zip(*of_ranks, strict=True)]
+    assert together == [names(batch) for batch in whole[2:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from enum import Enum
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
-from openppo.tracking import get_logger, save_config, set_aside_logs, setup_logging
+from openppo.tracking import cut_logs, get_logger, save_config, set_aside_logs, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +74,13 @@ def test_a_second_run_in_the_same_folder_keeps_the_logs_of_the_first(tmp_path: P
         (logs / "metrics.jsonl").write_text(run)
     kept = {folder.name: (folder / "metrics.jsonl").read_text() for folder in tmp_path.iterdir()}
     assert kept == {"logs": "third", "logs.1": "first", "logs.2": "second"}
+
+
+def test_logs_of_a_run_that_goes_on_end_at_its_checkpoint(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "reward": "ä"}) + "\n" for step in (1, 2, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 1, "cut')
+    (tmp_path / "config.yaml").write_text("a: 1")
+    cut_logs(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:3])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl"]
+    cut_logs(tmp_path / "none", 2)

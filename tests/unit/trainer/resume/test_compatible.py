@@ -1,0 +1,107 @@
+"""What may and what may not differ between a run and the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+from torch import ones
+
+from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig, flat_dict, from_options
+from openppo.datasets import TokenExample
+from openppo.trainer.resume.compatible import (
+    MUST_MATCH,
+    check_compatible,
+    examples_fingerprint,
+    model_fingerprint,
+    prompts_fingerprint,
+)
+from openppo.types import Prompt
+
+PATH = Path("ckpt/step_00000004")
+
+
+def identity(contents: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
+    config = from_options(TrainPPOConfig, **{"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", **options})
+    known = {"--pretrain": "weights", "--prompt_data": "rows"}
+    return {"options": flat_dict(config), "contents": known | (contents or {})}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"lora_rank": 8}, "--lora_rank was 0, is 8"),
+        ({"target_modules": ("q_proj",)}, "--target_modules was ['all-linear'], is ['q_proj']"),
+        ({"advantage_estimator": "rloo"}, "--advantage_estimator was gae, is rloo"),
+        ({"seed": 1}, "--seed was 42, is 1"),
+        ({"rollout_batch_size": 64}, "--rollout_batch_size was 512, is 64"),
+        ({"enable_ema": True}, "--enable_ema was False, is True"),
+        ({"prompt_data_probs": "1"}, "--prompt_data_probs was None, is 1"),
+    ],
+)
+def test_what_contradicts_a_checkpoint_is_named(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="--load_checkpoint: this run contradicts its checkpoint") as error:
+        check_compatible(PATH, identity(), identity(**changed))
+    assert said in str(error.value)
+    assert str(PATH) in str(error.value)
+    assert "another --ckpt_path" in str(error.value)
+
+
+def test_all_contradictions_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match="--lora_rank was 0, is 8; --seed was 42, is 1|--seed .*; --lora_rank"):
+        check_compatible(PATH, identity(), identity(lora_rank=8, seed=1))
+
+
+def test_harmless_differences_are_listed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "openppo"):
+        check_compatible(
+            PATH, identity(), identity(micro_train_batch_size=1, actor_learning_rate=1e-7, load_checkpoint=True)
+        )
+    assert "in force from now on" in caplog.text
+    assert "--micro_train_batch_size 4 -> 1" in caplog.text
+    assert "--actor_learning_rate 1e-06 -> 1e-07" in caplog.text
+    assert "--load_checkpoint" not in caplog.text
+
+
+def test_a_folder_that_has_moved_is_the_same_and_another_under_its_name_is_not() -> None:
+    check_compatible(PATH, identity(), identity(pretrain="elsewhere/m"))
+    with pytest.raises(ValueError, match="--pretrain m has other contents"):
+        check_compatible(PATH, identity(), identity({"--pretrain": "other weights"}))
+    with pytest.raises(ValueError, match="--prompt_data was d, is e"):
+        check_compatible(PATH, identity(), identity({"--prompt_data": "other rows"}, prompt_data="e"))
+    with pytest.raises(ValueError, match="--reward_pretrain was None, is r"):
+        check_compatible(PATH, identity(), identity({"--reward_pretrain": "reward"}, reward_pretrain="r"))
+
+
+def test_options_that_must_match_exist() -> None:
+    commands = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
+    required = {"pretrain": "m", "prompt_data": "d", "dataset": "d"}
+    names = set()
+    for command in commands:
+        mine = {"prompt_data"} if command is TrainPPOConfig else {"dataset"}
+        names |= flat_dict(from_options(command, **{name: required[name] for name in mine | {"pretrain"}})).keys()
+    assert names >= MUST_MATCH
+
+
+def test_a_models_fingerprint_is_that_of_its_weights(tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("copy", 1.0), ("other", 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({"w": ones(50_000) * value}, tmp_path / name / "model.safetensors")
+    (tmp_path / "copy" / "README.md").write_text("moved")
+    prints = {name: model_fingerprint(str(tmp_path / name)) for name in ("a", "copy", "other")}
+    assert prints["a"] == prints["copy"] != prints["other"]
+    assert model_fingerprint("owner/model") == "owner/model"
+
+
+def test_fingerprints_of_data_know_their_order_and_labels() -> None:
+    prompts = [Prompt("a", [1, 2], label=1), Prompt("b", [3], label=2)]
+    relabelled = [Prompt("a", [1, 2], label=2), Prompt("b", [3], label=2)]
+    made = {prompts_fingerprint(rows) for rows in (prompts, prompts[::-1], relabelled, prompts[:1])}
+    assert len(made) == 4
+    one, two = TokenExample([1, 2], [False, True]), TokenExample([1, 2], [True, True])
+    assert examples_fingerprint([one]) == examples_fingerprint([TokenExample([1, 2], [False, True])])
+    assert examples_fingerprint([one]) != examples_fingerprint([two])
