@@ -54,7 +54,7 @@ class PPOTrainer:
         self.maker = parts.maker
         strategy, estimator = parts.strategy, parts.maker.estimator
         self.rollout_step = RolloutStep(
-            strategy, parts.actor, parts.engine, parts.scorer, config, estimator.needs_greedy
+            strategy, parts.actor, parts.engine, parts.scorer, config, estimator.needs_greedy, parts.stop
         )
         self.replay_buffer = ReplayBuffer(self.comm, config.ppo.buffer_limit, config.ppo.buffer_cpu_offload)
         self.progress = Progress()
@@ -125,9 +125,7 @@ class PPOTrainer:
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
         """Sampled and scored responses to this rank's share of ``prompts``."""
         trajectories = self._sample(prompts)
-        wait_for_scores = self._start_scoring(trajectories)
-        with self.timer.phase("scoring"):
-            wait_for_scores()
+        self._wait(self._start_scoring(trajectories))
         return trajectories
 
     def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -261,6 +259,16 @@ class PPOTrainer:
         self.timer.count_tokens("scoring", _count_tokens(trajectories))
         return wait_for_scores
 
+    def _wait(self, wait_for_scores: Callable[[], int]) -> int:
+        """The number of errors; ``Interrupted`` on all ranks when the wait is to be left."""
+        with self.timer.phase("scoring"):
+            try:
+                n_errors = wait_for_scores()
+            except Interrupted:  # other ranks may not know yet
+                n_errors = 0
+        self.parts.stop()
+        return n_errors
+
     def _useful_rollout(self, prompts: Sequence[str | Prompt], metrics: Metrics) -> list[Trajectory]:
         """Groups with different rewards, sampled until they fill a rollout batch or one of the bounds is reached."""
         wanted, bound = self.config.ppo.rollout_batch_size, self.config.ppo.dynamic_sampling_max_batches
@@ -290,9 +298,7 @@ class PPOTrainer:
                 if engine is not None:
                     engine.train(False)
             experiences = self.maker.run_models(trajectories)
-        with self.timer.phase("scoring"):
-            metrics.add("reward_errors", wait_for_scores(), reduce="sum")
-        self.parts.stop()
+        metrics.add("reward_errors", self._wait(wait_for_scores), reduce="sum")
         with self.timer.phase("experience"):
             lambd_critic = 1.0 if self.update_step.pretrains_values else None
             self.replay_buffer.extend(self.maker.add_advantages(experiences, trajectories, metrics, lambd_critic))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from openppo.types import Score, Trajectory
+from openppo.types import Interrupted, NeverStops, Score, StopCheck, Trajectory
 
 _LONGEST_QUOTE = 200
+_SECONDS_BETWEEN_LOOKS = 0.5
 _LARGEST = 3.4e38
 """Of what float32 can hold, in which rewards are added up."""
 
@@ -34,23 +35,33 @@ class PendingScores:
     """Scores that may still be under way."""
 
     wait: Callable[[], list[Score]]
-    """Blocks until the scores are there and returns them; raises what the scorer raised."""
+    """Blocks until the scores are there and returns them; raises what the scorer raised.
+
+    ``Interrupted`` if they are not there yet and this rank is asked to stop; others may not know yet.
+    """
 
 
-def start_scoring(scorer: Scorer, trajectories: Sequence[Trajectory]) -> PendingScores:
+def start_scoring(scorer: Scorer, trajectories: Sequence[Trajectory], stop: StopCheck | None = None) -> PendingScores:
     """Begin to score: in the background if the scorer allows it, else at once, on this thread.
 
     Of a ``CombinedScorer`` the background parts start first, so that they overlap with the others too.
     """
     if isinstance(scorer, CombinedScorer):
-        return scorer.start(trajectories)
+        return scorer.start(trajectories, stop)
     if scorer.collective:
         scores = scorer.score(trajectories)
         return PendingScores(lambda: scores)
     thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
     future = thread.submit(scorer.score, trajectories)
     thread.shutdown(wait=False)
-    return PendingScores(future.result)
+    return PendingScores(lambda: _result(future, stop or NeverStops()))
+
+
+def _result(future: Future[list[Score]], stop: StopCheck) -> list[Score]:
+    while not wait([future], _SECONDS_BETWEEN_LOOKS).done:
+        if stop.requested():
+            raise Interrupted("a signal")
+    return future.result()
 
 
 class CombinedScorer:
@@ -66,9 +77,9 @@ class CombinedScorer:
     def __str__(self) -> str:
         return " and ".join(map(str, self.scorers))
 
-    def start(self, trajectories: Sequence[Trajectory]) -> PendingScores:
+    def start(self, trajectories: Sequence[Trajectory], stop: StopCheck | None = None) -> PendingScores:
         """Ask all sources; ``start_scoring`` calls this."""
-        parts = [start_scoring(scorer, trajectories) for scorer in self.scorers]
+        parts = [start_scoring(scorer, trajectories, stop) for scorer in self.scorers]
         return PendingScores(lambda: [self._merge(scores) for scores in zip(*(p.wait() for p in parts), strict=True)])
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:

@@ -18,7 +18,7 @@ from openppo.rollout.rewards import PendingScores, Scorer, start_scoring
 from openppo.rollout.rollout import check_weights, sample_trajectories, write_scores
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
-from openppo.types import Comm, Prompt, SamplingParams, Trajectory
+from openppo.types import Comm, NeverStops, Prompt, SamplingParams, StopCheck, Trajectory
 
 
 class RolloutStep:
@@ -32,6 +32,7 @@ class RolloutStep:
         scorer: Scorer,
         config: TrainPPOConfig,
         needs_greedy: bool,
+        stop: StopCheck | None = None,
     ) -> None:
         self.strategy = strategy
         self.comm: Comm = strategy.comm
@@ -39,6 +40,7 @@ class RolloutStep:
         self.engine = engine
         self.scorer = scorer
         self.needs_greedy = needs_greedy
+        self.stop = stop or NeverStops()
         self.n_samples = config.ppo.n_samples_per_prompt
         self.rollout_batch_size = config.ppo.rollout_batch_size
         self.seed = config.deepspeed.seed
@@ -67,11 +69,11 @@ class RolloutStep:
     def start_scoring(self, trajectories: Sequence[Trajectory]) -> Callable[[], int]:
         """Begin to score; the function returned waits for the scores and writes them into the trajectories.
 
-        It returns the number of samples on which the reward function raised.
+        It returns the number of samples on which the reward function raised. ``Interrupted`` as of ``PendingScores``.
         """
         greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
         everything = [*trajectories, *greedy]
-        pending: PendingScores = start_scoring(self.scorer, everything)
+        pending: PendingScores = start_scoring(self.scorer, everything, self.stop)
 
         def finish() -> int:
             scores = pending.wait()

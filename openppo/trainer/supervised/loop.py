@@ -92,10 +92,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
         """
         try:
             self._train_all_epochs()
+            self.save()
         except Interrupted as signal:
             self._save_interrupted(str(signal))
-        else:
-            self.save()
         self.parts.trackers.close()
 
     def _train_all_epochs(self) -> None:
@@ -166,7 +165,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         if due and len(self.parts.eval_examples) > 0:
             metrics |= self.evaluate()
             if checkpointer is not None:
-                checkpointer.look_at(step, metrics, self._write_model)
+                checkpointer.look_at(step, metrics, self.write_model)
         if due or step % run.logging_steps == 0:
             self.parts.trackers.log(step, metrics)
         self.unreported = None
@@ -176,7 +175,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def save(self) -> None:
         """Write the model as a Hugging Face folder with tokenizer."""
         folder = Path(self.config.run.save_path)
-        self._write_model(folder)
+        self.write_model(folder)
         logger.info("saved the trained model to %s", folder)
 
     def save_checkpoint(self) -> Path:
@@ -187,7 +186,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
             "skipped": self.skipped.state_dict(),
             "unreported": self.unreported,
         }
-        return self.parts.checkpointer.save(self.global_step, state, self._write_model)
+        return self.parts.checkpointer.save(self.global_step, state, self.write_model)
 
     def load_checkpoint(self) -> None:
         """Go on from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
@@ -203,7 +202,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
         path = self.save_checkpoint()
         logger.info(STOPPED, signal, self.global_step, self.total_steps, path)
 
-    def _write_model(self, folder: Path) -> None:
+    def write_model(self, folder: Path) -> None:
+        """Write the model in Hugging Face format to ``folder``, on all ranks together."""
         self.parts.strategy.save_pretrained(self.parts.engine.module.model, folder, self.parts.tokenizer)
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         metrics.add_tensor(f"{prefix}reward_std", scores, reduce="std")
         return loss * len(pairs) / batch.n_pairs
 
-    def save(self) -> None:
+    def write_model(self, folder: Path) -> None:
         """Write the model; its config gets ``mean`` and ``std`` of its scores, which ``--normalize_reward`` reads.
 
         They are those of the held-out pairs, both sides, or without such of up to 1024 training pairs. ``std`` is the
@@ -89,7 +90,7 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         config.mean = metrics["eval_reward_mean"]
         config.std = max(metrics["eval_reward_std"] * math.sqrt(n / (n - 1)), _SMALLEST_STD)
         logger.info("scores of %d texts: mean %.4g, std %.4g; stored in the model's config", n, config.mean, config.std)
-        super().save()
+        super().write_model(folder)
 
 
 def spread(pairs: Sequence[PreferenceExample], most: int) -> Sequence[PreferenceExample]:

@@ -13,7 +13,7 @@ from openppo.config import BatchConfig, SupervisedConfig, TrainRMConfig
 from openppo.datasets import PreferenceExample
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.trainer.supervised.reward_model import RewardModelTrainer, spread
-from openppo.types import SingleProcess
+from openppo.types import NeverStops, SingleProcess
 
 PAIRS = [PreferenceExample([3 + i] * (2 + i), [9 - i, 4]) for i in range(5)]
 
@@ -38,6 +38,7 @@ def test_mean_and_std_are_those_of_both_sides_of_held_out_or_else_training_pairs
         tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=None),
         train_examples=PAIRS,
         eval_examples=PAIRS[:n_held_out],
+        stop=NeverStops(),
     )
     config = TrainRMConfig(SupervisedConfig("model", "data"), batch=BatchConfig(4, micro_train_batch_size=3))
     RewardModelTrainer(config, parts).save()
