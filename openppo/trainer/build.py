@@ -26,7 +26,7 @@ from openppo.trainer.callbacks import Callback
 from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.ppo_data import load_ppo_data
 from openppo.trainer.ppo_trainer import HEADLINE, Parts, PPOTrainer, frozen_actor_steps
-from openppo.trainer.startup import naming_model, start_trackers
+from openppo.trainer.startup import check_options, naming_model, on_all_ranks, start_trackers
 from openppo.trainer.token_batches import packed_row_length
 from openppo.types import Prompt, SamplingParams
 
@@ -38,14 +38,14 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """A trainer ready for ``fit()`` or ``step()``. ``ValueError`` names the flag of whatever cannot work."""
     strategy = strategy or DeepspeedStrategy(config.deepspeed)
-    config.validate(strategy.comm.world_size)
+    check_options(config, strategy.comm)
     _check_algorithm(config)
     model = config.model
-    actor_config = check_model(model.pretrain, "--pretrain")
+    actor_config = on_all_ranks(strategy.comm, lambda: check_model(model.pretrain, "--pretrain"))
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     tokenizer = load_tokenizer(model.pretrain, "--pretrain")
     _check_critic_tokens(config, tokenizer)
-    data = load_ppo_data(config, tokenizer, actor_config)
+    data = load_ppo_data(config, tokenizer, actor_config, strategy.comm)
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
     scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once
     actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(data.prompts))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from openppo.rollout.rewards.process import ProcessScorer, StepText
 from openppo.rollout.rewards.rendering import RewardModelText
 from openppo.rollout.rewards.scoring import CombinedScorer, Scorer
 from openppo.rollout.rewards.verifiable import VerifiableScorer, make_verify
-from openppo.trainer.startup import naming_model
+from openppo.trainer.startup import check_same, naming_model, on_all_ranks
 from openppo.types import Comm, Prompt
 
 logger = logging.getLogger("openppo")
@@ -89,7 +90,8 @@ def _function(
     name: str,
 ) -> Scorer:
     columns = {column for prompt in setup.prompts for column in prompt.row}
-    function = load_reward_function(location, columns, flag, default_name)
+    function = on_all_ranks(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
+    check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
     logger.info("%s is called with %s", function.source, function.describe())
     return FunctionScorer(
         function,
@@ -121,7 +123,7 @@ def _reward_model(
 ) -> Scorer:
     """A frozen reward model, which reads the policy's token ids or, if those are not its own, the text again."""
     flag = "--reward_pretrain"
-    config = check_model(model, flag)
+    config = on_all_ranks(setup.comm, lambda: check_model(model, flag))
     own = own_tokenizer(flag, model, setup.actor, tokenizer)
     source_of_ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
     logger.info("%s %s reads %s", flag, model, source_of_ids)
@@ -159,7 +161,8 @@ def _process_reward_model(
 ) -> Scorer:
     """A frozen process reward model, which reads prompt and response as ``train_prm`` renders lists of steps."""
     flag = "--prm_pretrain"
-    context = getattr(check_model(model, flag).get_text_config(), "max_position_embeddings", None)
+    config = on_all_ranks(setup.comm, lambda: check_model(model, flag))
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
     own, chat, placeholder = load_tokenizer(model, flag), source.prm_apply_chat_template, source.prm_placeholder_token
     if chat and not own.chat_template:
         raise ValueError(

@@ -21,11 +21,12 @@ from openppo.models.loading import check_model, load_options, load_tokenizer
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.trainer.startup import log_dropped, naming_model, start_trackers
+from openppo.trainer.startup import check_options, check_same, log_dropped, naming_model, on_all_ranks, start_trackers
 from openppo.trainer.supervised.loop import SupervisedParts, total_optimizer_steps
 from openppo.trainer.supervised.process_reward import PRM_HEADLINE, ProcessRewardTrainer
 from openppo.trainer.supervised.reward_model import RM_HEADLINE, RewardModelTrainer
 from openppo.trainer.supervised.sft import SFT_HEADLINE, SFTTrainer
+from openppo.types import Comm
 
 Example = TypeVar("Example")
 
@@ -35,7 +36,7 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer = _check_and_load_tokenizer(config, strategy)
     train, held_out = load_train_and_eval(
-        config, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
+        config, strategy.comm, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
     )
     with naming_model("--pretrain", options.pretrain):
         actor = Actor(options.pretrain, **_model_options(config))
@@ -50,7 +51,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer = _check_and_load_tokenizer(config, strategy)
     train, held_out = load_train_and_eval(
-        config, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
+        config, strategy.comm, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
     )
     with naming_model("--pretrain", options.pretrain):
         model = get_llm_for_sequence_regression(
@@ -72,7 +73,9 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer = _check_and_load_tokenizer(config, strategy)
     train, held_out = load_train_and_eval(
-        config, lambda rows, flag: load_process_examples(rows, tokenizer, options, config.data, flag=flag)
+        config,
+        strategy.comm,
+        lambda rows, flag: load_process_examples(rows, tokenizer, options, config.data, flag=flag),
     )
     with naming_model("--pretrain", options.pretrain):
         actor = Actor(options.pretrain, **_model_options(config))
@@ -84,8 +87,8 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
 
 def _check_and_load_tokenizer(config: SupervisedCommand, strategy: DeepspeedStrategy) -> PreTrainedTokenizerBase:
     """What can be found wrong before any data or weights are read."""
-    config.validate(strategy.comm.world_size)
-    check_model(config.supervised.pretrain, "--pretrain")
+    check_options(config, strategy.comm)
+    on_all_ranks(strategy.comm, lambda: check_model(config.supervised.pretrain, "--pretrain"))
     load_options(config.deepspeed.bf16, config.supervised.flash_attn, config.lora.load_in_4bit)
     return load_tokenizer(config.supervised.pretrain, "--pretrain")
 
@@ -96,9 +99,9 @@ def _model_options(config: SupervisedCommand) -> dict[str, Any]:
 
 
 def load_train_and_eval(
-    config: SupervisedCommand, make: Callable[[list[SourceRow], str], tuple[list[Example], int]]
+    config: SupervisedCommand, comm: Comm, make: Callable[[list[SourceRow], str], tuple[list[Example], int]]
 ) -> tuple[list[Example], list[Example]]:
-    """Training examples, and held-out ones (none without ``--eval_dataset``)."""
+    """Training examples, and held-out ones (none without ``--eval_dataset``), the same on all ranks."""
     options = config.supervised
 
     def load(source: str, probs: str | None, flag: str, split: str) -> list[Example]:
@@ -114,7 +117,12 @@ def load_train_and_eval(
         log_dropped(dropped, len(examples), flag, "--max_len")
         return examples
 
-    train = load(options.dataset, options.dataset_probs, "--dataset", options.dataset_split)
-    if options.eval_dataset is None:
-        return train, []
-    return train, load(options.eval_dataset, None, "--eval_dataset", options.eval_split)
+    def load_all() -> tuple[list[Example], list[Example]]:
+        train = load(options.dataset, options.dataset_probs, "--dataset", options.dataset_split)
+        if options.eval_dataset is None:
+            return train, []
+        return train, load(options.eval_dataset, None, "--eval_dataset", options.eval_split)
+
+    train, held_out = on_all_ranks(comm, load_all)
+    check_same(comm, {"--dataset": train, "--eval_dataset": held_out})
+    return train, held_out

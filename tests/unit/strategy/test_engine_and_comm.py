@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +61,24 @@ def test_more_ranks_than_gpus_is_an_error_that_says_how_many_there_are(monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="--nproc_per_node .*1 GPUs"):
         init_process_group(timedelta(seconds=1))
+
+
+def test_a_rank_that_does_not_come_is_named_by_those_that_wait() -> None:
+    program = "from openppo.strategy.comm import *; init_process_group(timedelta(seconds=3))"
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun has one
+    group = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    group |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=os.environ | group | {"RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "2")
+    ]
+    for rank in ranks:
+        assert "ValueError: rank 1 of 3 did not start within 3 s" in rank.communicate(timeout=100)[1]
 
 
 def test_overrides_reach_into_nested_options_and_change_neither_side() -> None:
