@@ -9,8 +9,8 @@
 #SBATCH --signal=TERM@120
 #SBATCH --output=%x-%j.log
 set -euo pipefail
-export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
-MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR="${hosts[0]}" MASTER_PORT="${MASTER_PORT:-29500}"
 # export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0  # if the hosts do not find each other: docs/hosts.md
 
 # One torchrun on each host, which starts a rank on each of its GPUs. The quotes keep SLURM_NODEID for the host to read.

@@ -54,7 +54,7 @@ def _wait_for_all(store: dist.Store, rank: int, world_size: int, timeout: timede
         missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
         raise ValueError(
             f"rank {missing} of {world_size} did not start within {timeout.total_seconds():.0f} s: see what it printed "
-            "on its host. All hosts need the same --nnodes, --nproc_per_node and --master_addr, each its --node_rank."
+            "on its host. All hosts need the same --nnodes and --master_addr, and each its own --node_rank."
         ) from error
 
 

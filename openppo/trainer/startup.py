@@ -53,6 +53,7 @@ def check_options(config: Any, comm: Comm) -> None:
     Ranks with another seed or batch size would train something that nobody asked for, or wait for each other forever.
     """
     mine = {"openppo": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    mine["CUDA"] = "available" if torch.cuda.is_available() else "not available"
     for name, value in flat_dict(config).items():
         mine[f"--{name}"] = ("not given" if value is None else "given") if name in PLACES else str(value)
     everyones = comm.all_gather_object(mine)

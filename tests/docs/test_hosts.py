@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,11 +42,6 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def path_with(programs: Path) -> str:
-    """PATH that finds them first."""
-    return subprocess.run(["bash", "-c", f"echo {programs}:$PATH"], capture_output=True, text=True).stdout.strip()
-
-
 def test_the_loop_over_ssh_runs(run: Run, workshop: Path, programs: Path) -> None:
     options = f"--pretrain policy --reward_pretrain reward --prompt_data prompts.jsonl --save_path ssh {SMALL}".split()
     yaml = [f"{name[2:]}: {value}" for name, value in zip(options[::2], options[1::2], strict=True)]
@@ -61,7 +56,7 @@ def test_the_loop_over_ssh_runs(run: Run, workshop: Path, programs: Path) -> Non
     for old, new in replaced.items():
         assert old in block
         block = block.replace(old, new)
-    run(["bash", "-c", block], workshop, PATH=path_with(programs))
+    run(["bash", "-c", block], workshop, PATH=f"{programs}:{os.environ['PATH']}")
     logs = [(workshop / f"host{i}.log").read_text() for i in (0, 1)]
     assert (workshop / "ssh" / "model.safetensors").is_file(), logs
     assert "step 2/2" in logs[0] and "step " not in logs[1]
@@ -71,7 +66,7 @@ def test_the_slurm_script_runs_on_two_nodes(run: Run, workshop: Path, programs: 
     run(
         ["bash", str(SCRIPT), *SMALL.split()],
         workshop,
-        PATH=path_with(programs),
+        PATH=f"{programs}:{os.environ['PATH']}",
         SLURM_JOB_NODELIST="gpu[01-02]",
         SLURM_NNODES="2",
         MASTER_PORT=free_port(),
