@@ -35,7 +35,14 @@ def init_process_group(timeout: timedelta) -> torch.device:
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
         backend, patience = "cpu:gloo,cuda:nccl" if cuda else "gloo", min(timeout, _LONGEST_START)
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+        try:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+        except dist.DistNetworkError as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise ValueError(
+                f"rank 0 was not reached at {address} within {patience.total_seconds():.0f} s: see what its host "
+                "printed, and whether the port is open."
+            ) from error
         _wait_for_all(store, rank, world_size, patience)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return torch.device("cuda", local_rank) if cuda else torch.device("cpu")

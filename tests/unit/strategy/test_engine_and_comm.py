@@ -81,6 +81,14 @@ def test_a_rank_that_does_not_come_is_named_by_those_that_wait() -> None:
         assert "ValueError: rank 1 of 3 did not start within 3 s" in rank.communicate(timeout=100)[1]
 
 
+def test_a_first_host_that_is_not_there_is_named_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **address}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="rank 0 was not reached at 127.0.0.1:1 within 1 s"):
+        init_process_group(timedelta(seconds=1))
+
+
 def test_overrides_reach_into_nested_options_and_change_neither_side() -> None:
     options = train_config(DeepSpeedConfig(bf16=True), zero_stage=3, n_trained=11)
     before = options["zero_optimization"]["stage"]
