@@ -8,6 +8,7 @@ import difflib
 import io
 import itertools
 import os
+import socket
 import sys
 import time
 import typing
@@ -21,7 +22,7 @@ import yaml
 from openppo.cli.openrlhf import without_foreign_flags
 from openppo.config import TrainPPOConfig
 
-_SECONDS_FOR_RANK_0 = 20
+_SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
 
 
@@ -59,9 +60,9 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
         job = build(config)
     except ValueError as error:
         _leave(str(error))
-    except SystemExit as ended:  # of tyro, which says on rank 0 what is wrong
+    except SystemExit as ended:  # of tyro, which says on the first rank of each host what is wrong
         if ended.code:
-            _let_rank_0_speak()
+            _let_first_rank_speak()
         raise
     job.fit()
     job.close()
@@ -77,7 +78,7 @@ def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config
     if file is not None:
         given = {argument.partition("=")[0] for argument in arguments}
         arguments = _arguments_of_file(file, known, given) + arguments
-    speaks = _rank() == 0
+    speaks = _local_rank() == 0
     with contextlib.redirect_stderr(sys.stderr if speaks else io.StringIO()):  # some errors ignore console_outputs
         return tyro.cli(
             config_type,
@@ -96,7 +97,7 @@ def option_names(config_type: type) -> dict[str, dataclasses.Field]:
 
 def _without_foreign_flags(arguments: list[str]) -> list[str]:
     kept, notices = without_foreign_flags(arguments)
-    for notice in notices if _rank() == 0 else []:
+    for notice in notices if _local_rank() == 0 else []:
         print(notice, file=sys.stderr, flush=True)
     return kept
 
@@ -171,16 +172,22 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _let_rank_0_speak() -> None:
-    """Wait on other ranks: torchrun ends all processes with the first one, and rank 0 may not be there yet."""
-    if _rank() > 0:
-        time.sleep(_SECONDS_FOR_RANK_0)
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", _rank()))
+
+
+def _let_first_rank_speak() -> None:
+    """Wait on all others of a host: torchrun ends them with the first that ends, which should have spoken by then."""
+    if _local_rank() > 0:
+        time.sleep(_SECONDS_FOR_FIRST_RANK)
 
 
 def _leave(message: str) -> typing.NoReturn:
-    """Print the message once, whether one rank or all of them got it, and exit with status 2."""
-    _let_rank_0_speak()
+    """Print the message once on each host, whether one rank or all of them got it, and exit with status 2."""
+    _let_first_rank_speak()
     rank = _rank()
     who = "" if rank == 0 else f" on rank {rank}"
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # of torchrun: the number of hosts
+        who = f" on rank {rank} ({socket.gethostname()})"
     print(f"error{who}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_LONGEST_START = timedelta(minutes=10)
+"""For all ranks to be there: they import the same libraries, some from a slower disk."""
 
 
 def init_process_group(timeout: timedelta) -> torch.device:
     """Join the group that torchrun describes in the environment, or make one of a single process.
 
     gloo carries CPU tensors and Python objects, nccl carries CUDA tensors. Returns this rank's device.
-    ``ValueError`` if there are fewer GPUs than ranks on this machine.
+    ``ValueError`` if there are fewer GPUs than ranks on this machine, or if a rank does not come.
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
@@ -32,8 +34,35 @@ def init_process_group(timeout: timedelta) -> torch.device:
             )
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+        backend, patience = "cpu:gloo,cuda:nccl" if cuda else "gloo", min(timeout, _LONGEST_START)
+        try:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+        except dist.DistNetworkError as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise ValueError(
+                f"rank 0 was not reached at {address} within {patience.total_seconds():.0f} s: see what its host "
+                "printed, and whether the port is open."
+            ) from error
+        _wait_for_all(store, rank, world_size, patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+
+
+def _wait_for_all(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Raise ``ValueError`` naming the ranks that are not there in time.
+
+    A rank of another host that ended before, say for a mistyped flag, would be waited for in silence otherwise.
+    """
+    keys = [f"openppo/arrived/{other}" for other in range(world_size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError as error:
+        missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+        raise ValueError(
+            f"rank {missing} of {world_size} did not start within {timeout.total_seconds():.0f} s: see what it printed "
+            "on its host. All hosts need the same --nnodes and --master_addr, and each its own --node_rank."
+        ) from error
 
 
 def _free_port() -> str:

@@ -30,7 +30,7 @@ from openppo.trainer.ppo_trainer import HEADLINE, PPOTrainer
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint, prompts_fingerprint
 from openppo.trainer.resume.stop import SignalStop
-from openppo.trainer.startup import naming_model, start_trackers
+from openppo.trainer.startup import check_options, naming_model, on_all_ranks, start_trackers
 from openppo.trainer.steps.update_step import frozen_actor_steps
 from openppo.trainer.token_batches import packed_row_length
 from openppo.types import Prompt, SamplingParams
@@ -43,14 +43,16 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """A trainer ready for ``fit()`` or ``step()``. ``ValueError`` names the flag of whatever cannot work."""
     strategy = strategy or DeepspeedStrategy(config.deepspeed)
-    config.validate(strategy.comm.world_size)
+    check_options(config, strategy.comm)
     _check_algorithm(config)
     model = config.model
-    actor_config = check_model(model.pretrain, "--pretrain", model.trust_remote_code)
+    actor_config = on_all_ranks(
+        strategy.comm, lambda: check_model(model.pretrain, "--pretrain", model.trust_remote_code)
+    )
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     tokenizer = load_tokenizer(model.pretrain, "--pretrain", trust_remote_code=model.trust_remote_code)
     _check_critic_tokens(config, tokenizer)
-    data = load_ppo_data(config, tokenizer, actor_config)
+    data = load_ppo_data(config, tokenizer, actor_config, strategy.comm)
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
     scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from openppo.rollout.rewards.process import ProcessScorer, StepText
 from openppo.rollout.rewards.rendering import RewardModelText
 from openppo.rollout.rewards.scoring import CombinedScorer, Scorer
 from openppo.rollout.rewards.verifiable import VerifiableScorer, make_verify
-from openppo.trainer.startup import naming_model
+from openppo.trainer.startup import check_same, naming_model, on_all_ranks
 from openppo.types import Comm, Prompt
 
 logger = logging.getLogger("openppo")
@@ -92,7 +93,8 @@ def _function(
     name: str,
 ) -> Scorer:
     columns = {column for prompt in setup.prompts for column in prompt.row}
-    function = load_reward_function(location, columns, flag, default_name)
+    function = on_all_ranks(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
+    check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
     logger.info("%s is called with %s", function.source, function.describe())
     return FunctionScorer(
         function,
@@ -124,7 +126,7 @@ def _reward_model(
 ) -> Scorer:
     """A frozen reward model, which reads the policy's token ids or, if those are not its own, the text again."""
     flag = "--reward_pretrain"
-    config = check_model(model, flag, setup.trust_remote_code)
+    config = on_all_ranks(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
     own = own_tokenizer(flag, model, setup.actor, tokenizer, setup.trust_remote_code)
     source_of_ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
     logger.info("%s %s reads %s", flag, model, source_of_ids)
@@ -163,7 +165,8 @@ def _process_reward_model(
 ) -> Scorer:
     """A frozen process reward model, which reads prompt and response as ``train_prm`` renders lists of steps."""
     flag, trust = "--prm_pretrain", setup.trust_remote_code
-    context = getattr(check_model(model, flag, trust).get_text_config(), "max_position_embeddings", None)
+    config = on_all_ranks(setup.comm, lambda: check_model(model, flag, trust))
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
     own = load_tokenizer(model, flag, trust_remote_code=trust)
     chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
     if chat and not own.chat_template:

@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo.config import PPODataConfig, TrainPPOConfig, parse_probs
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, render_prompt
 from openppo.datasets.templates import as_messages
-from openppo.trainer.startup import check_context, log_dropped
-from openppo.types import Prompt
+from openppo.trainer.startup import check_context, check_same, log_dropped, on_all_ranks
+from openppo.types import Comm, Prompt
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,19 @@ class PPOData:
 
 
 def load_ppo_data(
-    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig
+    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig, comm: Comm
 ) -> PPOData:
-    """Everything that the run reads; ``ValueError`` names the flag and the row of what cannot be used."""
+    """Everything that the run reads, the same on all ranks.
+
+    ``ValueError`` names the flag and the row of what cannot be used, and the ranks if only some cannot.
+    """
+    data = on_all_ranks(comm, lambda: _load(config, tokenizer, actor_config))
+    prompts, held_out = ([(p.token_ids, p.label) for p in each] for each in (data.prompts, data.held_out))
+    check_same(comm, {"--prompt_data": prompts, "--eval_data": held_out, "--pretrain_data": data.documents})
+    return data
+
+
+def _load(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig) -> PPOData:
     data, held_out = config.data, []
     prompts = _prompts(config, tokenizer, "--prompt_data", data.prompt_data, data.prompt_data_probs, data.prompt_split)
     if config.evaluation.eval_data is not None:

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
+from openppo import __version__
 from openppo.config import flat_dict
 from openppo.tracking import Trackers, cut_logs, make_trackers, save_config, set_aside_logs, setup_logging
+from openppo.types import Comm
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
     from openppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger("openppo")
+
+Result = TypeVar("Result")
+
+PLACES = {
+    *("save_path", "ckpt_path", "use_tensorboard", "remote_rm_url", "remote_rm_token_file"),
+    *("pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "reward_fn"),
+    *("prompt_data", "eval_data", "pretrain_data", "dataset", "eval_dataset", "dataset_class"),
+}
+"""Options that say where something is, which may be elsewhere on each host."""
 
 
 def quiet_libraries() -> None:
@@ -33,6 +48,66 @@ def quiet_libraries() -> None:
     transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error instead of a question on stdin
 
 
+def check_options(config: Any, comm: Comm) -> None:
+    """``config.validate()``, and ``ValueError`` if not all ranks were started with the same options and versions.
+
+    Ranks with another seed or batch size would train something that nobody asked for, or wait for each other forever.
+    """
+    mine = {"openppo": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    mine["CUDA"] = "available" if torch.cuda.is_available() else "not available"
+    for name, value in flat_dict(config).items():
+        mine[f"--{name}"] = ("not given" if value is None else "given") if name in PLACES else str(value)
+    everyones = comm.all_gather_object(mine)
+    differences = []
+    for name, value in everyones[0].items():
+        others = [rank for rank, theirs in enumerate(everyones) if theirs.get(name) != value]
+        if others:
+            theirs = f"{everyones[others[0]].get(name)} on {_where(others, comm)}"
+            differences.append(f"{name} is {value} on rank 0 and {theirs}")
+    if differences:
+        raise ValueError(f"{'; '.join(differences)}: start all ranks alike.")
+    on_all_ranks(comm, lambda: config.validate(comm.world_size))  # folders may differ, of which it sees some
+
+
+def on_all_ranks(comm: Comm, load: Callable[[], Result]) -> Result:
+    """``load()`` on every rank. A ``ValueError`` of one is raised on all, which would wait for it forever otherwise."""
+    result, error = None, None
+    try:
+        result = load()
+    except ValueError as caught:
+        error = caught
+    errors = comm.all_gather_object(None if error is None else str(error))
+    failed = [rank for rank, message in enumerate(errors) if message is not None]
+    if failed:
+        where = "" if len(failed) == comm.world_size else f"on {_where(failed, comm)}: "
+        raise ValueError(where + errors[failed[0]]) from error
+    return cast(Result, result)
+
+
+def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ranks have read something else; ``contents`` is what was read, by its flag."""
+    if comm.world_size == 1:
+        return
+
+    def plain(value: Any) -> Any:
+        return vars(value) if dataclasses.is_dataclass(value) else type(value).__name__
+
+    def digest_of(content: Any) -> str:
+        return hashlib.sha256(json.dumps(content, default=plain).encode()).hexdigest()
+
+    everyones = comm.all_gather_object({flag: digest_of(content) for flag, content in contents.items()})
+    for flag, digest in everyones[0].items():
+        others = [rank for rank, theirs in enumerate(everyones) if theirs[flag] != digest]
+        if others:
+            where = _where(others, comm)
+            raise ValueError(f"{flag} holds something else on {where} than on rank 0: copy the same file to all hosts.")
+
+
+def _where(ranks: Sequence[int], comm: Comm) -> str:
+    hosts = comm.all_gather_object(socket.gethostname())
+    return ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
+
+
 def start_trackers(
     config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int, go_on_from: int | None = None
 ) -> Trackers:
@@ -40,7 +115,10 @@ def start_trackers(
 
     Logs of a run that goes on from step ``go_on_from`` are continued there; any other logs are set aside.
     """
-    if strategy.is_main:
+
+    def prepare() -> None:
+        if not strategy.is_main:
+            return
         logs = Path(config.run.save_path) / "logs"
         try:
             if go_on_from is None:
@@ -52,6 +130,8 @@ def start_trackers(
             raise ValueError(
                 f"--save_path {config.run.save_path}: cannot be written ({error}); choose another folder."
             ) from error
+
+    on_all_ranks(strategy.comm, prepare)
     return make_trackers(config.run, strategy.comm, headline, total_steps, go_on_from)
 
 

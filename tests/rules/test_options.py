@@ -23,7 +23,17 @@ COMMAND_CONFIGS = {
 }
 EVERY_COMMAND = {"config", "help"}
 OTHER_PROGRAMS = {
-    *("nproc_per_node", "nnodes", "node_rank", "standalone", "master_addr", "master_port"),  # torchrun
+    *(
+        "nproc_per_node",
+        "nnodes",
+        "node_rank",
+        "standalone",
+        "master_addr",
+        "master_port",
+        "shutdown_timeout",
+    ),  # torchrun
+    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "output"),  # sbatch
+    "kill-on-bad-exit",  # srun
     "module",  # deepspeed
     *(
         "quiet",

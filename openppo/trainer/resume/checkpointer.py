@@ -21,6 +21,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
 from openppo.trainer.resume.compatible import check_compatible
+from openppo.trainer.startup import on_all_ranks
 
 logger = logging.getLogger("openppo")
 
@@ -165,6 +166,10 @@ class Checkpointer:
             logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
             return
         self.state = json.loads((self.found / _STATE).read_text(encoding="utf-8"))
+        on_all_ranks(self.comm, self._check)
+
+    def _check(self) -> None:
+        assert self.found is not None
         if self.state["kind"] != self.identity["kind"]:
             raise ValueError(
                 f"--load_checkpoint: {self.found} is a checkpoint of train_{self.state['kind']}, not of "

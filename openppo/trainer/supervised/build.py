@@ -24,11 +24,12 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
 from openppo.trainer.resume.stop import SignalStop
-from openppo.trainer.startup import log_dropped, naming_model, start_trackers
+from openppo.trainer.startup import check_options, check_same, log_dropped, naming_model, on_all_ranks, start_trackers
 from openppo.trainer.supervised.loop import SupervisedParts, SupervisedTrainer, total_optimizer_steps
 from openppo.trainer.supervised.process_reward import PRM_HEADLINE, ProcessRewardTrainer
 from openppo.trainer.supervised.reward_model import RM_HEADLINE, RewardModelTrainer
 from openppo.trainer.supervised.sft import SFT_HEADLINE, SFTTrainer
+from openppo.types import Comm
 
 Example = TypeVar("Example")
 Trainer = TypeVar("Trainer", bound=SupervisedTrainer[Any])
@@ -39,7 +40,7 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer = _check_and_load_tokenizer(config, strategy)
     train, held_out = load_train_and_eval(
-        config, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
+        config, strategy.comm, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
     )
     checkpointer = _checkpointer(config, strategy, "sft", train)
     with naming_model("--pretrain", options.pretrain):
@@ -59,7 +60,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer = _check_and_load_tokenizer(config, strategy)
     train, held_out = load_train_and_eval(
-        config, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
+        config, strategy.comm, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
     )
     checkpointer = _checkpointer(config, strategy, "rm", train)
     with naming_model("--pretrain", options.pretrain):
@@ -86,7 +87,9 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer = _check_and_load_tokenizer(config, strategy)
     train, held_out = load_train_and_eval(
-        config, lambda rows, flag: load_process_examples(rows, tokenizer, options, config.data, flag=flag)
+        config,
+        strategy.comm,
+        lambda rows, flag: load_process_examples(rows, tokenizer, options, config.data, flag=flag),
     )
     checkpointer = _checkpointer(config, strategy, "prm", train)
     with naming_model("--pretrain", options.pretrain):
@@ -121,9 +124,9 @@ def _resumed(trainer: Trainer) -> Trainer:
 
 def _check_and_load_tokenizer(config: SupervisedCommand, strategy: DeepspeedStrategy) -> PreTrainedTokenizerBase:
     """What can be found wrong before any data or weights are read."""
-    config.validate(strategy.comm.world_size)
+    check_options(config, strategy.comm)
     options = config.supervised
-    check_model(options.pretrain, "--pretrain", options.trust_remote_code)
+    on_all_ranks(strategy.comm, lambda: check_model(options.pretrain, "--pretrain", options.trust_remote_code))
     load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)
     return load_tokenizer(options.pretrain, "--pretrain", trust_remote_code=options.trust_remote_code)
 
@@ -140,9 +143,9 @@ def _model_options(config: SupervisedCommand) -> dict[str, Any]:
 
 
 def load_train_and_eval(
-    config: SupervisedCommand, make: Callable[[list[SourceRow], str], tuple[list[Example], int]]
+    config: SupervisedCommand, comm: Comm, make: Callable[[list[SourceRow], str], tuple[list[Example], int]]
 ) -> tuple[list[Example], list[Example]]:
-    """Training examples, and held-out ones (none without ``--eval_dataset``)."""
+    """Training examples, and held-out ones (none without ``--eval_dataset``), the same on all ranks."""
     options = config.supervised
 
     def load(source: str, probs: str | None, flag: str, split: str) -> list[Example]:
@@ -158,7 +161,12 @@ def load_train_and_eval(
         log_dropped(dropped, len(examples), flag, "--max_len")
         return examples
 
-    train = load(options.dataset, options.dataset_probs, "--dataset", options.dataset_split)
-    if options.eval_dataset is None:
-        return train, []
-    return train, load(options.eval_dataset, None, "--eval_dataset", options.eval_split)
+    def load_all() -> tuple[list[Example], list[Example]]:
+        train = load(options.dataset, options.dataset_probs, "--dataset", options.dataset_split)
+        if options.eval_dataset is None:
+            return train, []
+        return train, load(options.eval_dataset, None, "--eval_dataset", options.eval_split)
+
+    train, held_out = on_all_ranks(comm, load_all)
+    check_same(comm, {"--dataset": train, "--eval_dataset": held_out})
+    return train, held_out

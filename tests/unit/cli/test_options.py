@@ -633,8 +633,8 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds slept, without sleeping; the environment describes a single process."""
     slept: list[float] = []
     monkeypatch.setattr("openppo.cli.options.time.sleep", slept.append)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     return slept
 
 
@@ -683,6 +683,24 @@ def test_an_error_while_building_is_one_line_and_other_ranks_leave_rank_0_time_t
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"{start}--pretrain m: no such folder.\n"
     assert bool(naps) == (rank == "2")
+
+
+@pytest.mark.parametrize(("rank", "local_rank"), [("0", "0"), ("2", "0"), ("3", "1")])
+def test_on_each_of_several_hosts_the_first_rank_says_what_is_wrong_and_on_which_host(
+    rank: str, local_rank: str, monkeypatch: pytest.MonkeyPatch, naps: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu02")
+    monkeypatch.setattr("sys.argv", [*GOOD, "--gamma", "high"])
+    with pytest.raises(SystemExit):
+        run_command(TrainPPOConfig, lambda config: pytest.fail("built"))
+    assert ("--gamma" in capsys.readouterr().err) == (local_rank == "0")
+    monkeypatch.setattr("sys.argv", [*GOOD, "--gama", "1"])
+    with pytest.raises(SystemExit):
+        run_command(TrainPPOConfig, lambda config: pytest.fail("built"))
+    assert capsys.readouterr().err.startswith(f"error on rank {rank} (gpu02): unknown flag --gama")
+    assert len(naps) == (2 if local_rank == "1" else 0)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +66,29 @@ def test_more_ranks_than_gpus_is_an_error_that_says_how_many_there_are(monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="--nproc_per_node .*1 GPUs"):
         init_process_group(timedelta(seconds=1))
+
+
+def start_joining(rank: str, **environment: str) -> subprocess.Popen[str]:
+    """A process that joins a group of three on this machine, for up to three seconds."""
+    program = "from openppo.strategy.comm import *; init_process_group(timedelta(seconds=3))"
+    group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | group | environment, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_rank_that_does_not_come_is_named_by_those_that_wait() -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun has one
+    joining = [
+        start_joining(rank, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True") for rank in ("0", "2")
+    ]
+    for process in joining:
+        assert "ValueError: rank 1 of 3 did not start within 3 s" in process.communicate(timeout=100)[1]
+
+
+def test_a_first_host_that_is_not_there_is_named_by_its_address() -> None:
+    message = start_joining("1", MASTER_PORT="1").communicate(timeout=100)[1]
+    assert "ValueError: rank 0 was not reached at 127.0.0.1:1 within 3 s" in message
 
 
 def test_overrides_reach_into_nested_options_and_change_neither_side() -> None:

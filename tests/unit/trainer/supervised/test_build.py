@@ -12,6 +12,7 @@ from datasets import Dataset, interleave_datasets
 from openppo.config import DeepSpeedConfig, SupervisedConfig, TrainSFTConfig
 from openppo.datasets import SourceRow
 from openppo.trainer.supervised.build import load_train_and_eval
+from openppo.types import SingleProcess
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def loaded(dataset: str, seed: int = 42, **options: Any) -> tuple[list[str], lis
         return [row.row["text"] for row in rows], 0
 
     config = TrainSFTConfig(SupervisedConfig("model", dataset, **options), deepspeed=DeepSpeedConfig(seed=seed))
-    return load_train_and_eval(config, texts)
+    return load_train_and_eval(config, SingleProcess(), texts)
 
 
 def test_without_shares_all_rows_of_all_sources_are_trained_on(sources: str) -> None:

@@ -1,0 +1,141 @@
+"""What ranks, perhaps of several hosts, must have in common; ranks are threads here."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+
+from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig, flat_dict, from_options
+from openppo.datasets import TokenExample
+from openppo.trainer.startup import PLACES, check_options, check_same, on_all_ranks
+
+HOST = socket.gethostname()
+
+
+class Threads:
+    """The ``Comm`` of one of several threads."""
+
+    def __init__(self, rank: int, shared: list[Any], barrier: Barrier) -> None:
+        self.rank, self.world_size = rank, len(shared)
+        self.shared, self.barrier = shared, barrier
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.shared[self.rank] = value
+        self.barrier.wait()
+        values = list(self.shared)
+        self.barrier.wait()  # before anyone writes again
+        return values
+
+
+def run(n_ranks: int, work: Callable[[Any], Any]) -> list[Any]:
+    """What ``work(comm)`` returns on each rank, or the message of its ``ValueError``."""
+    shared: list[Any] = [None] * n_ranks
+    barrier = Barrier(n_ranks, timeout=60)
+
+    def one(rank: int) -> Any:
+        try:
+            return work(Threads(rank, shared, barrier))
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(n_ranks) as pool:
+        return list(pool.map(one, range(n_ranks)))
+
+
+def config(**options: Any) -> TrainPPOConfig:
+    """Options that are valid on four ranks."""
+    return from_options(TrainPPOConfig, **{"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"} | options)
+
+
+def test_an_option_that_differs_is_named_with_the_ranks_that_have_it_so() -> None:
+    messages = run(4, lambda comm: check_options(config(seed=7 if comm.rank > 1 else 42), comm))
+    assert messages == [f"--seed is 42 on rank 0 and 7 on rank 2 ({HOST}), rank 3 ({HOST}): start all ranks alike."] * 4
+
+
+def test_all_options_that_differ_are_named() -> None:
+    (message, _) = run(2, lambda comm: check_options(config(gamma=0.5 + comm.rank / 4, bf16=comm.rank == 1), comm))
+    assert f"--gamma is 0.5 on rank 0 and 0.75 on rank 1 ({HOST}); --bf16 is False on rank 0 and True on" in message
+
+
+def test_places_may_differ_but_not_whether_they_are_given() -> None:
+    elsewhere = run(2, lambda comm: check_options(config(pretrain=f"{comm.rank}/m", save_path=f"{comm.rank}"), comm))
+    assert elsewhere == [None, None]
+    (message, _) = run(2, lambda comm: check_options(config(eval_data=[None, "e"][comm.rank]), comm))
+    assert message == f"--eval_data is not given on rank 0 and given on rank 1 ({HOST}): start all ranks alike."
+
+
+def test_versions_that_differ_are_named() -> None:
+    class OlderTorch(Threads):
+        """A rank of another environment."""
+
+        def all_gather_object(self, value: Any) -> list[Any]:
+            return super().all_gather_object(value | {"torch": "1.0"} if isinstance(value, dict) else value)
+
+    def work(comm: Threads) -> None:
+        check_options(config(), OlderTorch(comm.rank, comm.shared, comm.barrier) if comm.rank == 1 else comm)
+
+    (message, _) = run(2, work)
+    assert message == f"torch is {torch.__version__} on rank 0 and 1.0 on rank 1 ({HOST}): start all ranks alike."
+
+
+def test_options_that_cannot_work_are_an_error_on_all_ranks() -> None:
+    messages = run(3, lambda comm: check_options(config(), comm))
+    assert messages == ["--train_batch_size 128 does not divide among 3 ranks: use a multiple of 3."] * 3
+
+
+def test_places_are_options() -> None:
+    supervised = {"pretrain": "m", "dataset": "d"}
+    commands = [from_options(command, **supervised) for command in (TrainSFTConfig, TrainRMConfig, TrainPRMConfig)]
+    assert {name for command in [config(), *commands] for name in flat_dict(command)} >= PLACES
+
+
+def test_what_one_rank_cannot_load_is_an_error_on_all() -> None:
+    def load(comm: Any) -> str:
+        def read() -> str:
+            if comm.rank == 1:
+                raise ValueError("--prompt_data p: no such file.")
+            return "rows"
+
+        return on_all_ranks(comm, read)
+
+    assert run(1, load) == ["rows"]
+    assert run(3, load) == [f"on rank 1 ({HOST}): --prompt_data p: no such file."] * 3
+
+
+def test_what_no_rank_can_load_is_said_without_naming_ranks() -> None:
+    def fail() -> None:
+        raise ValueError("--prompt_data p: no such file.")
+
+    assert run(2, lambda comm: on_all_ranks(comm, fail)) == ["--prompt_data p: no such file."] * 2
+
+
+@pytest.mark.parametrize("content", [[([1, 2], "a")], "def f(): ...", [TokenExample([1], [False])]])
+def test_the_same_content_is_the_same(content: Any) -> None:
+    assert run(3, lambda comm: check_same(comm, {"--prompt_data": content})) == [None] * 3
+
+
+def test_other_content_is_an_error_that_names_flag_and_ranks() -> None:
+    (message, *others) = run(3, lambda comm: check_same(comm, {"--a": "x", "--b": [comm.rank == 2]}))
+    assert message == f"--b holds something else on rank 2 ({HOST}) than on rank 0: copy the same file to all hosts."
+    assert others == [message] * 2
+
+
+def test_labels_that_json_does_not_know_are_compared_by_their_type() -> None:
+    def check(comm: Any) -> None:
+        check_same(comm, {"--prompt_data": [([1, 2], object()), ([3], datetime.datetime.now())]})
+
+    assert run(2, check) == [None] * 2
+
+
+def test_examples_are_compared_by_what_they_hold() -> None:
+    def check(comm: Any) -> None:
+        check_same(comm, {"--dataset": [TokenExample([1, 2, 3 + comm.rank], [False, True, True])]})
+
+    assert all("--dataset holds something else" in message for message in run(2, check))
