@@ -21,8 +21,9 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
-from openppo.trainer.build_scorer import ScorerSetup, build_scorer, own_tokenizer
+from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.trainer.callbacks import Callback
+from openppo.trainer.estimate.announce import announce_ppo
 from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.ppo_data import load_ppo_data
 from openppo.trainer.ppo_trainer import HEADLINE, Parts, PPOTrainer, frozen_actor_steps
@@ -47,6 +48,10 @@ def build_ppo_trainer(
     _check_critic_tokens(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config)
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
+    if config.run.dry_run:
+        check_sources(config.source, tokenizer, setup)
+    uses_critic = ESTIMATORS[config.advantage.advantage_estimator].uses_critic
+    estimate = announce_ppo(config, data, _critic_start(config)[1] if uses_critic else None, strategy)
     scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once
     actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(data.prompts))
     strategy.seed_per_rank()
@@ -76,6 +81,7 @@ def build_ppo_trainer(
         ema=ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None,
         evaluator=_evaluator(config, strategy, engine, scorer, data.held_out),
         pack_documents_to=packed_row_length(actor, data.documents, data.longest, strategy.device),
+        estimate=estimate,
     )
     return PPOTrainer(config, parts, callbacks)
 

@@ -26,6 +26,7 @@ from openppo.tracking import Metrics, PhaseTimer, Trackers, progress
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.critic_step import CriticStep
+from openppo.trainer.estimate import Estimate
 from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.rollout_step import RolloutStep
 from openppo.trainer.token_batches import TokenBatch, token_batch
@@ -53,6 +54,7 @@ class Parts:
 
     ``critic`` is None for estimators without one, ``ema`` without ``--enable_ema``, ``evaluator`` without
     ``--eval_data``. ``pack_documents_to`` is the length of rows that documents share (None: a row for each).
+    ``estimate`` is of the memory that all of it takes.
     """
 
     strategy: DeepspeedStrategy
@@ -68,6 +70,7 @@ class Parts:
     ema: ParameterAverage | None = None
     evaluator: Evaluator | None = None
     pack_documents_to: int | None = None
+    estimate: Estimate | None = None
 
 
 class PPOTrainer:
