@@ -157,11 +157,17 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "seed": 42,
         # logging
         "use_tensorboard": None,
+        "dry_run": False,
+        "dry_run_ranks": None,
+        "dry_run_memory": None,
     },
     TrainSFTConfig: {
         "save_path": "./ckpt",
         "logging_steps": 1,
         "use_tensorboard": None,
+        "dry_run": False,
+        "dry_run_ranks": None,
+        "dry_run_memory": None,
         "pretrain": "m",
         "dataset": "d",
         "dataset_probs": None,
@@ -276,6 +282,11 @@ NO_REWARD = (
 BAD: list[tuple[type, dict[str, Any], int, str]] = [
     # options of all commands
     (SFT, {"logging_steps": 0}, 1, "--logging_steps must be at least 1, got 0"),
+    (PPO, {"dry_run": True, "dry_run_ranks": 0}, 1, "--dry_run_ranks must be at least 1, got 0"),
+    (SFT, {"dry_run": True, "dry_run_memory": 0.0}, 1, "--dry_run_memory must be positive, got 0.0"),
+    (PPO, {"dry_run_ranks": 8}, 1, "--dry_run_ranks has an effect with --dry_run only: add it"),
+    (RM, {"dry_run_memory": 80.0}, 1, "--dry_run_memory has an effect with --dry_run only: add it"),
+    (PPO, {"dry_run": True, "dry_run_ranks": 3}, 1, "--train_batch_size 128 .* among 3 ranks: use a multiple of 3"),
     (RM, {"zero_stage": 4}, 1, "--zero_stage must be 0, 1, 2 or 3, got 4"),
     (PPO, {"seed": -1}, 1, "--seed must not be negative, got -1"),
     (PPO, {"max_norm": -1.0}, 1, "--max_norm must not be negative, got -1.0; 0 switches clipping off"),

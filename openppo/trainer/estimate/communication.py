@@ -7,7 +7,7 @@ an all-reduce (``use_multi_rank_bucket_allreduce``), stage 2 and 3 after every m
 from __future__ import annotations
 
 from openppo.trainer.estimate.shapes import ModelShape
-from openppo.trainer.estimate.states import LIVE_UNDER_ZERO_3, Setting, n_trained
+from openppo.trainer.estimate.states import Setting, n_trained
 
 _REDUCED = 4  # bytes: ds_config.py has gradients reduced in float32
 
@@ -33,12 +33,9 @@ def forward_bytes(shape: ModelShape, setting: Setting, lora_rank: int = 0) -> in
 def optimizer_step_bytes(shape: ModelShape, setting: Setting, micro_batches: int, lora_rank: int = 0) -> int:
     """An optimizer step of ``micro_batches`` forward and backward passes."""
     n, ranks = n_trained(shape, lora_rank), setting.n_ranks
-    whole_model = shape.n_parameters + (sum(shape.adapter_sizes(lora_rank)) if lora_rank else 0)
     gradients = _REDUCED * n
-    if setting.zero_stage == 3:  # small models stay gathered between forward and backward
-        gathers = 1 if whole_model <= LIVE_UNDER_ZERO_3 else 2
-        weights = gathers * forward_bytes(shape, setting, lora_rank)
-        return micro_batches * (weights + all_gather_bytes(gradients, ranks))
+    if setting.zero_stage == 3:  # weights are released after the forward pass and gathered again
+        return micro_batches * (2 * forward_bytes(shape, setting, lora_rank) + all_gather_bytes(gradients, ranks))
     if setting.zero_stage == 0:
         return all_reduce_bytes(gradients, ranks)
     reductions = micro_batches if setting.zero_stage == 2 else 1

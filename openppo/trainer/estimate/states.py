@@ -17,8 +17,8 @@ _FLOAT32 = 4
 _ADAM = 8  # two float32 moments
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 """A weight, its part of the 8-bit scale of 64, and of the float32 scale of 256 such scales (arXiv 2305.14314)."""
-LIVE_UNDER_ZERO_3 = 1_000_000_000
-"""Elements that stay gathered: ``stage3_max_live_parameters`` and ``stage3_max_reuse_distance``."""
+_LIVE_UNDER_ZERO_3 = 1_000_000_000
+"""Elements that may stay gathered: ``stage3_max_live_parameters``."""
 _PREFETCHED = 50_000_000
 """Elements: ``stage3_prefetch_bucket_size``."""
 _SUB_GROUP = 1_000_000_000
@@ -186,8 +186,8 @@ def _stage_3(shape: ModelShape, setting: Setting, lora_rank: int) -> States:
     """zero/stage3.py: all partitioned, but small parameters; gradients and a float32 bucket are never freed.
 
     float32 weights have a master copy too: ``_create_fp32_partitions`` would share them where devices are equal, but
-    compares a device with its name. While a model trains, weights that are used again within a thousand million
-    elements stay gathered.
+    compares a device with its name. DeepSpeed may keep up to a thousand million elements gathered while a model
+    trains.
     """
     s, options, n = setting.element, setting.options, n_trained(shape, lora_rank)
     p, bucket = setting.share(n), 4 * min(n, LARGEST_BUCKET)
@@ -207,7 +207,7 @@ def _stage_3(shape: ModelShape, setting: Setting, lora_rank: int) -> States:
         host,
         reduced=bucket,  # its parts in the order of the ranks
         update=0 if options.adam_offload else 4 * min(p, _SUB_GROUP),
-        gathered=0 if alone else s * min(total, LIVE_UNDER_ZERO_3),
+        gathered=0 if alone else s * min(total, _LIVE_UNDER_ZERO_3),
         gathered_to_infer=_to_infer(shape, setting),
         gathered_to_generate=0 if alone else s * total,
         loading=s * total,

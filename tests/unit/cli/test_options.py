@@ -31,6 +31,9 @@ RUN: list[Flag] = [
     ("run", "save_path", ["out dir"], "out dir"),
     ("run", "logging_steps", ["5"], 5),
     ("run", "use_tensorboard", ["tb"], "tb"),
+    ("run", "dry_run", [], True),
+    ("run", "dry_run_ranks", ["8"], 8),
+    ("run", "dry_run_memory", ["80"], 80.0),
 ]
 DEEPSPEED: list[Flag] = [
     ("deepspeed", "zero_stage", ["3"], 3),
