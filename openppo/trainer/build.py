@@ -51,7 +51,7 @@ def build_ppo_trainer(
     if config.run.dry_run:
         check_sources(config.source, tokenizer, setup)
     uses_critic = ESTIMATORS[config.advantage.advantage_estimator].uses_critic
-    estimate = announce_ppo(config, data, _critic_start(config)[1] if uses_critic else None, strategy)
+    estimate = announce_ppo(config, data, _critic_start(config) if uses_critic else None, strategy)
     scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once
     actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(data.prompts))
     strategy.seed_per_rank()

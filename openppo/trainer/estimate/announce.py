@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from openppo.models.loading import load_config
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.estimate.estimate import Estimate
 from openppo.trainer.estimate.ppo import Lengths, PPORun, estimate_ppo
-from openppo.trainer.estimate.shapes import Head, model_shape
+from openppo.trainer.estimate.shapes import Head, ModelShape, model_shape
 from openppo.trainer.estimate.supervised import SupervisedRun, estimate_supervised
 from openppo.trainer.ppo_data import PPOData
 
@@ -23,19 +24,21 @@ logger = logging.getLogger("openppo")
 _PACKED = 512  # documents share rows of this length, see token_batches.py
 
 
-def announce_ppo(config: TrainPPOConfig, data: PPOData, critic: str | None, strategy: DeepspeedStrategy) -> Estimate:
-    """Log the estimate of a train_ppo run, whose critic starts from the model ``critic`` (None: there is none).
+def announce_ppo(
+    config: TrainPPOConfig, data: PPOData, critic: tuple[str, str] | None, strategy: DeepspeedStrategy
+) -> Estimate:
+    """Log the estimate of a train_ppo run. ``critic`` is flag and name of the model it starts from, None without one.
 
-    Ends the process, with status 0, if ``--dry_run`` is given.
+    Ends the process, with status 0, if ``--dry_run`` is given. ``ValueError`` names the flag of a model that cannot be.
     """
     targets = config.lora.target_modules
-    shapes = {"actor": model_shape(load_config(config.model.pretrain), "vocabulary", targets)}
+    shapes = {"actor": _shape("--pretrain", config.model.pretrain, "vocabulary", targets)}
     if critic is not None:
-        shapes["critic"] = model_shape(load_config(critic), "scalar", targets)
+        shapes["critic"] = _shape(*critic, "scalar", targets)
     if config.source.reward_pretrain is not None:
-        shapes["reward model"] = model_shape(load_config(config.source.reward_pretrain), "scalar")
+        shapes["reward model"] = _shape("--reward_pretrain", config.source.reward_pretrain, "scalar")
     if config.source.prm_pretrain is not None:
-        shapes["process reward model"] = model_shape(load_config(config.source.prm_pretrain), "vocabulary")
+        shapes["process reward model"] = _shape("--prm_pretrain", config.source.prm_pretrain, "vocabulary")
     prompts = [len(prompt.token_ids) for prompt in data.prompts]
     documents = [len(document.token_ids) for document in data.documents]
     document = max(min(_PACKED, data.longest), *documents) if documents else 0
@@ -56,11 +59,18 @@ def announce_supervised(
 
     ``most_scored`` is how many places of a row get logits (None: any).
     """
-    shape = model_shape(load_config(config.supervised.pretrain), head, config.lora.target_modules)
+    shape = _shape("--pretrain", config.supervised.pretrain, head, config.lora.target_modules)
     longest = max(map(len, rows))
     scored = longest if most_scored is None else most_scored * config.batch.micro_train_batch_size
     run = SupervisedRun(config, shape, longest, scored, rows_per_sample, **_machine(config.run, strategy))
     return _announce(estimate_supervised(run), config.run, strategy)
+
+
+def _shape(flag: str, name: str, head: Head, targets: Sequence[str] = ("all-linear",)) -> ModelShape:
+    try:
+        return model_shape(load_config(name), head, targets)
+    except ValueError as error:
+        raise ValueError(f"{flag} {name}: {error}") from error
 
 
 def _announce(estimate: Estimate, options: RunConfig, strategy: DeepspeedStrategy) -> Estimate:

@@ -133,11 +133,15 @@ def _host(run: PPORun) -> dict[str, int]:
             parts[f"optimizer of the {role}"] = sum(state.host.values())
     if run.config.ppo.enable_ema:
         parts["average (EMA)"] = 4 * run.setting.share(n_trained(run.shapes["actor"], run.lora_ranks["actor"]))
-    tokens = run.samples * run.longest
-    parts["experience"] = _TRAJECTORY_BYTES * tokens
+    parts["experience"] = _TRAJECTORY_BYTES * run.samples * run.longest
     if run.config.ppo.buffer_cpu_offload:
-        parts["experience"] += _EXPERIENCE_BYTES * tokens * (1 + run.n_ranks * (run.n_ranks > 1))
+        parts["experience"] += _buffer_bytes(run)
     return parts
+
+
+def _buffer_bytes(run: PPORun) -> int:
+    """The replay buffer: a rank's own samples, and those of all ranks if there are others."""
+    return _EXPERIENCE_BYTES * run.samples * run.longest * (1 + (run.n_ranks if run.n_ranks > 1 else 0))
 
 
 def _loading(states: dict[str, States]) -> Phase:
@@ -187,7 +191,8 @@ def _experience(run: PPORun, states: dict[str, States], lasting: int) -> Phase:
 def _training(run: PPORun, states: dict[str, States], lasting: int) -> Phase:
     """The largest moment of the actor's or the critic's optimizer step."""
     moments = [moment for role in run.lora_ranks for moment in _moments(run, role, states[role])]
-    return Phase("training", lasting, max(moments, key=lambda moment: sum(moment.values())))
+    buffer = {} if run.config.ppo.buffer_cpu_offload else {"replay buffer": _buffer_bytes(run)}
+    return Phase("training", lasting, max(moments, key=lambda moment: sum(moment.values())) | buffer)
 
 
 def _moments(run: PPORun, role: str, state: States) -> list[dict[str, int]]:

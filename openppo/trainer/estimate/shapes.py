@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -61,15 +62,15 @@ def model_shape(
     """The shape of a causal language model, or with a "scalar" head of a critic or reward model; loads no weights."""
     auto: Any = AutoModelForCausalLM if head == "vocabulary" else AutoModelForSequenceClassification
     with torch.device("meta"):
-        made = type(model_config).from_dict(model_config.to_dict())  # a copy, since building writes into it
+        made = copy.deepcopy(model_config)  # building writes into it
         if head == "scalar":
             made.num_labels = 1
         module = auto.from_config(made)
     text: Any = model_config.get_text_config()
     sizes = [parameter.numel() for parameter in module.parameters()]
     linears = _linears(module)
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads = getattr(text, "num_attention_heads", None) or 0  # none in a model without attention
+    width = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
     activation = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None)  # GPT-2's name
     intermediate = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
     return ModelShape(

@@ -127,6 +127,16 @@ def test_weights_that_do_not_fit_gathered_are_gathered_for_each_token(
     assert tight.sent["generation"] == 100 * roomy.sent["generation"]  # one batch of 8 responses of 100 tokens
 
 
+def test_a_replay_buffer_on_the_device_is_there_while_training(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    away, here = (
+        estimate_ppo(PPORun(ppo_config(buffer_cpu_offload=offload), shapes, LENGTHS, n_ranks=2))
+        for offload in (True, False)
+    )
+    everyones = (32 + 64) * 150 * 42  # own samples and all, of 150 tokens, 42 bytes each
+    assert phase_total(here, "training") - phase_total(away, "training") == everyones
+    assert away.host["experience"] - here.host["experience"] == everyones
+
+
 def test_documents_of_the_ptx_loss_count(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
     with_ptx, without = (
         estimate_ppo(PPORun(ppo_config(), shapes, replace(LENGTHS, document=document))) for document in (2000, 0)
