@@ -482,7 +482,7 @@ def test_options_at_the_edge_of_what_works_are_accepted(
 def test_the_flat_form_keeps_the_order_of_the_groups() -> None:
     names = list(flat_dict(config_of(PPO)))
     assert names[0] == "pretrain"
-    assert names[-1] == "use_tensorboard"
+    assert names[-1] == "dry_run_memory"
     assert len(names) == len(set(names))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from openppo.config import RunConfig, TrainPPOConfig
 from openppo.config.commands import SupervisedCommand
-from openppo.models.loading import load_config
+from openppo.models.loading import check_model
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.estimate.estimate import Estimate
 from openppo.trainer.estimate.ppo import Lengths, PPORun, estimate_ppo
@@ -68,9 +68,9 @@ def announce_supervised(
 
 def _shape(flag: str, name: str, head: Head, targets: Sequence[str] = ("all-linear",)) -> ModelShape:
     try:
-        return model_shape(load_config(name), head, targets)
+        return model_shape(check_model(name, flag), head, targets)
     except ValueError as error:
-        raise ValueError(f"{flag} {name}: {error}") from error
+        raise ValueError(str(error) if str(error).startswith(flag) else f"{flag} {name}: {error}") from error
 
 
 def _announce(estimate: Estimate, options: RunConfig, strategy: DeepspeedStrategy) -> Estimate:

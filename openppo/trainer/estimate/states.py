@@ -116,7 +116,7 @@ def trained_states(
         return States(device, accumulated=gradients if accumulates else 0, reduced=gradients + bucket)  # engine.py
     if setting.options.bf16 and setting.zero_stage == 1 and not setting.options.adam_offload:
         return _bf16_stage_1(trained, frozen, setting)
-    largest = max(shape.adapter_sizes(lora_rank)) if lora_rank else shape.largest
+    largest = max(shape.adapter_sizes(lora_rank), default=0) if lora_rank else shape.largest
     if setting.zero_stage == 1:
         return _stage_1(trained, frozen, largest, setting, accumulates)
     return _stage_2(trained, frozen, largest, setting, accumulates)

@@ -429,6 +429,9 @@ def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(
     run_in_process: RunCommand, models: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "openppo.strategy.deepspeed.DeepspeedStrategy.close", lambda self: None
+    )  # others need the group
     loaded: list[str] = []
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: loaded.append("weights"))
     for command in ("train_ppo", "train_sft", "train_rm", "train_prm"):
