@@ -49,6 +49,7 @@ class TrainPPOConfig:
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
         _validate_groups(self)
+        world_size = self.run.dry_run_ranks or world_size
         _validate_train_batch(self.batch, world_size)
         validate_lora(self.lora, self.deepspeed, self.model.pretrain, self.run.save_path)
         _validate_keep_best(self.checkpoint, self.evaluation.eval_data, "--eval_data")
@@ -114,6 +115,7 @@ class SupervisedCommand:
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
         _validate_groups(self)
+        world_size = self.run.dry_run_ranks or world_size
         _validate_train_batch(self.batch, world_size)
         validate_lora(self.lora, self.deepspeed, self.supervised.pretrain, self.run.save_path)
         _validate_keep_best(self.checkpoint, self.supervised.eval_dataset, "--eval_dataset")

@@ -32,10 +32,22 @@ class RunConfig:
     """Folder for TensorBoard event files (off when not given)."""
     max_skipped_steps: int = 10
     """Stop after this many optimizer steps in a row whose loss or gradient was not finite; each of them is skipped."""
+    dry_run: bool = False
+    """Check options, configs, tokenizer and data, print estimated memory and communication, and end without loading
+    a model."""
+    dry_run_ranks: int | None = None
+    """With --dry_run: estimate for this many ranks (default: those that were started)."""
+    dry_run_memory: float | None = None
+    """With --dry_run: estimate for GPUs of this many GiB (default: the devices of this machine)."""
 
     def validate(self) -> None:
         require(self.logging_steps >= 1, f"--logging_steps must be at least 1, got {self.logging_steps}.")
         require(self.max_skipped_steps >= 1, f"--max_skipped_steps must be at least 1, got {self.max_skipped_steps}.")
+        ranks, memory = self.dry_run_ranks, self.dry_run_memory
+        require(ranks is None or ranks >= 1, f"--dry_run_ranks must be at least 1, got {ranks}.")
+        require(memory is None or memory > 0, f"--dry_run_memory must be positive, got {memory}.")
+        for name, value in (("dry_run_ranks", ranks), ("dry_run_memory", memory)):
+            require(self.dry_run or value is None, f"--{name} has an effect with --dry_run only: add it.")
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK_ELEMENTS = 1 << 24
+CHUNK_ELEMENTS = 1 << 24
 """Logits handled at a time, in elements: bounds the float32 copies to 64 MiB each."""
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    rows = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
+    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
 
 

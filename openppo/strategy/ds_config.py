@@ -6,6 +6,8 @@ from typing import Any
 
 from openppo.config import DeepSpeedConfig
 
+LARGEST_BUCKET = 500_000_000
+"""Elements of gradients that are reduced at a time."""
 _NEVER = 10**9
 
 
@@ -16,7 +18,7 @@ def train_config(options: DeepSpeedConfig, zero_stage: int, n_trained: int) -> d
     and never scales a loss. With bf16, gradients are accumulated and reduced in float32. ``n_trained``
     parameters bound the reduction buckets, which DeepSpeed would otherwise allocate for 500 million elements.
     """
-    bucket = min(max(2, n_trained + n_trained % 2), 500_000_000)  # DeepSpeed wants an even number
+    bucket = min(max(2, n_trained + n_trained % 2), LARGEST_BUCKET)  # DeepSpeed wants an even number
     zero: dict[str, Any] = {
         "stage": zero_stage,
         "reduce_bucket_size": bucket,

@@ -21,8 +21,9 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
-from openppo.trainer.build_scorer import ScorerSetup, build_scorer, own_tokenizer
+from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.trainer.callbacks import Callback
+from openppo.trainer.estimate.announce import announce_ppo
 from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.parts import Parts
 from openppo.trainer.ppo_data import PPOData, load_ppo_data
@@ -53,8 +54,12 @@ def build_ppo_trainer(
     tokenizer = load_tokenizer(model.pretrain, "--pretrain", trust_remote_code=model.trust_remote_code)
     _check_critic_tokens(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config, strategy.comm)
-    checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
+    if config.run.dry_run:
+        check_sources(config.source, tokenizer, setup)
+    uses_critic = ESTIMATORS[config.advantage.advantage_estimator].uses_critic
+    estimate = announce_ppo(config, data, _critic_start(config) if uses_critic else None, strategy)
+    checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once
     actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(data.prompts))
     strategy.seed_per_rank()
@@ -91,6 +96,7 @@ def build_ppo_trainer(
         pack_documents_to=packed_row_length(actor, data.documents, data.longest, strategy.device),
         checkpointer=checkpointer,
         stop=stop,
+        estimate=estimate,
     )
     trainer = PPOTrainer(config, parts, callbacks)
     if checkpointer.found is not None:

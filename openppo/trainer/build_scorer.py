@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -81,6 +82,16 @@ def build_scorer(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
     names = ["reward"] if len(makers) == 1 else list(makers)
     scorers = [make(source, tokenizer, setup, name) for make, name in zip(makers.values(), names, strict=True)]
     return scorers[0] if len(scorers) == 1 else CombinedScorer(scorers)
+
+
+def check_sources(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> None:
+    """What ``build_scorer`` would find wrong before it loads a model; ``ValueError`` as there."""
+    for model, flag in ((source.reward_pretrain, "--reward_pretrain"), (source.prm_pretrain, "--prm_pretrain")):
+        if model is not None:
+            check_model(model, flag)
+    others = dataclasses.replace(source, reward_pretrain=None, prm_pretrain=None)
+    if others.reward_fn or others.remote_rm_url or others.verifiable_reward:
+        build_scorer(others, tokenizer, setup)
 
 
 def _function(

@@ -15,6 +15,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics, Trackers
+from openppo.trainer.estimate import Estimate
 from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.types import NeverStops, Prompt, StopCheck
@@ -26,7 +27,7 @@ class Parts:
 
     ``critic`` is None for estimators without one, ``ema`` without ``--enable_ema``, ``evaluator`` without
     ``--eval_data``. ``pack_documents_to`` is the length of rows that documents share (None: a row for each). Without
-    ``checkpointer`` there are no checkpoints.
+    ``checkpointer`` there are no checkpoints. ``estimate`` is of the memory that all of it takes.
     """
 
     strategy: DeepspeedStrategy
@@ -44,6 +45,7 @@ class Parts:
     pack_documents_to: int | None = None
     checkpointer: Checkpointer | None = None
     stop: StopCheck = field(default_factory=NeverStops)
+    estimate: Estimate | None = None
 
 
 @dataclass

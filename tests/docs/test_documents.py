@@ -165,6 +165,14 @@ def test_lora_runs(run: Run, workshop: Path) -> None:
     assert (workshop / "ckpt/lora_merged/model.safetensors").is_file()
 
 
+def test_the_dry_run_of_memory_ends_without_a_trace(run: Run, workshop: Path) -> None:
+    (flags,) = commands("memory", "train_ppo")
+    before = sorted(workshop.rglob("*"))
+    words = [MODELS.get(word, word) for word in flags] + ["--generate_max_len", "8"]
+    run([sys.executable, "-m", "openppo.cli.train_ppo", *words], workshop)
+    assert sorted(workshop.rglob("*")) == before
+
+
 def test_a_command_line_of_openrlhf_runs_with_its_launcher(run: Run, workshop: Path) -> None:
     flags = """
         --pretrain policy --reward_pretrain reward --save_path openrlhf --save_steps -1 --logging_steps 1

@@ -166,6 +166,9 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "seed": 42,
         # logging
         "use_tensorboard": None,
+        "dry_run": False,
+        "dry_run_ranks": None,
+        "dry_run_memory": None,
     },
     TrainSFTConfig: {
         "save_path": "./ckpt",
@@ -178,6 +181,9 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "keep_best": None,
         "max_skipped_steps": 10,
         "use_tensorboard": None,
+        "dry_run": False,
+        "dry_run_ranks": None,
+        "dry_run_memory": None,
         "pretrain": "m",
         "dataset": "d",
         "dataset_probs": None,
@@ -309,6 +315,11 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
         "--keep_best eval_reward compares .* --eval_data",
     ),
     (PPO, {"keep_best": "reward"}, 1, "--keep_best reward is no metric of evaluation"),
+    (PPO, {"dry_run": True, "dry_run_ranks": 0}, 1, "--dry_run_ranks must be at least 1, got 0"),
+    (SFT, {"dry_run": True, "dry_run_memory": 0.0}, 1, "--dry_run_memory must be positive, got 0.0"),
+    (PPO, {"dry_run_ranks": 8}, 1, "--dry_run_ranks has an effect with --dry_run only: add it"),
+    (RM, {"dry_run_memory": 80.0}, 1, "--dry_run_memory has an effect with --dry_run only: add it"),
+    (PPO, {"dry_run": True, "dry_run_ranks": 3}, 1, "--train_batch_size 128 .* among 3 ranks: use a multiple of 3"),
     (RM, {"zero_stage": 4}, 1, "--zero_stage must be 0, 1, 2 or 3, got 4"),
     (PPO, {"seed": -1}, 1, "--seed must not be negative, got -1"),
     (PPO, {"max_norm": -1.0}, 1, "--max_norm must not be negative, got -1.0; 0 switches clipping off"),
@@ -505,6 +516,7 @@ def test_the_flat_form_keeps_the_order_of_the_groups() -> None:
     names = list(flat_dict(config_of(PPO)))
     assert names[0] == "pretrain"
     assert names[-1] == "keep_best"
+    assert names[-1] == "dry_run_memory"
     assert len(names) == len(set(names))
 
 

@@ -18,9 +18,11 @@ from openppo.datasets import (
 )
 from openppo.models.actor import Actor
 from openppo.models.loading import check_model, load_options, load_tokenizer
+from openppo.models.loss import IGNORE_INDEX
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.trainer.estimate.announce import announce_supervised
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
 from openppo.trainer.resume.stop import SignalStop
@@ -42,6 +44,7 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
     train, held_out = load_train_and_eval(
         config, strategy.comm, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
     )
+    announce_supervised(config, "vocabulary", [example.token_ids for example in [*train, *held_out]], strategy)
     checkpointer = _checkpointer(config, strategy, "sft", train)
     with naming_model("--pretrain", options.pretrain):
         actor = Actor(options.pretrain, **_model_options(config))
@@ -62,6 +65,8 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     train, held_out = load_train_and_eval(
         config, strategy.comm, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
     )
+    rows = [ids for pair in [*train, *held_out] for ids in (pair.chosen_ids, pair.rejected_ids)]
+    announce_supervised(config, "scalar", rows, strategy, rows_per_sample=2)
     checkpointer = _checkpointer(config, strategy, "rm", train)
     with naming_model("--pretrain", options.pretrain):
         model = get_llm_for_sequence_regression(
@@ -91,6 +96,10 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
         strategy.comm,
         lambda rows, flag: load_process_examples(rows, tokenizer, options, config.data, flag=flag),
     )
+    examples = [*train, *held_out]
+    most_steps = max(sum(label != IGNORE_INDEX for label in example.labels) for example in examples)
+    rows = [example.token_ids for example in examples]
+    announce_supervised(config, "vocabulary", rows, strategy, most_scored=most_steps)
     checkpointer = _checkpointer(config, strategy, "prm", train)
     with naming_model("--pretrain", options.pretrain):
         actor = Actor(options.pretrain, **_model_options(config))

@@ -259,6 +259,22 @@ DATA = [
         ["--pretrain_key", "--pretrain_data, row 1", "'t'"],
     ),
 ]
+DRY_RUN = [
+    Case(
+        "dry run for ranks that cannot share the batch",
+        {"dry_run": True, "dry_run_ranks": 3},
+        ["--train_batch_size 4", "3 ranks", "use a multiple of 3"],
+    ),
+    Case("ranks without a dry run", {"dry_run_ranks": 8}, ["--dry_run_ranks", "--dry_run only"]),
+    Case("dry run without data", {"dry_run": True, "prompt_data": "D/none.jsonl"}, ["--prompt_data", NO_FILE]),
+    Case("dry run without a reward function", {"dry_run": True, "reward_fn": "D/bare.jsonl"}, ["--reward_fn"]),
+    Case(
+        "dry run without a reward model",
+        {"dry_run": True, "reward_fn": None, "reward_pretrain": "M/none"},
+        ["--reward_pretrain M/none", "no such local folder"],
+    ),
+    Case("dry run of SFT without a model", {"dry_run": True, "pretrain": "M/none"}, ["--pretrain M/none"], "train_sft"),
+]
 MODELS = [
     Case("missing model", {"pretrain": "M/none"}, ["--pretrain M/none", "no such local folder", "Check the path"]),
     Case("folder that is no model", {"pretrain": "M/no_config"}, ["--pretrain M/no_config", "has no config.json"]),
@@ -532,6 +548,7 @@ SUPERVISED = [
 IN_PROCESS = (
     DATA + BROKEN_FILES + BROKEN_ROWS + MODELS + TRUST + REWARDS + ALGORITHMS + SHAPES + OPTIONS + SUPERVISED + TOOLS
 )
+IN_PROCESS = DATA + DRY_RUN + MODELS + REWARDS + ALGORITHMS + SHAPES + OPTIONS + SUPERVISED + TOOLS
 PROCESSES = [
     next(case for case in IN_PROCESS if case.name == name)
     for name in ("missing data file", "reward without head", "unknown flag", "no reward", "RM: no chosen")
@@ -570,6 +587,25 @@ def test_a_mistake_ends_in_one_line_with_flag_and_remedy(
 ) -> None:
     ended = run_in_process(case.command, *case.arguments(models, data))
     case.check(ended.code, ended.stderr, models, data)
+
+
+def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(
+    run_in_process: RunCommand, models: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "openppo.strategy.deepspeed.DeepspeedStrategy.close", lambda self: None
+    )  # others need the group
+    loaded: list[str] = []
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: loaded.append("weights"))
+    for command in ("train_ppo", "train_sft", "train_rm", "train_prm"):
+        case = Case("", {"dry_run": True, "dry_run_ranks": 4, "dry_run_memory": 80}, [], command)
+        ended = run_in_process(command, *case.arguments(models, data))
+        assert ended.code == 0, ended.stderr
+        for part in ("memory of each of 4 ranks", "training", "fits into 80.0 GiB", "sent by each rank", "checkpoint"):
+            assert part in ended.stderr
+    assert loaded == []
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
 def test_without_a_mistake_every_command_reaches_its_training(

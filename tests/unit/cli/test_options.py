@@ -38,6 +38,9 @@ RUN: list[Flag] = [
     ("checkpoint", "load_checkpoint", [], True),
     ("checkpoint", "save_hf_ckpt", [], True),
     ("checkpoint", "keep_best", ["eval_reward"], "eval_reward"),
+    ("run", "dry_run", [], True),
+    ("run", "dry_run_ranks", ["8"], 8),
+    ("run", "dry_run_memory", ["80"], 80.0),
 ]
 DEEPSPEED: list[Flag] = [
     ("deepspeed", "zero_stage", ["3"], 3),

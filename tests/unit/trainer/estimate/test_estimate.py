@@ -1,0 +1,152 @@
+"""The estimate of whole runs: roles, phases, remedies."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from openppo.config import TrainSFTConfig, from_options
+from openppo.trainer.estimate import Estimate
+from openppo.trainer.estimate.ppo import Lengths, PPORun, estimate_ppo
+from openppo.trainer.estimate.shapes import ModelShape
+from openppo.trainer.estimate.supervised import SupervisedRun, estimate_supervised
+
+LENGTHS = Lengths(shortest_prompt=10, longest_prompt=50)
+
+
+@pytest.fixture
+def shapes(shape: ModelShape) -> dict[str, ModelShape]:
+    """Actor, critic and reward model."""
+    scalar = replace(shape, vocabulary=0, n_parameters=900_000)
+    return {"actor": shape, "critic": scalar, "reward model": scalar}
+
+
+def phase_total(estimate: Estimate, name: str) -> int:
+    """Peak of the phase."""
+    return next(phase.total for phase in estimate.phases if phase.name == name)
+
+
+def test_roles_are_those_of_the_run(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    assert set(estimate_ppo(PPORun(ppo_config(), shapes, LENGTHS)).roles) == {*shapes, "reference"}
+    with_lora = estimate_ppo(PPORun(ppo_config(lora_rank=8), shapes, LENGTHS))
+    assert set(with_lora.roles) == set(shapes)  # the actor without adapters is the reference
+    without_penalty = estimate_ppo(PPORun(ppo_config(init_kl_coef=0.0), shapes, LENGTHS))
+    assert set(without_penalty.roles) == set(shapes)
+
+
+def test_what_lasts_is_in_every_phase_but_loading(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    estimate = estimate_ppo(PPORun(ppo_config(), shapes, LENGTHS))
+    lasting = sum(sum(parts.values()) for parts in estimate.roles.values())
+    assert [phase.lasting for phase in estimate.phases[1:]] == [lasting] * 3
+    assert estimate.peak == max(phase.total for phase in estimate.phases)
+
+
+def test_the_host_is_the_device_on_cpus(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    config = ppo_config(enable_ema=True, adam_offload=True)
+    gpu, cpu = (estimate_ppo(PPORun(config, shapes, LENGTHS, on_cpu=on_cpu)) for on_cpu in (False, True))
+    assert gpu.host == cpu.host
+    assert cpu.phases[1].total - gpu.phases[1].total == sum(gpu.host.values())
+    assert cpu.host["average (EMA)"] == 4_000_000
+    assert cpu.host["optimizer of the actor"] > 12_000_000
+
+
+@pytest.mark.parametrize(
+    ("change", "phase", "times"),
+    [
+        ({"micro_train_batch_size": 1}, "training", 1),
+        ({"gradient_checkpointing": True}, "training", 1),
+        ({"micro_rollout_batch_size": 1}, "generation", 1),
+        ({"micro_rollout_batch_size": 1}, "experience", 1),
+        ({"generate_max_len": 10}, "experience", 1),
+        ({"lora_rank": 4}, "training", 100),
+        ({"bf16": True}, "training", 100),
+        ({"zero_stage": 3}, "training", 100),
+        ({"adam_offload": True}, "training", 100),
+        ({"load_in_4bit": True, "lora_rank": 8}, "training", 100),
+    ],
+)
+def test_what_should_save_memory_does(
+    shapes: dict[str, ModelShape], ppo_config: Any, change: dict[str, Any], phase: str, times: int
+) -> None:
+    large = {role: replace(shape, n_parameters=times * shape.n_parameters) for role, shape in shapes.items()}
+    before, after = (estimate_ppo(PPORun(ppo_config(**o), large, LENGTHS, n_ranks=8)) for o in ({}, change))
+    assert phase_total(after, phase) < phase_total(before, phase)
+
+
+def test_remedies_come_in_the_order_of_their_effect(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    estimate = estimate_ppo(PPORun(ppo_config(micro_train_batch_size=16), shapes, LENGTHS))
+    assert estimate.largest.name == "training"
+    less = []
+    for change, other in estimate.changes:
+        saved = estimate.peak - phase_total(other(), "training")
+        if saved > 0:
+            less.append((saved, change))
+    assert [line.split(" saves ")[0] for line in estimate.remedies()] == [c for _, c in sorted(less, reverse=True)]
+    assert "--micro_train_batch_size 8" in {change for _, change in less}
+    assert all(line.endswith(" in training") for line in estimate.remedies())
+
+
+def test_remedies_name_only_what_helps(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    saver = ppo_config(bf16=True, gradient_checkpointing=True, micro_train_batch_size=1, lora_rank=8)
+    remedies = " ".join(estimate_ppo(PPORun(saver, shapes, LENGTHS)).remedies())
+    for given in ("--bf16", "--gradient_checkpointing", "--micro_train_batch_size", "--lora_rank"):
+        assert given not in remedies
+
+
+def test_every_remedy_is_a_change_that_the_options_allow(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    run = PPORun(ppo_config(train_batch_size=64), shapes, LENGTHS, n_ranks=4)
+    for _, other in estimate_ppo(run).changes:
+        other()
+        changed = other.args[0].config  # type: ignore[attr-defined]
+        changed.validate(4)
+
+
+def test_a_device_that_is_too_small_is_named(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    small = estimate_ppo(PPORun(ppo_config(), shapes, LENGTHS, device_memory=10_000_000))
+    assert not small.fits
+    assert "DOES NOT FIT" in "\n".join(small.table())
+    assert estimate_ppo(PPORun(ppo_config(), shapes, LENGTHS, device_memory=2**40)).fits
+
+
+def test_the_table_has_a_line_for_each_role_and_phase(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    table = "\n".join(estimate_ppo(PPORun(ppo_config(zero_stage=3), shapes, LENGTHS, n_ranks=4)).table())
+    for word in ("actor", "critic", "reward model", "reference", "generation", "experience", "training", "sent by"):
+        assert word in table
+
+
+def test_weights_that_do_not_fit_gathered_are_gathered_for_each_token(
+    shapes: dict[str, ModelShape], ppo_config: Any
+) -> None:
+    config = ppo_config(zero_stage=3, micro_rollout_batch_size=8)
+    large = {"actor": replace(shapes["actor"], n_parameters=10_000_000_000)} | {"critic": shapes["critic"]}
+    roomy, tight = (
+        estimate_ppo(PPORun(config, large, LENGTHS, n_ranks=8, device_memory=memory * 2**30)) for memory in (400, 40)
+    )
+    assert roomy.phases[1].passing["gathered weights"] == 40_000_000_000
+    assert tight.phases[1].passing["gathered weights"] < 1_000_000_000
+    assert tight.sent["generation"] == 100 * roomy.sent["generation"]  # one batch of 8 responses of 100 tokens
+
+
+def test_a_replay_buffer_on_the_device_is_there_while_training(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    away, here = (
+        estimate_ppo(PPORun(ppo_config(buffer_cpu_offload=offload), shapes, LENGTHS, n_ranks=2))
+        for offload in (True, False)
+    )
+    everyones = (32 + 64) * 150 * 42  # own samples and all, of 150 tokens, 42 bytes each
+    assert phase_total(here, "training") - phase_total(away, "training") == everyones
+    assert away.host["experience"] - here.host["experience"] == everyones
+
+
+def test_documents_of_the_ptx_loss_count(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    with_ptx, without = (
+        estimate_ppo(PPORun(ppo_config(), shapes, replace(LENGTHS, document=document))) for document in (2000, 0)
+    )
+    assert phase_total(with_ptx, "training") > phase_total(without, "training")
+
+
+def test_pairs_are_two_rows(shape: ModelShape) -> None:
+    config = from_options(TrainSFTConfig, pretrain="p", dataset="d", max_len=512)
+    one, two = (estimate_supervised(SupervisedRun(config, shape, 512, 512, rows)) for rows in (1, 2))
+    activations = [estimate.phases[1].passing["activations and logits"] for estimate in (one, two)]
+    assert activations[1] == 2 * activations[0]
+    assert any(line.startswith("--max_len 256") for line in two.remedies())
