@@ -34,7 +34,7 @@ from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.startup import check_options, naming_model, on_all_ranks, start_trackers
 from openppo.trainer.steps.update_step import frozen_actor_steps
 from openppo.trainer.token_batches import packed_row_length
-from openppo.types import Prompt, SamplingParams
+from openppo.types import Prompt, SamplingParams, StopCheck
 
 logger = logging.getLogger("openppo")
 
@@ -65,16 +65,7 @@ def build_ppo_trainer(
     strategy.seed_per_rank()
 
     comm, pad, stop = strategy.comm, pad_token_id(tokenizer), SignalStop(strategy.comm)
-    policy: Any = actor.module.model
-    engine = HFEngine(
-        policy,
-        eos_token_ids(policy, tokenizer),
-        pad,
-        config.ppo.micro_rollout_batch_size,
-        any_rank_busy=None if strategy.fits_gathered(actor) else strategy.any_rank,
-        show_progress=strategy.is_main,
-        stop=stop,
-    )
+    engine = _engine(config, strategy, actor, tokenizer, stop)
     ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
     sampler = BatchSampler(len(data.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
@@ -102,6 +93,26 @@ def build_ppo_trainer(
     if checkpointer.found is not None:
         trainer.load_checkpoint()
     return trainer
+
+
+def _engine(
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    actor: TrainingEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: StopCheck,
+) -> HFEngine:
+    """Samples with the actor's own module."""
+    policy: Any = actor.module.model
+    return HFEngine(
+        policy,
+        eos_token_ids(policy, tokenizer),
+        pad_token_id(tokenizer),
+        config.ppo.micro_rollout_batch_size,
+        any_rank_busy=None if strategy.fits_gathered(actor) else strategy.any_rank,
+        show_progress=strategy.is_main,
+        stop=stop,
+    )
 
 
 def _contents(config: TrainPPOConfig, data: PPOData) -> dict[str, str]:

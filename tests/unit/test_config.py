@@ -516,7 +516,6 @@ def test_the_flat_form_keeps_the_order_of_the_groups() -> None:
     names = list(flat_dict(config_of(PPO)))
     assert names[0] == "pretrain"
     assert names[-1] == "keep_best"
-    assert names[-1] == "dry_run_memory"
     assert len(names) == len(set(names))
 
 
