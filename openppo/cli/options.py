@@ -7,19 +7,20 @@ import dataclasses
 import difflib
 import io
 import itertools
+import logging
 import os
 import sys
 import time
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import tyro
 import yaml
 
 from openppo.cli.openrlhf import without_foreign_flags
-from openppo.config import TrainPPOConfig
+from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
 
 _SECONDS_FOR_RANK_0 = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
@@ -55,16 +56,51 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
     """
     try:
         config = parse_options(config_type, sys.argv[1:])
-        config.validate(int(os.environ.get("WORLD_SIZE", "1")))
-        job = build(config)
+        config.validate(_world_size())
     except ValueError as error:
         _leave(str(error))
     except SystemExit as ended:  # of tyro, which says on rank 0 what is wrong
         if ended.code:
             _let_rank_0_speak()
         raise
-    job.fit()
-    job.close()
+    _run(config, build)
+    if _world_size() > 1:
+        _end_process()
+
+
+def _run(config: Config, build: Callable[[Config], Runnable]) -> None:
+    from openppo.strategy.watch import Watch  # with torch: after parsing
+    from openppo.tracking.position import phase, position
+
+    limits = config.run if isinstance(config, TrainPPOConfig | SupervisedCommand) else RunConfig()
+    with Watch(limits, position, flat_dict(config), how_to_resume(config)) as watch:
+        try:
+            with phase("loading"):
+                job = build(config)
+        except ValueError as error:
+            watch.refuse(str(error))
+        job.fit()
+        job.close()
+
+
+def how_to_resume(config: CommandConfig) -> str:
+    """The line of a fault report that says how to go on; empty where only a new start helps."""
+    return ""
+
+
+def _end_process() -> NoReturn:
+    """End without the interpreter's shutdown: threads of gloo outlive the process group and may abort in it.
+
+    All that a command writes is closed by then.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config:
@@ -177,7 +213,7 @@ def _let_rank_0_speak() -> None:
         time.sleep(_SECONDS_FOR_RANK_0)
 
 
-def _leave(message: str) -> typing.NoReturn:
+def _leave(message: str) -> NoReturn:
     """Print the message once, whether one rank or all of them got it, and exit with status 2."""
     _let_rank_0_speak()
     rank = _rank()

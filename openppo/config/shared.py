@@ -23,9 +23,21 @@ class RunConfig:
     """Write metrics every this many steps."""
     use_tensorboard: str | None = None
     """Folder for TensorBoard event files (off when not given)."""
+    heartbeat_timeout: float = 45.0
+    """A rank that gives no sign of life for this many seconds is lost; all ranks end within 15 s of knowing it."""
+    stall_timeout: float = 2700.0
+    """End the run when a rank makes no progress for this many seconds, in a reward function say (0: wait for ever)."""
 
     def validate(self) -> None:
         require(self.logging_steps >= 1, f"--logging_steps must be at least 1, got {self.logging_steps}.")
+        require(
+            self.heartbeat_timeout >= 5,
+            f"--heartbeat_timeout must be at least 5 seconds, got {self.heartbeat_timeout:g}.",
+        )
+        require(
+            self.stall_timeout >= 0,
+            f"--stall_timeout must not be negative, got {self.stall_timeout:g}; 0 waits for ever.",
+        )
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics, PhaseTimer, Trackers, progress
+from openppo.tracking.position import phase, position
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.critic_step import CriticStep
@@ -142,7 +143,7 @@ class PPOTrainer:
         Returns the step's metrics, the same on all ranks. With ``--dynamic_sampling`` further prompts come from
         ``--prompt_data``.
         """
-        metrics = Metrics()
+        metrics, position.step = Metrics(), self.global_step + 1
         with self.timer.phase("step"):
             if self.config.ppo.dynamic_sampling:
                 reduced = self._train_on(self._useful_rollout(prompts, metrics), lambda: 0, metrics)
@@ -165,6 +166,7 @@ class PPOTrainer:
         """Make experience of this rank's scored trajectories and train on all ranks' for ``max_epochs``."""
         return self._train_on(trajectories, lambda: 0, Metrics())
 
+    @phase("evaluation")
     def evaluate(self) -> dict[str, float]:
         """Metrics of the responses to ``--eval_data``, the same on all ranks; empty without such data.
 
@@ -191,6 +193,7 @@ class PPOTrainer:
         if last or self.should_stop or self.global_step % self.config.run.logging_steps == 0:
             self.parts.trackers.log(self.global_step, metrics)
 
+    @phase("saving")
     def save(self) -> None:
         """Write the actor (its average with ``--enable_ema``), and the critic if asked for, as Hugging Face folders."""
         strategy, folder = self.parts.strategy, Path(self.config.run.save_path).resolve()

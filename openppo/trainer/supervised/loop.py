@@ -17,6 +17,7 @@ from openppo.datasets import BatchSampler
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics, PhaseTimer, Trackers, progress
+from openppo.tracking.position import phase, position
 
 logger = logging.getLogger("openppo")
 
@@ -95,6 +96,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step on ``examples``, given alike on all ranks; returns its metrics."""
         metrics, timer, engine = Metrics(), PhaseTimer(), self.parts.engine
+        position.step = self.global_step + 1
         with timer.phase("step"):
             engine.train()
             metrics.add("learning_rate", engine.learning_rate, reduce="max")
@@ -108,6 +110,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         return metrics.reduced(self.comm) | timer.metrics(self.comm)
 
     @torch.no_grad()
+    @phase("evaluation")
     def evaluate(self, examples: Sequence[Example] | None = None) -> dict[str, float]:
         """Metrics of ``examples``, the same on all ranks (default: all held-out ones), with the prefix ``eval_``."""
         examples = self.parts.eval_examples if examples is None else examples
@@ -130,6 +133,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         if due or step % run.logging_steps == 0:
             self.parts.trackers.log(step, metrics)
 
+    @phase("saving")
     def save(self) -> None:
         """Write the model as a Hugging Face folder with tokenizer."""
         strategy, folder = self.parts.strategy, Path(self.config.run.save_path)
