@@ -31,8 +31,8 @@ class RunConfig:
     def validate(self) -> None:
         require(self.logging_steps >= 1, f"--logging_steps must be at least 1, got {self.logging_steps}.")
         require(
-            self.heartbeat_timeout >= 5,
-            f"--heartbeat_timeout must be at least 5 seconds, got {self.heartbeat_timeout:g}.",
+            5 <= self.heartbeat_timeout <= 3600,
+            f"--heartbeat_timeout must lie between 5 and 3600 seconds, got {self.heartbeat_timeout:g}.",
         )
         require(
             self.stall_timeout >= 0,

@@ -1,4 +1,4 @@
-"""Launched by torchrun or deepspeed: ``run_signals.py SECONDS`` waits under a watch for a signal, then takes so long."""
+"""Launched by torchrun or deepspeed: ``run_signals.py SECONDS`` waits under a watch for a signal, then "saves"."""
 
 from __future__ import annotations
 

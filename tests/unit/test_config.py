@@ -33,6 +33,8 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "save_path": "./ckpt",
         "save_value_network": False,
         "logging_steps": 1,
+        "heartbeat_timeout": 45.0,
+        "stall_timeout": 2700.0,
         # PPO
         "num_episodes": 1,
         "rollout_batch_size": 512,
@@ -161,6 +163,8 @@ DEFAULTS: dict[type, dict[str, Any]] = {
     TrainSFTConfig: {
         "save_path": "./ckpt",
         "logging_steps": 1,
+        "heartbeat_timeout": 45.0,
+        "stall_timeout": 2700.0,
         "use_tensorboard": None,
         "pretrain": "m",
         "dataset": "d",
@@ -276,6 +280,9 @@ NO_REWARD = (
 BAD: list[tuple[type, dict[str, Any], int, str]] = [
     # options of all commands
     (SFT, {"logging_steps": 0}, 1, "--logging_steps must be at least 1, got 0"),
+    (SFT, {"heartbeat_timeout": 4.0}, 1, "--heartbeat_timeout must lie between 5 and 3600 seconds, got 4"),
+    (PPO, {"heartbeat_timeout": math.nan}, 1, "--heartbeat_timeout must lie between 5 and 3600 seconds, got nan"),
+    (PPO, {"stall_timeout": -1.0}, 1, "--stall_timeout must not be negative, got -1; 0 waits for ever"),
     (RM, {"zero_stage": 4}, 1, "--zero_stage must be 0, 1, 2 or 3, got 4"),
     (PPO, {"seed": -1}, 1, "--seed must not be negative, got -1"),
     (PPO, {"max_norm": -1.0}, 1, "--max_norm must not be negative, got -1.0; 0 switches clipping off"),

@@ -31,6 +31,8 @@ RUN: list[Flag] = [
     ("run", "save_path", ["out dir"], "out dir"),
     ("run", "logging_steps", ["5"], 5),
     ("run", "use_tensorboard", ["tb"], "tb"),
+    ("run", "heartbeat_timeout", ["30"], 30.0),
+    ("run", "stall_timeout", ["600"], 600.0),
 ]
 DEEPSPEED: list[Flag] = [
     ("deepspeed", "zero_stage", ["3"], 3),
