@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 
+class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
+    """A signal, whose name is the argument, asked the run to stop; what was under way has been left."""
+
+
 class FinishReason(str, Enum):
     """Why a response ended."""
 
@@ -184,3 +188,24 @@ class SingleProcess:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
+
+
+class StopCheck(Protocol):
+    """Where long work asks whether it should be left."""
+
+    def requested(self) -> bool:
+        """Whether this rank knows of such a wish; others may not know yet."""
+        ...
+
+    def __call__(self) -> None:
+        """Raise ``Interrupted`` on all ranks if one of them knows of it. All ranks call this together."""
+        ...
+
+
+class NeverStops:
+    """``StopCheck`` of a program without one."""
+
+    def requested(self) -> bool:
+        return False
+
+    def __call__(self) -> None: ...

@@ -23,24 +23,13 @@ class ForeignFlag:
     harmless: tuple[str, ...] = ()
 
 
-_CHECKPOINTS = "checkpoints come with a later version, and the actor is written to --save_path at the end"
 _NO_WANDB = "only Weights & Biases would read it"
 _RAY = "it is of OpenRLHF's train_ppo_ray; here all models share the processes of torchrun. Leave it out."
 
 FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "local_rank": ForeignFlag(takes_value=True),  # DeepSpeed's launcher adds it and says the same in LOCAL_RANK
-    "save_steps": ForeignFlag(
-        takes_value=True,
-        reason="nothing is saved before the end, as in OpenRLHF",
-        remedy=f"{_CHECKPOINTS}. Leave it out.",
-        harmless=("-1",),
-    ),
-    "ckpt_path": ForeignFlag(takes_value=True, remedy=f"{_CHECKPOINTS}. Leave it out."),
-    "load_checkpoint": ForeignFlag(reason="checkpoints come with a later version: training starts from the beginning"),
-    "save_hf_ckpt": ForeignFlag(reason=_CHECKPOINTS),
-    "disable_ds_ckpt": ForeignFlag(reason=_CHECKPOINTS),
-    "max_ckpt_num": ForeignFlag(takes_value=True, reason=_CHECKPOINTS),
-    "max_ckpt_mem": ForeignFlag(takes_value=True, reason=_CHECKPOINTS),
+    "disable_ds_ckpt": ForeignFlag(remedy="use --save_steps 0 for no checkpoints."),
+    "max_ckpt_mem": ForeignFlag(takes_value=True, reason="--max_ckpt_num alone says how many checkpoints are kept"),
     "max_len": ForeignFlag(takes_value=True, remedy="use --prompt_max_len and --generate_max_len."),
     "aux_loss_coef": ForeignFlag(
         takes_value=True,

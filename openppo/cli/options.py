@@ -13,6 +13,7 @@ import sys
 import time
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -24,6 +25,9 @@ from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_di
 
 _SECONDS_FOR_RANK_0 = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
+
+
+_HOW_TO_RESUME = "the same command with --load_checkpoint goes on from the newest checkpoint"
 
 
 class CommandConfig(Protocol):
@@ -69,23 +73,23 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
 
 
 def _run(config: Config, build: Callable[[Config], Runnable]) -> None:
+    from openppo.strategy import interrupt
     from openppo.strategy.watch import Watch  # with torch: after parsing
     from openppo.tracking.position import phase, position
 
-    limits = config.run if isinstance(config, TrainPPOConfig | SupervisedCommand) else RunConfig()
-    with Watch(limits, position, flat_dict(config), how_to_resume(config)) as watch:
+    limits, resume = RunConfig(), ""
+    work: AbstractContextManager[None] = nullcontext()
+    if isinstance(config, TrainPPOConfig | SupervisedCommand):
+        limits, resume, work = config.run, _HOW_TO_RESUME, interrupt.deferred()  # training saves before it ends
+    with Watch(limits, position, flat_dict(config), resume) as watch:
         try:
             with phase("loading"):
                 job = build(config)
         except ValueError as error:
             watch.refuse(str(error))
-        job.fit()
+        with work:
+            job.fit()
         job.close()
-
-
-def how_to_resume(config: CommandConfig) -> str:
-    """The line of a fault report that says how to go on; empty where only a new start helps."""
-    return ""
 
 
 def _end_process() -> NoReturn:

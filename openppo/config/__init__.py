@@ -44,6 +44,7 @@ from openppo.config.roles import (
 from openppo.config.shared import (
     AdamConfig,
     BatchConfig,
+    CheckpointConfig,
     DeepSpeedConfig,
     LoRAConfig,
     RunConfig,
@@ -71,6 +72,7 @@ __all__ = [
     "AdvantageConfig",
     "AdvantageEstimator",
     "BatchConfig",
+    "CheckpointConfig",
     "DataFormat",
     "DeepSpeedConfig",
     "EvaluateConfig",

@@ -13,6 +13,7 @@ from openppo.config.roles import EvaluationConfig, GenerationConfig, PPODataConf
 from openppo.config.shared import (
     AdamConfig,
     BatchConfig,
+    CheckpointConfig,
     DeepSpeedConfig,
     LoRAConfig,
     RunConfig,
@@ -42,12 +43,14 @@ class TrainPPOConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
         _validate_groups(self)
         _validate_train_batch(self.batch, world_size)
         validate_lora(self.lora, self.deepspeed, self.model.pretrain, self.run.save_path)
+        _validate_keep_best(self.checkpoint, self.evaluation.eval_data, "--eval_data")
         self._validate_sizes(world_size)
         buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
         require(
@@ -105,12 +108,14 @@ class SupervisedCommand:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
         _validate_groups(self)
         _validate_train_batch(self.batch, world_size)
         validate_lora(self.lora, self.deepspeed, self.supervised.pretrain, self.run.save_path)
+        _validate_keep_best(self.checkpoint, self.supervised.eval_dataset, "--eval_dataset")
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,13 @@ def _validate_train_batch(batch: BatchConfig, world_size: int) -> None:
         batch.train_batch_size % world_size == 0,
         f"--train_batch_size {batch.train_batch_size} does not divide among {world_size} ranks: "
         f"use a multiple of {world_size}.",
+    )
+
+
+def _validate_keep_best(checkpoint: CheckpointConfig, held_out: str | None, flag: str) -> None:
+    require(
+        checkpoint.keep_best is None or held_out is not None,
+        f"--keep_best {checkpoint.keep_best} compares evaluations: give held-out data with {flag}.",
     )
 
 

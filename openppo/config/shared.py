@@ -27,9 +27,12 @@ class RunConfig:
     """A rank that gives no sign of life for this many seconds is lost; all ranks end within 15 s of knowing it."""
     stall_timeout: float = 2700.0
     """End the run when a rank makes no progress for this many seconds, in a reward function say (0: wait for ever)."""
+    max_skipped_steps: int = 10
+    """Stop after this many optimizer steps in a row whose loss or gradient was not finite; each of them is skipped."""
 
     def validate(self) -> None:
         require(self.logging_steps >= 1, f"--logging_steps must be at least 1, got {self.logging_steps}.")
+        require(self.max_skipped_steps >= 1, f"--max_skipped_steps must be at least 1, got {self.max_skipped_steps}.")
         require(
             5 <= self.heartbeat_timeout <= 3600,
             f"--heartbeat_timeout must lie between 5 and 3600 seconds, got {self.heartbeat_timeout:g}.",
@@ -37,6 +40,32 @@ class RunConfig:
         require(
             self.stall_timeout >= 0,
             f"--stall_timeout must not be negative, got {self.stall_timeout:g}; 0 waits for ever.",
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run can go on from after it was stopped."""
+
+    ckpt_path: str | None = None
+    """Folder of checkpoints (default: a subfolder of --save_path, such as 'checkpoints_ppo')."""
+    save_steps: int = -1
+    """Save a checkpoint every this many steps (-1: at the end of each pass over the data, 0: only when stopped)."""
+    max_ckpt_num: int = 3
+    """Keep so many of the newest checkpoints."""
+    load_checkpoint: bool = False
+    """Go on from the newest checkpoint in --ckpt_path; without any there, start from the beginning."""
+    save_hf_ckpt: bool = False
+    """Put the model in Hugging Face format into each checkpoint (its subfolder 'model')."""
+    keep_best: str | None = None
+    """Metric of evaluation, such as eval_reward or eval_loss, whose best model is kept as 'best' in --ckpt_path."""
+
+    def validate(self) -> None:
+        require(self.save_steps >= -1, f"--save_steps must be -1, 0 or more, got {self.save_steps}.")
+        require(self.max_ckpt_num >= 1, f"--max_ckpt_num must be at least 1, got {self.max_ckpt_num}.")
+        require(
+            self.keep_best is None or self.keep_best.startswith("eval"),
+            f"--keep_best {self.keep_best} is no metric of evaluation: those begin with 'eval', as eval_reward does.",
         )
 
 

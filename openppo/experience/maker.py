@@ -17,7 +17,7 @@ from openppo.experience.score_shaping import RunningMoments, overlong_mask, shap
 from openppo.experience.token_rewards import compute_reward
 from openppo.models.masked import compute_approx_kl
 from openppo.tracking import Metrics, progress
-from openppo.types import Comm, Experience, FinishReason, Trajectory
+from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
 
 Model = Callable[..., Any]
 
@@ -39,6 +39,7 @@ class ExperienceMaker:
         comm: Comm,
         device: torch.device,
         pad_token_id: int,
+        stop: StopCheck | None = None,
     ) -> None:
         self.actor = actor
         self.critic = critic
@@ -47,6 +48,7 @@ class ExperienceMaker:
         self.comm = comm
         self.device = device
         self.pad_token_id = pad_token_id
+        self.stop = stop or NeverStops()
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
         self.weights = config.source.weights()
         self.moments = RunningMoments()
@@ -63,16 +65,21 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def run_models(self, trajectories: Sequence[Trajectory]) -> list[Experience]:
-        """Log-probs of actor and reference, entropy and values; needs no scores. Equally many forwards on all ranks."""
+        """Log-probs of actor and reference, entropy and values; needs no scores. Equally many forwards on all ranks.
+
+        Raises ``Interrupted`` on all ranks when it should be left.
+        """
         order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i].token_ids), reverse=True)
         size = self.config.ppo.micro_rollout_batch_size
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
         made: dict[int, Experience] = {}
         for rows in progress(batches, "experience", enabled=self.comm.rank == 0):
+            self.stop()
             batch = self._forward(collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device))
             made.update(zip(rows, split_rows(batch), strict=True))
         for _ in range(n_forwards - len(batches)):
+            self.stop()
             self._forward(idle_experience().to(self.device))
         return [made[i] for i in range(len(trajectories))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -80,17 +81,32 @@ class ReplayBuffer:
             item.with_fields(**{name: normalized(item.tensors()[name], item.action_mask)}) for item in self.items
         ]
 
-    def mini_batches(self, batch_size: int, micro_batch_size: int, epochs: int, seed: int) -> Iterator[MiniBatch]:
+    def mini_batches(
+        self, batch_size: int, micro_batch_size: int, epochs: int, seed: int, start: int = 0
+    ) -> Iterator[MiniBatch]:
         """All ranks' samples, shuffled anew for each epoch from ``seed``, ``batch_size`` of them per optimizer step.
 
-        The last step of an epoch takes what is left. All ranks call this together, with the same arguments.
+        The last step of an epoch takes what is left. ``start`` mini-batches are left out. All ranks call this together,
+        with the same arguments.
         """
         items = self._everyones()
         generator = torch.Generator().manual_seed(seed)
-        for _ in range(epochs):
-            order = torch.randperm(len(items), generator=generator).tolist()
-            for start in range(0, len(order), batch_size):
-                yield self._share([items[i] for i in order[start : start + batch_size]], micro_batch_size)
+        orders = (torch.randperm(len(items), generator=generator).tolist() for _ in range(epochs))
+        steps = (order[i : i + batch_size] for order in orders for i in range(0, len(order), batch_size))
+        for step in islice(steps, start, None):
+            yield self._share([items[i] for i in step], micro_batch_size)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All ranks' samples as flat CPU tensors, the same on every rank. All ranks call this together."""
+        lengths, fields = _pack(self._everyones())
+        return {"lengths": torch.tensor(lengths), **fields}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Put this rank's share of those samples in place of what is here; the number of ranks may be another."""
+        fields = {name: tensor for name, tensor in state.items() if name != "lengths"}
+        items = _unpack((state["lengths"].tolist(), fields))
+        rank, world = self.comm.rank, self.comm.world_size
+        self.items = items[rank * len(items) // world : (rank + 1) * len(items) // world]
 
     def _share(self, step: list[Experience], size: int) -> MiniBatch:
         """This rank's micro-batches of a step. Ranks' shares differ by one sample at most."""

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from openppo.rollout.sampling import request_uniforms, sample
 from openppo.tracking import progress
-from openppo.types import Completion, FinishReason, SamplingParams
+from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
 
 
 @dataclass
@@ -53,7 +53,8 @@ class HFEngine:
     belongs to it. ``pad_token_id`` only fills places that the attention mask hides, so it may equal EOS.
 
     ``any_rank_busy`` puts several ranks in lockstep, for partitioned weights that cannot be gathered: it is
-    asked before each step and combines the ranks' ``busy``; a rank with nothing to do then runs along.
+    asked before each step and combines the ranks' ``busy``; a rank with nothing to do then runs along. ``stop`` is
+    asked likewise, and makes ``generate`` raise ``Interrupted``.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class HFEngine:
         max_batch_size: int,
         any_rank_busy: Callable[[bool], bool] | None = None,
         show_progress: bool = False,
+        stop: StopCheck | None = None,
     ) -> None:
         self.model = model
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -71,6 +73,7 @@ class HFEngine:
         self.max_batch_size = max_batch_size
         self.any_rank_busy = any_rank_busy
         self.show_progress = show_progress
+        self.stop = stop or NeverStops()
         self.version = 0
         self._numbers = count()
         self._waiting: list[_Request] = []
@@ -113,12 +116,18 @@ class HFEngine:
         place = {self.submit(prompts[i], params, seeds[i]): i for i in longest_first}
         done: dict[int, Completion] = {}
         with progress(len(prompts), "generation", enabled=self.show_progress) as bar:
-            while self.busy if self.any_rank_busy is None else self.any_rank_busy(self.busy):
+            while self._goes_on():
                 self.step()
                 ended = self.collect()
                 done |= {place[number]: completion for number, completion in ended.items()}
                 bar.update(len(ended))
+        self.stop()
         return [done[i] for i in range(len(prompts))]
+
+    def _goes_on(self) -> bool:
+        if self.stop.requested():
+            self._waiting, self._batch = [], None
+        return self.busy if self.any_rank_busy is None else self.any_rank_busy(self.busy)
 
     def _admit(self) -> list[_Request]:
         params = self._waiting[0].params

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
@@ -152,11 +153,20 @@ class DeepspeedStrategy:
             yield
 
     def save_pretrained(self, model: Any, folder: str | Path, tokenizer: Any = None) -> None:
-        """Write a Hugging Face model (of a PEFT model: the adapters) and tokenizer to ``folder``; on all ranks."""
-        save_model(model, Path(folder), self.is_main)
-        if self.is_main and tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        dist.barrier()
+        """Write a Hugging Face model (of a PEFT model: the adapters) and tokenizer to ``folder``; on all ranks.
+
+        ``OSError`` on all ranks if rank 0, which writes, could not.
+        """
+        fault = None
+        try:
+            save_model(model, Path(folder), self.is_main)
+            if self.is_main and tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        except (OSError, SafetensorError) as error:  # after all that ranks do together
+            fault = f"the model cannot be written to {folder}: {error}"
+        fault = self.comm.all_gather_object(fault)[0]
+        if fault is not None:
+            raise OSError(fault)
 
     def close(self) -> None:
         """Leave the process group, all ranks together. Without it gloo's threads may abort a process that exits."""

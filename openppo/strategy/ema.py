@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from openppo.strategy.checkpoint.fragments import Fragment
 from openppo.strategy.engine import TrainingEngine
 
 
@@ -44,20 +45,15 @@ class ParameterAverage:
         finally:
             self._write(before)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """This rank's share of the averages by parameter name, not copied."""
-        return self._averages
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over the share that ``state_dict`` gave on this rank of an equally large group.
-
-        Raises ``ValueError`` when the names or shapes differ.
-        """
-        shapes = [{name: share.shape for name, share in shares.items()} for shares in (state, self._averages)]
-        if shapes[0] != shapes[1]:
-            raise ValueError("these averages are of another model, another ZeRO stage or another number of ranks.")
+    def fragments(self) -> dict[str, Fragment]:
+        """This rank's share of the averages by parameter name, without padding; to read and write."""
+        if not self._partitioned:
+            return {name: Fragment(0, average.view(-1)) for name, average in self._averages.items()}
+        shares = {}
         for name, average in self._averages.items():
-            average.copy_(state[name])
+            start = dist.get_rank() * average.numel()
+            shares[name] = Fragment(start, average[: max(0, self._trained[name].ds_numel - start)])
+        return shares
 
     def _shares(self) -> dict[str, Tensor]:
         """This rank's share of the parameters, to read and write."""

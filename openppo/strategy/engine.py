@@ -40,7 +40,11 @@ class TrainingEngine:
         self.deepspeed.train(mode)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Accumulate gradients of the scalar ``loss``; ``last`` marks the last micro-batch before ``step``."""
+        """Accumulate gradients of the scalar ``loss``; ``last`` marks the last micro-batch before ``step``.
+
+        A loss that is not finite makes the whole gradient NaN, which ``step`` sees on all ranks.
+        """
+        loss = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
         # Also before the backward: ZeRO-1 and 2 reduce gradients in hooks that ask for the boundary.
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss)
@@ -48,15 +52,19 @@ class TrainingEngine:
     def step(self) -> float:
         """Clip, update, advance the schedule. Returns the gradient's L2 norm before clipping.
 
-        Raises ``FloatingPointError`` when that is not finite: the weights are lost then.
+        When that is not finite, on all ranks alike, neither weights nor optimizer nor schedule change.
         """
-        norm: float | Tensor | None = None
-        if self.deepspeed.zero_optimization_stage() == 0:  # DeepSpeed does not report it there
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads)
-        self.deepspeed.step()
-        self.scheduler.step()
-        norm = float(self.deepspeed.get_global_grad_norm() if norm is None else norm)
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient's norm is {norm}: training diverged; lower the learning rate.")
+        if self.deepspeed.zero_optimization_stage() == 0:  # DeepSpeed neither reports a norm there nor skips a step
+            norm = float(
+                torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+            )
+            if math.isfinite(norm):
+                self.deepspeed.step()
+            else:
+                self.deepspeed.zero_grad()
+        else:
+            self.deepspeed.step()
+            norm = float(self.deepspeed.get_global_grad_norm())
+        if math.isfinite(norm):
+            self.scheduler.step()
         return norm

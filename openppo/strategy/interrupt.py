@@ -15,6 +15,12 @@ from types import FrameType
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _requested: str | None = None
 _deferred = False
+_pipe: SignalPipe | None = None
+
+
+def installed() -> bool:
+    """Whether signals become requests in this process."""
+    return _pipe is not None
 
 
 def requested() -> str | None:
@@ -54,14 +60,13 @@ class SignalPipe:
     """
 
     def __init__(self) -> None:
-        global _requested
-        _requested = None
+        global _requested, _pipe
+        _requested, _pipe = None, self
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._handlers = {number: signal.signal(number, _leave_to_the_pipe) for number in _SIGNALS}
         for number in _SIGNALS:
             signal.siginterrupt(number, False)  # system calls of C++ libraries go on
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._pid = os.getpid()
         os.register_at_fork(after_in_child=self._after_fork)
 
     def wait(self, seconds: float) -> list[str]:
@@ -77,10 +82,11 @@ class SignalPipe:
 
     def close(self) -> None:
         """Signals do again what they did before."""
+        global _pipe
+        _pipe = None
         self._restore()
         os.close(self._read)
         os.close(self._write)
-        self._pid = -1
 
     def _restore(self) -> None:
         signal.set_wakeup_fd(self._wakeup)
@@ -89,8 +95,8 @@ class SignalPipe:
 
     def _after_fork(self) -> None:
         """A child would write its signals into our pipe; ``multiprocessing`` ends its children with SIGTERM."""
-        if os.getppid() == self._pid:
-            self._restore()
+        if _pipe is self:
+            self.close()
 
 
 def _leave_to_the_pipe(number: int, frame: FrameType | None) -> None:

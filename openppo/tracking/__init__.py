@@ -3,7 +3,7 @@
 from openppo.tracking.log import get_logger, setup_logging
 from openppo.tracking.metrics import Metrics, Reduction
 from openppo.tracking.progress import Progress, progress
-from openppo.tracking.run_folder import save_config, set_aside_logs
+from openppo.tracking.run_folder import cut_logs, save_config, set_aside_logs
 from openppo.tracking.timers import PhaseTimer
 from openppo.tracking.trackers import (
     ConsoleTracker,
@@ -24,6 +24,7 @@ __all__ = [
     "TensorBoardTracker",
     "Tracker",
     "Trackers",
+    "cut_logs",
     "get_logger",
     "make_trackers",
     "progress",

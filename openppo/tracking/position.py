@@ -23,6 +23,11 @@ position = Position()
 """Of this process."""
 
 
+def begin_step(step: int) -> None:
+    """Global step ``step``, counted from 1, begins."""
+    position.step = step
+
+
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """The ``with`` block, or the decorated function, is phase ``name``, inside whatever phase there was."""

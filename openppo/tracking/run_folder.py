@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections.abc import Mapping
 from enum import Enum
@@ -39,3 +40,13 @@ def set_aside_logs(folder: Path) -> None:
     aside = folder.with_name(f"{folder.name}.{number}")
     folder.rename(aside)
     logger.info("logs of an earlier run are kept in %s", aside)
+
+
+def cut_logs(folder: Path, step: int) -> None:
+    """Remove the lines after ``step`` from every JSON Lines file: a run that goes on from there writes them again."""
+    for file in folder.glob("*.jsonl"):
+        lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        new = file.with_name(f".{file.name}.new")
+        new.write_text("".join(kept), encoding="utf-8", errors="surrogateescape")
+        new.replace(file)

@@ -61,16 +61,19 @@ class JSONLTracker:
 
 
 class TensorBoardTracker:
-    """Writes TensorBoard event files: scalars by metric name, samples as text."""
+    """Writes TensorBoard event files: scalars by metric name, samples as text.
 
-    def __init__(self, folder: str | Path) -> None:
+    A run that goes on from step ``go_on_from`` has TensorBoard forget what was written after it.
+    """
+
+    def __init__(self, folder: str | Path, go_on_from: int | None = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(
                 "--use_tensorboard needs the package tensorboard: run 'pip install tensorboard', or leave the flag out."
             ) from error
-        self._writer = SummaryWriter(log_dir=str(folder))
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=None if go_on_from is None else go_on_from + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write each metric as a scalar."""
@@ -141,7 +144,9 @@ class Trackers:
                     tracker.close()
 
 
-def make_trackers(run: RunConfig, comm: Comm, headline: Sequence[str], total_steps: int) -> Trackers:
+def make_trackers(
+    run: RunConfig, comm: Comm, headline: Sequence[str], total_steps: int, go_on_from: int | None = None
+) -> Trackers:
     """The trackers that ``run`` asks for, on rank 0; none on other ranks. Logs go to ``<save_path>/logs``."""
     if comm.rank != 0:
         return Trackers([])
@@ -152,7 +157,7 @@ def make_trackers(run: RunConfig, comm: Comm, headline: Sequence[str], total_ste
         raise ValueError(f"--save_path {run.save_path} cannot be written ({error}): choose another folder.") from error
     if run.use_tensorboard is not None:
         try:
-            trackers.append(TensorBoardTracker(run.use_tensorboard))
+            trackers.append(TensorBoardTracker(run.use_tensorboard, go_on_from))
         except OSError as error:
             raise ValueError(f"--use_tensorboard {run.use_tensorboard} cannot be written ({error}).") from error
     return Trackers(trackers)

@@ -24,9 +24,14 @@ from openppo.strategy.engine import TrainingEngine
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer, own_tokenizer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.evaluation import Evaluator
-from openppo.trainer.ppo_data import load_ppo_data
-from openppo.trainer.ppo_trainer import HEADLINE, Parts, PPOTrainer, frozen_actor_steps
+from openppo.trainer.parts import Parts
+from openppo.trainer.ppo_data import PPOData, load_ppo_data
+from openppo.trainer.ppo_trainer import HEADLINE, PPOTrainer
+from openppo.trainer.resume.checkpointer import Checkpointer
+from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint, prompts_fingerprint
+from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.startup import naming_model, start_trackers
+from openppo.trainer.steps.update_step import frozen_actor_steps
 from openppo.trainer.token_batches import packed_row_length
 from openppo.types import Prompt, SamplingParams
 
@@ -46,12 +51,13 @@ def build_ppo_trainer(
     tokenizer = load_tokenizer(model.pretrain, "--pretrain")
     _check_critic_tokens(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config)
+    checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
     scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once
     actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(data.prompts))
     strategy.seed_per_rank()
 
-    comm, pad = strategy.comm, pad_token_id(tokenizer)
+    comm, pad, stop = strategy.comm, pad_token_id(tokenizer), SignalStop(strategy.comm)
     policy: Any = actor.module.model
     engine = HFEngine(
         policy,
@@ -60,7 +66,10 @@ def build_ppo_trainer(
         config.ppo.micro_rollout_batch_size,
         any_rank_busy=None if strategy.fits_gathered(actor) else strategy.any_rank,
         show_progress=strategy.is_main,
+        stop=stop,
     )
+    ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
+    checkpointer.attach({"actor": actor, "critic": critic}, ema)
     sampler = BatchSampler(len(data.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
     parts = Parts(
         strategy=strategy,
@@ -69,15 +78,37 @@ def build_ppo_trainer(
         critic=critic,
         engine=engine,
         scorer=scorer,
-        maker=ExperienceMaker(actor, critic, reference, config, comm, strategy.device, pad),
+        maker=ExperienceMaker(actor, critic, reference, config, comm, strategy.device, pad, stop),
         prompts=data.prompts,
         documents=data.documents,
-        trackers=start_trackers(config, strategy, HEADLINE, config.ppo.num_episodes * len(sampler)),
-        ema=ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None,
+        trackers=start_trackers(
+            config, strategy, HEADLINE, config.ppo.num_episodes * len(sampler), checkpointer.found_step
+        ),
+        ema=ema,
         evaluator=_evaluator(config, strategy, engine, scorer, data.held_out),
         pack_documents_to=packed_row_length(actor, data.documents, data.longest, strategy.device),
+        checkpointer=checkpointer,
+        stop=stop,
     )
-    return PPOTrainer(config, parts, callbacks)
+    trainer = PPOTrainer(config, parts, callbacks)
+    if checkpointer.found is not None:
+        trainer.load_checkpoint()
+    return trainer
+
+
+def _contents(config: TrainPPOConfig, data: PPOData) -> dict[str, str]:
+    """Fingerprints of what a checkpoint must have been made with."""
+    models = {
+        "--pretrain": config.model.pretrain,
+        "--critic_pretrain": config.model.critic_pretrain,
+        "--reward_pretrain": config.source.reward_pretrain,
+        "--prm_pretrain": config.source.prm_pretrain,
+    }
+    contents = {flag: model_fingerprint(name) for flag, name in models.items() if name is not None}
+    contents["--prompt_data"] = prompts_fingerprint(data.prompts)
+    if data.documents:
+        contents["--pretrain_data"] = examples_fingerprint(data.documents)
+    return contents
 
 
 def _check_algorithm(config: TrainPPOConfig) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from openppo.trainer.ppo_trainer import PPOTrainer
@@ -34,6 +34,13 @@ class Callback:
     def on_save(self, trainer: PPOTrainer, folder: Path) -> None:
         """After a model was written to ``folder``."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback, as JSON; alike on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave; before ``on_fit_start``."""
+
     def on_fit_end(self, trainer: PPOTrainer) -> None:
         """After the last step, when the trained model is saved."""
 
@@ -58,6 +65,14 @@ class EarlyStopping(Callback):
         self.best = -math.inf if mode == "max" else math.inf
         self.n_without = 0
         self._has_warned = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and how long ago it was."""
+        return {"best": self.best, "n_without": self.n_without}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from an earlier session."""
+        self.best, self.n_without = state["best"], state["n_without"]
 
     def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
         """Look at a metric of training."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import TrainPPOConfig, parse_probs
-from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts
+from openppo.config import PPODataConfig, TrainPPOConfig, parse_probs
+from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, render_prompt
+from openppo.datasets.templates import as_messages
 from openppo.trainer.startup import check_context, log_dropped
 from openppo.types import Prompt
 
@@ -70,3 +71,18 @@ def _documents(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, max_l
         seed=config.deepspeed.seed,
     )
     return load_documents(rows, tokenizer, data.pretrain_key or data.input_key, max_len)
+
+
+def as_prompt(prompt: str | Prompt, tokenizer: PreTrainedTokenizerBase, data: PPODataConfig) -> Prompt:
+    """A text as the prompt that the options make of it; ``ValueError`` if it is too long."""
+    if isinstance(prompt, Prompt):
+        return prompt
+    messages, template = None, data.input_template
+    if data.apply_chat_template:
+        messages, template = as_messages(prompt, "user", template), None
+    text, ids = render_prompt(
+        messages or prompt, tokenizer, input_template=template, apply_chat_template=data.apply_chat_template
+    )
+    if len(ids) > data.prompt_max_len:
+        raise ValueError(f"a prompt of {len(ids)} tokens is longer than prompt_max_len {data.prompt_max_len}: {text!r}")
+    return Prompt(text, ids, messages=messages)

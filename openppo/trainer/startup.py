@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
 from openppo.config import flat_dict
-from openppo.tracking import Trackers, make_trackers, save_config, set_aside_logs, setup_logging
+from openppo.tracking import Trackers, cut_logs, make_trackers, save_config, set_aside_logs, setup_logging
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
     from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -32,18 +32,26 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def start_trackers(config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int) -> Trackers:
-    """Trackers of a command, and its resolved options in ``<save_path>/logs/config.yaml``."""
+def start_trackers(
+    config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int, go_on_from: int | None = None
+) -> Trackers:
+    """Trackers of a command, and its resolved options in ``<save_path>/logs/config.yaml``.
+
+    Logs of a run that goes on from step ``go_on_from`` are continued there; any other logs are set aside.
+    """
     if strategy.is_main:
         logs = Path(config.run.save_path) / "logs"
         try:
-            set_aside_logs(logs)
+            if go_on_from is None:
+                set_aside_logs(logs)
+            else:
+                cut_logs(logs, go_on_from)
             save_config(logs, flat_dict(config))
         except OSError as error:
             raise ValueError(
                 f"--save_path {config.run.save_path}: cannot be written ({error}); choose another folder."
             ) from error
-    return make_trackers(config.run, strategy.comm, headline, total_steps)
+    return make_trackers(config.run, strategy.comm, headline, total_steps, go_on_from)
 
 
 def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -21,13 +21,17 @@ from openppo.models.loading import check_model, load_options, load_tokenizer
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.trainer.resume.checkpointer import Checkpointer
+from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
+from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.startup import log_dropped, naming_model, start_trackers
-from openppo.trainer.supervised.loop import SupervisedParts, total_optimizer_steps
+from openppo.trainer.supervised.loop import SupervisedParts, SupervisedTrainer, total_optimizer_steps
 from openppo.trainer.supervised.process_reward import PRM_HEADLINE, ProcessRewardTrainer
 from openppo.trainer.supervised.reward_model import RM_HEADLINE, RewardModelTrainer
 from openppo.trainer.supervised.sft import SFT_HEADLINE, SFTTrainer
 
 Example = TypeVar("Example")
+Trainer = TypeVar("Trainer", bound=SupervisedTrainer[Any])
 
 
 def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None = None) -> SFTTrainer:
@@ -37,12 +41,17 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
     train, held_out = load_train_and_eval(
         config, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
     )
+    checkpointer = _checkpointer(config, strategy, "sft", train)
     with naming_model("--pretrain", options.pretrain):
         actor = Actor(options.pretrain, **_model_options(config))
     n_steps = total_optimizer_steps(config, len(train))
     engine = strategy.prepare(actor, config.adam, options.learning_rate, n_steps)
-    trackers = start_trackers(config, strategy, SFT_HEADLINE, n_steps)
-    return SFTTrainer(config, SupervisedParts(strategy, tokenizer, engine, train, held_out, trackers))
+    checkpointer.attach({"model": engine})
+    trackers = start_trackers(config, strategy, SFT_HEADLINE, n_steps, checkpointer.found_step)
+    parts = SupervisedParts(
+        strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm)
+    )
+    return _resumed(SFTTrainer(config, parts))
 
 
 def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None = None) -> RewardModelTrainer:
@@ -52,6 +61,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     train, held_out = load_train_and_eval(
         config, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
     )
+    checkpointer = _checkpointer(config, strategy, "rm", train)
     with naming_model("--pretrain", options.pretrain):
         model = get_llm_for_sequence_regression(
             options.pretrain,
@@ -63,8 +73,12 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     model.model.config.pad_token_id = tokenizer.pad_token_id  # plain transformers finds the score through it
     n_steps = total_optimizer_steps(config, len(train))
     engine = strategy.prepare(model, config.adam, options.learning_rate, n_steps)
-    trackers = start_trackers(config, strategy, RM_HEADLINE, n_steps)
-    return RewardModelTrainer(config, SupervisedParts(strategy, tokenizer, engine, train, held_out, trackers))
+    checkpointer.attach({"model": engine})
+    trackers = start_trackers(config, strategy, RM_HEADLINE, n_steps, checkpointer.found_step)
+    parts = SupervisedParts(
+        strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm)
+    )
+    return _resumed(RewardModelTrainer(config, parts))
 
 
 def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None = None) -> ProcessRewardTrainer:
@@ -74,12 +88,35 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     train, held_out = load_train_and_eval(
         config, lambda rows, flag: load_process_examples(rows, tokenizer, options, config.data, flag=flag)
     )
+    checkpointer = _checkpointer(config, strategy, "prm", train)
     with naming_model("--pretrain", options.pretrain):
         actor = Actor(options.pretrain, **_model_options(config))
     n_steps = total_optimizer_steps(config, len(train))
     engine = strategy.prepare(ProcessRewardModel(actor.model), config.adam, options.learning_rate, n_steps)
-    trackers = start_trackers(config, strategy, PRM_HEADLINE, n_steps)
-    return ProcessRewardTrainer(config, SupervisedParts(strategy, tokenizer, engine, train, held_out, trackers))
+    checkpointer.attach({"model": engine})
+    trackers = start_trackers(config, strategy, PRM_HEADLINE, n_steps, checkpointer.found_step)
+    parts = SupervisedParts(
+        strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm)
+    )
+    return _resumed(ProcessRewardTrainer(config, parts))
+
+
+def _checkpointer(
+    config: SupervisedCommand, strategy: DeepspeedStrategy, kind: str, examples: Sequence[Any]
+) -> Checkpointer:
+    contents = {
+        "--pretrain": model_fingerprint(config.supervised.pretrain),
+        "--dataset": examples_fingerprint(examples),
+    }
+    return Checkpointer(config, strategy, kind, contents)
+
+
+def _resumed(trainer: Trainer) -> Trainer:
+    """The trainer, where its checkpoint left off if it goes on from one."""
+    checkpointer = trainer.parts.checkpointer
+    if checkpointer is not None and checkpointer.found is not None:
+        trainer.load_checkpoint()
+    return trainer
 
 
 def _check_and_load_tokenizer(config: SupervisedCommand, strategy: DeepspeedStrategy) -> PreTrainedTokenizerBase:

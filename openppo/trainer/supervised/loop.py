@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,10 +15,14 @@ from torch import Tensor
 
 from openppo.config.commands import SupervisedCommand
 from openppo.datasets import BatchSampler
+from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics, PhaseTimer, Trackers, progress
-from openppo.tracking.position import phase, position
+from openppo.tracking.position import begin_step, phase
+from openppo.trainer.resume.checkpointer import STOPPED, Checkpointer
+from openppo.trainer.skipped import SkippedSteps
+from openppo.types import Interrupted, NeverStops, StopCheck
 
 logger = logging.getLogger("openppo")
 
@@ -49,6 +54,8 @@ class SupervisedParts(Generic[Example]):
     train_examples: Sequence[Example]
     eval_examples: Sequence[Example]
     trackers: Trackers
+    checkpointer: Checkpointer | None = None
+    stop: StopCheck = field(default_factory=NeverStops)
 
 
 def total_optimizer_steps(config: SupervisedCommand, n_examples: int) -> int:
@@ -68,6 +75,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.sampler = BatchSampler(len(parts.train_examples), config.batch.train_batch_size, config.deepspeed.seed)
         self.total_steps = total_optimizer_steps(config, len(parts.train_examples))
         self.global_step = 0
+        self.skipped = SkippedSteps(config.run, self.comm)
+        self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
 
     @abstractmethod
     def make_batch(self, examples: Sequence[Example]) -> StepBatch:
@@ -78,36 +87,62 @@ class SupervisedTrainer(ABC, Generic[Example]):
         """A scalar whose sum over all micro-batches and ranks is the step's mean loss; adds ``prefix``ed metrics."""
 
     def fit(self) -> None:
-        """Train, evaluate when due, and save to ``save_path``."""
+        """Train, evaluate when due, and save to ``save_path``.
+
+        A signal (see ``openppo.strategy.interrupt``) ends it early, with a checkpoint instead of a trained model.
+        """
+        try:
+            self._train_all_epochs()
+        except Interrupted as signal:
+            self._save_interrupted(str(signal))
+        else:
+            self.save()
+        self.parts.trackers.close()
+
+    def _train_all_epochs(self) -> None:
         with progress(self.total_steps, "training", enabled=self.parts.strategy.is_main) as bar:
-            for epoch in range(self.config.batch.max_epochs):
-                for indices in self.sampler.batches(epoch):
-                    if self.global_step == self.total_steps:
-                        break
+            bar.update(self.global_step)
+            if self.unreported is not None:
+                self.report(self.unreported)
+            while self.global_step < self.total_steps:
+                epoch, start = divmod(self.global_step, len(self.sampler))
+                steps_left = self.total_steps - self.global_step
+                for indices in islice(self.sampler.batches(epoch, start), steps_left):
                     self.report(self.step([self.parts.train_examples[i] for i in indices]))
                     bar.update()
-        self.save()
-        self.parts.trackers.close()
 
     def close(self) -> None:
         """Leave the process group; the trainer is of no use afterwards."""
         self.parts.strategy.close()
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
-        """One optimizer step on ``examples``, given alike on all ranks; returns its metrics."""
-        metrics, timer, engine = Metrics(), PhaseTimer(), self.parts.engine
-        position.step = self.global_step + 1
+        """One optimizer step on ``examples``, given alike on all ranks; returns its metrics.
+
+        ``Interrupted`` on all ranks alike, with nothing changed; ``FloatingPointError`` as of ``SkippedSteps``.
+        """
+        metrics, timer, engine, random_state = Metrics(), PhaseTimer(), self.parts.engine, get_random_state()
+        begin_step(self.global_step + 1)
         with timer.phase("step"):
             engine.train()
             metrics.add("learning_rate", engine.learning_rate, reduce="max")
             batch = self.make_batch(examples)
             for i, micro in enumerate(batch.micro_batches):
+                try:
+                    self.parts.stop()
+                except Interrupted:
+                    set_random_state(random_state)
+                    raise
                 loss = self.loss(engine, batch, micro, metrics, prefix="")
                 engine.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
-            metrics.add("grad_norm", engine.step())
+            norm = engine.step()
+            if self.skipped.accept(norm, "model", f"step {self.global_step + 1}", _tensors(examples)):
+                metrics.add("grad_norm", norm)
+            else:
+                metrics = Metrics()
         timer.count_tokens("step", batch.n_input_tokens)
         self.global_step += 1
-        return metrics.reduced(self.comm) | timer.metrics(self.comm)
+        skipped = {"skipped_steps": float(self.skipped.total)}
+        return metrics.reduced(self.comm) | skipped | timer.metrics(self.comm)
 
     @torch.no_grad()
     @phase("evaluation")
@@ -120,22 +155,64 @@ class SupervisedTrainer(ABC, Generic[Example]):
         for start in progress(starts, "evaluation", enabled=self.parts.strategy.is_main):
             batch = self.make_batch(examples[start : start + size])
             for micro in batch.micro_batches:
+                self.parts.stop()
                 self.loss(self.parts.engine, batch, micro, metrics, prefix="eval_")
         return metrics.reduced(self.comm)
 
     def report(self, metrics: dict[str, float]) -> None:
-        """Evaluate and log when due."""
+        """Evaluate, log, and save a checkpoint when due."""
+        self.unreported = dict(metrics)
         step, run, last = self.global_step, self.config.run, self.global_step == self.total_steps
-        every = self.config.supervised.eval_steps
-        due = step % (len(self.sampler) if every == -1 else every) == 0 or last
+        every, checkpointer = self.config.supervised.eval_steps, self.parts.checkpointer
+        epoch_ended = step % len(self.sampler) == 0
+        due = (epoch_ended if every == -1 else step % every == 0) or last
         if due and len(self.parts.eval_examples) > 0:
             metrics |= self.evaluate()
+            if checkpointer is not None:
+                checkpointer.look_at(step, metrics, self._write_model)
         if due or step % run.logging_steps == 0:
             self.parts.trackers.log(step, metrics)
+        self.unreported = None
+        if checkpointer is not None and checkpointer.due(step, epoch_ended or last):
+            self.save_checkpoint()
 
     @phase("saving")
     def save(self) -> None:
         """Write the model as a Hugging Face folder with tokenizer."""
-        strategy, folder = self.parts.strategy, Path(self.config.run.save_path)
-        strategy.save_pretrained(self.parts.engine.module.model, folder, self.parts.tokenizer)
+        folder = Path(self.config.run.save_path)
+        self._write_model(folder)
         logger.info("saved the trained model to %s", folder)
+
+    @phase("saving")
+    def save_checkpoint(self) -> Path:
+        """Write all that ``--load_checkpoint`` needs to go on from here; ``CheckpointError`` when the disk is full."""
+        assert self.parts.checkpointer is not None, "the builders make a checkpointer"
+        state = {
+            "global_step": self.global_step,
+            "skipped": self.skipped.state_dict(),
+            "unreported": self.unreported,
+        }
+        return self.parts.checkpointer.save(self.global_step, state, self._write_model)
+
+    def load_checkpoint(self) -> None:
+        """Go on from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
+        assert self.parts.checkpointer is not None
+        state, _ = self.parts.checkpointer.load()
+        self.global_step, self.unreported = state["global_step"], state["unreported"]
+        self.skipped.load_state_dict(state["skipped"])
+
+    def _save_interrupted(self, signal: str) -> None:
+        if self.parts.checkpointer is None:
+            logger.warning("stopped by %s; without a checkpointer nothing is saved", signal)
+            return
+        path = self.save_checkpoint()
+        logger.info(STOPPED, signal, self.global_step, self.total_steps, path)
+
+    def _write_model(self, folder: Path) -> None:
+        self.parts.strategy.save_pretrained(self.parts.engine.module.model, folder, self.parts.tokenizer)
+
+
+def _tensors(examples: Sequence[Any]) -> dict[str, Tensor]:
+    """What examples hold, by number and field."""
+    fields = ((i, name, value) for i, example in enumerate(examples) for name, value in vars(example).items())
+    return {f"{i}/{name}": torch.tensor(value) for i, name, value in fields}

@@ -16,7 +16,7 @@ from openppo.experience.collate import idle_experience, join_rows
 from openppo.experience.replay_buffer import MiniBatch
 from openppo.models import ScalarHeadModel
 from openppo.tracking import Metrics
-from openppo.trainer.critic_step import CriticStep
+from openppo.trainer.steps.critic_step import CriticStep
 from openppo.types import Experience, SingleProcess
 
 EngineOf = Callable[[nn.Module], Any]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from openppo.config import TrainPPOConfig, from_options
-from openppo.trainer.rollout_step import RolloutStep
+from openppo.trainer.steps.rollout_step import RolloutStep
 from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, SingleProcess, Trajectory
 
 Comm = Callable[[int, int], Any]

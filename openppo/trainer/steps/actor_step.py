@@ -15,7 +15,7 @@ from openppo.models.rollout_correction import rollout_correction
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics
 from openppo.trainer.token_batches import TokenBatch
-from openppo.types import Comm, Experience
+from openppo.types import Comm, Experience, NeverStops, StopCheck
 
 
 def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:
@@ -34,27 +34,39 @@ class ActorStep:
     tokens (or sequences) of all micro-batches and ranks, times the ranks, since DeepSpeed averages over them.
     """
 
-    def __init__(self, engine: TrainingEngine, config: TrainPPOConfig, comm: Comm, device: torch.device) -> None:
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        config: TrainPPOConfig,
+        comm: Comm,
+        device: torch.device,
+        stop: StopCheck | None = None,
+    ) -> None:
         self.engine = engine
         self.config = config
         self.comm = comm
         self.device = device
+        self.stop = stop or NeverStops()
         self.loss_agg = loss_aggregation(config)
         self.policy_loss = policy_loss(config.loss)
 
-    def train(self, batch: MiniBatch, ptx_batch: TokenBatch | None, metrics: Metrics, kl_coef: float = 0.0) -> None:
-        """Update the actor on one mini-batch, and on a batch of documents if given.
+    def train(self, batch: MiniBatch, ptx_batch: TokenBatch | None, metrics: Metrics, kl_coef: float = 0.0) -> float:
+        """Update the actor on one mini-batch, and on a batch of documents if given. Returns the gradient's norm.
 
-        ``kl_coef`` is the coefficient of the KL loss, if there is one.
+        ``kl_coef`` is the coefficient of the KL loss, if there is one. Nothing changes when the norm is not finite, and
+        when ``Interrupted`` is raised, on all ranks alike, before the step.
         """
         metrics.add("actor_learning_rate", self.engine.learning_rate, reduce="max")
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
+            self.stop()
             loss = self._loss(micro.to(self.device), batch, metrics, kl_coef)
             self.engine.backward(loss * self.comm.world_size, last=ptx_batch is None and i == last)
         if ptx_batch is not None:
             self._accumulate_ptx(ptx_batch, metrics)
-        metrics.add("actor_grad_norm", self.engine.step())
+        norm = self.engine.step()
+        metrics.add("actor_grad_norm", norm)
+        return norm
 
     def _loss(self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float) -> Tensor:
         """This micro-batch's part of the mean over the step, a scalar."""
@@ -110,6 +122,7 @@ class ActorStep:
     def _accumulate_ptx(self, batch: TokenBatch, metrics: Metrics) -> None:
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.to(self.device)):
+            self.stop()
             # A language-model loss knows no sampling temperature.
             log_probs = self.engine(*micro[:3], temperature=1.0, position_ids=micro.position_ids)
             metrics.add_tensor("ptx_loss", -log_probs.detach(), micro.loss_mask)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
 from openppo.datasets import shard
@@ -97,3 +99,17 @@ class RolloutStep:
         groups = sorted({t.group for t in everyones})[: self.rollout_batch_size]
         mine = set(shard(groups, self.comm.rank, self.comm.world_size))
         return sorted((t for t in everyones if t.group in mine), key=lambda t: t.group)
+
+    def readable(self, trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+        """What is logged of samples."""
+        return [  # one by one: batch_decode([]) gives [''], and a rank may have no samples
+            {
+                "prompt": t.prompt.text,
+                "response": tokenizer.decode(t.response_ids),
+                "label": t.prompt.label,
+                "finish_reason": t.finish_reason.value,
+                "reward": t.total_reward(self.weights),
+                "rewards": t.scores,
+            }
+            for t in trajectories
+        ]

@@ -10,27 +10,39 @@ from openppo.models.loss import ValueLoss
 from openppo.models.policy_losses import token_weights
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics
-from openppo.trainer.actor_step import loss_aggregation
-from openppo.types import Comm
+from openppo.trainer.steps.actor_step import loss_aggregation
+from openppo.types import Comm, NeverStops, StopCheck
 
 
 class CriticStep:
     """Adds up the gradients of all micro-batches and steps once; normalized like the actor's loss."""
 
-    def __init__(self, engine: TrainingEngine, config: TrainPPOConfig, comm: Comm, device: torch.device) -> None:
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        config: TrainPPOConfig,
+        comm: Comm,
+        device: torch.device,
+        stop: StopCheck | None = None,
+    ) -> None:
         self.engine = engine
         self.comm = comm
         self.device = device
+        self.stop = stop or NeverStops()
         self.loss_agg = loss_aggregation(config)
         self.max_len = config.generation.generate_max_len
         self.clipped_loss = ValueLoss(clip_eps=config.loss.value_clip, reduction="none")
         self.plain_loss = ValueLoss(clip_eps=None, reduction="none")
 
-    def train(self, batch: MiniBatch, metrics: Metrics, clip: bool = True) -> None:
-        """Update the critic on one mini-batch; without ``clip`` values may move as far as they like."""
+    def train(self, batch: MiniBatch, metrics: Metrics, clip: bool = True) -> float:
+        """Update the critic on one mini-batch; without ``clip`` values may move as far as they like.
+
+        Returns the gradient's norm. Errors as in ``ActorStep.train``.
+        """
         metrics.add("critic_learning_rate", self.engine.learning_rate, reduce="max")
         value_loss = self.clipped_loss if clip else self.plain_loss
         for i, micro in enumerate(batch.micro_batches):
+            self.stop()
             micro = micro.to(self.device)
             assert micro.values is not None
             assert micro.returns is not None
@@ -40,4 +52,6 @@ class CriticStep:
             weights = token_weights(micro.action_mask, self.loss_agg, batch.n_tokens, batch.n_sequences, self.max_len)
             scaled = (loss * weights).sum() * self.comm.world_size
             self.engine.backward(scaled, last=i == len(batch.micro_batches) - 1)
-        metrics.add("critic_grad_norm", self.engine.step())
+        norm = self.engine.step()
+        metrics.add("critic_grad_norm", norm)
+        return norm

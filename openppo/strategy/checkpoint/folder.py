@@ -1,0 +1,265 @@
+"""A folder of checkpoints that never holds half of one.
+
+``step_00000012/`` is complete or not there: it is written as ``.step_00000012.partial``, checked against a full disk on
+all ranks, and renamed. ``manifest.json`` in it has the size and SHA-256 of each file; ``latest`` links to the newest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+
+from openppo.types import Comm
+
+logger = logging.getLogger("openppo")
+T = TypeVar("T")
+
+_FORMAT = 1
+_MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+class CheckpointFolder:
+    """Checkpoints in ``folder``, written and read by all ranks together.
+
+    Ranks on hosts without a shared folder each see a folder of their own; the first rank of those that see the same
+    one leads: it makes, renames and removes. Raises ``ValueError`` naming ``flag`` if the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, comm: Comm, keep: int, flag: str = "--ckpt_path") -> None:
+        self.folder = folder
+        self.comm = comm
+        self.keep = keep
+        self.flag = flag
+        self.neighbours = self._find_neighbours()
+        self.place = self.neighbours.index(comm.rank)
+        self.leads = self.place == 0
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Have every rank ``write`` its files into a folder that then becomes the checkpoint of ``step``.
+
+        ``write`` may call collectives only where all ranks raise alike. Raises ``CheckpointError`` on all ranks when
+        one of them cannot write; what was written is removed and older checkpoints stay.
+        """
+        final = self.folder / f"step_{step:08d}"
+        partial = self.folder / f".{final.name}.partial"
+        try:
+            self.together(lambda: _make_empty(partial) if self.leads else None)
+            self.together(lambda: write(partial))
+            mine = sorted(path for path in partial.rglob("*") if path.is_file())[self.place :: len(self.neighbours)]
+            described = self.together(lambda: {str(file.relative_to(partial)): _describe(file) for file in mine})
+            files = {name: what for rank in self.neighbours for name, what in described[rank].items()}
+            self.together(lambda: self._publish(partial, final, {"step": step, "files": files}))
+        except CheckpointError:
+            if self.leads:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._remove_old()
+        return final
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is whole on all hosts; None if there is none. Damaged ones are set aside."""
+        for step in sorted(set.union(*self.comm.all_gather_object(self._steps())), reverse=True):
+            path = self.folder / f"step_{step:08d}"
+            faults = [fault for fault in self.comm.all_gather_object(self._fault(path)) if fault is not None]
+            if not faults:
+                return path
+            logger.warning("%s is damaged (%s): set aside, the one before it is used", path, faults[0])
+            if self.leads and path.exists():
+                path.rename(_free_name(path, "damaged"))
+            self.comm.all_gather_object(None)
+        self._refuse_foreign()
+        return None
+
+    def set_aside(self) -> None:
+        """Rename the folder if it holds checkpoints, so that a new run's never mix with an earlier run's."""
+        if not any(self.comm.all_gather_object(bool(self._steps()))):
+            return
+        if self.leads:
+            aside = _free_name(self.folder, None)
+            self.folder.rename(aside)
+            self.folder.mkdir()
+            logger.warning(
+                "checkpoints of an earlier run are kept in %s; --load_checkpoint would have gone on from them", aside
+            )
+        self.comm.all_gather_object(None)
+
+    def save_best(self, step: int, write: Callable[[Path], None]) -> None:
+        """Have rank 0 ``write`` a model to ``best_step_...``, let ``best`` link to it and remove the one before.
+
+        All ranks call ``write``, which raises alike on all. ``CheckpointError`` as in ``save``.
+        """
+        final = self.folder / f"best_step_{step:08d}"
+        partial = self.folder / f".{final.name}.partial"
+        writes = self.comm.rank == 0
+        self.together(lambda: _make_empty(partial) if writes else None)
+        self.together(lambda: write(partial))
+
+        def publish() -> None:
+            if not writes:
+                return
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            self.link("best", final)
+            for old in self.folder.glob("best_step_*"):
+                if old != final:
+                    shutil.rmtree(old, ignore_errors=True)
+
+        self.together(publish)
+
+    def link(self, name: str, target: Path) -> None:
+        """Let the link ``name`` in this folder point to ``target``, in one step."""
+        new = self.folder / f".{name}.new"
+        new.unlink(missing_ok=True)
+        new.symlink_to(target.name)
+        new.replace(self.folder / name)
+
+    def check_space(self, n_bytes: int, remedy: str) -> None:
+        """``CheckpointError`` on all ranks if there is no room for the ``n_bytes`` of all neighbours together."""
+        wanted = [self.comm.all_gather_object(n_bytes)[rank] for rank in self.neighbours]
+
+        def check() -> None:
+            free = shutil.disk_usage(self.folder).free
+            if free < sum(wanted):
+                raise CheckpointError(
+                    f"a checkpoint takes {_gib(sum(wanted))} and {_gib(free)} are free in {self.folder}: {remedy}"
+                )
+
+        self.together(check)
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """The results of ``work`` on all ranks, in rank order; ``CheckpointError`` on all if it failed on one."""
+        result, error = None, None
+        try:
+            result = work()
+        except CheckpointError as failure:
+            error = str(failure)
+        except (OSError, SafetensorError) as failure:
+            error = f"{self.flag} {self.folder}: {failure}"
+        gathered: list[tuple[Any, str | None]] = self.comm.all_gather_object((result, error))
+        for rank, (_, message) in enumerate(gathered):
+            if message is not None:
+                where = f" (rank {rank})" if self.comm.world_size > 1 else ""
+                raise CheckpointError(f"{message}{where}. Checkpoints that were there before are untouched.")
+        return [value for value, _ in gathered]
+
+    def _find_neighbours(self) -> list[int]:
+        """The ranks that see the same folder as this one."""
+        mine, fault = self.folder / f".rank-{self.comm.rank}-{secrets.token_hex(8)}", None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            mine.touch()
+        except OSError as error:
+            fault = f"{self.flag} {self.folder}: cannot be written ({error}); choose another folder."
+        everyones = self.comm.all_gather_object((mine.name, fault))
+        for _, message in everyones:
+            if message is not None:
+                raise ValueError(message)
+        seen = [rank for rank, (name, _) in enumerate(everyones) if (self.folder / name).exists()]
+        self.comm.all_gather_object(None)  # all have looked
+        mine.unlink()
+        return seen
+
+    def _steps(self) -> set[int]:
+        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return {int(name[1]) for name in names if name}
+
+    def _publish(self, partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+        if not self.leads:
+            return
+        file = partial / _MANIFEST
+        file.write_text(json.dumps({"format": _FORMAT, **manifest}, indent=1))
+        for path in (file, *(p for p in partial.rglob("*") if p.is_dir()), partial):
+            _flush(path)
+        if final.exists():  # of the same step, resumed from an older one
+            final.rename(_free_name(final, "old"))
+        partial.rename(final)
+        self.link("latest", final)
+        _flush(self.folder)
+
+    def _remove_old(self) -> None:
+        """Keep the newest ``keep``; a folder that is being removed has another name, so it is never taken for one."""
+        if not self.leads:
+            return
+        old = [self.folder / f"step_{step:08d}" for step in sorted(self._steps())[: -self.keep]]
+        left = (*self.folder.glob("step_*.old*"), *self.folder.glob(".step_*.partial"))  # of a run that was killed
+        for path in (*(path.rename(_free_name(path, "old")) for path in old), *left):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _fault(self, path: Path) -> str | None:
+        """What is wrong with this rank's share of a checkpoint's files."""
+        try:
+            manifest = json.loads((path / _MANIFEST).read_text())
+            if manifest["format"] != _FORMAT:
+                return f"format {manifest['format']}, this version reads {_FORMAT}"
+            for name in sorted(manifest["files"])[self.place :: len(self.neighbours)]:
+                file, wanted = path / name, manifest["files"][name]
+                if not file.is_file() or file.stat().st_size != wanted["bytes"]:
+                    return f"{name} is missing or cut"
+                if _sha256(file) != wanted["sha256"]:
+                    return f"{name} has another checksum"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"{_MANIFEST}: {error!r}"
+        return None
+
+    def _refuse_foreign(self) -> None:
+        """Checkpoints of DeepSpeed and others are pickles: reading one runs whatever code it holds."""
+        pickles = sorted(p for p in self.folder.rglob("*") if p.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"))
+        if pickles:
+            raise ValueError(
+                f"{self.flag} {self.folder}: holds no checkpoint of OpenPPO but {pickles[0].relative_to(self.folder)}, "
+                "a pickle, which could run any code when it is read. Save its model as safetensors in Hugging Face "
+                "format and start from that with --pretrain; optimizer states cannot be taken over."
+            )
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    """Size and checksum of a file, read back and on the disk for good."""
+    _flush(file)
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_name(path: Path, kind: str | None) -> Path:
+    """``path`` with ``kind`` and the first free number behind it."""
+    stem = path.name if kind is None else f"{path.name}.{kind}"
+    number = 1
+    while (name := path.with_name(f"{stem}.{number}")).exists():
+        number += 1
+    return name
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB"

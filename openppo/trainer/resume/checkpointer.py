@@ -1,0 +1,195 @@
+"""Checkpoints of a whole run: engines, averages, random numbers, and what the trainer itself has to remember."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
+from openppo.config.commands import SupervisedCommand
+from openppo.strategy.checkpoint import CheckpointFolder, Fragment, FragmentReader, write_fragments
+from openppo.strategy.checkpoint.engine_state import engine_fragments, engine_numbers, fragment_bytes, load_engine
+from openppo.strategy.checkpoint.random_state import RandomState, get_random_state, set_random_state
+from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.ema import ParameterAverage
+from openppo.strategy.engine import TrainingEngine
+from openppo.trainer.resume.compatible import check_compatible
+
+logger = logging.getLogger("openppo")
+
+STOPPED = "stopped by %s after %d of %d steps. The same command with --load_checkpoint goes on from %s"
+_STATE, _RANDOM, _EXTRA, _MODEL = "state.json", "random.safetensors", "extra.safetensors", "model"
+_SLACK_BYTES = 16 * 2**20
+"""For what is small: random numbers, the trainer's state, a tokenizer."""
+
+
+class Checkpointer:
+    """Saves and loads a run of the command ``kind``. All ranks call every method together.
+
+    With ``--load_checkpoint`` it finds the newest checkpoint at once, ``found``, so that options that contradict it
+    are an error before models are loaded: ``contents`` are fingerprints by flag (see ``check_compatible``). Without, it
+    sets an earlier run's checkpoints aside.
+    """
+
+    def __init__(
+        self,
+        config: TrainPPOConfig | SupervisedCommand,
+        strategy: DeepspeedStrategy,
+        kind: str,
+        contents: dict[str, str],
+    ) -> None:
+        self.options: CheckpointConfig = config.checkpoint
+        self.strategy = strategy
+        self.comm = strategy.comm
+        path = self.options.ckpt_path or str(Path(config.run.save_path) / f"checkpoints_{kind}")
+        self.folder = CheckpointFolder(Path(path).resolve(), self.comm, self.options.max_ckpt_num)
+        self.identity = {"kind": kind, "options": flat_dict(config), "contents": contents}
+        self.engines: dict[str, TrainingEngine] = {}
+        self.ema: ParameterAverage | None = None
+        self.best: float | None = None
+        self.found: Path | None = None
+        self.state: dict[str, Any] = {}
+        if self.options.load_checkpoint:
+            self._find()
+        else:
+            self.folder.set_aside()
+
+    @property
+    def found_step(self) -> int | None:
+        """The step that the run goes on from; None at the start of a run."""
+        return None if self.found is None else int(self.state["step"])
+
+    def attach(self, engines: Mapping[str, TrainingEngine | None], ema: ParameterAverage | None = None) -> None:
+        """Say what to save and load, by role. Raises ``CheckpointError`` if the disk has no room for one checkpoint."""
+        self.engines = {role: engine for role, engine in engines.items() if engine is not None}
+        self.ema = ema
+        self.check_space()
+
+    def check_space(self) -> None:
+        """Raise ``CheckpointError`` if the disk has no room for another checkpoint."""
+        n_bytes = sum(self._share(fragment_bytes(engine), engine) for engine in self.engines.values())
+        if self.ema is not None:
+            n_bytes += sum(4 * fragment.values.numel() for fragment in self.ema.fragments().values())
+        self.folder.check_space(
+            n_bytes + _SLACK_BYTES // self.comm.world_size,
+            "make room there, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped.",
+        )
+
+    def due(self, step: int, pass_ended: bool) -> bool:
+        """Whether ``--save_steps`` asks for a checkpoint after ``step``."""
+        every = self.options.save_steps
+        return pass_ended if every == -1 else every > 0 and step % every == 0
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        write_model: Callable[[Path], None],
+        extra: Mapping[str, Tensor] | None = None,
+        random_state: RandomState | None = None,
+    ) -> Path:
+        """Write a checkpoint of ``step``; ``CheckpointError`` on all ranks if one of them cannot.
+
+        ``state`` of the trainer is JSON, ``extra`` are tensors, both the same on all ranks. ``random_state`` stands for
+        that of now. ``write_model`` writes the Hugging Face folder of ``--save_hf_ckpt``.
+        """
+        self.check_space()
+        numbers = {role: engine_numbers(engine) for role, engine in self.engines.items()}
+        everyones = self.comm.all_gather_object(random_state or get_random_state())
+        whole = {**self.identity, "step": step, "engines": numbers, "best": self.best, "trainer": state}
+
+        def write(folder: Path) -> None:
+            if self.options.save_hf_ckpt:
+                write_model(folder / _MODEL)
+            for role, engine in self.engines.items():
+                write_fragments(folder / f"{role}-{self.comm.rank:05d}.safetensors", self._mine(engine))
+            if self.ema is not None:
+                write_fragments(folder / f"ema-{self.comm.rank:05d}.safetensors", self.ema.fragments())
+            if self.folder.leads:
+                randoms = {f"{rank}/{name}": t for rank, each in enumerate(everyones) for name, t in each.items()}
+                save_file(randoms, folder / _RANDOM)
+                save_file(dict(extra or {}), folder / _EXTRA)
+                (folder / _STATE).write_text(json.dumps(whole), encoding="utf-8", errors="surrogatepass")
+
+        path = self.folder.save(step, write)
+        logger.info("saved a checkpoint of step %d to %s", step, path)
+        return path
+
+    def load(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Give engines, averages and random numbers the state of ``found``; returns the trainer's state and extra.
+
+        Raises ``ValueError`` if it does not fit this run's models.
+        """
+        assert self.found is not None, "nothing was found"
+        for role, engine in self.engines.items():
+            with FragmentReader(self.found.glob(f"{role}-*.safetensors")) as reader:
+                load_engine(engine, "", reader, self.state["engines"][role])
+        if self.ema is not None:
+            with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
+                for name, fragment in self.ema.fragments().items():
+                    reader.read_into(name, fragment)
+        self.best = self.state["best"]
+        self._load_random()
+        logger.info("going on from %s", self.found)
+        return self.state["trainer"], load_file(self.found / _EXTRA)
+
+    def look_at(self, step: int, metrics: Mapping[str, float], write_model: Callable[[Path], None]) -> None:
+        """Keep the model as the best one if ``metrics`` of an evaluation say so."""
+        name = self.options.keep_best
+        if name is None:
+            return
+        if name not in metrics:
+            logger.warning("--keep_best %s: the evaluation has no such metric but %s", name, ", ".join(metrics))
+            return
+        sign = -1 if name.endswith("loss") else 1
+        value = metrics[name]
+        if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
+            return
+        self.best = value
+        self.folder.save_best(step, write_model)
+        logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)
+
+    def _find(self) -> None:
+        self.found = self.folder.newest()
+        if self.found is None:
+            logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
+            return
+        self.state = json.loads((self.found / _STATE).read_text(encoding="utf-8"))
+        if self.state["kind"] != self.identity["kind"]:
+            raise ValueError(
+                f"--load_checkpoint: {self.found} is a checkpoint of train_{self.state['kind']}, not of "
+                f"train_{self.identity['kind']}: give another --ckpt_path."
+            )
+        check_compatible(self.found, self.state, self.identity)
+
+    def _mine(self, engine: TrainingEngine) -> dict[str, Fragment]:
+        """What this rank writes. Without ZeRO every rank has everything, so neighbours share the work."""
+        fragments = engine_fragments(engine)
+        if engine.deepspeed.zero_optimization_stage() > 0:
+            return fragments
+        names = sorted(fragments)[self.folder.place :: len(self.folder.neighbours)]
+        return {name: fragments[name] for name in names}
+
+    def _share(self, n_bytes: int, engine: TrainingEngine) -> int:
+        return n_bytes if engine.deepspeed.zero_optimization_stage() > 0 else n_bytes // len(self.folder.neighbours)
+
+    def _load_random(self) -> None:
+        assert self.found is not None
+        tensors, prefix = load_file(self.found / _RANDOM), f"{self.comm.rank}/"
+        mine = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        ranks = {int(name.partition("/")[0]) for name in tensors}
+        if len(ranks) != self.comm.world_size and self.strategy.is_main:
+            logger.info("the checkpoint is of %d ranks, this run has %d", len(ranks), self.comm.world_size)
+        if mine:
+            set_random_state(mine)
+        else:  # a rank that was not there: a stream of its own, not the one that it would have begun with
+            self.strategy.seed_everything(
+                self.strategy.config.seed + 1 + self.comm.rank + 1_000_003 * self.state["step"]
+            )

@@ -1,0 +1,87 @@
+"""What a run must have in common with the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from openppo.types import Prompt
+
+logger = logging.getLogger("openppo")
+
+MUST_MATCH = frozenset(
+    {
+        # models: other weights or shapes
+        *("pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "value_head_prefix", "save_value_network"),
+        *("lora_rank", "critic_lora_rank", "target_modules", "load_in_4bit", "enable_ema"),
+        # algorithm: another critic, other samples in a group
+        *("advantage_estimator", "policy_loss_type", "n_samples_per_prompt", "dynamic_sampling"),
+        # data and their order
+        *("prompt_data", "prompt_data_probs", "prompt_split", "pretrain_data", "pretrain_data_probs", "pretrain_split"),
+        *("dataset", "dataset_probs", "dataset_split", "dataset_class", "data_format", "max_samples", "seed"),
+        *("rollout_batch_size", "train_batch_size"),
+    }
+)
+"""Options that contradict a checkpoint when they differ; any other may change from one session to the next."""
+
+_ENDS = 1 << 16
+"""Bytes at either end of a file of weights that stand for the file."""
+
+
+def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compare the ``options`` and ``contents`` of a checkpoint with those of this run, and log what may differ.
+
+    ``contents`` are fingerprints by flag of what options name: a folder that has moved is the same, another one under
+    an old name is not. Raises ``ValueError`` naming every option that contradicts the checkpoint in ``path``.
+    """
+    old, new = saved["options"], json.loads(json.dumps(now["options"]))
+    moved = {name for name in new if f"--{name}" in now["contents"]}
+    differ = {name: (old.get(name), value) for name, value in new.items() if name in old and old[name] != value}
+    wrong = [f"--{name} was {a}, is {b}" for name, (a, b) in differ.items() if name in MUST_MATCH - moved]
+    for flag, fingerprint in now["contents"].items():
+        if saved["contents"].get(flag) != fingerprint:
+            was, name = old.get(flag.removeprefix("--")), flag.removeprefix("--")
+            wrong.append(f"{flag} was {was}, is {new[name]}" if name in differ else f"{flag} {was} has other contents")
+    if wrong:
+        raise ValueError(
+            f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(wrong)}. Give them as they "
+            "were, or start anew with another --ckpt_path."
+        )
+    allowed = [f"--{name} {a} -> {b}" for name, (a, b) in differ.items() if name not in ("load_checkpoint",)]
+    if allowed:
+        logger.info("options that differ from the checkpoint's, in force from now on: %s", ", ".join(allowed))
+
+
+def model_fingerprint(name: str) -> str:
+    """Of a local folder its config, and names, sizes and both ends of its files of weights; of a hub name the name."""
+    folder, digest = Path(name), hashlib.sha256()
+    if not folder.is_dir():
+        return name
+    for file in sorted(folder.glob("*")):
+        if file.name in ("config.json", "adapter_config.json") or file.suffix in (".safetensors", ".bin"):
+            with file.open("rb") as opened:
+                digest.update(f"{file.name} {file.stat().st_size} ".encode() + opened.read(_ENDS))
+                opened.seek(max(0, file.stat().st_size - _ENDS))
+                digest.update(opened.read())
+    return digest.hexdigest()
+
+
+def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:
+    """Of token ids and labels, in their order."""
+    return _fingerprint([prompt.token_ids, repr(prompt.label)] for prompt in prompts)
+
+
+def examples_fingerprint(examples: Iterable[object]) -> str:
+    """Of everything that they hold, in their order: dataclasses of plain values."""
+    return _fingerprint(examples)
+
+
+def _fingerprint(rows: Iterable[object]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr(row).encode())
+    return digest.hexdigest()

@@ -1,0 +1,71 @@
+"""What a PPO trainer remembers beside its engines, as JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from openppo.tracking import Metrics
+from openppo.trainer.parts import Progress, StepInProgress
+from openppo.types import Comm
+
+if TYPE_CHECKING:
+    from openppo.trainer.ppo_trainer import PPOTrainer
+
+
+def ppo_state(trainer: PPOTrainer) -> dict[str, Any]:
+    """The same on all ranks, which call it together."""
+    step = trainer.in_progress
+    return {
+        "progress": dataclasses.asdict(trainer.progress),
+        "kl_controller": trainer.maker.kl_controller.state_dict(),
+        "moments": trainer.maker.moments.state_dict(),
+        "skipped": trainer.update_step.skipped.state_dict(),
+        "unreported": trainer.unreported,
+        "callbacks": [callback.state_dict() for callback in trainer.callbacks],
+        "in_progress": None if step is None else _step_state(step, trainer.comm),
+    }
+
+
+def restore_ppo(trainer: PPOTrainer, state: dict[str, Any], experience: dict[str, Tensor]) -> None:
+    """Put a trainer where ``ppo_state`` found one; ``experience`` is the replay buffer's if a step was in progress."""
+    trainer.progress = Progress(**state["progress"])
+    trainer.update_step.go_on_from(trainer.progress)
+    trainer.parts.engine.version = trainer.progress.policy_version
+    trainer.maker.kl_controller.load_state_dict(state["kl_controller"])
+    trainer.maker.moments.load_state_dict(state["moments"])
+    trainer.update_step.skipped.load_state_dict(state["skipped"])
+    trainer.unreported = state["unreported"]
+    for callback, saved in zip(trainer.callbacks, state["callbacks"], strict=False):  # there may be others now
+        callback.load_state_dict(saved)
+    if state["in_progress"] is not None:
+        trainer.in_progress = _step_of(state["in_progress"], trainer.comm)
+        trainer.replay_buffer.load_state_dict(experience)
+
+
+def _step_state(step: StepInProgress, comm: Comm) -> dict[str, Any]:
+    return {
+        "n_samples": step.n_samples,
+        "optimizer_steps": step.optimizer_steps,
+        "actor_done": step.actor_done,
+        "ranks": comm.all_gather_object(
+            {"metrics": step.metrics.state_dict(), "n_tokens": step.n_tokens, "samples": step.samples}
+        ),
+    }
+
+
+def _step_of(state: dict[str, Any], comm: Comm) -> StepInProgress:
+    """What ranks measured before goes to the ranks of the same number, of which there may be fewer or more."""
+    metrics, mine = Metrics(), state["ranks"][comm.rank :: comm.world_size]
+    for of_rank in mine:
+        metrics.load_state_dict(of_rank["metrics"])
+    return StepInProgress(
+        metrics,
+        n_samples=state["n_samples"],
+        n_tokens=sum(of_rank["n_tokens"] for of_rank in mine),
+        samples=mine[0]["samples"] if mine else [],
+        optimizer_steps=state["optimizer_steps"],
+        actor_done=state["actor_done"],
+    )

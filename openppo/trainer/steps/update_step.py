@@ -1,0 +1,126 @@
+"""All optimizer steps of a global step: actor and critic over the mini-batches of a replay buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from openppo.config import TrainPPOConfig
+from openppo.datasets import cyclic_batches
+from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer
+from openppo.models.loading import pad_token_id
+from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
+from openppo.tracking import progress
+from openppo.trainer.parts import Parts, Progress, StepInProgress
+from openppo.trainer.skipped import SkippedSteps
+from openppo.trainer.steps.actor_step import ActorStep
+from openppo.trainer.steps.critic_step import CriticStep
+from openppo.trainer.token_batches import TokenBatch, token_batch
+from openppo.types import Interrupted
+
+
+class UpdateStep:
+    """Trains actor and critic on a replay buffer; can be left between micro-batches and taken up again.
+
+    ``position`` is the run's, which it moves on. All ranks call every method together.
+    """
+
+    def __init__(self, config: TrainPPOConfig, parts: Parts, position: Progress) -> None:
+        self.config = config
+        self.parts = parts
+        self.position = position
+        self.comm = parts.strategy.comm
+        device = parts.strategy.device
+        self.actor_step = ActorStep(parts.actor, config, self.comm, device, parts.stop)
+        self.critic_step = None
+        if parts.critic is not None:
+            self.critic_step = CriticStep(parts.critic, config, self.comm, device, parts.stop)
+        self.skipped = SkippedSteps(config.run, self.comm)
+        self._documents = self._document_batches()
+        self._next_documents: TokenBatch | None = None
+
+    @property
+    def pretrains_values(self) -> bool:
+        """Whether only the critic learns, on Monte-Carlo returns."""
+        return self.position.global_step < self.config.ppo.value_pretrain_steps
+
+    def train(self, buffer: ReplayBuffer, step: StepInProgress, kl_coef: float) -> None:
+        """The mini-batches of ``step`` that are not done yet. Raises ``Interrupted`` on all ranks alike.
+
+        ``FloatingPointError`` after ``--max_skipped_steps`` steps in a row that had to be skipped.
+        """
+        for engine in (self.parts.actor, self.parts.critic):
+            if engine is not None:
+                engine.train()
+        batch, epochs, done = self.config.batch, self.config.batch.max_epochs, step.optimizer_steps
+        seed = self.config.deepspeed.seed + self.position.global_step
+        batches = buffer.mini_batches(batch.train_batch_size, batch.micro_train_batch_size, epochs, seed, start=done)
+        n_left = epochs * -(-step.n_samples // batch.train_batch_size) - done
+        with progress(n_left, "training", enabled=self.parts.strategy.is_main) as bar:
+            for mini_batch in batches:
+                if self.position.global_step >= frozen_actor_steps(self.config) and not step.actor_done:
+                    self._train_actor(mini_batch, step, kl_coef)
+                    step.actor_done = True
+                if self.critic_step is not None:
+                    self._train_critic(mini_batch, step)
+                step.optimizer_steps, step.actor_done = step.optimizer_steps + 1, False
+                bar.update()
+
+    def go_on_from(self, position: Progress) -> None:
+        """Continue where ``position`` says, which replaces the old one."""
+        self.position = position
+        self._documents, self._next_documents = self._document_batches(), None
+
+    def _train_actor(self, batch: MiniBatch, step: StepInProgress, kl_coef: float) -> None:
+        if self.parts.documents and self._next_documents is None:
+            self._next_documents = next(self._documents)
+        documents = self._next_documents
+        trained = self._whole_or_nothing(
+            "actor", lambda: self.actor_step.train(batch, documents, step.metrics, kl_coef), batch, step
+        )
+        self._next_documents = None
+        self.position.document_batches += bool(self.parts.documents)
+        self.position.policy_version += 1
+        self.parts.engine.version = self.position.policy_version
+        if trained and self.parts.ema is not None:
+            self.parts.ema.update()
+
+    def _train_critic(self, batch: MiniBatch, step: StepInProgress) -> None:
+        assert self.critic_step is not None
+        critic, clip = self.critic_step, not self.pretrains_values
+        self._whole_or_nothing("critic", lambda: critic.train(batch, step.metrics, clip), batch, step)
+
+    def _whole_or_nothing(self, role: str, train: Callable[[], float], batch: MiniBatch, step: StepInProgress) -> bool:
+        """Whether weights changed. If not, metrics are as before; after an interruption random numbers too."""
+        mark, random_state = step.metrics.mark(), get_random_state()
+        try:
+            norm = train()
+        except Interrupted:
+            step.metrics.rewind(mark)
+            set_random_state(random_state)
+            raise
+        place = f"global step {self.position.global_step + 1} optimizer step {step.optimizer_steps + 1}"
+        accepted = self.skipped.accept(norm, role, place, _tensors(batch))
+        if not accepted:
+            step.metrics.rewind(mark)
+        return accepted
+
+    def _document_batches(self) -> Iterator[TokenBatch]:
+        """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
+        documents, batch, start = self.parts.documents, self.config.batch, self.position.document_batches
+        pad, pack_to = pad_token_id(self.parts.tokenizer), self.parts.pack_documents_to
+        for indices in cyclic_batches(len(documents), batch.train_batch_size, self.config.deepspeed.seed, start):
+            chosen = [documents[i] for i in indices]
+            yield token_batch(chosen, batch.micro_train_batch_size, pad, self.comm, pack_to)
+
+
+def frozen_actor_steps(config: TrainPPOConfig) -> int:
+    """Global steps at the start in which the actor stays as it is."""
+    return max(config.ppo.freezing_actor_steps, config.ppo.value_pretrain_steps, 0)
+
+
+def _tensors(batch: MiniBatch) -> dict[str, Tensor]:
+    """This rank's micro-batches, by number and field."""
+    micro_batches = enumerate(batch.micro_batches)
+    return {f"{i}/{name}": tensor for i, micro in micro_batches for name, tensor in micro.tensors().items()}

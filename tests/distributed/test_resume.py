@@ -1,0 +1,162 @@
+"""A run that was stopped and resumed is bit for bit the run that never stopped.
+
+Three launches of all cases: undisturbed; stopped somewhere as a signal would; and a fresh process that goes on. What
+is compared is everything: the last checkpoint byte for byte (weights, Adam's moments, averages, random numbers of each
+rank, the trainer's state), the model, the sampled texts and the metrics.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("run_resume.py")
+
+PPO = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --rollout_batch_size 8 --train_batch_size 4
+    --micro_train_batch_size 2 --micro_rollout_batch_size 4 --num_episodes 2 --generate_max_len 6
+    --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --save_steps 2 --max_ckpt_num 1 --init_kl_coef 0.1"""
+REWARD = "--reward_pretrain {tiny}/reward"
+PTX = "--pretrain_data {tiny}/documents.jsonl"
+LORA = "--lora_rank 2 --lora_dropout 0.3"
+SUPERVISED = """--pretrain {tiny}/actor --micro_train_batch_size 2 --train_batch_size 4 --max_epochs 2 --save_steps 5
+    --max_ckpt_num 1 --learning_rate 1e-3"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and where it is stopped: at a share of all places at which it can be."""
+
+    name: str
+    arguments: str
+    share: float
+    command: str = "train_ppo"
+    ranks: tuple[int, ...] = (1, 2)
+
+
+def everything(stage: int) -> str:
+    """What has a state of its own."""
+    return f"""{PPO} {REWARD} {PTX} --zero_stage {stage} --max_epochs 2 --enable_ema --ema_beta 0.5 --kl_target 0.05
+        --kl_horizon 100 --normalize_reward --reward_normalizer running --eval_data {{tiny}}/prompts.jsonl
+        --eval_steps 3 --keep_best eval_reward --save_hf_ckpt"""
+
+
+CASES = [
+    *(Case(f"everything-zero{stage}", everything(stage), share) for stage, share in enumerate((0.2, 0.45, 0.6, 0.85))),
+    *(
+        Case(f"lora-zero{stage}", f"{PPO} {REWARD} {PTX} {LORA} --zero_stage {stage}", share)
+        for stage, share in ((0, 0.4), (2, 0.7), (3, 0.25))
+    ),
+    Case("bf16-zero1", f"{PPO} {REWARD} --zero_stage 1 --bf16", 0.5),
+    Case("bf16-zero3", f"{PPO} {REWARD} --zero_stage 3 --bf16 --gradient_checkpointing", 0.3),
+    Case("offload", f"{PPO} {REWARD} --zero_stage 2 --adam_offload", 0.35),
+    Case("weights-twice", f"{PPO} {REWARD} --zero_stage 3 --zpg 2", 0.65, ranks=(2,)),
+    Case(
+        "mixed-and-dynamic",
+        f"{PPO.replace('{tiny}/prompts.jsonl', '{tiny}/prompts.jsonl,{tiny}/sft.jsonl')} {REWARD} --input_key input "
+        "--prompt_data_probs 0.3,0.7 --n_samples_per_prompt 2 --dynamic_sampling --advantage_estimator group_norm",
+        0.55,
+    ),
+    Case("values-first", f"{PPO} {REWARD} --value_pretrain_steps 3", 0.45),
+    Case(
+        "supervised",
+        f"{SUPERVISED} {LORA} --dataset {{tiny}}/sft.jsonl --eval_dataset {{tiny}}/sft.jsonl --keep_best eval_loss",
+        0.6,
+        "train_sft",
+    ),
+    Case("reward-model", f"{SUPERVISED} --dataset {{tiny}}/preference.jsonl --zero_stage 3", 0.3, "train_rm"),
+    # The places of one global step: generation, experience, micro-batches of actor and critic, evaluation.
+    *(
+        Case(
+            f"place{number}",
+            f"{PPO} {REWARD} {PTX} --eval_data {{tiny}}/prompts.jsonl --eval_steps 1",
+            share,
+            ranks=(1,),
+        )
+        for number, share in enumerate((0.0, 0.5, 0.51, 0.52, 0.53, 0.54, 0.55, 0.56, 0.57, 0.58, 0.59, 0.6, 0.999))
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=(1, 2), ids=("1 rank", "2 ranks"))
+def runs(
+    request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]
+) -> tuple[int, Path]:
+    """The folder with the undisturbed runs in ``whole`` and the stopped and resumed ones in ``parts``."""
+    ranks, folder = request.param, tmp_path_factory.mktemp(f"resume{request.param}")
+    cases = [case for case in CASES if ranks in case.ranks]
+
+    def run(mode: str, out: str) -> None:
+        described = []
+        for case in cases:
+            (folder / out / case.name).mkdir(parents=True, exist_ok=True)
+            arguments = case.arguments.replace("{tiny}", str(tiny)).split()
+            stop_at = 0
+            if mode == "first":
+                stop_at = 1 + int(case.share * (int((folder / "whole" / case.name / "checks").read_text()) - 1))
+            described.append(dataclasses.asdict(case) | {"arguments": arguments, "stop_at": stop_at})
+        (folder / f"{mode}.json").write_text(json.dumps(described))
+        launch(ranks, SCRIPT, folder / f"{mode}.json", folder / out, mode)
+
+    run("whole", "whole")
+    run("first", "parts")
+    for case in cases:
+        found = folder / "parts" / case.name / "model"
+        (folder / "parts" / case.name / "stopped.json").write_text(
+            json.dumps(
+                {"model": (found / "config.json").exists(), "checkpoints": sorted(p.name for p in found.rglob("*"))}
+            )
+        )
+    run("rest", "parts")
+    return ranks, folder
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """JSON lines without what tells the time."""
+    parsed = [json.loads(line) for line in file.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time", "speed/"))} for line in parsed]
+
+
+def contents(model: Path) -> dict[str, bytes]:
+    """All files of weights and of the newest checkpoint."""
+    (checkpoints,) = model.glob("checkpoints_*")
+    newest = (checkpoints / "latest").resolve()
+    files = [
+        *model.glob("*.safetensors"),
+        *newest.rglob("*.safetensors"),
+        *(checkpoints / "best").glob("*.safetensors"),
+    ]
+    return {
+        str(file.relative_to(model.resolve()) if newest in file.parents else file.name): file.read_bytes()
+        for file in files
+    }
+
+
+def remembered(model: Path) -> dict[str, Any]:
+    """The trainer's state in the newest checkpoint."""
+    (checkpoints,) = model.glob("checkpoints_*")
+    state = json.loads((checkpoints / "latest" / "state.json").read_text())
+    return {name: state[name] for name in ("step", "engines", "best", "trainer")}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_resumed_run_is_the_run_that_never_stopped(runs: tuple[int, Path], case: Case) -> None:
+    ranks, folder = runs
+    if ranks not in case.ranks:
+        pytest.skip(f"not on {ranks} ranks")
+    whole, parts = (folder / kind / case.name / "model" for kind in ("whole", "parts"))
+    stopped = json.loads((folder / "parts" / case.name / "stopped.json").read_text())
+    assert not stopped["model"], "the run was not stopped"
+    assert (parts / "config.json").exists() or (parts / "adapter_config.json").exists()
+
+    assert lines(parts / "logs" / "metrics.jsonl") == lines(whole / "logs" / "metrics.jsonl")
+    if case.command == "train_ppo":
+        assert lines(parts / "logs" / "samples.jsonl") == lines(whole / "logs" / "samples.jsonl")
+    assert remembered(parts) == remembered(whole)
+    got, want = contents(parts), contents(whole)
+    assert got.keys() == want.keys()
+    assert len(got) >= 4
+    assert [name for name in want if got[name] != want[name]] == []
