@@ -2,7 +2,7 @@
 
 When rank RANK enters PHASE in global step STEP it waits until its watch has told the others where it is, and then:
 ``kill`` (SIGKILL), ``segfault``, ``raise``, ``sleep`` (for ever), ``stop`` (SIGSTOP), ``hold`` (Python's lock, for
-ever), ``exhaust`` (more memory than the process may have). The fault comes once: not after a restart by torchrun.
+ever), ``exhaust`` (more memory than the process may have), ``wait`` (for a signal to the run). The fault comes once: not after a restart by torchrun.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from openppo.strategy import interrupt
 from openppo.tracking.position import Position, position
 
 SECONDS_UNTIL_THE_OTHERS_KNOW = 1.5
@@ -43,12 +44,18 @@ def exhaust() -> None:
     torch.zeros(2**29)  # 2 GiB
 
 
+def wait() -> None:
+    while interrupt.requested() is None:
+        time.sleep(0.05)
+
+
 FAULTS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "segfault": lambda: ctypes.string_at(0),
     "raise": fail,
     "sleep": sleep,
+    "wait": wait,
     "hold": hold,
     "exhaust": exhaust,
 }

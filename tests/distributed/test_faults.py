@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
@@ -306,3 +308,59 @@ def test_a_signal_while_loading_ends_the_run_with_one_line(tiny: Path, tmp_path:
     ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, on_line=send)
     assert ended.output.count("SIGTERM: ended in phase loading") == 1
     assert REPORT not in ended.output
+
+
+def same_weights(first: Path, second: Path) -> bool:
+    one, other = (load_file(folder / "model.safetensors") for folder in (first, second))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of a run in which nothing fails."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    arguments = [*resumable(tiny, folder), "--actor_learning_rate", "1e-3"]
+    assert launch_and_watch("run_faults.py", "none", 0, "", 0, "train_ppo", *arguments, cwd=folder).status == 0
+    return folder / "model"
+
+
+def resumable(tiny: Path, folder: Path) -> list[str]:
+    options = f"--reward_pretrain {tiny}/reward --zero_stage 3 --save_steps 1 --load_checkpoint"
+    return [*small_ppo(tiny, folder), *options.split()]
+
+
+@pytest.mark.parametrize("phase", ["generation", "training", "saving"])
+def test_torchrun_brings_a_killed_run_back_to_the_same_end(
+    tiny: Path, undisturbed: Path, tmp_path: Path, phase: str
+) -> None:
+    place = ("kill", 1, phase, 2, "train_ppo", *resumable(tiny, tmp_path), "--actor_learning_rate", "1e-3")
+    ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, launcher="--max_restarts 1")
+    assert ended.status == 0, ended.output
+    assert "rank 1 is gone" in ended.row("fault")
+    assert "--load_checkpoint" in ended.row("resume")
+    assert "torchrun starts all ranks again (restart 1 of 1)" in ended.row("resume")
+    assert same_weights(tmp_path / "model", undisturbed)
+
+
+def test_a_signal_to_one_rank_saves_and_the_same_command_goes_on(tiny: Path, undisturbed: Path, tmp_path: Path) -> None:
+    def send(line: str, process: "subprocess.Popen[str]") -> None:
+        if line.startswith("step 1/"):
+            ranks = [pid for pid in descendants(process.pid) if b"run_faults.py" in cmdline(pid)]
+            os.kill(max(ranks), signal.SIGTERM)
+
+    # Rank 1 waits in step 2 until the signal has come.
+    place = ("wait", 1, "training", 2, "train_ppo", *resumable(tiny, tmp_path), "--actor_learning_rate", "1e-3")
+    ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, on_line=send)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("SIGTERM: finishing the current micro-batch, then saving") == 1
+    assert not (tmp_path / "model" / "model.safetensors").exists()
+    again = launch_and_watch("run_faults.py", "none", 0, "", 0, *place[4:], cwd=tmp_path)
+    assert again.status == 0, again.output
+    assert same_weights(tmp_path / "model", undisturbed)
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

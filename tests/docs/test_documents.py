@@ -127,6 +127,14 @@ def test_lora_runs(run: Run, workshop: Path) -> None:
     assert (workshop / "ckpt/lora_merged/model.safetensors").is_file()
 
 
+def test_the_command_of_faults_runs_and_goes_on(run: Run, workshop: Path) -> None:
+    (block,) = blocks("faults", "bash")
+    words = [MODELS.get(word, word) for word in shlex.split(block.replace("\\\n", " "))] + SMALL.split()
+    run(words, workshop)
+    assert (workshop / "ckpt/elastic/model.safetensors").is_file()
+    run(words, workshop)
+
+
 def test_a_command_line_of_openrlhf_runs_with_its_launcher(run: Run, workshop: Path) -> None:
     flags = """
         --pretrain policy --reward_pretrain reward --save_path openrlhf --save_steps -1 --logging_steps 1

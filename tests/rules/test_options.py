@@ -23,7 +23,8 @@ COMMAND_CONFIGS = {
 }
 EVERY_COMMAND = {"config", "help"}
 OTHER_PROGRAMS = {
-    *("nproc_per_node", "nnodes", "node_rank", "standalone", "master_addr", "master_port"),  # torchrun
+    *("nproc_per_node", "nnodes", "node_rank", "standalone", "master_addr", "master_port", "max_restarts"),  # torchrun
+    *("signal", "requeue", "open-mode"),  # Slurm
     "module",  # deepspeed
     *(
         "quiet",
