@@ -2,7 +2,8 @@
 
 When rank RANK enters PHASE in global step STEP it waits until its watch has told the others where it is, and then:
 ``kill`` (SIGKILL), ``segfault``, ``raise``, ``sleep`` (for ever), ``stop`` (SIGSTOP), ``hold`` (Python's lock, for
-ever), ``exhaust`` (more memory than the process may have), ``wait`` (for a signal to the run). The fault comes once: not after a restart by torchrun.
+ever), ``exhaust`` (more memory than the process may have), ``wait`` (for a signal to the run). The fault comes once,
+and not again after a restart by torchrun.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+SILENT = "no sign of life"
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -34,6 +35,8 @@ class Beat:
     """Phases begun and ended; fewer than others have: this rank is behind."""
     idle: float = 0.0
     """Seconds without progress."""
+    waits: bool = False
+    """Without progress it is inside a collective, and so waits for another rank."""
     memory: str = ""
     """Of the process and its machine, in words."""
     count: int = 0
@@ -129,7 +132,7 @@ class Peers:
             if self.on_this_machine(beat) and not process_lives(beat.pid):
                 found[rank] = "its process has ended"
             elif silent > self.silence:
-                found[rank] = f"no sign of life for {silent:.0f} s (--heartbeat_timeout)"
+                found[rank] = f"{SILENT} for {silent:.0f} s (--heartbeat_timeout)"
         return found
 
     def on_this_machine(self, beat: Beat) -> bool:
@@ -142,6 +145,14 @@ class Peers:
             beat = self.beats[rank]
             if self.on_this_machine(beat) and process_lives(beat.pid):
                 os.kill(beat.pid, signal.SIGKILL)
+
+    def start_clocks_again(self) -> None:
+        """Forget how long ranks have been silent: this process was stopped itself."""
+        self._heard = dict.fromkeys(self._heard, time.monotonic())
+
+    def alone_on_machine(self) -> bool:
+        """Whether no other rank could end the process of this one."""
+        return not any(self.on_this_machine(beat) for beat in self.beats.values())
 
     def tell_signal(self, name: str) -> None:
         """All ranks shall know of the signal that this one got."""

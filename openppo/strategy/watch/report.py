@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -64,12 +64,23 @@ def stacks_of_threads(leave_out: threading.Thread) -> str:
     return "\n".join(found)
 
 
-def _is_at_work(frame: FrameType | None) -> bool:
+def in_collective() -> bool:
+    """Whether a thread of this process is inside a collective of torch."""
+    return any(
+        file.endswith("torch/distributed/distributed_c10d.py")
+        for frame in sys._current_frames().values()
+        for file in _files(frame)
+    )
+
+
+def _is_at_work(frame: FrameType) -> bool:
+    return any(not file.startswith((*_LIBRARIES, "<frozen")) for file in _files(frame))
+
+
+def _files(frame: FrameType | None) -> Iterator[str]:
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<frozen")):
-            return True
+        yield frame.f_code.co_filename
         frame = frame.f_back
-    return False
 
 
 def written_stacks(beat: Beat) -> str:

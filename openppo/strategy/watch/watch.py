@@ -21,8 +21,8 @@ from torch.distributed import DistError
 from openppo.config import RunConfig
 from openppo.strategy import interrupt
 from openppo.strategy.watch.out_of_memory import causes, host_memory, is_out_of_memory, memory_lines, remedies
-from openppo.strategy.watch.peers import Beat, Peers, StoreLostError, this_machine
-from openppo.strategy.watch.report import Fault, render, stacks_of_threads, written_stacks
+from openppo.strategy.watch.peers import SILENT, Beat, Peers, StoreLostError, this_machine
+from openppo.strategy.watch.report import Fault, in_collective, render, stacks_of_threads, written_stacks
 
 logger = logging.getLogger("openppo")
 
@@ -71,6 +71,7 @@ class Watch:
         self._peers = Peers(self._rank, world_size, limits.heartbeat_timeout) if world_size > 1 else None
         self._count = 0
         self._progress = (where.ticks, time.monotonic())
+        self._looked = time.monotonic()
         self._failure: tuple[BaseException, float] | None = None
         self._refusal: tuple[str, float] | None = None
         self._signal: tuple[str, float] | None = None
@@ -125,10 +126,16 @@ class Watch:
             faulthandler.cancel_dump_traceback_later()
 
     def _look(self) -> None:
-        now = time.monotonic()
+        now, limit = time.monotonic(), self._limits.heartbeat_timeout
+        if now - self._looked > limit / 2:  # this process was stopped: silence and idleness of that time are no fault
+            self._progress = (self._progress[0], now)
+            if self._peers is not None:
+                self._peers.start_clocks_again()
+        self._looked = now
         if self._peers is not None:
-            # A thread that holds Python's lock stops this one too: then C writes the stacks and ends the process.
-            faulthandler.dump_traceback_later(self._limits.heartbeat_timeout, exit=True, file=self._crash_file)
+            # A thread that holds Python's lock stops this one too: then C writes the stacks, and another rank ends us.
+            alone = self._peers.alone_on_machine()
+            faulthandler.dump_traceback_later(0.9 * limit, exit=alone, file=self._crash_file)
             self._peers.exchange(self._beat(now))
             if self._peers.ended is not None:
                 self._follow()
@@ -195,6 +202,7 @@ class Watch:
             step=self._where.step,
             phases=self._where.phases,
             idle=now - self._progress[1],
+            waits=now - self._progress[1] > _LINGER and in_collective(),
             memory=host_memory(),
             count=self._count,
             done=self._leaving.is_set(),
@@ -209,10 +217,10 @@ class Watch:
         return max(limit, RunConfig.stall_timeout) if limit > 0 and self._where.phase == "loading" else limit
 
     def _is_behind(self) -> bool:
-        """Whether the others wait for this rank; of ranks that are equally far it is the one that stopped first."""
+        """Whether the others wait for this rank: it is in no collective, or has done less, or stopped first."""
         mine = self._beat(time.monotonic())
         beats = [mine, *(self._peers.beats.values() if self._peers is not None else ())]
-        return min(beats, key=lambda beat: (beat.phases, -beat.idle, beat.rank)) is mine
+        return min(beats, key=lambda beat: (beat.waits, beat.phases, -beat.idle, beat.rank)) is mine
 
     def _exception(self, error: BaseException) -> Fault:
         where, text = self._beat(time.monotonic()), "".join(traceback.format_exception(error))
@@ -228,18 +236,21 @@ class Watch:
         return Fault(what, [where], text, look_at=look_at)
 
     def _losses(self, peers: Peers, lost: Mapping[int, str]) -> Fault:
-        beats, stacks, how = [peers.beats[rank] for rank in lost], "", dict(lost)
+        beats, stacks = [peers.beats[rank] for rank in lost], ""
         for beat in beats:
             if written := written_stacks(beat):
                 stacks += f"Stacks of rank {beat.rank}:\n{written}\n"
-            if written.startswith("Timeout"):
-                how[beat.rank] = "a thread held Python's lock for --heartbeat_timeout seconds; its stack is above"
         memory = [f"of rank {beat.rank} when last heard of: {beat.memory}" for beat in beats if beat.memory]
         look_at = [
             "the exit code in the launcher's summary below: -11 is a crash in C code, -6 an abort, -9 SIGKILL: of a "
             "person, or of a machine without memory (dmesg tells)",
         ]
-        what = "; ".join(f"rank {rank} is gone: {reason}" for rank, reason in how.items())
+        if any(SILENT in reason for reason in lost.values()):
+            look_at = [
+                "the stacks above, if there are any: a thread that holds Python's lock silences the others. If its "
+                "work is only slow, raise --heartbeat_timeout"
+            ]
+        what = "; ".join(f"rank {rank} is gone: {reason}" for rank, reason in lost.items())
         return Fault(what, beats, stacks, memory, look_at)
 
     def _stall(self, now: float) -> Fault:
