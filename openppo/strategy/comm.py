@@ -18,7 +18,7 @@ def init_process_group(timeout: timedelta) -> torch.device:
     """Join the group that torchrun describes in the environment, or make one of a single process.
 
     gloo carries CPU tensors and Python objects, nccl carries CUDA tensors. Returns this rank's device.
-    ``ValueError`` if there are fewer GPUs than ranks on this machine.
+    ``ValueError`` if there are fewer GPUs than ranks on this machine, or if the launcher's restarts cannot work.
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
@@ -32,8 +32,27 @@ def init_process_group(timeout: timedelta) -> torch.device:
             )
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        backend, store = "cpu:gloo,cuda:nccl" if cuda else "gloo", _store_of_restarts(timeout)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+
+
+def _store_of_restarts(timeout: timedelta) -> dist.Store | None:
+    """A part of torchrun's store for the group of this start of the run; None where there are no restarts.
+
+    torchrun keeps its store over restarts, and with it the addresses of ranks that are gone, for which a new group
+    would wait (pytorch issue 135712). The number of restarts, which tells the groups apart, is known on one host only.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+        return None
+    if os.environ["GROUP_WORLD_SIZE"] != "1":
+        raise ValueError(
+            "--max_restarts on several hosts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of them, or "
+            "restarted ranks would wait for those that are gone."
+        )
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+    return dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 def _free_port() -> str:

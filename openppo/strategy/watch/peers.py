@@ -70,10 +70,7 @@ def process_lives(pid: int) -> bool:
 
 
 class Peers:
-    """The other ranks, seen from one thread of this rank, which alone may use the object.
-
-    The keys of a run restarted by torchrun differ from those of the run before.
-    """
+    """The other ranks, seen from one thread of this rank, which alone may use the object."""
 
     def __init__(self, rank: int, world_size: int, silence: float) -> None:
         self.rank = rank
@@ -86,7 +83,9 @@ class Peers:
         """Exit status of a run that ends, once somebody has said why."""
         self._heard: dict[int, float] = {}  # when the beat of a rank last changed, on our clock
         self._store: TCPStore | None = None
-        self._prefix = f"openppo/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+        # The keys of a restarted run are others, where torchrun keeps the store: on one host (see strategy/comm.py).
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
+        self._prefix = f"openppo/{restart}"
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.hosts_store = rank == 0 and not agent
         """Without torchrun's agent, the store lives and ends with rank 0."""
