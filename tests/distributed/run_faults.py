@@ -78,7 +78,8 @@ class Trap(Position):
 
 def main() -> None:
     """Plant the fault, then run the command."""
-    fault, rank, phase, step, command, *arguments = sys.argv[1:]
+    words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # of the deepspeed launcher
+    fault, rank, phase, step, command, *arguments = words
     if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         Trap.fault, Trap.place = fault, (phase, int(step))
         position.__class__ = Trap

@@ -11,18 +11,18 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from torch.distributed import DistError
-
 from openppo.config import RunConfig
 from openppo.strategy import interrupt
-from openppo.strategy.watch.out_of_memory import causes, host_memory, is_out_of_memory, memory_lines, remedies
-from openppo.strategy.watch.peers import SILENT, Beat, Peers, StoreLostError, this_machine
-from openppo.strategy.watch.report import Fault, in_collective, render, stacks_of_threads, written_stacks
+from openppo.strategy.watch import faults
+from openppo.strategy.watch.faults import Fault
+from openppo.strategy.watch.out_of_memory import host_memory
+from openppo.strategy.watch.peers import Beat, Peers, StoreLostError, this_machine
+from openppo.strategy.watch.report import render
+from openppo.strategy.watch.stacks import in_collective
 
 logger = logging.getLogger("openppo")
 
@@ -142,21 +142,23 @@ class Watch:
         self._look_at_main_thread(now)
         if self._peers is not None:
             if lost := self._peers.lost():
-                self._report(self._losses(self._peers, lost), kill=list(lost))
+                self._report(faults.lost(lost, self._peers.beats), kill=list(lost))
             if self._peers.signal is not None:
                 interrupt.request(self._peers.signal)
                 self._announce(self._peers.signal)
         self._obey_signal()
         if 0 < self._patience() < now - self._progress[1] and self._is_behind():
-            self._report(self._stall(now))
+            self._report(faults.stalled(self._beat(now)))
 
     def _look_at_main_thread(self, now: float) -> None:
         if self._failure is not None:
             error, since = self._failure
             # Of a rank that vanished the others see closed connections, and the cause is known a little later.
-            patience = self._limits.heartbeat_timeout + 2 * _INTERVAL if self._peers and _is_consequence(error) else 0
+            patience = (
+                self._limits.heartbeat_timeout + 2 * _INTERVAL if self._peers and faults.is_consequence(error) else 0
+            )
             if now - since >= patience:
-                self._report(self._exception(error))
+                self._report(self._raised(error))
         elif self._refusal is not None:
             message, since = self._refusal
             if self._rank == 0 or now - since > _SECONDS_FOR_RANK_0:
@@ -222,42 +224,8 @@ class Watch:
         beats = [mine, *(self._peers.beats.values() if self._peers is not None else ())]
         return min(beats, key=lambda beat: (beat.waits, beat.phases, -beat.idle, beat.rank)) is mine
 
-    def _exception(self, error: BaseException) -> Fault:
-        where, text = self._beat(time.monotonic()), "".join(traceback.format_exception(error))
-        what = f"rank {self._rank} raised {traceback.format_exception_only(error)[-1].splitlines()[0]}"
-        if is_out_of_memory(error):
-            memory = [*memory_lines(self._options), *self.explain_memory()]
-            return Fault(what, [where], text, memory, lower=remedies(where.phase, self._options))
-        look_at = []
-        if _is_consequence(error):
-            look_at = ["the network between the ranks: a connection broke, and all ranks are alive"]
-        elif "save_path" in self._options:
-            look_at = [f"{self._options['save_path']}/logs: metrics and samples until then"]
-        return Fault(what, [where], text, look_at=look_at)
-
-    def _losses(self, peers: Peers, lost: Mapping[int, str]) -> Fault:
-        beats, stacks = [peers.beats[rank] for rank in lost], ""
-        for beat in beats:
-            if written := written_stacks(beat):
-                stacks += f"Stacks of rank {beat.rank}:\n{written}\n"
-        memory = [f"of rank {beat.rank} when last heard of: {beat.memory}" for beat in beats if beat.memory]
-        look_at = [
-            "the exit code in the launcher's summary below: -11 is a crash in C code, -6 an abort, -9 SIGKILL: of a "
-            "person, or of a machine without memory (dmesg tells)",
-        ]
-        if any(SILENT in reason for reason in lost.values()):
-            look_at = [
-                "the stacks above, if there are any: a thread that holds Python's lock silences the others. If its "
-                "work is only slow, raise --heartbeat_timeout"
-            ]
-        what = "; ".join(f"rank {rank} is gone: {reason}" for rank, reason in lost.items())
-        return Fault(what, beats, stacks, memory, look_at)
-
-    def _stall(self, now: float) -> Fault:
-        seconds = now - self._progress[1]
-        what = f"rank {self._rank} made no progress for {seconds:.0f} s (--stall_timeout)"
-        look_at = ["the stacks above: there its threads stand. If the work is only slow, raise --stall_timeout"]
-        return Fault(what, [self._beat(now)], stacks_of_threads(leave_out=self._thread), look_at=look_at)
+    def _raised(self, error: BaseException) -> Fault:
+        return faults.raised(error, self._beat(time.monotonic()), self._options, self.explain_memory)
 
     def _report(self, fault: Fault, kill: Sequence[int] = ()) -> NoReturn:
         others = []
@@ -308,12 +276,17 @@ class Watch:
             owner = "torchrun" if not self._peers.hosts_store and "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
             what = f"{owner} is gone, or out of reach: its store at {host} does not answer ({error})"
             fault = Fault(what, [self._beat(time.monotonic())], look_at=["what ended it, on that host"])
-            if self._failure is not None and not _is_consequence(self._failure[0]):
-                fault = self._exception(self._failure[0])
+            if lost := self._peers.lost():
+                fault = faults.lost(lost, self._peers.beats)
+            elif self._failure is not None and not faults.is_consequence(self._failure[0]):
+                fault = self._raised(self._failure[0])
             if self._signal is None:
-                self._write(render(fault, list(self._peers.beats.values()), self._resume))
+                failed = {beat.rank for beat in fault.where}
+                others = [beat for rank, beat in self._peers.beats.items() if rank not in failed]
+                self._write(render(fault, others, self._resume))
             else:
                 self._write(f"{self._signal[0]}: ended with {owner} in phase {self._where.phase}\n")
+            time.sleep(_LINGER)  # alive, it keeps the next rank from speaking too
         self._exit(status)
 
     def _take_leave(self) -> None:
@@ -345,14 +318,6 @@ class Watch:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._stacks)
         os._exit(status)
-
-
-def _is_consequence(error: BaseException) -> bool:
-    """Whether it may come from a connection that another rank has closed."""
-    return any(
-        isinstance(cause, DistError) or ("gloo/transport" in str(cause) and "enforce fail" not in str(cause))
-        for cause in causes(error)
-    )
 
 
 def _status(name: str) -> int:
