@@ -77,7 +77,7 @@ def _run(config: Config, build: Callable[[Config], Runnable]) -> None:
     from openppo.strategy.watch import Watch  # with torch: after parsing
     from openppo.tracking.position import phase, position
 
-    limits, resume = RunConfig(), ""
+    limits, resume = RunConfig(stall_timeout=0), ""  # a server without requests makes no progress
     work: AbstractContextManager[None] = nullcontext()
     if isinstance(config, TrainPPOConfig | SupervisedCommand):
         limits, resume, work = config.run, _HOW_TO_RESUME, interrupt.deferred()  # training saves before it ends

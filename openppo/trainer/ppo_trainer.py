@@ -224,6 +224,7 @@ class PPOTrainer:
     def _finish_interrupted(self) -> None:
         """What the session before had begun: the training of a step, or its report."""
         if self.in_progress is not None:
+            begin_step(self.global_step + 1)
             with self.timer.phase("step"):
                 metrics = self._finish_step()
             self.report(metrics | self.timer.metrics(self.comm))

@@ -6,6 +6,7 @@ Each test prints how long it took from the fault to the report.
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -78,8 +79,9 @@ def launch_and_watch(
     script: str, *arguments: object, cwd: Path, launcher: str = "", on_line: OnLine | None = None
 ) -> Ended:
     """Run a script on two ranks; ``on_line`` sees each line. Fails if a process is left over at the end."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words += [*launcher.split(), str(HERE / script), *map(str, arguments)]
+    torchrun = "torch.distributed.run --standalone --nproc_per_node 2"
+    start = launcher if launcher.startswith("deepspeed") else f"{torchrun} {launcher}"
+    words = [sys.executable, "-m", *start.split(), str(HERE / script), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -151,6 +153,19 @@ def test_a_rank_that_is_killed_is_named_with_phase_and_step(
     assert f"rank {1 - rank}:" in ended.row("others")
     assert "-9 SIGKILL" in ended.row("look at")
     assert "SIGTERM:" not in ended.output, "that torchrun ends the others is no operator's signal"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_torchrun_the_store_may_go_with_rank_0(tiny: Path, tmp_path: Path, rank: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        launcher = f"deepspeed.launcher.runner --num_gpus 2 --master_port {probe.getsockname()[1]}"
+    options = [*small_ppo(tiny, tmp_path), "--reward_pretrain", tiny / "reward"]
+    place = ("kill", rank, "training", 1, "train_ppo", *options)
+    ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, launcher=launcher)
+    assert ended.status != 0
+    assert f"rank {rank} is gone: its process has ended" in ended.row("fault")
+    assert f"rank {rank}: phase training, step 1" in ended.row("where")
 
 
 def test_a_rank_that_crashes_in_c_leaves_its_stack(run: Run) -> None:

@@ -69,6 +69,7 @@ class Watch:
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
         )
         self._peers = Peers(self._rank, world_size, limits.heartbeat_timeout) if world_size > 1 else None
+        self._launched = "RANK" in os.environ
         self._count = 0
         self._progress = (where.ticks, time.monotonic())
         self._looked = time.monotonic()
@@ -171,10 +172,8 @@ class Watch:
             if self._signal is None:
                 self._signal = (name, now)
                 interrupt.request(name)
-            elif self._peers is None or now - self._signal[1] > _ECHO:
-                self._end(
-                    f"{name} again: ended at once in phase {self._where.phase}, nothing more is saved\n", _status(name)
-                )
+            elif now - self._signal[1] > (_ECHO if self._launched else 0):
+                self._end(f"{name} again: ended at once in phase {self._where.phase}\n", _status(name))
 
     def _obey_signal(self) -> None:
         if self._signal is None or self._announced:
