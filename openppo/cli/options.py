@@ -7,23 +7,28 @@ import dataclasses
 import difflib
 import io
 import itertools
+import logging
 import os
 import socket
 import sys
 import time
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import tyro
 import yaml
 
 from openppo.cli.openrlhf import without_foreign_flags
-from openppo.config import TrainPPOConfig
+from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
 
 _SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
+
+
+_HOW_TO_RESUME = "the same command with --load_checkpoint goes on from the newest checkpoint"
 
 
 class CommandConfig(Protocol):
@@ -56,16 +61,51 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
     """
     try:
         config = parse_options(config_type, sys.argv[1:])
-        config.validate(int(os.environ.get("WORLD_SIZE", "1")))
-        job = build(config)
+        config.validate(_world_size())
     except ValueError as error:
         _leave(str(error))
     except SystemExit as ended:  # of tyro, which says on the first rank of each host what is wrong
         if ended.code:
             _let_first_rank_speak()
         raise
-    job.fit()
-    job.close()
+    _run(config, build)
+    if _world_size() > 1:
+        _end_process()
+
+
+def _run(config: Config, build: Callable[[Config], Runnable]) -> None:
+    from openppo.strategy import interrupt
+    from openppo.strategy.watch import Watch  # with torch: after parsing
+    from openppo.tracking.position import phase, position
+
+    limits, resume = RunConfig(stall_timeout=0), ""  # a server without requests makes no progress
+    work: AbstractContextManager[None] = nullcontext()
+    if isinstance(config, TrainPPOConfig | SupervisedCommand):
+        limits, resume, work = config.run, _HOW_TO_RESUME, interrupt.deferred()  # training saves before it ends
+    with Watch(limits, position, flat_dict(config), resume) as watch:
+        try:
+            with phase("loading"):
+                job = build(config)
+        except ValueError as error:
+            watch.refuse(str(error))
+        with work:
+            job.fit()
+        job.close()
+
+
+def _end_process() -> NoReturn:
+    """End without the interpreter's shutdown: threads of gloo outlive the process group and may abort in it.
+
+    All that a command writes is closed by then.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config:
@@ -182,7 +222,7 @@ def _let_first_rank_speak() -> None:
         time.sleep(_SECONDS_FOR_FIRST_RANK)
 
 
-def _leave(message: str) -> typing.NoReturn:
+def _leave(message: str) -> NoReturn:
     """Print the message once on each host, whether one rank or all of them got it, and exit with status 2."""
     _let_first_rank_speak()
     rank = _rank()

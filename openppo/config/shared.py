@@ -30,6 +30,10 @@ class RunConfig:
     """Write metrics every this many steps."""
     use_tensorboard: str | None = None
     """Folder for TensorBoard event files (off when not given)."""
+    heartbeat_timeout: float = 45.0
+    """A rank that gives no sign of life for this many seconds is lost; all ranks end within 15 s of knowing it."""
+    stall_timeout: float = 2700.0
+    """End the run when a rank makes no progress for this many seconds, in a reward function say (0: wait for ever)."""
     max_skipped_steps: int = 10
     """Stop after this many optimizer steps in a row whose loss or gradient was not finite; each of them is skipped."""
     dry_run: bool = False
@@ -48,6 +52,14 @@ class RunConfig:
         require(memory is None or memory > 0, f"--dry_run_memory must be positive, got {memory}.")
         for name, value in (("dry_run_ranks", ranks), ("dry_run_memory", memory)):
             require(self.dry_run or value is None, f"--{name} has an effect with --dry_run only: add it.")
+        require(
+            5 <= self.heartbeat_timeout <= 3600,
+            f"--heartbeat_timeout must lie between 5 and 3600 seconds, got {self.heartbeat_timeout:g}.",
+        )
+        require(
+            self.stall_timeout >= 0,
+            f"--stall_timeout must not be negative, got {self.stall_timeout:g}; 0 waits for ever.",
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ def init_process_group(timeout: timedelta) -> torch.device:
     """Join the group that torchrun describes in the environment, or make one of a single process.
 
     gloo carries CPU tensors and Python objects, nccl carries CUDA tensors. Returns this rank's device.
-    ``ValueError`` if there are fewer GPUs than ranks on this machine, or if a rank does not come.
+    ``ValueError`` if there are fewer GPUs than ranks on this machine, if a rank does not come, or if the launcher's
+    restarts cannot work.
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
@@ -35,8 +36,9 @@ def init_process_group(timeout: timedelta) -> torch.device:
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
         backend, patience = "cpu:gloo,cuda:nccl" if cuda else "gloo", min(timeout, _LONGEST_START)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         try:
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+            store = _store_of_restarts(patience) or next(dist.rendezvous("env://", timeout=patience))[0]
         except dist.DistNetworkError as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise ValueError(
@@ -63,6 +65,23 @@ def _wait_for_all(store: dist.Store, rank: int, world_size: int, timeout: timede
             f"rank {missing} of {world_size} did not start within {timeout.total_seconds():.0f} s: see what it printed "
             "on its host. All hosts need the same --nnodes and --master_addr, and each its own --node_rank."
         ) from error
+
+
+def _store_of_restarts(timeout: timedelta) -> dist.Store | None:
+    """A part of torchrun's store for the group of this start of the run; None where there are no restarts.
+
+    torchrun keeps its store over restarts, and with it the addresses of ranks that are gone, for which a new group
+    would wait (pytorch issue 135712). The number of restarts, which tells the groups apart, is known on one host only.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+        return None
+    if os.environ["GROUP_WORLD_SIZE"] != "1":
+        raise ValueError(
+            "--max_restarts on several hosts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of them, or "
+            "restarted ranks would wait for those that are gone."
+        )
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+    return dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
 def _free_port() -> str:

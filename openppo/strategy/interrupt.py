@@ -1,16 +1,103 @@
-"""stub until merged"""
+"""SIGTERM and SIGINT as requests: work that can save asks for them and ends by itself; other work ends at once.
+
+Nothing changes before a command opens a ``SignalPipe``.
+"""
 
 from __future__ import annotations
 
-_signal: str | None = None
-_installed = False
+import os
+import select
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_requested: str | None = None
+_deferred = False
+_pipe: SignalPipe | None = None
 
 
 def installed() -> bool:
-    """True where signals ask for a stop."""
-    return _installed
+    """Whether signals become requests in this process."""
+    return _pipe is not None
 
 
 def requested() -> str | None:
-    """Name of the signal."""
-    return _signal
+    """Name of the signal that asks the run to save and end; None while there is none.
+
+    On the rank that got the signal at once, on the others about a second later: combine it over ranks.
+    """
+    return _requested
+
+
+def request(name: str) -> None:
+    """Ask the work of this process to save and end, as signal ``name`` does."""
+    global _requested
+    _requested = _requested or name
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Inside, a first signal does not end the process: the work there looks at ``requested()`` often, and ends."""
+    global _deferred
+    _deferred = True
+    try:
+        yield
+    finally:
+        _deferred = False
+
+
+def is_deferred() -> bool:
+    """Whether the work under way looks at ``requested()``."""
+    return _deferred
+
+
+class SignalPipe:
+    """While it is open, SIGTERM and SIGINT arrive here as names, and do nothing else. Opened on the main thread.
+
+    They arrive even while the main thread is inside a collective, where Python's own handlers would have to wait.
+    """
+
+    def __init__(self) -> None:
+        global _requested, _pipe
+        _requested, _pipe = None, self
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._handlers = {number: signal.signal(number, _leave_to_the_pipe) for number in _SIGNALS}
+        for number in _SIGNALS:
+            signal.siginterrupt(number, False)  # system calls of C++ libraries go on
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def wait(self, seconds: float) -> list[str]:
+        """Names of the signals that came; none after so many ``seconds``, or a ``wake`` from another thread."""
+        if not select.select([self._read], [], [], seconds)[0]:
+            return []
+        numbers = os.read(self._read, 512)
+        return [signal.Signals(number).name for number in numbers if number in _SIGNALS]
+
+    def wake(self) -> None:
+        """End a ``wait`` on another thread."""
+        os.write(self._write, b"\0")
+
+    def close(self) -> None:
+        """Signals do again what they did before."""
+        global _pipe
+        _pipe = None
+        self._restore()
+        os.close(self._read)
+        os.close(self._write)
+
+    def _restore(self) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _after_fork(self) -> None:
+        """A child would write its signals into our pipe; ``multiprocessing`` ends its children with SIGTERM."""
+        if _pipe is self:
+            self.close()
+
+
+def _leave_to_the_pipe(number: int, frame: FrameType | None) -> None:
+    """The interpreter has written the number into the pipe already."""

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar, overload
 
 from tqdm import tqdm
 
+from openppo.tracking.position import position
+
 T = TypeVar("T")
 
 SECONDS_BETWEEN_LINES = 30.0
@@ -37,6 +39,7 @@ class Progress(Generic[T]):
     def update(self, n: int = 1) -> None:
         """Say that ``n`` more are done."""
         self._done += n
+        position.ticks += 1
         self._bar.update(n)
         if self._lines and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._write_line()

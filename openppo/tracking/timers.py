@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from openppo.tracking.position import phase as position_phase
 from openppo.types import Comm
 
 
@@ -21,14 +22,15 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the ``with`` block to phase ``name``."""
+        """Add the time of the ``with`` block to phase ``name``, which is also this process's position."""
         assert name not in self._running, f"phase {name} is already running"
         self._running.add(name)
         _wait_for_gpu()
         start = time.perf_counter()
         try:
-            yield
-            _wait_for_gpu()
+            with position_phase(name):
+                yield
+                _wait_for_gpu()
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
             self._running.remove(name)

@@ -13,6 +13,7 @@ from openppo.datasets import BatchSampler
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.tracking import Metrics, PhaseTimer, progress
+from openppo.tracking.position import begin_step, phase
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.parts import Parts, Progress, StepInProgress
 from openppo.trainer.ppo_data import as_prompt
@@ -110,6 +111,7 @@ class PPOTrainer:
         ``--prompt_data``.
         """
         metrics = Metrics()
+        begin_step(self.global_step + 1)
         self._start_of_step = self._start_of_step or (ppo_state(self), get_random_state())
         with self.timer.phase("step"):
             if self.config.ppo.dynamic_sampling:
@@ -133,6 +135,7 @@ class PPOTrainer:
         self._make_experience(trajectories, lambda: 0, Metrics())
         return self._finish_step()
 
+    @phase("evaluation")
     def evaluate(self) -> dict[str, float]:
         """Metrics of the responses to ``--eval_data``, the same on all ranks; empty without such data.
 
@@ -167,6 +170,7 @@ class PPOTrainer:
         if self.parts.checkpointer is not None and self.parts.checkpointer.due(position.global_step, episode_ended):
             self.save_checkpoint()
 
+    @phase("saving")
     def save(self) -> None:
         """Write the actor (its average with ``--enable_ema``), and the critic if asked for, as Hugging Face folders."""
         folder = Path(self.config.run.save_path).resolve()
@@ -177,6 +181,7 @@ class PPOTrainer:
         logger.info("saved the trained model to %s", folder)
         self._call("on_save", folder)
 
+    @phase("saving")
     def save_checkpoint(self) -> Path:
         """Write all that ``--load_checkpoint`` needs to go on from here; between steps, or after ``Interrupted``.
 
@@ -217,6 +222,7 @@ class PPOTrainer:
     def _finish_interrupted(self) -> None:
         """What the session before had begun: the training of a step, or its report."""
         if self.in_progress is not None:
+            begin_step(self.global_step + 1)
             with self.timer.phase("step"):
                 metrics = self._finish_step()
             self.report(metrics | self.timer.metrics(self.comm))

@@ -173,6 +173,14 @@ def test_the_dry_run_of_memory_ends_without_a_trace(run: Run, workshop: Path) ->
     assert sorted(workshop.rglob("*")) == before
 
 
+def test_the_command_of_faults_runs_and_goes_on(run: Run, workshop: Path) -> None:
+    (block,) = blocks("faults", "bash")
+    words = [MODELS.get(word, word) for word in shlex.split(block.replace("\\\n", " "))] + SMALL.split()
+    run(words, workshop)
+    assert (workshop / "ckpt/elastic/model.safetensors").is_file()
+    run(words, workshop)
+
+
 def test_a_command_line_of_openrlhf_runs_with_its_launcher(run: Run, workshop: Path) -> None:
     flags = """
         --pretrain policy --reward_pretrain reward --save_path openrlhf --save_steps -1 --logging_steps 1

@@ -83,6 +83,13 @@ def test_lora(run: Run, workshop: Path) -> None:
     assert any(not torch.equal(a, b.to(a)) for a, b in zip(merged.parameters(), base.parameters(), strict=True))
 
 
+def test_elastic_goes_on_where_it_stopped(run: Run, workshop: Path) -> None:
+    out = script(run, "elastic.sh", workshop, "--max_samples 4", DATA="prompts.jsonl", SAVE_STEPS="1", GPUS="2")
+    assert [line["step"] for line in logged(out)] == [1]
+    script(run, "elastic.sh", workshop, "--max_samples 4", DATA="prompts.jsonl", SAVE_STEPS="1", GPUS="2")
+    assert [line["step"] for line in logged(out)] == [1], "there was nothing left to do"
+
+
 def test_hh_trains_what_is_not_given(run: Run, workshop: Path) -> None:
     out = script(run, "hh.sh", workshop, DATA="dialogues.jsonl", REWARD_MODEL="", BATCH="4")
     assert sorted(path.name for path in out.iterdir() if (path / "model.safetensors").is_file()) == ["ppo", "rm", "sft"]

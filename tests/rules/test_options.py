@@ -31,9 +31,11 @@ OTHER_PROGRAMS = {
         "master_addr",
         "master_port",
         "shutdown_timeout",
+        "max_restarts",
     ),  # torchrun
     *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "output"),  # sbatch
     "kill-on-bad-exit",  # srun
+    *("requeue", "open-mode"),  # Slurm
     "module",  # deepspeed
     *(
         "quiet",

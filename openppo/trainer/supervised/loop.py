@@ -19,6 +19,7 @@ from openppo.strategy.checkpoint.random_state import get_random_state, set_rando
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics, PhaseTimer, Trackers, progress
+from openppo.tracking.position import begin_step, phase
 from openppo.trainer.resume.checkpointer import STOPPED, Checkpointer
 from openppo.trainer.skipped import SkippedSteps
 from openppo.types import Interrupted, NeverStops, StopCheck
@@ -119,6 +120,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         ``Interrupted`` on all ranks alike, with nothing changed; ``FloatingPointError`` as of ``SkippedSteps``.
         """
         metrics, timer, engine, random_state = Metrics(), PhaseTimer(), self.parts.engine, get_random_state()
+        begin_step(self.global_step + 1)
         with timer.phase("step"):
             engine.train()
             metrics.add("learning_rate", engine.learning_rate, reduce="max")
@@ -142,6 +144,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         return metrics.reduced(self.comm) | skipped | timer.metrics(self.comm)
 
     @torch.no_grad()
+    @phase("evaluation")
     def evaluate(self, examples: Sequence[Example] | None = None) -> dict[str, float]:
         """Metrics of ``examples``, the same on all ranks (default: all held-out ones), with the prefix ``eval_``."""
         examples = self.parts.eval_examples if examples is None else examples
@@ -172,12 +175,14 @@ class SupervisedTrainer(ABC, Generic[Example]):
         if checkpointer is not None and checkpointer.due(step, epoch_ended or last):
             self.save_checkpoint()
 
+    @phase("saving")
     def save(self) -> None:
         """Write the model as a Hugging Face folder with tokenizer."""
         folder = Path(self.config.run.save_path)
         self.write_model(folder)
         logger.info("saved the trained model to %s", folder)
 
+    @phase("saving")
     def save_checkpoint(self) -> Path:
         """Write all that ``--load_checkpoint`` needs to go on from here; ``CheckpointError`` when the disk is full."""
         assert self.parts.checkpointer is not None, "the builders make a checkpointer"

@@ -228,6 +228,8 @@ DATA = [
     Case(
         "missing data file", {"prompt_data": "D/none.jsonl"}, ["--prompt_data D/none.jsonl", NO_FILE, "Check the path"]
     ),
+    Case("no time for signs of life", {"heartbeat_timeout": 1}, ["--heartbeat_timeout", "between 5 and 3600"]),
+    Case("time to stall below zero", {"stall_timeout": -5}, ["--stall_timeout", "0 waits for ever"]),
     Case("missing data folder", {"prompt_data": "D/a/b/c"}, ["--prompt_data D/a/b/c", NO_FILE, "Check the path"]),
     Case("empty data file", {"prompt_data": "D/empty.jsonl"}, ["--prompt_data D/empty.jsonl", "no rows", "Choose"]),
     Case("blank data file", {"prompt_data": "D/blank.jsonl"}, ["--prompt_data D/blank.jsonl", "no rows", "Choose"]),

@@ -41,6 +41,8 @@ RUN: list[Flag] = [
     ("run", "dry_run", [], True),
     ("run", "dry_run_ranks", ["8"], 8),
     ("run", "dry_run_memory", ["80"], 80.0),
+    ("run", "heartbeat_timeout", ["30"], 30.0),
+    ("run", "stall_timeout", ["600"], 600.0),
 ]
 DEEPSPEED: list[Flag] = [
     ("deepspeed", "zero_stage", ["3"], 3),

@@ -1,0 +1,43 @@
+"""Where this process is: its innermost phase and its global step, for reports of faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Position:
+    """Written by the thread that trains, read by others at any time."""
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self.step = 0
+        """Global step under way; 0 before the first."""
+        self.phases = 0
+        """Phases begun and ended so far: the same on ranks that are equally far."""
+        self.ticks = 0
+        """Signs of progress: phases, and updates of progress bars."""
+
+
+position = Position()
+"""Of this process."""
+
+
+def begin_step(step: int) -> None:
+    """Global step ``step``, counted from 1, begins."""
+    position.step = step
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """The ``with`` block, or the decorated function, is phase ``name``, inside whatever phase there was."""
+    outer = position.phase
+    _enter(name)
+    yield
+    _enter(outer)  # not after an exception: the report names the phase in which it was raised
+
+
+def _enter(name: str) -> None:
+    position.phase = name
+    position.phases += 1
+    position.ticks += 1

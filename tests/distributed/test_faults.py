@@ -1,0 +1,396 @@
+"""Whatever fails on one rank ends all of them, with one report that says where and why.
+
+Each test prints how long it took from the fault to the report.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+REPO = HERE.parents[1]
+SECONDS_UNTIL_A_HANG_IS_CERTAIN = 240
+REPORT = "OpenPPO: the run has failed"
+Run = Callable[..., "Ended"]
+
+
+@dataclass
+class Ended:
+    """A run that was launched, until all of its processes had ended."""
+
+    output: str
+    status: int
+    times: list[tuple[float, str]]
+    """When each line came."""
+
+    @property
+    def report(self) -> str:
+        """The one report; fails if there are more or none."""
+        parts = re.split(rf"^=+ {REPORT} =+$", self.output, flags=re.MULTILINE)
+        assert len(parts) == 2, f"{len(parts) - 1} reports:\n{self.output}"
+        return re.split(r"^={100}$", parts[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+    def row(self, name: str) -> str:
+        """The lines of the report that start with ``name:``."""
+        return "\n".join(line for line in self.report.splitlines() if line.startswith(f"{name}:"))
+
+    def seconds_to_report(self) -> float:
+        """From the last line that says "fault at" to the report."""
+        planted = [float(line.split()[-1]) for _, line in self.times if line.startswith("fault at")]
+        return next(when for when, line in self.times if REPORT in line) - planted[-1]
+
+
+def descendants(pid: int) -> list[int]:
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            child = int(stat.parent.name)
+            children += [child, *descendants(child)]
+    return children
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+OnLine = Callable[[str, "subprocess.Popen[str]"], None]
+
+
+def launch_and_watch(
+    script: str, *arguments: object, cwd: Path, launcher: str = "", on_line: OnLine | None = None
+) -> Ended:
+    """Run a script on two ranks; ``on_line`` sees each line. Fails if a process is left over at the end."""
+    torchrun = "torch.distributed.run --standalone --nproc_per_node 2"
+    start = launcher if launcher.startswith("deepspeed") else f"{torchrun} {launcher}"
+    words = [sys.executable, "-m", *start.split(), str(HERE / script), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    family: set[int] = set()
+    timer = threading.Timer(SECONDS_UNTIL_A_HANG_IS_CERTAIN, lambda: [os.kill(p, signal.SIGKILL) for p in family])
+    timer.start()
+    times: list[tuple[float, str]] = []
+    assert process.stdout is not None
+    for line in process.stdout:  # until all processes that have it have ended
+        times.append((time.time(), line))
+        family |= {process.pid, *descendants(process.pid)}
+        if on_line is not None:
+            on_line(line, process)
+    status = process.wait()
+    hung = not timer.is_alive()
+    timer.cancel()
+    output = "".join(line for _, line in times)
+    assert not hung, f"did not end within {SECONDS_UNTIL_A_HANG_IS_CERTAIN} s:\n{output}"
+    assert [pid for pid in family if alive(pid)] == [], output
+    return Ended(output, status, times)
+
+
+def small_ppo(tiny: Path, folder: Path) -> list[str]:
+    return f"""--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --rollout_batch_size 8 --train_batch_size 8
+        --micro_train_batch_size 2 --micro_rollout_batch_size 4 --generate_max_len 8 --save_path {folder}/model
+        """.split()
+
+
+@pytest.fixture
+def run(tiny: Path, tmp_path: Path) -> Iterator[Run]:
+    """``run("kill", 1, "generation", 2, "--zero_stage 3")``: a run with that fault, which must fail with a report."""
+
+    def run_with(fault: str, rank: int, phase: str, step: int, options: str) -> Ended:
+        place = (fault, rank, phase, step, "train_ppo")
+        reward = [] if "--reward_fn" in options else ["--reward_pretrain", str(tiny / "reward")]
+        arguments = [*small_ppo(tiny, tmp_path), *reward, *options.split()]
+        ended = launch_and_watch("run_faults.py", *place, *arguments, cwd=tmp_path)
+        assert ended.status != 0
+        print(f"\n{fault} of rank {rank} in {phase}: report after {ended.seconds_to_report():.1f} s")
+        return ended
+
+    yield run_with
+
+
+def step_in_words(step: int) -> str:
+    return f"step {step}" if step else "before the first step"
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "step", "options"),
+    [
+        (1, "loading", 0, "--zero_stage 3"),
+        (1, "generation", 2, "--zero_stage 3"),
+        (0, "generation", 1, "--zero_stage 2"),
+        (1, "scoring", 1, "--zero_stage 3"),
+        (0, "experience", 2, "--zero_stage 3"),
+        (1, "training", 2, "--zero_stage 3"),
+        (0, "training", 1, "--zero_stage 2"),
+        (1, "saving", 3, "--zero_stage 3"),
+    ],
+)
+def test_a_rank_that_is_killed_is_named_with_phase_and_step(
+    run: Run, rank: int, phase: str, step: int, options: str
+) -> None:
+    ended = run("kill", rank, phase, step, options)
+    assert f"rank {rank} is gone: its process has ended" in ended.row("fault")
+    assert f"rank {rank}: phase {phase}, {step_in_words(step)}" in ended.row("where")
+    assert f"rank {1 - rank}:" in ended.row("others")
+    assert "-9 SIGKILL" in ended.row("look at")
+    assert "SIGTERM:" not in ended.output, "that torchrun ends the others is no operator's signal"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_torchrun_the_store_may_go_with_rank_0(tiny: Path, tmp_path: Path, rank: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        launcher = f"deepspeed.launcher.runner --num_gpus 2 --master_port {probe.getsockname()[1]}"
+    options = [*small_ppo(tiny, tmp_path), "--reward_pretrain", tiny / "reward"]
+    place = ("kill", rank, "training", 1, "train_ppo", *options)
+    ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, launcher=launcher)
+    assert ended.status != 0
+    assert f"rank {rank} is gone: its process has ended" in ended.row("fault")
+    assert f"rank {rank}: phase training, step 1" in ended.row("where")
+
+
+def test_a_rank_that_crashes_in_c_leaves_its_stack(run: Run) -> None:
+    ended = run("segfault", 1, "training", 1, "--zero_stage 3")
+    assert "rank 1 is gone" in ended.row("fault")
+    assert "rank 1: phase training, step 1" in ended.row("where")
+    assert "Segmentation fault" in ended.report
+    assert "in string_at" in ended.report
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "step"), [(1, "loading", 0), (0, "loading", 0), (1, "generation", 2), (0, "training", 1)]
+)
+def test_an_exception_on_one_rank_is_reported_with_its_traceback(run: Run, rank: int, phase: str, step: int) -> None:
+    ended = run("raise", rank, phase, step, "--zero_stage 3")
+    assert f"rank {rank} raised RuntimeError: planted" in ended.row("fault")
+    assert f"rank {rank}: phase {phase}, {step_in_words(step)}" in ended.row("where")
+    assert 'raise RuntimeError("planted")' in ended.report
+    assert "gloo" not in ended.report, "the cause, not its consequences"
+
+
+@pytest.mark.parametrize("fault", ["sleep", "hold", "stop"])
+def test_a_rank_without_progress_or_sign_of_life_is_named(run: Run, fault: str) -> None:
+    ended = run(fault, 1, "experience", 1, "--zero_stage 3 --heartbeat_timeout 8 --stall_timeout 10")
+    assert "rank 1: phase experience, step 1" in ended.row("where")
+    assert "rank 1 " in ended.row("fault")
+    assert ("made no progress" if fault == "sleep" else "no sign of life") in ended.row("fault")
+    if fault != "stop":  # a stopped process cannot say where it is
+        assert f"in {fault}" in ended.report, "the function in which it stands"
+
+
+def test_out_of_memory_is_reported_with_sizes_and_flags(run: Run) -> None:
+    ended = run("exhaust", 1, "training", 1, "--zero_stage 3")
+    assert "can't allocate memory" in ended.row("fault")
+    assert "rank 1: phase training, step 1" in ended.row("where")
+    memory = ended.row("memory")
+    assert re.search(r"process \d+\.\d+ GiB, machine \d+\.\d+ GiB available of \d+\.\d+ GiB", memory)
+    assert "address space of the process limited to" in memory
+    assert "--micro_train_batch_size 2" in memory
+    assert "--gradient_checkpointing" in ended.row("lower")
+    assert "--zero_stage 3" not in ended.row("lower"), "the run has it already"
+
+
+REWARDS = {
+    "sync": "def reward_fn(response):\n    return fail(0.0)\n",
+    "async": "async def reward_fn(response):\n    return fail(0.0)\n",
+    "batch": "def reward_fn(responses):\n    return fail([0.0] * len(responses))\n",
+}
+RAISES = """
+import os, time
+
+def fail(score):
+    if os.environ["RANK"] == "1":
+        time.sleep(1.5)
+        print(f"fault at {time.time()}", flush=True)
+        raise LookupError("no such answer")
+    return score
+"""
+
+
+@pytest.mark.parametrize("form", REWARDS)
+def test_a_reward_function_that_raises_on_one_rank_is_reported(run: Run, form: str, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(RAISES + REWARDS[form])
+    ended = run("none", 0, "", 0, "--zero_stage 3 --reward_fn reward.py")
+    assert "rank 1 raised RuntimeError: --reward_fn reward.py raised LookupError" in ended.row("fault")
+    assert "rank 1: phase scoring, step 1" in ended.row("where")
+    assert "in fail" in ended.report
+
+
+SLEEPS = """
+import os, time
+
+def reward_fn(responses):
+    if os.environ["RANK"] == "0":
+        print(f"fault at {time.time()}", flush=True)
+        time.sleep(100_000)
+    return [0.0] * len(responses)
+"""
+
+
+def test_a_reward_function_that_never_returns_is_shown_where_it_stands(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(SLEEPS)
+    ended = run("none", 0, "", 0, "--zero_stage 2 --reward_fn reward.py --stall_timeout 10")
+    assert "rank 0 made no progress" in ended.row("fault")
+    assert "rank 0: phase scoring, step 1" in ended.row("where")
+    assert "in reward_fn" in ended.report
+    assert "time.sleep(100_000)" in ended.report
+
+
+def test_a_failed_rank_does_not_wait_for_its_threads(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(SLEEPS.replace('os.environ["RANK"] == "0"', "True"))
+    ended = run("raise", 1, "experience", 1, "--zero_stage 2 --reward_fn reward.py")
+    assert "rank 1 raised RuntimeError: planted" in ended.row("fault")
+
+
+def test_ranks_that_were_all_stopped_for_a_while_go_on(tiny: Path, tmp_path: Path) -> None:
+    def freeze(line: str, process: "subprocess.Popen[str]") -> None:
+        if line.startswith("step 1/"):
+            ranks = [pid for pid in descendants(process.pid) if b"run_faults.py" in cmdline(pid)]
+            for number, pause in ((signal.SIGSTOP, 9), (signal.SIGCONT, 0)):
+                for pid in ranks:
+                    os.kill(pid, number)
+                time.sleep(pause)
+
+    options = [*small_ppo(tiny, tmp_path), "--reward_pretrain", tiny / "reward", "--heartbeat_timeout", 6]
+    place = ("none", 0, "", 0, "train_ppo", *options, "--stall_timeout", 8)
+    ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, on_line=freeze)
+    assert ended.status == 0, ended.output
+    assert "step 3/3" in ended.output
+
+
+def test_the_end_of_the_launcher_ends_the_ranks(tiny: Path, tmp_path: Path) -> None:
+    def kill_launcher(line: str, process: "subprocess.Popen[str]") -> None:
+        if line.startswith("fault at"):
+            process.kill()
+
+    place = ("sleep", 1, "training", 1, "train_ppo", *small_ppo(tiny, tmp_path), "--reward_pretrain", tiny / "reward")
+    ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, on_line=kill_launcher)
+    assert "torchrun is gone" in ended.row("fault")
+
+
+@pytest.mark.parametrize("to", ["rank 0", "rank 1", "ranks", "torchrun", "all"])
+def test_a_signal_to_any_process_is_known_on_all_ranks(tmp_path: Path, to: str) -> None:
+    pids: dict[str, int] = {}
+
+    def send(line: str, process: "subprocess.Popen[str]") -> None:
+        if found := re.match(r"(rank \d) (\d+) works", line):
+            pids[found[1]] = int(found[2])
+            if len(pids) == 2:
+                time.sleep(1.5)
+                chosen = {"ranks": list(pids.values()), "torchrun": [process.pid]}
+                chosen["all"] = [*chosen["torchrun"], *chosen["ranks"]]  # as Slurm does; torchrun passes it on then
+                for pid in chosen.get(to) or [pids[to]]:
+                    os.kill(pid, signal.SIGTERM)
+
+    ended = launch_and_watch("run_signals.py", 3, cwd=tmp_path, on_line=send)
+    for rank in (0, 1):
+        assert re.search(rf"^rank {rank} \d+ was asked by SIGTERM", ended.output, flags=re.MULTILINE)
+        assert re.search(rf"^rank {rank} \d+ has left", ended.output, flags=re.MULTILINE)
+    assert ended.output.count("SIGTERM: finishing the current micro-batch, then saving") == 1
+    assert REPORT not in ended.output
+    assert ended.status == (0 if "rank" in to else 1), "torchrun that got the signal itself ends with 1"
+
+
+def test_a_second_signal_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    pids: dict[str, int] = {}
+
+    def send(line: str, process: "subprocess.Popen[str]") -> None:
+        if found := re.match(r"(rank \d) (\d+) works", line):
+            pids[found[1]] = int(found[2])
+        elif re.match(r"rank 1 \d+ was asked", line):
+            time.sleep(3)
+            os.kill(pids["rank 0"], signal.SIGTERM)
+        if len(pids) == 2 and "works" in line:
+            os.kill(pids["rank 0"], signal.SIGTERM)
+
+    ended = launch_and_watch("run_signals.py", 100_000, cwd=tmp_path, on_line=send)
+    assert ended.output.count("SIGTERM again: ended at once in phase training") == 1
+    assert "has saved" not in ended.output
+    assert REPORT not in ended.output
+    assert "exitcode  : 143" in ended.output
+
+
+def test_a_signal_while_loading_ends_the_run_with_one_line(tiny: Path, tmp_path: Path) -> None:
+    def send(line: str, process: "subprocess.Popen[str]") -> None:
+        if line.startswith("fault at"):
+            process.terminate()
+
+    place = ("sleep", 1, "loading", 0, "train_ppo", *small_ppo(tiny, tmp_path), "--reward_pretrain", tiny / "reward")
+    ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, on_line=send)
+    assert ended.output.count("SIGTERM: ended in phase loading") == 1
+    assert REPORT not in ended.output
+
+
+def same_weights(first: Path, second: Path) -> bool:
+    one, other = (load_file(folder / "model.safetensors") for folder in (first, second))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of a run in which nothing fails."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    arguments = [*resumable(tiny, folder), "--actor_learning_rate", "1e-3"]
+    assert launch_and_watch("run_faults.py", "none", 0, "", 0, "train_ppo", *arguments, cwd=folder).status == 0
+    return folder / "model"
+
+
+def resumable(tiny: Path, folder: Path) -> list[str]:
+    options = f"--reward_pretrain {tiny}/reward --zero_stage 3 --save_steps 1 --load_checkpoint"
+    return [*small_ppo(tiny, folder), *options.split()]
+
+
+@pytest.mark.parametrize("phase", ["generation", "training", "saving"])
+def test_torchrun_brings_a_killed_run_back_to_the_same_end(
+    tiny: Path, undisturbed: Path, tmp_path: Path, phase: str
+) -> None:
+    place = ("kill", 1, phase, 2, "train_ppo", *resumable(tiny, tmp_path), "--actor_learning_rate", "1e-3")
+    ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, launcher="--max_restarts 1")
+    assert ended.status == 0, ended.output
+    assert "rank 1 is gone" in ended.row("fault")
+    assert "--load_checkpoint" in ended.row("resume")
+    assert "torchrun starts all ranks again (restart 1 of 1)" in ended.row("resume")
+    assert same_weights(tmp_path / "model", undisturbed)
+
+
+def test_a_signal_to_one_rank_saves_and_the_same_command_goes_on(tiny: Path, undisturbed: Path, tmp_path: Path) -> None:
+    def send(line: str, process: "subprocess.Popen[str]") -> None:
+        if line.startswith("step 1/"):
+            ranks = [pid for pid in descendants(process.pid) if b"run_faults.py" in cmdline(pid)]
+            os.kill(max(ranks), signal.SIGTERM)
+
+    # Rank 1 waits in step 2 until the signal has come.
+    place = ("wait", 1, "training", 2, "train_ppo", *resumable(tiny, tmp_path), "--actor_learning_rate", "1e-3")
+    ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, on_line=send)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("SIGTERM: finishing the current micro-batch, then saving") == 1
+    assert not (tmp_path / "model" / "model.safetensors").exists()
+    again = launch_and_watch("run_faults.py", "none", 0, "", 0, *place[4:], cwd=tmp_path)
+    assert again.status == 0, again.output
+    assert same_weights(tmp_path / "model", undisturbed)
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

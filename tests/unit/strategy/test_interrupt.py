@@ -1,0 +1,80 @@
+"""Signals become requests while a pipe is open, and nothing changes before and after."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from openppo.strategy import interrupt
+
+
+@pytest.fixture
+def pipe() -> Iterator[interrupt.SignalPipe]:
+    opened = interrupt.SignalPipe()
+    yield opened
+    opened.close()
+
+
+def test_a_signal_arrives_as_its_name(pipe: interrupt.SignalPipe) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+        assert pipe.wait(5) == [number.name]
+    assert pipe.wait(0) == []
+
+
+def test_a_signal_arrives_while_the_main_thread_is_inside_c(pipe: interrupt.SignalPipe) -> None:
+    arrived: list[tuple[list[str], float]] = []
+    thread = threading.Thread(target=lambda: arrived.append((pipe.wait(60), time.monotonic())))
+    thread.start()
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 5_000_000)  # seconds in which no handler of Python can run
+    back = time.monotonic()
+    thread.join()
+    ((names, when),) = arrived
+    assert names == ["SIGTERM"]
+    assert when < back
+
+
+def test_other_threads_can_end_a_wait(pipe: interrupt.SignalPipe) -> None:
+    threading.Timer(0.1, pipe.wake).start()
+    assert pipe.wait(60) == []
+
+
+def test_handlers_are_as_before_when_the_pipe_is_closed() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    assert not interrupt.installed()
+    opened = interrupt.SignalPipe()
+    assert interrupt.installed()
+    opened.close()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert not interrupt.installed()
+
+
+def test_child_processes_end_by_signals_of_their_own(pipe: interrupt.SignalPipe) -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.map(abs, [1, 2])
+        pool.terminate()  # with SIGTERM
+        pool.join()
+    assert pipe.wait(0.5) == [], "the signal of a child is none of ours"
+
+
+def test_the_first_request_counts_until_the_next_pipe(pipe: interrupt.SignalPipe) -> None:
+    assert interrupt.requested() is None
+    interrupt.request("SIGTERM")
+    interrupt.request("SIGINT")
+    assert interrupt.requested() == "SIGTERM"
+
+
+def test_requests_are_deferred_only_inside() -> None:
+    assert not interrupt.is_deferred()
+    with pytest.raises(KeyError), interrupt.deferred():
+        assert interrupt.is_deferred()
+        raise KeyError
+    assert not interrupt.is_deferred()

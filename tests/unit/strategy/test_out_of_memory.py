@@ -1,0 +1,86 @@
+"""Out of memory is recognized wherever it comes from, and its report names what helps in that phase."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+import torch
+
+from openppo.config import TrainPPOConfig, TrainSFTConfig, flat_dict, from_options
+from openppo.strategy.watch import out_of_memory
+
+CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
+
+
+def chained(error: Exception) -> Exception:
+    """An error that came from another, as a reward function's does."""
+    outer = RuntimeError("scoring failed")
+    outer.__cause__ = error
+    return outer
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError(CPU),
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_a_lack_of_memory_is_recognized_also_as_a_cause(error: Exception) -> None:
+    assert out_of_memory.is_out_of_memory(error)
+    assert out_of_memory.is_out_of_memory(chained(error))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), OSError(errno.ENOSPC, "No space left"), KeyError()])
+def test_other_errors_are_not(error: Exception) -> None:
+    assert not out_of_memory.is_out_of_memory(error)
+
+
+def test_a_real_allocation_that_fails_is_recognized() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert out_of_memory.is_out_of_memory(caught.value)
+
+
+def ppo(**options: Any) -> dict[str, Any]:
+    return flat_dict(from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="r.py", **options))
+
+
+def flags(phase: str, **options: Any) -> str:
+    return "\n".join(out_of_memory.remedies(phase, ppo(**options)))
+
+
+def test_each_phase_has_remedies_of_its_own() -> None:
+    assert "--micro_rollout_batch_size" in flags("generation")
+    assert "--micro_train_batch_size" not in flags("generation")
+    assert "--micro_train_batch_size" in flags("training")
+    assert "--gradient_checkpointing" in flags("training")
+    assert "--adam_offload" in flags("loading")
+    assert "--micro" not in flags("loading")
+
+
+def test_what_the_run_has_already_is_no_remedy() -> None:
+    options = {"zero_stage": 3, "gradient_checkpointing": True, "lora_rank": 8, "micro_train_batch_size": 1}
+    for name in options:
+        assert f"--{name}" in flags("training")
+        assert f"--{name}" not in flags("training", **{name: options[name]})
+
+
+def test_only_flags_of_the_command_are_named() -> None:
+    sft = flat_dict(from_options(TrainSFTConfig, pretrain="m", dataset="d"))
+    (line,) = out_of_memory.remedies("step", sft)
+    assert "--max_len" in line
+    assert "--generate_max_len" not in line
+    assert out_of_memory.remedies("step", {}) == []
+
+
+def test_sizes_are_those_of_process_machine_and_options() -> None:
+    memory, *_, options = out_of_memory.memory_lines(ppo(micro_train_batch_size=3))
+    assert "GiB available of" in memory
+    assert "--micro_train_batch_size 3" in options
+    assert "--seed" not in options
