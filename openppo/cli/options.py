@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import tyro
 import yaml
@@ -54,6 +54,15 @@ class Runnable(Protocol):
         ...
 
 
+@runtime_checkable
+class ExplainsMemory(Protocol):
+    """A job that knows what its models take, and which flags lower it."""
+
+    def explain_memory(self) -> list[str]:
+        """Lines for people."""
+        ...
+
+
 def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) -> None:
     """Parse ``sys.argv``, build, and run.
 
@@ -88,6 +97,8 @@ def _run(config: Config, build: Callable[[Config], Runnable]) -> None:
                 job = build(config)
         except ValueError as error:
             watch.refuse(str(error))
+        if isinstance(job, ExplainsMemory):
+            watch.explain_memory = job.explain_memory
         with work:
             job.fit()
         job.close()

@@ -98,6 +98,10 @@ class PPOTrainer:
         """Leave the process group; the trainer is of no use afterwards."""
         self.parts.strategy.close()
 
+    def explain_memory(self) -> list[str]:
+        """What each model takes by estimate, and which flags lower it, for a report."""
+        return [] if self.parts.estimate is None else self.parts.estimate.lines() + self.parts.estimate.remedies()
+
     def prompt_batches(self) -> Iterator[list[Prompt]]:
         """Every episode passes over all prompts once, in an order of its own."""
         while self.progress.consumed_batches < self.total_steps:

@@ -92,7 +92,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or (self._peers is None and isinstance(error, SystemExit)):
+        if error is None or (isinstance(error, SystemExit) and (self._peers is None or not error.code)):
             self._leaving.set()
         else:
             self._failure = (error, time.monotonic())

@@ -44,7 +44,9 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
     train, held_out = load_train_and_eval(
         config, strategy.comm, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
     )
-    announce_supervised(config, "vocabulary", [example.token_ids for example in [*train, *held_out]], strategy)
+    estimate = announce_supervised(
+        config, "vocabulary", [example.token_ids for example in [*train, *held_out]], strategy
+    )
     checkpointer = _checkpointer(config, strategy, "sft", train)
     with naming_model("--pretrain", options.pretrain):
         actor = Actor(options.pretrain, **_model_options(config))
@@ -53,7 +55,7 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
     checkpointer.attach({"model": engine})
     trackers = start_trackers(config, strategy, SFT_HEADLINE, n_steps, checkpointer.found_step)
     parts = SupervisedParts(
-        strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm)
+        strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm), estimate
     )
     return _resumed(SFTTrainer(config, parts))
 
@@ -66,7 +68,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
         config, strategy.comm, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
     )
     rows = [ids for pair in [*train, *held_out] for ids in (pair.chosen_ids, pair.rejected_ids)]
-    announce_supervised(config, "scalar", rows, strategy, rows_per_sample=2)
+    estimate = announce_supervised(config, "scalar", rows, strategy, rows_per_sample=2)
     checkpointer = _checkpointer(config, strategy, "rm", train)
     with naming_model("--pretrain", options.pretrain):
         model = get_llm_for_sequence_regression(
@@ -82,7 +84,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     checkpointer.attach({"model": engine})
     trackers = start_trackers(config, strategy, RM_HEADLINE, n_steps, checkpointer.found_step)
     parts = SupervisedParts(
-        strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm)
+        strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm), estimate
     )
     return _resumed(RewardModelTrainer(config, parts))
 
@@ -99,7 +101,7 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     examples = [*train, *held_out]
     most_steps = max(sum(label != IGNORE_INDEX for label in example.labels) for example in examples)
     rows = [example.token_ids for example in examples]
-    announce_supervised(config, "vocabulary", rows, strategy, most_scored=most_steps)
+    estimate = announce_supervised(config, "vocabulary", rows, strategy, most_scored=most_steps)
     checkpointer = _checkpointer(config, strategy, "prm", train)
     with naming_model("--pretrain", options.pretrain):
         actor = Actor(options.pretrain, **_model_options(config))
@@ -108,7 +110,7 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     checkpointer.attach({"model": engine})
     trackers = start_trackers(config, strategy, PRM_HEADLINE, n_steps, checkpointer.found_step)
     parts = SupervisedParts(
-        strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm)
+        strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm), estimate
     )
     return _resumed(ProcessRewardTrainer(config, parts))
 

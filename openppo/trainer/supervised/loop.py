@@ -20,6 +20,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics, PhaseTimer, Trackers, progress
 from openppo.tracking.position import begin_step, phase
+from openppo.trainer.estimate import Estimate
 from openppo.trainer.resume.checkpointer import STOPPED, Checkpointer
 from openppo.trainer.skipped import SkippedSteps
 from openppo.types import Interrupted, NeverStops, StopCheck
@@ -56,6 +57,7 @@ class SupervisedParts(Generic[Example]):
     trackers: Trackers
     checkpointer: Checkpointer | None = None
     stop: StopCheck = field(default_factory=NeverStops)
+    estimate: Estimate | None = None
 
 
 def total_optimizer_steps(config: SupervisedCommand, n_examples: int) -> int:
@@ -113,6 +115,10 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def close(self) -> None:
         """Leave the process group; the trainer is of no use afterwards."""
         self.parts.strategy.close()
+
+    def explain_memory(self) -> list[str]:
+        """What the model takes by estimate, and which flags lower it, for a report."""
+        return [] if self.parts.estimate is None else self.parts.estimate.lines() + self.parts.estimate.remedies()
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step on ``examples``, given alike on all ranks; returns its metrics.
