@@ -88,7 +88,7 @@ def check_sources(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase
     """What ``build_scorer`` would find wrong before it loads a model; ``ValueError`` as there."""
     for model, flag in ((source.reward_pretrain, "--reward_pretrain"), (source.prm_pretrain, "--prm_pretrain")):
         if model is not None:
-            check_model(model, flag)
+            check_model(model, flag, setup.trust_remote_code)
     others = dataclasses.replace(source, reward_pretrain=None, prm_pretrain=None)
     if others.reward_fn or others.remote_rm_url or others.verifiable_reward:
         build_scorer(others, tokenizer, setup)

@@ -11,14 +11,14 @@ from typing import Any
 from openppo.config import TrainPPOConfig
 from openppo.datasets import BatchSampler
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
+from openppo.strategy.checkpoint.random_state import get_random_state
 from openppo.tracking import Metrics, PhaseTimer, progress
 from openppo.tracking.position import begin_step, phase
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.parts import Parts, Progress, StepInProgress
 from openppo.trainer.ppo_data import as_prompt
 from openppo.trainer.resume.checkpointer import STOPPED
-from openppo.trainer.resume.ppo_state import ppo_state, restore_ppo
+from openppo.trainer.resume.ppo_state import StartOfStep, ppo_state, restore_ppo, state_to_save
 from openppo.trainer.steps.rollout_step import RolloutStep
 from openppo.trainer.steps.update_step import UpdateStep, frozen_actor_steps
 from openppo.types import Interrupted, Prompt, Trajectory
@@ -67,7 +67,7 @@ class PPOTrainer:
         self.should_stop = False
         self.in_progress: StepInProgress | None = None
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
-        self._start_of_step: tuple[dict[str, Any], RandomState] | None = None
+        self.start_of_step: StartOfStep | None = None
 
     @property
     def global_step(self) -> int:
@@ -100,12 +100,12 @@ class PPOTrainer:
 
     def explain_memory(self) -> list[str]:
         """What each model takes by estimate, and which flags lower it, for a report."""
-        return [] if self.parts.estimate is None else self.parts.estimate.lines() + self.parts.estimate.remedies()
+        return self.parts.estimate.explain() if self.parts.estimate else []
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
         """Every episode passes over all prompts once, in an order of its own."""
         while self.progress.consumed_batches < self.total_steps:
-            self._start_of_step = (ppo_state(self), get_random_state())
+            self.start_of_step = (ppo_state(self), get_random_state())
             yield self._next_prompts()
 
     def step(self, prompts: Sequence[str | Prompt]) -> dict[str, float]:
@@ -116,7 +116,7 @@ class PPOTrainer:
         """
         metrics = Metrics()
         begin_step(self.global_step + 1)
-        self._start_of_step = self._start_of_step or (ppo_state(self), get_random_state())
+        self.start_of_step = self.start_of_step or (ppo_state(self), get_random_state())
         with self.timer.phase("step"):
             if self.config.ppo.dynamic_sampling:
                 self._make_experience(self._useful_rollout(prompts, metrics), lambda: 0, metrics)
@@ -192,13 +192,8 @@ class PPOTrainer:
         Raises ``CheckpointError`` on all ranks when the disk is full or cannot be written.
         """
         assert self.parts.checkpointer is not None, "build_ppo_trainer makes a checkpointer"
-        state, random_state = ppo_state(self), get_random_state()
-        extra = {}
-        if self.in_progress is not None:
-            extra = self.replay_buffer.state_dict()
-        elif self._start_of_step is not None:  # sampling and scoring are done again
-            state, random_state = self._start_of_step
-        return self.parts.checkpointer.save(self.global_step, state, self._write_model, extra, random_state)
+        state, experience, random_state = state_to_save(self)
+        return self.parts.checkpointer.save(self.global_step, state, self._write_model, experience, random_state)
 
     def load_checkpoint(self) -> None:
         """Go on from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
@@ -236,9 +231,7 @@ class PPOTrainer:
 
     def _save_interrupted(self, signal: str) -> None:
         if self.parts.checkpointer is None:
-            logger.warning(
-                "stopped by %s after %d steps; without a checkpointer nothing is saved", signal, self.global_step
-            )
+            logger.warning("stopped by %s; without a checkpointer nothing is saved", signal)
             return
         path = self.save_checkpoint()
         logger.info(STOPPED, signal, self.global_step, self.total_steps, path)
@@ -331,7 +324,7 @@ class PPOTrainer:
             self.update_step.train(self.replay_buffer, step, self.maker.kl_controller.value)
         self.timer.count_tokens("training", step.n_tokens * self.config.batch.max_epochs)
         self.replay_buffer.clear()
-        self.in_progress, self._start_of_step = None, None
+        self.in_progress, self.start_of_step = None, None
         self.progress.global_step += 1
         self.parts.trackers.log_samples(self.global_step, step.samples)
         reduced = _with_explained_variance(step.metrics.reduced(self.comm))

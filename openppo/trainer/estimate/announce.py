@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,25 +20,31 @@ from openppo.trainer.estimate.supervised import SupervisedRun, estimate_supervis
 from openppo.trainer.ppo_data import PPOData
 
 logger = logging.getLogger("openppo")
+T = TypeVar("T")
 
 _PACKED = 512  # documents share rows of this length, see token_batches.py
 
 
 def announce_ppo(
     config: TrainPPOConfig, data: PPOData, critic: tuple[str, str] | None, strategy: DeepspeedStrategy
-) -> Estimate:
-    """Log the estimate of a train_ppo run. ``critic`` is flag and name of the model it starts from, None without one.
+) -> Estimate | None:
+    """Log the estimate of a train_ppo run, None if one of its models cannot be built without weights.
+
+    ``critic`` is flag and name of the model that the critic starts from, None without one.
 
     Ends the process, with status 0, if ``--dry_run`` is given. ``ValueError`` names the flag of a model that cannot be.
     """
-    targets = config.lora.target_modules
-    shapes = {"actor": _shape("--pretrain", config.model.pretrain, "vocabulary", targets)}
-    if critic is not None:
-        shapes["critic"] = _shape(*critic, "scalar", targets)
-    if config.source.reward_pretrain is not None:
-        shapes["reward model"] = _shape("--reward_pretrain", config.source.reward_pretrain, "scalar")
-    if config.source.prm_pretrain is not None:
-        shapes["process reward model"] = _shape("--prm_pretrain", config.source.prm_pretrain, "vocabulary")
+    targets, trust, source = config.lora.target_modules, config.model.trust_remote_code, config.source
+    models: dict[str, tuple[str, str | None, Head]] = {
+        "actor": ("--pretrain", config.model.pretrain, "vocabulary"),
+        "critic": (*(critic or ("", None)), "scalar"),
+        "reward model": ("--reward_pretrain", source.reward_pretrain, "scalar"),
+        "process reward model": ("--prm_pretrain", source.prm_pretrain, "vocabulary"),
+    }
+    named = {role: (flag, name, head) for role, (flag, name, head) in models.items() if name is not None}
+    shapes = _or_none(lambda: {role: _shape(*of_role, targets, trust) for role, of_role in named.items()}, config.run)
+    if shapes is None:
+        return None
     prompts = [len(prompt.token_ids) for prompt in data.prompts]
     documents = [len(document.token_ids) for document in data.documents]
     document = max(min(_PACKED, data.longest), *documents) if documents else 0
@@ -54,21 +60,36 @@ def announce_supervised(
     strategy: DeepspeedStrategy,
     rows_per_sample: int = 1,
     most_scored: int | None = None,
-) -> Estimate:
+) -> Estimate | None:
     """As ``announce_ppo``, for the model that is trained on ``rows`` of token ids.
 
     ``most_scored`` is how many places of a row get logits (None: any).
     """
-    shape = _shape("--pretrain", config.supervised.pretrain, head, config.lora.target_modules)
+    options = config.supervised
+    targets, trust = config.lora.target_modules, options.trust_remote_code
+    shape = _or_none(lambda: _shape("--pretrain", options.pretrain, head, targets, trust), config.run)
+    if shape is None:
+        return None
     longest = max(map(len, rows))
     scored = longest if most_scored is None else most_scored * config.batch.micro_train_batch_size
     run = SupervisedRun(config, shape, longest, scored, rows_per_sample, **_machine(config.run, strategy))
     return _announce(estimate_supervised(run), config.run, strategy)
 
 
-def _shape(flag: str, name: str, head: Head, targets: Sequence[str] = ("all-linear",)) -> ModelShape:
+def _or_none(measure: Callable[[], T], options: RunConfig) -> T | None:
+    """A training run does without an estimate, with a warning; a dry run does not."""
     try:
-        return model_shape(check_model(name, flag), head, targets)
+        return measure()
+    except ValueError as error:
+        if options.dry_run:
+            raise
+        logger.warning("no estimate of memory: %s", error)
+        return None
+
+
+def _shape(flag: str, name: str, head: Head, targets: Sequence[str], trust: bool) -> ModelShape:
+    try:
+        return model_shape(check_model(name, flag, trust), head, targets, trust)
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith(flag) else f"{flag} {name}: {error}") from error
 

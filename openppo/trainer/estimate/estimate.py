@@ -63,6 +63,10 @@ class Estimate:
             for role, parts in self.roles.items()
         ]
 
+    def explain(self) -> list[str]:
+        """What each model takes, and which flags lower it."""
+        return self.lines() + self.remedies()
+
     def table(self) -> list[str]:
         """All of the estimate, for people."""
         width = max(len(name) for name in [*self.roles, *(phase.name for phase in self.phases)])

@@ -57,7 +57,10 @@ class ModelShape:
 
 
 def model_shape(
-    model_config: PreTrainedConfig, head: Head, target_modules: Sequence[str] = ("all-linear",)
+    model_config: PreTrainedConfig,
+    head: Head,
+    target_modules: Sequence[str] = ("all-linear",),
+    trust_remote_code: bool = False,
 ) -> ModelShape:
     """The shape of a causal language model, or with a "scalar" head of a critic or reward model; loads no weights."""
     auto: Any = AutoModelForCausalLM if head == "vocabulary" else AutoModelForSequenceClassification
@@ -65,7 +68,7 @@ def model_shape(
         made = copy.deepcopy(model_config)  # building writes into it
         if head == "scalar":
             made.num_labels = 1
-        module = auto.from_config(made)
+        module = auto.from_config(made, trust_remote_code=trust_remote_code)
     text: Any = model_config.get_text_config()
     sizes = [parameter.numel() for parameter in module.parameters()]
     linears = _linears(module)

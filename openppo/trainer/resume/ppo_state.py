@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.tracking import Metrics
 from openppo.trainer.parts import Progress, StepInProgress
 from openppo.types import Comm
 
 if TYPE_CHECKING:
     from openppo.trainer.ppo_trainer import PPOTrainer
+
+StartOfStep = tuple[dict[str, Any], RandomState]
+"""What ``ppo_state`` and the random numbers were before a step took its prompts."""
 
 
 def ppo_state(trainer: PPOTrainer) -> dict[str, Any]:
@@ -27,6 +31,14 @@ def ppo_state(trainer: PPOTrainer) -> dict[str, Any]:
         "callbacks": [callback.state_dict() for callback in trainer.callbacks],
         "in_progress": None if step is None else _step_state(step, trainer.comm),
     }
+
+
+def state_to_save(trainer: PPOTrainer) -> tuple[dict[str, Any], dict[str, Tensor], RandomState]:
+    """State, experience and random numbers to go on from; of a step that has no experience yet those of its start."""
+    if trainer.in_progress is not None:
+        return ppo_state(trainer), trainer.replay_buffer.state_dict(), get_random_state()
+    state, random_state = trainer.start_of_step or (ppo_state(trainer), get_random_state())
+    return state, {}, random_state
 
 
 def restore_ppo(trainer: PPOTrainer, state: dict[str, Any], experience: dict[str, Tensor]) -> None:

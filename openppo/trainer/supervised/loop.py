@@ -118,7 +118,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
     def explain_memory(self) -> list[str]:
         """What the model takes by estimate, and which flags lower it, for a report."""
-        return [] if self.parts.estimate is None else self.parts.estimate.lines() + self.parts.estimate.remedies()
+        return self.parts.estimate.explain() if self.parts.estimate else []
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step on ``examples``, given alike on all ranks; returns its metrics.
