@@ -1,9 +1,9 @@
 """Launched by torchrun: ``run_faults.py FAULT RANK PHASE STEP COMMAND ...`` runs a command with a fault in its way.
 
 When rank RANK enters PHASE in global step STEP it waits until its watch has told the others where it is, and then:
-``kill`` (SIGKILL), ``segfault``, ``raise``, ``sleep`` (for ever), ``stop`` (SIGSTOP), ``hold`` (Python's lock, for
-ever), ``exhaust`` (more memory than the process may have), ``wait`` (for a signal to the run). The fault comes once,
-and not again after a restart by torchrun.
+``kill`` (SIGKILL), ``segfault``, ``raise``, ``refuse`` (as for a mistake of the user), ``sleep`` (for ever), ``stop``
+(SIGSTOP), ``hold`` (Python's lock, for ever), ``exhaust`` (more memory than the process may have), ``wait`` (for a
+signal to the run). The fault comes once, and not again after a restart by torchrun.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ SECONDS_UNTIL_THE_OTHERS_KNOW = 1.5
 
 def fail() -> None:
     raise RuntimeError("planted")
+
+
+def refuse() -> None:
+    raise ValueError("--pretrain: planted")
 
 
 def sleep() -> None:
@@ -55,6 +59,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "segfault": lambda: ctypes.string_at(0),
     "raise": fail,
+    "refuse": refuse,
     "sleep": sleep,
     "wait": wait,
     "hold": hold,

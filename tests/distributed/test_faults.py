@@ -187,6 +187,17 @@ def test_an_exception_on_one_rank_is_reported_with_its_traceback(run: Run, rank:
     assert "gloo" not in ended.report, "the cause, not its consequences"
 
 
+@pytest.mark.parametrize(
+    ("rank", "says"), [(0, "error: --pretrain: planted"), (1, "error on rank 1: --pretrain: planted")]
+)
+def test_a_mistake_that_one_rank_finds_stays_one_line(tiny: Path, tmp_path: Path, rank: int, says: str) -> None:
+    options = [*small_ppo(tiny, tmp_path), "--reward_pretrain", tiny / "reward"]
+    ended = launch_and_watch("run_faults.py", "refuse", rank, "loading", 0, "train_ppo", *options, cwd=tmp_path)
+    assert [line for line in ended.output.splitlines() if line.startswith("error")] == [says]
+    assert REPORT not in ended.output
+    assert re.findall(r"exitcode  : (\d+)", ended.output) == ["2", "2"]
+
+
 @pytest.mark.parametrize("fault", ["sleep", "hold", "stop"])
 def test_a_rank_without_progress_or_sign_of_life_is_named(run: Run, fault: str) -> None:
     ended = run(fault, 1, "experience", 1, "--zero_stage 3 --heartbeat_timeout 8 --stall_timeout 10")

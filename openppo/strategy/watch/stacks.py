@@ -45,9 +45,10 @@ def _files(frame: FrameType | None) -> Iterator[str]:
 
 
 def written_stacks(beat: Beat) -> str:
-    """The Python stacks that a crash left; empty without any, or on another host."""
+    """The Python stacks that a crash left, once; empty without any, or on another host."""
     try:
-        lines = Path(beat.stacks).read_text().splitlines() if beat.stacks else []
+        lines = Path(beat.stacks).read_text().splitlines()
+        Path(beat.stacks).unlink()
     except OSError:
         return ""
     return "\n".join(line for line in lines if not line.startswith("Extension modules:"))

@@ -285,7 +285,7 @@ class Watch:
                 self._write(render(fault, others, self._resume))
             else:
                 self._write(f"{self._signal[0]}: ended with {owner} in phase {self._where.phase}\n")
-            time.sleep(_LINGER)  # alive, it keeps the next rank from speaking too
+        time.sleep(_LINGER)  # a rank that ends now would look like the cause, or leave the word to the next
         self._exit(status)
 
     def _take_leave(self) -> None:
