@@ -50,7 +50,8 @@ class Checkpointer:
         self.strategy = strategy
         self.comm = strategy.comm
         path = self.options.ckpt_path or str(Path(config.run.save_path) / f"checkpoints_{kind}")
-        self.folder = CheckpointFolder(Path(path).resolve(), self.comm, self.options.max_ckpt_num)
+        flag = "--ckpt_path" if self.options.ckpt_path else "--save_path"
+        self.folder = CheckpointFolder(Path(path).resolve(), self.comm, self.options.max_ckpt_num, flag)
         self.identity = {"kind": kind, "options": flat_dict(config), "contents": contents}
         self.engines: dict[str, TrainingEngine] = {}
         self.ema: ParameterAverage | None = None

@@ -79,9 +79,12 @@ def start_joining(rank: str, **environment: str) -> subprocess.Popen[str]:
 
 def test_a_rank_that_does_not_come_is_named_by_those_that_wait() -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun has one
-    joining = [
-        start_joining(rank, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True") for rank in ("0", "2")
-    ]
+    torchrun = {
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+    joining = [start_joining(rank, **torchrun) for rank in ("0", "2")]
     for process in joining:
         assert "ValueError: rank 1 of 3 did not start within 3 s" in process.communicate(timeout=100)[1]
 
