@@ -60,6 +60,11 @@ def start(arguments: list[str]) -> tuple[list[int], int]:
     return pids, read
 
 
+def are_alive(pids: list[int]) -> bool:
+    """Whether no rank has ended."""
+    return all(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for pid in pids)
+
+
 def end(pids: list[int], killed: list[int]) -> list[int]:
     """Kill some ranks; the others notice, or are killed after a while. Returns the exit statuses of all."""
     for pid in killed:
@@ -92,7 +97,7 @@ def main() -> None:
         before = set(checkpoints.glob("step_*"))
         wanted = "step_*" if kind == "random" else ".step_*.partial"
         limit = time.monotonic() + (60 if kind == "while saving" else rng.choice([0, 60, 60]))
-        while not set(checkpoints.glob(wanted)) - before and time.monotonic() < limit:
+        while not set(checkpoints.glob(wanted)) - before and time.monotonic() < limit and are_alive(pids):
             time.sleep(0.0005)
         time.sleep(rng.uniform(0, 1.5 if kind == "random" else 0.02))
         half = [path.name for path in checkpoints.glob(".step_*.partial")]

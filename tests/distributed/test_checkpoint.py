@@ -44,7 +44,8 @@ def test_twenty_kills_at_random_moments_change_nothing(
     left_by: Callable[[Path], Any],
     launch: Callable[..., str],
 ) -> None:
-    more = "--num_episodes 10 --zero_stage 2 --save_steps 1 --max_ckpt_num 2"
+    more = """--num_episodes 12 --rollout_batch_size 4 --generate_max_len 4 --zero_stage 2 --save_steps 1
+        --max_ckpt_num 2"""
     save_path = tmp_path / "killed" / "model"
     save_path.parent.mkdir()
     (tmp_path / "arguments.json").write_text(
