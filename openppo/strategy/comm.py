@@ -77,8 +77,9 @@ def _store_of_restarts(timeout: timedelta) -> dist.Store | None:
         return None
     if os.environ["GROUP_WORLD_SIZE"] != "1":
         raise ValueError(
-            "--max_restarts on several hosts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of them, or "
-            "restarted ranks would wait for those that are gone."
+            "--max_restarts on several hosts: start torchrun with --rdzv_backend c10d --rdzv_endpoint FIRST_HOST:PORT "
+            "and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all of them, or restarted ranks would wait for those that are "
+            "gone."
         )
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     return dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)

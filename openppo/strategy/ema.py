@@ -12,6 +12,7 @@ from torch import Tensor
 
 from openppo.strategy.checkpoint.fragments import Fragment
 from openppo.strategy.engine import TrainingEngine
+from openppo.types import Interrupted
 
 
 class ParameterAverage:
@@ -37,13 +38,19 @@ class ParameterAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the parameters are the averages, in their own dtype; afterwards they are bit for bit as before."""
+        """Inside, the parameters are the averages, in their own dtype; afterwards they are bit for bit as before.
+
+        Also after what all ranks raise alike: ``Interrupted``, and ``OSError`` of saving. After any other error, which
+        may be of one rank, they stay: writing them is done by all ranks together, and the run is lost.
+        """
         before = {name: share.to("cpu", copy=True) for name, share in self._shares().items()}
         self._write(self._averages)
         try:
             yield
-        finally:
+        except (Interrupted, OSError):
             self._write(before)
+            raise
+        self._write(before)
 
     def fragments(self) -> dict[str, Fragment]:
         """This rank's share of the averages by parameter name, without padding; to read and write."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +147,7 @@ class PPOTrainer:
         """
         if self.parts.evaluator is None:
             return {}
-        with self._weights_to_save():
-            evaluation = self.parts.evaluator.evaluate(self.rollout_step.full_weights())
+        evaluation = self.parts.evaluator.evaluate(self._weights_that_answer())
         samples = self.rollout_step.readable(evaluation.trajectories[:_N_LOGGED_SAMPLES], self.parts.tokenizer)
         self.parts.trackers.log_samples(self.global_step, [{"evaluation": True} | sample for sample in samples])
         self._call("on_evaluate", evaluation.metrics)
@@ -239,6 +238,12 @@ class PPOTrainer:
     def _write_model(self, folder: Path) -> None:
         with self._weights_to_save():
             self.parts.strategy.save_pretrained(self.parts.actor.module.model, folder, self.parts.tokenizer)
+
+    @contextmanager
+    def _weights_that_answer(self) -> Iterator[None]:
+        """Closed before scoring, where one rank alone may raise."""
+        with self._weights_to_save(), self.rollout_step.full_weights():
+            yield
 
     def _weights_to_save(self) -> AbstractContextManager[None]:
         return nullcontext() if self.parts.ema is None else self.parts.ema.swapped_in()

@@ -32,6 +32,8 @@ OTHER_PROGRAMS = {
         "master_port",
         "shutdown_timeout",
         "max_restarts",
+        "rdzv_backend",
+        "rdzv_endpoint",
     ),  # torchrun
     *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "output"),  # sbatch
     "kill-on-bad-exit",  # srun

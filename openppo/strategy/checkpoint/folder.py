@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
+_REPLACED = ".replaced"
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -73,9 +74,16 @@ class CheckpointFolder:
         return final
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole on all hosts; None if there is none. Damaged ones are set aside."""
-        for step in sorted(set.union(*self.comm.all_gather_object(self._steps())), reverse=True):
+        """The newest checkpoint that is whole on all hosts; None if there is none. Damaged ones are set aside.
+
+        ``ValueError`` if all are damaged, or one cannot be read here: another format, or no permission.
+        """
+        steps = sorted(set.union(*self.comm.all_gather_object(self._steps())), reverse=True)
+        for step in steps:
             path = self.folder / f"step_{step:08d}"
+            for message in self.comm.all_gather_object(_unreadable(path)):
+                if message is not None:
+                    raise ValueError(f"{self.flag} {path}: {message}")
             faults = [fault for fault in self.comm.all_gather_object(self._fault(path)) if fault is not None]
             if not faults:
                 return path
@@ -83,6 +91,11 @@ class CheckpointFolder:
             if self.leads and path.exists():
                 path.rename(_free_name(path, "damaged"))
             self.comm.all_gather_object(None)
+        if steps:
+            raise ValueError(
+                f"{self.flag} {self.folder}: all checkpoints there are damaged; they are kept as *.damaged.1. Start "
+                "from the beginning without --load_checkpoint, or with another --ckpt_path."
+            )
         self._refuse_foreign()
         return None
 
@@ -90,14 +103,27 @@ class CheckpointFolder:
         """Rename the folder if it holds checkpoints, so that a new run's never mix with an earlier run's."""
         if not any(self.comm.all_gather_object(bool(self._steps()))):
             return
-        if self.leads:
-            aside = _free_name(self.folder, None)
-            self.folder.rename(aside)
-            self.folder.mkdir()
-            logger.warning(
-                "checkpoints of an earlier run are kept in %s; --load_checkpoint would have gone on from them", aside
-            )
-        self.comm.all_gather_object(None)
+        aside = _free_name(self.folder, None)
+
+        def move() -> None:
+            if self.leads:
+                self.folder.rename(aside)
+                self.folder.mkdir()
+
+        try:
+            self.together(move)
+        except CheckpointError as error:
+            raise ValueError(
+                f"{error} An earlier run's checkpoints cannot be set aside: give --load_checkpoint to go on from them, "
+                "or another --ckpt_path."
+            ) from error
+        logger.warning(
+            "checkpoints of an earlier run are kept in %s; --load_checkpoint would have gone on from them", aside
+        )
+
+    def earlier(self) -> list[Path]:
+        """Folders of earlier runs that ``set_aside`` has renamed."""
+        return sorted(self.folder.parent.glob(f"{self.folder.name}.[0-9]*"))
 
     def save_best(self, step: int, write: Callable[[Path], None]) -> None:
         """Have rank 0 ``write`` a model to ``best_step_...``, let ``best`` link to it and remove the one before.
@@ -189,11 +215,18 @@ class CheckpointFolder:
         file.write_text(json.dumps({"format": _FORMAT, **manifest}, indent=1))
         for path in (file, *(p for p in partial.rglob("*") if p.is_dir()), partial):
             _flush(path)
-        if final.exists():  # of the same step, resumed from an older one
-            final.rename(_free_name(final, "old"))
-        partial.rename(final)
+        replaced = final.with_name(final.name + _REPLACED)
+        if final.exists():  # of the same step: it was stopped in the next, or resumed from an older one
+            final.rename(replaced)
+        try:
+            partial.rename(final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(final)
+            raise
         self.link("latest", final)
         _flush(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _remove_old(self) -> None:
         """Keep the newest ``keep``; a folder that is being removed has another name, so it is never taken for one."""
@@ -204,7 +237,11 @@ class CheckpointFolder:
             shutil.rmtree(path.rename(_free_name(path, "old")), ignore_errors=True)
 
     def _remove_left_over(self) -> None:
-        """What a run that was killed had half written or half removed."""
+        """What a run that was killed had half written, half removed, or not yet replaced."""
+        for path in self.folder.glob(f"step_*{_REPLACED}") if self.leads else ():
+            if not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+            shutil.rmtree(path, ignore_errors=True)
         for path in (*self.folder.glob("step_*.old.*"), *self.folder.glob(".*.partial")) if self.leads else ():
             shutil.rmtree(path, ignore_errors=True)
 
@@ -212,8 +249,6 @@ class CheckpointFolder:
         """What is wrong with this rank's share of a checkpoint's files."""
         try:
             manifest = json.loads((path / _MANIFEST).read_text())
-            if manifest["format"] != _FORMAT:
-                return f"format {manifest['format']}, this version reads {_FORMAT}"
             for name in sorted(manifest["files"])[self.place :: len(self.neighbours)]:
                 file, wanted = path / name, manifest["files"][name]
                 if not file.is_file() or file.stat().st_size != wanted["bytes"]:
@@ -233,6 +268,20 @@ class CheckpointFolder:
                 "a pickle, which could run any code when it is read. Save its model as safetensors in Hugging Face "
                 "format and start from that with --pretrain; optimizer states cannot be taken over."
             )
+
+
+def _unreadable(path: Path) -> str | None:
+    """Why a checkpoint that may be whole cannot be read."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+    except PermissionError as error:
+        return f"{error}. Start as the user who wrote it, or give another --ckpt_path."
+    except (OSError, ValueError):
+        return None  # damaged
+    written = manifest.get("format") if isinstance(manifest, dict) else None
+    if not isinstance(written, int) or written == _FORMAT:
+        return None
+    return f"format {written} is of another version of OpenPPO; this one reads {_FORMAT}. Go on with that version."
 
 
 def _make_empty(folder: Path) -> None:

@@ -77,13 +77,15 @@ class Checkpointer:
         except CheckpointError as error:
             raise ValueError(str(error)) from error
 
-    def check_space(self) -> None:
-        """Raise ``CheckpointError`` if the disk has no room for another checkpoint."""
+    def check_space(self, n_extra: int = 0) -> None:
+        """Raise ``CheckpointError`` if the disk has no room for another checkpoint, ``n_extra`` bytes of it extra."""
         n_bytes = sum(self._share(fragment_bytes(engine), engine) for engine in self.engines.values())
         if self.ema is not None:
             n_bytes += sum(4 * fragment.values.numel() for fragment in self.ema.fragments().values())
+        if self.options.save_hf_ckpt and self.strategy.is_main:
+            n_bytes += _model_bytes(next(iter(self.engines.values())))
         self.folder.check_space(
-            n_bytes + _SLACK_BYTES // self.comm.world_size,
+            n_bytes + (n_extra if self.folder.leads else 0) + _SLACK_BYTES // self.comm.world_size,
             "make room, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped",
         )
 
@@ -105,7 +107,7 @@ class Checkpointer:
         ``state`` of the trainer is JSON, ``extra`` are tensors, both the same on all ranks. ``random_state`` stands for
         that of now. ``write_model`` writes the Hugging Face folder of ``--save_hf_ckpt``.
         """
-        self.check_space()
+        self.check_space(sum(tensor.nbytes for tensor in (extra or {}).values()))
         numbers = {role: engine_numbers(engine) for role, engine in self.engines.items()}
         everyones = self.comm.all_gather_object(random_state or get_random_state())
         whole = {**self.identity, "step": step, "engines": numbers, "best": self.best, "trainer": state}
@@ -140,7 +142,8 @@ class Checkpointer:
             with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
                 for name, fragment in self.ema.fragments().items():
                     reader.read_into(name, fragment)
-        self.best = self.state["best"]
+        if self.state["options"]["keep_best"] == self.options.keep_best:
+            self.best = self.state["best"]
         self._load_random()
         logger.info("going on from %s", self.found)
         return self.state["trainer"], load_file(self.found / _EXTRA)
@@ -165,6 +168,10 @@ class Checkpointer:
         self.found = self.folder.newest()
         if self.found is None:
             logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
+            for earlier in self.folder.earlier():
+                logger.warning(
+                    "checkpoints of an earlier run are in %s: --ckpt_path %s goes on from them", *[earlier] * 2
+                )
             return
         self.state = json.loads((self.found / _STATE).read_text(encoding="utf-8"))
         on_all_ranks(self.comm, self._check)
@@ -202,3 +209,9 @@ class Checkpointer:
             self.strategy.seed_everything(
                 self.strategy.config.seed + 1 + self.comm.rank + 1_000_003 * self.state["step"]
             )
+
+
+def _model_bytes(engine: TrainingEngine) -> int:
+    """What the model takes as a Hugging Face folder; of adapters less."""
+    parameters: list[Any] = list(engine.module.parameters())  # with the attributes of ZeRO-3
+    return sum(p.element_size() * (p.ds_numel if hasattr(p, "ds_numel") else p.numel()) for p in parameters)

@@ -162,7 +162,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "a file that is gone": lambda path: (path / "b.txt").unlink(),
     "a manifest that is cut": lambda path: (path / "manifest.json").write_text('{"format": 1, "fil'),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
-    "a manifest of a later version": lambda path: (path / "manifest.json").write_text('{"format": 99, "files": {}}'),
     "a manifest of something else": lambda path: (path / "manifest.json").write_text("[]"),
 }
 
@@ -283,3 +282,54 @@ def test_the_best_model_takes_the_place_of_the_one_before(tmp_path: Path) -> Non
     assert (tmp_path / "best" / "a.txt").read_text() == "seven"
     assert names(tmp_path) == ["best", "best_step_00000007"]
     assert folder.newest() is None, "it is a model, no checkpoint"
+
+
+def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    folder.save(1, write("sampling"))
+    folder.save(1, write("training"))
+    assert (tmp_path / "step_00000001" / "a.txt").read_text() == "training"
+    assert names(tmp_path) == ["latest", "step_00000001"]
+
+
+@pytest.mark.parametrize("ends", ["killed", "an error"])
+def test_the_only_checkpoint_survives_when_its_replacement_fails(
+    tmp_path: Path, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    folder, rename = folder_of(tmp_path, keep=1), Path.rename
+    folder.save(1, write("old"))
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name.endswith(".partial"):
+            raise Killed if ends == "killed" else OSError(116, "Stale file handle")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(Killed if ends == "killed" else CheckpointError):
+        folder.save(1, write("new"))
+    monkeypatch.undo()
+    newest = folder_of(tmp_path, keep=1).newest()
+    assert newest is not None
+    assert (newest / "a.txt").read_text() == "old"
+
+
+def test_when_all_are_damaged_the_run_does_not_start_over_in_silence(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    for step in (1, 2):
+        folder.save(step, write_both)
+        cut(tmp_path / f"step_{step:08d}")
+    with pytest.raises(ValueError, match="all checkpoints there are damaged.*without --load_checkpoint"):
+        folder.newest()
+    assert [name for name in names(tmp_path) if "damaged" in name] == [f"step_0000000{n}.damaged.1" for n in (1, 2)]
+
+
+def test_a_checkpoint_of_another_version_is_no_damaged_one(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    folder.save(1, write("one"))
+    (tmp_path / "step_00000001" / "manifest.json").write_text('{"format": 99, "files": {}}')
+    with pytest.raises(ValueError, match="format 99 is of another version of OpenPPO; this one reads 1"):
+        folder.newest()
+    assert names(tmp_path) == ["latest", "step_00000001"]
