@@ -99,9 +99,9 @@ def write_models(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def write_prompts(file: Path, words: list[str]) -> None:
-    """64 prompts of 16 to 64 words."""
+    """Prompts of 16 to 64 words, enough for two steps of each case."""
     rng = random.Random(0)
-    rows = [{"input": " ".join(rng.choices(words, k=rng.randint(16, 64)))} for _ in range(64)]
+    rows = [{"input": " ".join(rng.choices(words, k=rng.randint(16, 64)))} for _ in range(128)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
