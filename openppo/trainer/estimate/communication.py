@@ -23,11 +23,11 @@ def all_reduce_bytes(n_bytes: int, n_ranks: int) -> int:
 
 
 def forward_bytes(shape: ModelShape, setting: Setting, lora_rank: int = 0) -> int:
-    """One forward pass: weights are gathered under ZeRO-3."""
+    """One forward pass: under ZeRO-3 weights are gathered, but for small parameters, which are whole on each rank."""
     if setting.zero_stage < 3:
         return 0
-    adapters = sum(shape.adapter_sizes(lora_rank)) if lora_rank else 0
-    return all_gather_bytes(setting.element * (shape.n_parameters + adapters), setting.n_ranks)
+    gathered = shape.n_parameters + sum(shape.adapter_sizes(lora_rank)) - shape.kept_whole(lora_rank)
+    return all_gather_bytes(setting.element * gathered, setting.n_ranks)
 
 
 def optimizer_step_bytes(shape: ModelShape, setting: Setting, micro_batches: int, lora_rank: int = 0) -> int:

@@ -55,6 +55,10 @@ class ModelShape:
         """Elements of each adapter matrix: rank x in and out x rank for each layer."""
         return [rank * width for pair in self.linears for width in pair]
 
+    def kept_whole(self, lora_rank: int) -> int:
+        """Elements of all parameters, adapters too, that ZeRO-3 does not partition."""
+        return self.n_small + sum(size for size in self.adapter_sizes(lora_rank) if size < PERSISTENT_BELOW)
+
 
 def model_shape(
     model_config: PreTrainedConfig,

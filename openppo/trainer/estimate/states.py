@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from openppo.config import DeepSpeedConfig
 from openppo.strategy.ds_config import LARGEST_BUCKET
-from openppo.trainer.estimate.shapes import PERSISTENT_BELOW, ModelShape
+from openppo.trainer.estimate.shapes import ModelShape
 
 _FLOAT32 = 4
 _ADAM = 8  # two float32 moments
@@ -191,11 +191,9 @@ def _stage_3(shape: ModelShape, setting: Setting, lora_rank: int) -> States:
     """
     s, options, n = setting.element, setting.options, n_trained(shape, lora_rank)
     p, bucket = setting.share(n), 4 * min(n, LARGEST_BUCKET)
-    adapters = shape.adapter_sizes(lora_rank) if lora_rank else []
-    total = shape.n_parameters + sum(adapters)
-    small = shape.n_small + sum(size for size in adapters if size < PERSISTENT_BELOW)
+    total = shape.n_parameters + sum(shape.adapter_sizes(lora_rank))
     alone = setting.n_ranks == 1
-    weights = s * setting.share(total) + (0 if alone else s * small)
+    weights = s * setting.share(total) + (0 if alone else s * shape.kept_whole(lora_rank))
     if options.zpg > 1:
         weights += s * total // options.zpg
     optimizer = {"master weights": 4 * p, "Adam moments": _ADAM * p, "gradients": 4 * p}
