@@ -157,9 +157,8 @@ class PPOTrainer:
         """Evaluate, log, and save a checkpoint when due."""
         self.unreported = dict(metrics)
         position, every = self.progress, self.config.evaluation.eval_steps
-        episodes = position.consumed_batches // len(self.sampler)
-        episode_ended = episodes > position.ended_episodes
         last = position.consumed_batches == self.total_steps
+        episode_ended = (episodes := position.consumed_batches // len(self.sampler)) > position.ended_episodes
         if last or (episode_ended if every == -1 else position.global_step % every == 0):
             metrics |= self.evaluate()
             if self.parts.checkpointer is not None:
@@ -229,9 +228,6 @@ class PPOTrainer:
             self.report(self.unreported)
 
     def _save_interrupted(self, signal: str) -> None:
-        if self.parts.checkpointer is None:
-            logger.warning("stopped by %s; without a checkpointer nothing is saved", signal)
-            return
         path = self.save_checkpoint()
         logger.info(STOPPED, signal, self.global_step, self.total_steps, path)
 
