@@ -23,18 +23,30 @@ def arguments(tiny: Path, more: str) -> list[str]:
     return f"{PPO} {more}".replace("{tiny}", str(tiny)).split()
 
 
-@pytest.fixture
-def run_case(tiny: Path, tmp_path: Path, launch: Callable[..., str]) -> Callable[..., Path]:
+@pytest.fixture(scope="module")
+def run_case(tiny: Path, launch: Callable[..., str]) -> Callable[..., Path]:
     """``run_case(ranks, mode, more, folder, stop_at)`` runs one case of run_resume.py; returns its ``save_path``."""
 
     def run(ranks: int, mode: str, more: str, folder: Path, stop_at: int = 0) -> Path:
         folder.mkdir(exist_ok=True)
         case = {"name": folder.name, "command": "train_ppo", "arguments": arguments(tiny, more), "stop_at": stop_at}
-        (tmp_path / "cases.json").write_text(json.dumps([case]))
-        launch(ranks, RESUME, tmp_path / "cases.json", folder.parent, mode)
+        (folder / "cases.json").write_text(json.dumps([case]))
+        launch(ranks, RESUME, folder / "cases.json", folder.parent, mode)
         return folder / "model"
 
     return run
+
+
+TWO_EPISODES = "--num_episodes 2 --enable_ema --save_steps 2 --zero_stage {}"
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(
+    run_case: Callable[..., Path], left_by: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """The undisturbed run that others are compared with."""
+    folder = tmp_path_factory.mktemp("one_rank")
+    return left_by(run_case(1, "whole", TWO_EPISODES.format(0), folder / "whole"))
 
 
 def test_twenty_kills_at_random_moments_change_nothing(

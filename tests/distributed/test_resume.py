@@ -76,7 +76,7 @@ CASES = [
             share,
             ranks=(1,),
         )
-        for number, share in enumerate((0.0, 0.5, 0.51, 0.52, 0.53, 0.54, 0.55, 0.56, 0.57, 0.58, 0.59, 0.6, 0.999))
+        for number, share in enumerate((0.0, 0.5, 0.515, 0.53, 0.545, 0.56, 0.58, 0.999))
     ),
 ]
 
