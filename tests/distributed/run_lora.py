@@ -137,9 +137,10 @@ def average(models: Path, out: Path, config: DeepSpeedConfig, options: dict[str,
         ema.update()
         result["weights"].append(full_weights(engine))
         if step == 1:  # a checkpoint between two steps
-            saved = {name: tensor.clone() for name, tensor in ema.state_dict().items()}
+            saved = {name: fragment.values.clone() for name, fragment in ema.fragments().items()}
             ema = ParameterAverage(engine, beta=0.7)
-            ema.load_state_dict(saved)
+            for name, fragment in ema.fragments().items():
+                fragment.values.copy_(saved[name])
     engine.train(False)
     before = outputs(engine)
     with ema.swapped_in():
