@@ -149,7 +149,7 @@ def average(models: Path, out: Path, config: DeepSpeedConfig, options: dict[str,
         strategy.save_pretrained(engine.module.model, out / "actor")
     result["restored"] = full_weights(engine)
     result["same outputs again"] = torch.equal(outputs(engine), before)
-    result["elements"] = strategy.comm.all_gather_object(sum(t.numel() for t in ema.state_dict().values()))
+    result["elements"] = strategy.comm.all_gather_object(sum(f.values.numel() for f in ema.fragments().values()))
     train(engine, strategy, N_STEPS, "actor")
     result["next step"] = full_weights(engine)
     if strategy.is_main:
