@@ -65,6 +65,15 @@ def are_alive(pids: list[int]) -> bool:
     return all(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for pid in pids)
 
 
+def wait_for(checkpoints: Path, pattern: str, n_new: int, pids: list[int]) -> None:
+    """Until so many folders have come, a rank has ended, or a minute is over."""
+    seen = before = set(checkpoints.glob(pattern))
+    limit = time.monotonic() + 60
+    while len(seen - before) < n_new and time.monotonic() < limit and are_alive(pids):
+        seen = seen | set(checkpoints.glob(pattern))
+        time.sleep(0.0005)
+
+
 def end(pids: list[int], killed: list[int]) -> list[int]:
     """Kill some ranks; the others notice, or are killed after a while. Returns the exit statuses of all."""
     for pid in killed:
@@ -94,12 +103,15 @@ def main() -> None:
         while (waiting := RANKS - len(heard)) and (more := os.read(started, waiting)):  # until all train, or are gone
             heard += more
         os.close(started)
-        before = set(checkpoints.glob("step_*"))
-        wanted = "step_*" if kind == "random" else ".step_*.partial"
-        limit = time.monotonic() + (60 if kind == "while saving" else rng.choice([0, 60, 60]))
-        while not set(checkpoints.glob(wanted)) - before and time.monotonic() < limit and are_alive(pids):
-            time.sleep(0.0005)
-        time.sleep(rng.uniform(0, 1.5 if kind == "random" else 0.02))
+        if kind == "random":  # counted in steps: a fast machine has as many kills in its run as a slow one
+            wait_for(checkpoints, "step_*", rng.choice([0, 1, 2]), pids)
+            time.sleep(rng.uniform(0, 0.1))
+        else:
+            for _ in range(10):  # until a save outlasts the wait
+                wait_for(checkpoints, ".step_*.partial", 1, pids)
+                time.sleep(rng.uniform(0, 0.02))
+                if list(checkpoints.glob(".step_*.partial")):
+                    break
         half = [path.name for path in checkpoints.glob(".step_*.partial")]
         victims = rng.choice([pids, pids[:1], pids[1:]])
         statuses = end(pids, victims)
