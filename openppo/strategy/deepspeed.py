@@ -34,7 +34,7 @@ from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy.comm import TorchComm, init_process_group
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.engine import TrainingEngine
-from openppo.strategy.saving import save_model
+from openppo.strategy.saving import save_model, save_tokenizer
 
 logger = logging.getLogger("openppo")
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -161,7 +161,7 @@ class DeepspeedStrategy:
         try:
             save_model(model, Path(folder), self.is_main)
             if self.is_main and tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+                save_tokenizer(tokenizer, Path(folder))
         except (OSError, SafetensorError) as error:  # after all that ranks do together
             fault = f"the model cannot be written to {folder}: {error}"
         fault = self.comm.all_gather_object(fault)[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,13 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
             if stale.exists():
                 logger.warning("%s: adapters of an earlier run, removed for the full weights written there now", stale)
                 stale.unlink()
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer to ``folder``, by a copy: on a full disk its own writer raises no ``OSError``."""
+    with tempfile.TemporaryDirectory() as written:
+        tokenizer.save_pretrained(written)
+        shutil.copytree(written, folder, dirs_exist_ok=True)
 
 
 def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:

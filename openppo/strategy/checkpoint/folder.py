@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
+from openppo.strategy.checkpoint.lock import FolderLock
 from openppo.types import Comm
 
 logger = logging.getLogger("openppo")
@@ -38,7 +39,8 @@ class CheckpointFolder:
     """Checkpoints in ``folder``, written and read by all ranks together.
 
     Ranks on hosts without a shared folder each see a folder of their own; the first rank of those that see the same
-    one leads: it makes, renames and removes. Raises ``ValueError`` naming ``flag`` if the folder cannot be written.
+    one leads: it makes, renames and removes, and locks the folder for this run. Raises ``ValueError`` naming ``flag``
+    if the folder cannot be written, or another run writes to it.
     """
 
     def __init__(self, folder: Path, comm: Comm, keep: int, flag: str = "--ckpt_path") -> None:
@@ -49,6 +51,8 @@ class CheckpointFolder:
         self.neighbours = self._find_neighbours()
         self.place = self.neighbours.index(comm.rank)
         self.leads = self.place == 0
+        self._lock = FolderLock()
+        self._lock_folder()
         self._remove_left_over()
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
@@ -90,6 +94,7 @@ class CheckpointFolder:
             logger.warning("%s is damaged (%s): set aside, the one before it is used", path, faults[0])
             if self.leads and path.exists():
                 path.rename(_free_name(path, "damaged"))
+                (self.folder / "latest").unlink(missing_ok=True)
             self.comm.all_gather_object(None)
         if steps:
             raise ValueError(
@@ -112,6 +117,7 @@ class CheckpointFolder:
 
         try:
             self.together(move)
+            self._lock_folder()
         except CheckpointError as error:
             raise ValueError(
                 f"{error} An earlier run's checkpoints cannot be set aside: give --load_checkpoint to go on from them, "
@@ -139,7 +145,10 @@ class CheckpointFolder:
         def publish() -> None:
             if not writes:
                 return
-            shutil.rmtree(final, ignore_errors=True)
+            for path in (*partial.rglob("*"), partial):
+                _flush(path)
+            if final.exists():  # of the same step, by a run that went on from before it
+                shutil.rmtree(final.rename(_free_name(final, "old")), ignore_errors=True)
             partial.rename(final)
             self.link("best", final)
             for old in self.folder.glob("best_step_*"):
@@ -203,6 +212,15 @@ class CheckpointFolder:
         self.comm.all_gather_object(None)  # all have looked
         mine.unlink()
         return seen
+
+    def _lock_folder(self) -> None:
+        holder = self._lock.take(self.folder) if self.leads else None
+        for rank, name in enumerate(self.comm.all_gather_object(holder)):
+            if name is not None:
+                raise ValueError(
+                    f"{self.flag} {self.folder}: another run writes there ({name}; seen by rank {rank}). Wait for it "
+                    "or stop it, or give this run another folder."
+                )
 
     def _steps(self) -> set[int]:
         names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())

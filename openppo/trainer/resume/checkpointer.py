@@ -160,6 +160,8 @@ class Checkpointer:
         value = metrics[name]
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return
+        n_bytes = _model_bytes(next(iter(self.engines.values()))) + _SLACK_BYTES if self.strategy.is_main else 0
+        self.folder.check_space(n_bytes, "make room, or leave out --keep_best")
         self.best = value
         self.folder.save_best(step, write_model)
         logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)

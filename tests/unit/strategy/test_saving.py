@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openppo.config import DeepSpeedConfig, LoRAConfig
 from openppo.models import Actor
 from openppo.strategy import DeepspeedStrategy
-from openppo.strategy.saving import save_model
+from openppo.strategy.saving import save_model, save_tokenizer
 
 
 @pytest.fixture
@@ -71,3 +72,14 @@ def test_a_frozen_model_in_bfloat16_keeps_what_is_packed_as_integers() -> None:
 def test_zpg_that_does_not_divide_the_ranks_is_an_error() -> None:
     with pytest.raises(ValueError, match="--zpg 2 does not divide the 1 ranks"):
         DeepspeedStrategy(DeepSpeedConfig(zero_stage=3, zpg=2))
+
+
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_file_system(tmp_path: Path) -> None:
+    """Its own writer raises a bare ``Exception`` there, which no caller could tell from a mistake in the code."""
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+    (tmp_path / "out").write_text("a file where the folder would be")
+    with pytest.raises(OSError, match="out"):
+        save_tokenizer(tokenizer, tmp_path / "out")
+    save_tokenizer(tokenizer, tmp_path / "folder")
+    assert AutoTokenizer.from_pretrained(tmp_path / "folder").unk_token == "<unk>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +62,8 @@ def folder_of(path: Path, keep: int = 3) -> CheckpointFolder:
 
 
 def names(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir())
+    """What lies there, but for the lock."""
+    return sorted({entry.name for entry in path.iterdir()} - {".lock"})
 
 
 def test_the_newest_checkpoint_is_found_with_what_was_written(tmp_path: Path) -> None:
@@ -260,7 +262,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode != 0:
         pytest.skip("a file system can be mounted by root only")
     yield disk
-    subprocess.run(["umount", disk], check=True)
+    subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def test_a_disk_that_fills_up_while_writing_loses_no_older_checkpoint(full_disk: Path) -> None:
@@ -333,3 +335,19 @@ def test_a_checkpoint_of_another_version_is_no_damaged_one(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="format 99 is of another version of OpenPPO; this one reads 1"):
         folder.newest()
     assert names(tmp_path) == ["latest", "step_00000001"]
+
+
+def test_a_second_run_in_the_folder_of_a_living_one_is_refused(tmp_path: Path) -> None:
+    """Until the first has ended, even by a kill."""
+    code = (
+        "import sys, time; from pathlib import Path; from openppo.strategy.checkpoint import CheckpointFolder; "
+        "from openppo.types import SingleProcess; folder = CheckpointFolder(Path(sys.argv[1]), SingleProcess(), 3); "
+        "print('holds it', flush=True); time.sleep(300)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "holds it\n"
+        with pytest.raises(ValueError, match=rf"--ckpt_path .*another run writes there \(process {other.pid} on"):
+            folder_of(tmp_path)
+        other.kill()
+    folder_of(tmp_path).save(1, write("one"))
