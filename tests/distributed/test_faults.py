@@ -246,6 +246,17 @@ def test_a_reward_function_that_raises_on_one_rank_is_reported(run: Run, form: s
     assert "in fail" in ended.report
 
 
+def test_a_reward_function_that_raises_in_an_evaluation_of_the_average_is_reported(
+    run: Run, tiny: Path, tmp_path: Path
+) -> None:
+    """The weights are swapped back by all ranks before one of them can fail."""
+    (tmp_path / "reward.py").write_text(RAISES + REWARDS["batch"])
+    evaluation = f"--enable_ema --eval_before_training --eval_data {tiny}/prompts.jsonl"
+    ended = run("none", 0, "", 0, f"--zero_stage 3 --reward_fn reward.py {evaluation}")
+    assert "rank 1 raised RuntimeError: --reward_fn reward.py raised LookupError" in ended.row("fault")
+    assert "rank 1: phase evaluation" in ended.row("where")
+
+
 SLEEPS = """
 import os, time
 
