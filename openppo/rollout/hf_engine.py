@@ -15,7 +15,7 @@ from openppo.rollout.sampling import request_uniforms, sample
 from openppo.tracking import progress
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
 
-_PREFILL_TOKENS = 4096
+PREFILL_TOKENS = 4096
 """Prompt tokens of one forward pass, padding included, unless a single prompt has more."""
 _ROOM_TO_REFILL = 1 / 8
 """Share of the rows that must be free before waiting requests interrupt the others."""
@@ -136,8 +136,8 @@ class HFEngine:
         for request in self._waiting[:free]:
             length = len(request.prompt_ids)
             n_tokens = (len(prompts) + (tuple(request.prompt_ids) not in prompts)) * max(width, length)
-            wasteful = len(prompts) * width > _PREFILL_TOKENS / 4 and not 0.8 * width < length <= width
-            if taken and (n_tokens > _PREFILL_TOKENS or wasteful):
+            wasteful = len(prompts) * width > PREFILL_TOKENS / 4 and not 0.8 * width < length <= width
+            if taken and (n_tokens > PREFILL_TOKENS or wasteful):
                 break
             prompts.add(tuple(request.prompt_ids))
             width = max(width, length)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-_SLACK_COLUMNS = 64
+SLACK_COLUMNS = 64
 """Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""
 
 
@@ -124,7 +124,7 @@ class RowCache(Cache):
         if max_rows > rows or max_length > columns:
             if rows > 0:  # requests come while others run: they will again
                 max_rows = max(max_rows, min(2 * rows, 4 * max_rows))
-            self.shape = (max(max_rows, rows), max(max_length + _SLACK_COLUMNS, columns))
+            self.shape = (max(max_rows, rows), max(max_length + SLACK_COLUMNS, columns))
             for layer in self.own:
                 if layer.is_initialized:
                     layer.keys, layer.values = self._larger(layer.keys), self._larger(layer.values)

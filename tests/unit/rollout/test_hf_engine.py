@@ -214,9 +214,7 @@ def test_requests_submitted_while_others_run_are_collected_once_each_and_unchang
     assert all(same(done[number], completion) for number, completion in zip(numbers, expected, strict=True))
 
 
-def test_a_step_is_one_forward_pass_that_reads_equal_prompts_once_and_finished_rows_leave_it(
-    models: Models, prompts: Prompts
-) -> None:
+def test_a_step_is_one_forward_pass_without_equal_prompts_and_finished_rows(models: Models, prompts: Prompts) -> None:
     model, sizes = models["llama"], []
     hook = model.register_forward_hook(
         lambda _module, _args, kwargs, _output: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
