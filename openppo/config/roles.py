@@ -92,8 +92,7 @@ class GenerationConfig:
     top_k: int | None = None
     """Sample from the this many likeliest tokens."""
     max_num_seqs: int | None = None
-    """Responses decoded at the same time on one rank (default: 64 on CPUs, 256 on GPUs; fewer where memory is short).
-    """
+    """Responses decoded at a time on one rank (default: 64 on CPUs, 256 on GPUs, fewer where memory is short)."""
 
     def validate(self) -> None:
         require(self.generate_max_len >= 1, f"--generate_max_len must be at least 1, got {self.generate_max_len}.")

@@ -53,6 +53,7 @@ DEEPSPEED: list[Flag] = [
     ("deepspeed", "max_norm", ["0.5"], 0.5),
     ("deepspeed", "seed", ["7"], 7),
     ("deepspeed", "zpg", ["2"], 2),
+    ("deepspeed", "compile", [], True),
     ("deepspeed", "overlap_comm", [], True),
 ]
 LORA: list[Flag] = [
