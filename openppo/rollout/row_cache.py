@@ -88,7 +88,7 @@ class _PromptLayer(CacheLayerMixin):
 
 
 class PromptCache(Cache):
-    """For one forward over prompts that are padded on the right; its rows then enter a ``RowCache``."""
+    """For one forward over prompts, padded on the left; its rows then enter a ``RowCache``."""
 
     def __init__(self, n_layers: int) -> None:
         self.own = [_PromptLayer() for _ in range(n_layers)]
@@ -121,14 +121,15 @@ class RowCache(Cache):
     def reserve(self, max_rows: int, max_length: int) -> None:
         """Make room for so many rows of so many tokens; what is there stays."""
         rows, columns = self.shape
-        if max_rows > rows or max_length > columns:
+        if max_rows > rows or max_length >= columns:
             if rows > 0:  # requests come while others run: they will again
                 max_rows = max(max_rows, min(2 * rows, 4 * max_rows))
             self.shape = (max(max_rows, rows), max(max_length + SLACK_COLUMNS, columns))
             for layer in self.own:
                 if layer.is_initialized:
                     layer.keys, layer.values = self._larger(layer.keys), self._larger(layer.values)
-            self._mask = self._larger(self._mask[:, None, :, None])[:, 0, :, 0]
+            self._mask = torch.zeros(self.shape, dtype=torch.bool)
+            self._write_mask(0)
 
     def enter(self, prompts: PromptCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Add rows: copies of ``rows`` of ``prompts``, of which the last ``lengths`` tokens are real."""
@@ -173,6 +174,7 @@ class RowCache(Cache):
         if self.window.end == self.shape[1]:
             self._move(-self.window.start)
         window = self.window
+        assert window.end < self.shape[1], "a row is longer than was reserved"
         mask = self._mask[: window.n_rows, window.start : window.end + 1]
         return mask, torch.tensor(self.lengths, device=mask.device)[:, None]
 
@@ -207,4 +209,4 @@ class RowCache(Cache):
         device = self.own[0].keys.device if self.own[0].is_initialized else self._mask.device
         self._mask = self._mask.to(device)
         starts = torch.tensor(self.starts[first:], device=device)
-        self._mask[first : self.window.n_rows] = torch.arange(self.shape[1], device=device) >= starts[:, None]
+        self._mask[first : len(self.starts)] = torch.arange(self.shape[1], device=device) >= starts[:, None]
