@@ -8,7 +8,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -151,9 +151,13 @@ class DeepspeedStrategy:
         with ExitStack() as stack:
             if not in_lockstep:
                 stack.enter_context(self.gathered(engine))
-            if self.config.compile:  # a decode step has another shape each time, and a cache
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self.uncompiled())
             yield
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Inside, compiled layers run as they are: they are compiled for training, and other passes would be compiled
+        once more."""
+        return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
 
     @contextmanager
     def gathered(self, engine: TrainingEngine) -> Iterator[None]:

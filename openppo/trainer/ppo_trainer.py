@@ -298,7 +298,7 @@ class PPOTrainer:
         self, trajectories: Sequence[Trajectory], metrics: Metrics, scores: WaitForScores = None, recompute: bool = True
     ) -> None:
         """Fill the replay buffer; from here on the step is in progress."""
-        with self.timer.phase("experience"):
+        with self.timer.phase("experience"), self.parts.strategy.uncompiled():
             self.parts.train(False)
             experiences = self.maker.run_models(trajectories, recompute)
         metrics.add("reward_errors", 0 if scores is None else self._wait(scores), reduce="sum")
