@@ -20,7 +20,7 @@ from peers.measure import Iteration, undisturbed
 
 SETUPS = (("1 x 2", 1, 2), ("2 x 1", 2, 1))
 MODEL_PARTS = ("part_generation", "part_forward", "part_backward")
-WARM_UP = (16, 64)
+WARM_UP = 2  # steps of the first size
 
 
 def table(measured: dict[tuple[str, int], list[Iteration]], sizes: Sequence[int]) -> list[str]:
@@ -60,7 +60,7 @@ def growth(measured: dict[tuple[str, int], list[Iteration]], sizes: Sequence[int
 
 def sweep(workload: str, dtype: str, assets: Path, sizes: Sequence[int], repeat: int) -> list[str]:
     """Run both setups in turns and print what they say; the table's lines."""
-    turns = [*WARM_UP, *(size for size in sizes for _ in range(repeat))]
+    turns = [*sizes[:1] * WARM_UP, *(size for size in sizes for _ in range(repeat))]
     running: list[Participant] = []
     measured: dict[tuple[str, int], list[Iteration]] = {}
     given = ["--assets", str(assets.resolve()), "--workload", workload, "--dtype", dtype, "--parts", "--sizes"]
@@ -73,7 +73,7 @@ def sweep(workload: str, dtype: str, assets: Path, sizes: Sequence[int], repeat:
         for number, size in enumerate(turns):
             for participant in running:
                 iteration = participant.turn()
-                if number >= len(WARM_UP):
+                if number >= WARM_UP:
                     measured.setdefault((participant.entry.name, size), []).append(iteration)
                 seconds, stall = iteration["total"], iteration["stall"]
                 say(f"  {participant.entry.name}: {size} responses {seconds:.2f} s stall {stall:.2f}")

@@ -48,7 +48,8 @@ class Entry:
 
 @dataclass
 class Rounds:
-    """Turns of each participant; a new round begins before ``deadline`` (of ``time.monotonic``) only."""
+    """Turns of each participant. After the first measured round, one that would not end before ``deadline`` (of
+    ``time.monotonic``) is left out."""
 
     warm_up: int
     measured: int
@@ -172,6 +173,7 @@ def run_cell(
 
 def take_turns(running: list[Participant], rounds: Rounds) -> list[Participant]:
     """Warm up, then measure; those that were disturbed get more turns. Returns those that did not fail."""
+    last_round_s = 0.0
     for number in range(rounds.warm_up + rounds.measured + rounds.extra):
         measured = number >= rounds.warm_up
         due = running
@@ -179,13 +181,15 @@ def take_turns(running: list[Participant], rounds: Rounds) -> list[Participant]:
             due = [p for p in running if len(undisturbed(p.iterations)) < rounds.measured]
         if not due:
             break
-        if number > rounds.warm_up and time.monotonic() > rounds.deadline:
+        began = time.monotonic()
+        if number > rounds.warm_up and began + last_round_s > rounds.deadline:
             say(f"  out of time after {number - rounds.warm_up} of {rounds.measured} rounds")
             break
         shift = number % len(due)  # nobody always comes after the same neighbour
         for participant in [*due[shift:], *due[:shift]]:
             if not _goes_on(participant, partial(_one_turn, participant, measured)):
                 running = [p for p in running if p is not participant]
+        last_round_s = time.monotonic() - began
     return running
 
 

@@ -10,6 +10,7 @@ import argparse
 import importlib.machinery
 import os
 import runpy
+import socket
 import sys
 import tempfile
 import time
@@ -20,6 +21,14 @@ from typing import Any
 import turns
 
 os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def describe_group_of_one() -> None:
+    """To its process group, as torchrun would."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
 
 class _NoTurnLeftError(Exception):
@@ -184,6 +193,7 @@ def main() -> None:
     import transformers
 
     turns.use_threads()
+    describe_group_of_one()
     stub_gpu_packages()
     move_cuda_to_cpu()
     import deepspeed

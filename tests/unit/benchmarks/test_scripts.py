@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,18 @@ def test_who_cannot_take_part_is_skipped_with_its_reason_and_the_others_go_on(tm
     assert "absent is skipped" in ended.stdout and "bash benchmarks/peers/setup.sh" in ended.stdout
     assert ended.stdout.count("good: ") == 3  # a warm-up and two that count
     assert ended.stdout.splitlines()[-1] == "['good'] {'good': {'cake': '1.0'}}"
+
+
+@no_pressure
+def test_a_sweep_of_a_few_responses_runs_on_one_and_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "sweep.py"), "--assets", str(tmp_path / "assets")]
+    command += ["--workloads", "w2", "--sizes", "4", "8", "--repeat", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [line.strip("|").split("|")[:9] for line in ended.stdout.splitlines() if re.match(r"\| [48] ", line)]
+    assert [int(row[0]) for row in rows] == [4, 8]
+    for responses, tokens, one, _, two, _, ratio, rest, optimizer in ([cell.strip() for cell in row] for row in rows):
+        assert int(responses) <= int(tokens) <= 256 * int(responses)
+        assert float(ratio) == pytest.approx(float(two) / float(one), rel=0.05)
+        assert 0 < float(optimizer.rstrip("%")) <= float(rest.split("%")[0]) < 100
+    assert "ms per response; no size is further than" in ended.stdout
