@@ -183,7 +183,7 @@ def take_turns(running: list[Participant], rounds: Rounds) -> list[Participant]:
             break
         began = time.monotonic()
         if number > rounds.warm_up and began + last_round_s > rounds.deadline:
-            say(f"  out of time after {number - rounds.warm_up} of {rounds.measured} rounds")
+            say(f"  no time for more than {number - rounds.warm_up} rounds")
             break
         shift = number % len(due)  # nobody always comes after the same neighbour
         for participant in [*due[shift:], *due[:shift]]:
