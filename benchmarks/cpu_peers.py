@@ -7,7 +7,7 @@
 64 prompts a batch, one response each, one optimizer step in micro-batches of 8, one process with two threads; the
 workloads are described in benchmarks/peers/workload.py. Every participant is a process of its own that has loaded
 everything; in turns each runs one iteration, so that all see the same machine. An iteration during which other
-processes were at work (see STALL_BOUND in benchmarks/peers/measure.py) is discarded and repeated. Shown are medians,
+processes were at work (the bounds are in benchmarks/peers/measure.py) is discarded and repeated. Shown are medians,
 ratios of a peer's median iteration to OpenPPO's, and whether they reach the targets. OpenPPO runs with its defaults,
 the peers with the fastest settings that we found: TRL samples in batches of 64, on W2 also in batches of 8 and the
 faster counts; OpenRLHF in batches of 8.
@@ -87,8 +87,8 @@ def main() -> None:
         lines += ["## Decoding", "", *table, ""]
         versions |= used
     lines += [
-        f"Medians of the iterations kept; discarded are those with a stall above {STALL_BOUND:.0%}. In brackets: none "
-        "was quiet. Each column has its own median.",
+        "Medians of the iterations kept, each column its own; discarded are those in which other processes stalled it for "
+        f"more than {STALL_BOUND:.0%} of its time. In brackets: none was quiet.",
         "",
         *describe_machine(versions),
     ]

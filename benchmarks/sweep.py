@@ -60,7 +60,7 @@ def growth(measured: dict[tuple[str, int], list[Iteration]], sizes: Sequence[int
 
 def sweep(workload: str, dtype: str, assets: Path, sizes: Sequence[int], repeat: int) -> list[str]:
     """Run both setups in turns and print what they say; the table's lines."""
-    turns = [*sizes[:1] * WARM_UP, *(size for size in sizes for _ in range(repeat))]
+    turns = [*[sizes[0]] * WARM_UP, *(size for size in sizes for _ in range(repeat))]
     running: list[Participant] = []
     measured: dict[tuple[str, int], list[Iteration]] = {}
     given = ["--assets", str(assets.resolve()), "--workload", workload, "--dtype", dtype, "--parts", "--sizes"]

@@ -9,12 +9,14 @@ import json
 import os
 import platform
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
@@ -28,6 +30,7 @@ REPOSITORY = HERE.parents[1]
 CACHE = Path.home() / ".cache" / "openppo-benchmarks"
 SETUP = "bash benchmarks/peers/setup.sh"
 LOADING_S, ITERATION_S = 300, 600  # longer means that it hangs
+SETTLING_S = 0.5  # threads of OpenMP may spin for 0.2 s after work, in the way of the next participant
 
 
 class ParticipantError(Exception):
@@ -94,6 +97,7 @@ class Participant:
                 stdout=subprocess.PIPE,
                 stderr=self.log,
                 bufsize=0,
+                start_new_session=True,  # which tells its processes from others
             )
             self.processes.append(process)
 
@@ -106,10 +110,13 @@ class Participant:
 
     def turn(self) -> Iteration:
         """One iteration."""
+        time.sleep(SETTLING_S)
+        start, others = time.monotonic(), self._cpu_seconds_of_others()
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(b"go\n")
-        return self._answers(ITERATION_S)[0]
+        answer = self._answers(ITERATION_S)[0]
+        return answer | {"others": (self._cpu_seconds_of_others() - others) / (time.monotonic() - start)}
 
     def finish(self) -> None:
         """No more turns: take the peak of all ranks together."""
@@ -124,8 +131,20 @@ class Participant:
             try:
                 process.wait(timeout=20)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+    def _cpu_seconds_of_others(self) -> float:
+        """CPU time that processes of other sessions, the kernel and the host have used so far."""
+        counters = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, counters)
+        sessions, own = {process.pid for process in self.processes}, 0
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                numbers = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                if int(numbers[3]) in sessions:
+                    own += sum(map(int, numbers[11:15]))  # user and system, of it and of its children that ended
+        return (user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
 
     def _answers(self, timeout: float) -> list[dict[str, Any]]:
         return [self._answer(process, timeout) for process in self.processes]
@@ -133,7 +152,7 @@ class Participant:
     def _answer(self, process: subprocess.Popen[bytes], timeout: float) -> dict[str, Any]:
         assert process.stdout is not None
         if not select.select([process.stdout], [], [], timeout)[0]:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             raise ParticipantError(f"no answer within {timeout} s{self._last_lines()}")
         line = process.stdout.readline()
         if not line:

@@ -7,14 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 STALL_BOUND = 0.05
-"""An iteration is discarded if threads waited for a CPU, or the host took one away, during more than this share of it.
-On a quiet machine all participants stay at 0.01; another process that gave 0.07 made an iteration 12 % longer, and one
-that ran all the time gave 0.5 to 0.8 and made it several times as long."""
+"""Share of an iteration in which threads waited for a CPU, or the host took one away, above which it is discarded. On a
+quiet machine it is 0.01; another process that gave 0.07 made an iteration 12 % longer, and one that ran all the time
+gave 0.5 to 0.8 and made it several times as long."""
+
+OTHERS_BOUND = 0.05
+"""CPU time of other processes as a share of an iteration, up to which a stall is a participant's own doing: vLLM's
+processes wait for each other for half of the time."""
 
 PHASES = ("generation", "experience", "training")
 
 Iteration = Mapping[str, float]
-"""``total``, the phases in seconds, ``tokens`` of the responses, and ``stall``, a share of the total."""
+"""``total``, the phases in seconds, ``tokens`` of the responses, and ``stall`` and ``others``, shares of the total."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,9 @@ class Summary:
         return self.medians["tokens"] / self.medians["total"]
 
 
-def undisturbed(iterations: Sequence[Iteration], bound: float = STALL_BOUND) -> list[Iteration]:
-    """Those with a stall of at most ``bound``."""
-    return [iteration for iteration in iterations if iteration["stall"] <= bound]
+def undisturbed(iterations: Sequence[Iteration]) -> list[Iteration]:
+    """Those in which nothing had to wait for a CPU because of other processes."""
+    return [i for i in iterations if i["stall"] <= STALL_BOUND or i["others"] <= OTHERS_BOUND]
 
 
 def summarize(name: str, iterations: Sequence[Iteration], peak_mb: float) -> Summary:

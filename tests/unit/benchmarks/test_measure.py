@@ -25,10 +25,10 @@ def load() -> ModuleType:
 measure = load()
 
 
-def iteration(total: float, stall: float = 0.0, share: float = 0.5) -> dict[str, float]:
+def iteration(total: float, stall: float = 0.0, share: float = 0.5, others: float = 0.9) -> dict[str, float]:
     """One whose generation takes ``share``, experience nothing to speak of, and training the rest."""
     times = {"generation": share * total, "experience": 0.001, "training": (1 - share) * total}
-    return {"total": total, "stall": stall, "tokens": 1000.0, **times}
+    return {"total": total, "stall": stall, "others": others, "tokens": 1000.0, **times}
 
 
 def summary(name: str, total: float, stall: float = 0.0, peak_mb: float = 1000.0, share: float = 0.5):
@@ -58,6 +58,11 @@ def test_disturbed_iterations_do_not_count() -> None:
 def test_an_iteration_at_the_bound_counts() -> None:
     at, above = iteration(1.0, measure.STALL_BOUND), iteration(1.0, measure.STALL_BOUND + 1e-6)
     assert measure.undisturbed([at, above]) == [at]
+
+
+def test_threads_that_wait_for_their_own_process_do_not_disturb() -> None:
+    own, foreign = iteration(1.0, stall=0.5, others=0.01), iteration(1.0, stall=0.5, others=0.5)
+    assert measure.undisturbed([own, foreign]) == [own]
 
 
 def test_numbers_of_a_run_without_a_quiet_iteration_are_marked_and_reach_no_target() -> None:
