@@ -87,8 +87,8 @@ def main() -> None:
         lines += ["## Decoding", "", *table, ""]
         versions |= used
     lines += [
-        "Medians of the iterations kept, each column its own; discarded are those in which other processes stalled it for "
-        f"more than {STALL_BOUND:.0%} of its time. In brackets: none was quiet.",
+        "Medians of the iterations kept, each column its own; discarded are those in which other processes stalled it "
+        f"for more than {STALL_BOUND:.0%} of its time. In brackets: none was quiet.",
         "",
         *describe_machine(versions),
     ]
