@@ -30,7 +30,7 @@ REPOSITORY = HERE.parents[1]
 CACHE = Path.home() / ".cache" / "openppo-benchmarks"
 SETUP = "bash benchmarks/peers/setup.sh"
 LOADING_S, ITERATION_S = 300, 600  # longer means that it hangs
-SETTLING_S = 0.5  # threads of OpenMP may spin for 0.2 s after work, in the way of the next participant
+SETTLING_S = 5  # at most, until nothing runs: vLLM spins for a second after work, in the way of the next participant
 
 
 class ParticipantError(Exception):
@@ -110,7 +110,7 @@ class Participant:
 
     def turn(self) -> Iteration:
         """One iteration."""
-        time.sleep(SETTLING_S)
+        wait_until_idle()
         start, others = time.monotonic(), self._cpu_seconds_of_others()
         for process in self.processes:
             assert process.stdin is not None
@@ -136,15 +136,13 @@ class Participant:
 
     def _cpu_seconds_of_others(self) -> float:
         """CPU time that processes of other sessions, the kernel and the host have used so far."""
-        counters = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, counters)
         sessions, own = {process.pid for process in self.processes}, 0
         for file in Path("/proc").glob("[0-9]*/stat"):
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 numbers = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
                 if int(numbers[3]) in sessions:
                     own += sum(map(int, numbers[11:15]))  # user and system, of it and of its children that ended
-        return (user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds() - own / os.sysconf("SC_CLK_TCK")
 
     def _answers(self, timeout: float) -> list[dict[str, Any]]:
         return [self._answer(process, timeout) for process in self.processes]
@@ -163,6 +161,23 @@ class Participant:
         self.log.seek(0)
         lines = self.log.read().decode(errors="replace").splitlines()[-8:]
         return "".join(f"\n    {line}" for line in lines)
+
+
+def cpu_seconds() -> float:
+    """CPU time that all processes, the kernel and the host have used so far."""
+    counters = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:9]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, counters)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until_idle() -> None:
+    """Until a quarter of a second passes in which nearly nothing runs, or for ``SETTLING_S``."""
+    latest = time.monotonic() + SETTLING_S
+    while time.monotonic() < latest:
+        before = cpu_seconds()
+        time.sleep(0.25)
+        if cpu_seconds() - before <= 0.03:
+            break
 
 
 def run_cell(
