@@ -54,6 +54,11 @@ class TrainPPOConfig:
         validate_lora(self.lora, self.deepspeed, self.model.pretrain, self.run.save_path)
         _validate_keep_best(self.checkpoint, self.evaluation.eval_data, "--eval_data")
         self._validate_sizes(world_size)
+        require(
+            self.loss.old_log_probs != "rollout" or (self.generation.top_p == 1 and self.generation.top_k is None),
+            "--old_log_probs rollout: with --top_p or --top_k the engine's log-probs are not the policy's; leave one "
+            "of them out.",
+        )
         buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
         require(
             buffer is None or buffer <= longest,
@@ -75,6 +80,13 @@ class TrainPPOConfig:
             f"--verifiable_reward {' '.join(sorted(verified))} compares with a label: name its column with "
             "--label_key.",
         )
+
+    @property
+    def takes_rollout_log_probs(self) -> bool:
+        """Whether the engine's log-probs are the old policy's, see ``--old_log_probs``."""
+        cut = self.generation.top_p < 1 or self.generation.top_k is not None
+        same = not (self.deepspeed.bf16 or cut) and self.loss.rollout_correction == "none"
+        return self.loss.old_log_probs == "rollout" or (self.loss.old_log_probs == "auto" and same)
 
     def _validate_sizes(self, world_size: int) -> None:
         prompts, samples = self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt

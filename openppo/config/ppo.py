@@ -11,6 +11,7 @@ AdvantageEstimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "
 PolicyLossType = Literal["ppo", "gspo", "cispo"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 RolloutCorrection = Literal["none", "tis", "mis", "icepop"]
+OldLogProbs = Literal["auto", "recompute", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class PPOConfig:
     """Prompts of one rollout batch, over all ranks."""
     micro_rollout_batch_size: int = 8
     """Samples of one forward pass while experience is made, on one rank."""
+    micro_rollout_tokens: int | None = None
+    """Tokens of such a pass of actor, reference and critic, padding included, instead of a number of samples."""
+    micro_train_tokens: int | None = None
+    """Tokens of a training micro-batch on one rank, padding included, instead of --micro_train_batch_size samples."""
     n_samples_per_prompt: int = 1
     """Responses sampled for each prompt."""
     dynamic_sampling: bool = False
@@ -57,6 +62,11 @@ class PPOConfig:
             ("buffer_limit", self.buffer_limit, 0),
         ):
             require(value >= least, f"--{name} must be at least {least}, got {value}.")
+        for name, tokens in (
+            ("micro_rollout_tokens", self.micro_rollout_tokens),
+            ("micro_train_tokens", self.micro_train_tokens),
+        ):
+            require(tokens is None or tokens >= 1, f"--{name} must be at least 1, got {tokens}.")
         require(0 <= self.ema_beta < 1, f"--ema_beta must lie in [0, 1), got {self.ema_beta}.")
 
 
@@ -137,6 +147,9 @@ class LossConfig:
     token_mean; sequence_mean for gspo, constant for dr_grpo."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    old_log_probs: OldLogProbs = "auto"
+    """Log-probs of the old policy: the engine's (rollout), or those of another forward (recompute). By default the
+    engine's where both are the same but for rounding: in float32, without --top_p, --top_k and --rollout_correction."""
     rollout_correction: RolloutCorrection = "none"
     """Weight tokens by p_actor / p_rollout: truncated above (tis), or 0 outside a range (mis, icepop)."""
     rollout_correction_low: float | None = None
@@ -169,6 +182,11 @@ class LossConfig:
         require(
             low is None or high is None or low < high,
             f"--rollout_correction_low {low} must be below --rollout_correction_high {high}.",
+        )
+        require(
+            self.old_log_probs != "rollout" or self.rollout_correction == "none",
+            f"--rollout_correction {self.rollout_correction} compares the engine's log-probs with recomputed ones, and "
+            "--old_log_probs rollout recomputes none: leave one of them out.",
         )
         given = [flag for flag, value in (("low", low), ("high", high)) if value is not None]
         require(

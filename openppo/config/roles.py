@@ -91,12 +91,16 @@ class GenerationConfig:
     """Sample from the smallest set of tokens with this total probability."""
     top_k: int | None = None
     """Sample from the this many likeliest tokens."""
+    max_num_seqs: int | None = None
+    """Responses decoded at a time on one rank (default: 64 on CPUs, 256 on GPUs, fewer where memory is short)."""
 
     def validate(self) -> None:
         require(self.generate_max_len >= 1, f"--generate_max_len must be at least 1, got {self.generate_max_len}.")
         require(self.temperature > 0, f"--temperature must be positive, got {self.temperature}.")
         require(0 < self.top_p <= 1, f"--top_p must lie in (0, 1], got {self.top_p}.")
         require(self.top_k is None or self.top_k >= 1, f"--top_k must be at least 1, got {self.top_k}.")
+        rows = self.max_num_seqs
+        require(rows is None or rows >= 1, f"--max_num_seqs must be at least 1, got {rows}.")
 
 
 @dataclass(frozen=True)

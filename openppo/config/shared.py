@@ -104,6 +104,9 @@ class DeepSpeedConfig:
     """Clip the gradient to this L2 norm (0: no clipping)."""
     zpg: int = 1
     """ZeRO-3 only: keep a second copy of the weights partitioned over groups of this many ranks (ZeRO++)."""
+    compile: bool = False
+    """Compile the layers of trained models with torch.compile: faster passes after a minute of compiling (not with
+    --zero_stage 3; on CPUs it needs a C++ compiler)."""
     overlap_comm: bool = False
     """Reduce gradients while the backward pass goes on (more memory; --zero_stage 3 does it anyway)."""
     seed: int = 42
@@ -117,6 +120,11 @@ class DeepSpeedConfig:
         require(
             self.zpg == 1 or self.zero_stage == 3,
             f"--zpg {self.zpg} partitions weights, which --zero_stage {self.zero_stage} does not: use --zero_stage 3.",
+        )
+        require(
+            not (self.compile and self.zero_stage == 3),
+            "--compile with --zero_stage 3: DeepSpeed gathers weights in hooks that torch.compile does not see; use "
+            "--zero_stage 0, 1 or 2, or leave --compile out.",
         )
         require(
             not (self.adam_offload and self.zero_stage == 0),

@@ -16,6 +16,7 @@ from openppo.experience.measure import measure_experience, measure_scores
 from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
 from openppo.experience.token_rewards import compute_reward
 from openppo.models.masked import compute_approx_kl
+from openppo.models.padding import micro_batches
 from openppo.tracking import Metrics, progress
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
 
@@ -64,23 +65,25 @@ class ExperienceMaker:
         return self.add_advantages(self.run_models(trajectories), trajectories, metrics)
 
     @torch.no_grad()
-    def run_models(self, trajectories: Sequence[Trajectory]) -> list[Experience]:
+    def run_models(self, trajectories: Sequence[Trajectory], recompute: bool = True) -> list[Experience]:
         """Log-probs of actor and reference, entropy and values; needs no scores. Equally many forwards on all ranks.
+
+        Without ``recompute`` the trajectories' own log-probs stand for the actor's, and there is no entropy.
 
         Raises ``Interrupted`` on all ranks when it should be left.
         """
-        order = sorted(range(len(trajectories)), key=lambda i: len(trajectories[i].token_ids), reverse=True)
-        size = self.config.ppo.micro_rollout_batch_size
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        lengths, ppo = [len(trajectory.token_ids) for trajectory in trajectories], self.config.ppo
+        batches = micro_batches(lengths, ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens)
         n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
         made: dict[int, Experience] = {}
         for rows in progress(batches, "experience", enabled=self.comm.rank == 0):
             self.stop()
-            batch = self._forward(collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device))
+            batch = collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device)
+            batch = self._forward(batch, recompute)
             made.update(zip(rows, split_rows(batch), strict=True))
         for _ in range(n_forwards - len(batches)):
             self.stop()
-            self._forward(idle_experience().to(self.device))
+            self._forward(idle_experience().to(self.device), recompute)
         return [made[i] for i in range(len(trajectories))]
 
     def add_advantages(
@@ -107,10 +110,13 @@ class ExperienceMaker:
             batch = batch.with_fields(action_mask=overlong_mask(batch.action_mask, batch.truncated))
         return list(split_rows(batch))
 
-    def _forward(self, batch: Experience) -> Experience:
+    def _forward(self, batch: Experience, recompute: bool) -> Experience:
         inputs = batch.sequences, batch.attention_mask, batch.action_mask
-        log_probs, entropy = self.actor(*inputs, return_entropy=True)
-        batch = batch.with_fields(log_probs=log_probs, entropy=entropy)
+        if recompute:
+            log_probs, entropy = self.actor(*inputs, return_entropy=True)
+            batch = batch.with_fields(log_probs=log_probs, entropy=entropy)
+        else:
+            batch = batch.with_fields(log_probs=batch.rollout_log_probs)
         if self.critic is not None:
             batch = batch.with_fields(values=torch.where(batch.action_mask, self.critic(*inputs[:2]), 0.0))
         return batch if self.reference is None else batch.with_fields(ref_log_probs=self.reference(*inputs))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from openppo.config import RewardSourceConfig
 from openppo.models.masked import compute_approx_kl, masked_sum
 from openppo.models.rollout_correction import mismatch_metrics
@@ -22,8 +24,18 @@ def measure_scores(trajectories: Sequence[Trajectory], source: RewardSourceConfi
             metrics.add("reward/of_tokens", sum(trajectory.token_rewards))
 
 
+def measure_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, metrics: Metrics) -> None:
+    """How far the engine's log-probs (B, L) are from the actor's."""
+    for name, per_token, reduce in mismatch_metrics(log_probs, rollout_log_probs, mask):
+        metrics.add_tensor(name, per_token, mask, reduce=reduce)
+
+
 def measure_experience(batch: Experience, metrics: Metrics) -> None:
-    """Means over responses and over action tokens of everything that is known of ``batch``."""
+    """Means over responses and over action tokens of everything that is known of ``batch``.
+
+    Where log-probs were not recomputed there is no mismatch to see here, and the entropy is estimated: minus the mean
+    log-prob of what was sampled.
+    """
     mask = batch.action_mask
     assert batch.scores is not None
     assert batch.log_probs is not None
@@ -34,9 +46,10 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
             kl = compute_approx_kl(batch.log_probs, batch.ref_log_probs, mask, estimator)  # type: ignore[arg-type]
             metrics.add_tensor(name, kl, mask)
             metrics.add_tensor(f"{name}_per_response", masked_sum(kl, mask, -1))
-    for name, per_token, reduce in mismatch_metrics(batch.log_probs, batch.rollout_log_probs, mask):
-        metrics.add_tensor(name, per_token, mask, reduce=reduce)
-    for name, tensor in (("entropy", batch.entropy), ("values", batch.values), ("returns", batch.returns)):
+    if batch.entropy is not None:
+        measure_mismatch(batch.log_probs, batch.rollout_log_probs, mask, metrics)
+    entropy = -batch.log_probs if batch.entropy is None else batch.entropy
+    for name, tensor in (("entropy", entropy), ("values", batch.values), ("returns", batch.returns)):
         if tensor is not None:
             metrics.add_tensor(name, tensor, mask)
     if batch.values is not None and batch.returns is not None:

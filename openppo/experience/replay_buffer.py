@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from openppo.experience.collate import PER_ROW_FIELDS, idle_experience, join_rows, split_rows
+from openppo.models.padding import micro_batches
 from openppo.types import Comm, Experience, SingleProcess
 
 _EPS = 1e-8
@@ -82,19 +83,26 @@ class ReplayBuffer:
         ]
 
     def mini_batches(
-        self, batch_size: int, micro_batch_size: int, epochs: int, seed: int, start: int = 0
+        self,
+        batch_size: int,
+        micro_batch_size: int,
+        epochs: int,
+        seed: int,
+        start: int = 0,
+        micro_tokens: int | None = None,
     ) -> Iterator[MiniBatch]:
         """All ranks' samples, shuffled anew for each epoch from ``seed``, ``batch_size`` of them per optimizer step.
 
-        The last step of an epoch takes what is left. ``start`` mini-batches are left out. All ranks call this together,
-        with the same arguments.
+        The last step of an epoch takes what is left. ``start`` mini-batches are left out. Micro-batches have
+        ``micro_batch_size`` samples, or with ``micro_tokens`` as many as fit into that number of tokens with padding.
+        All ranks call this together, with the same arguments.
         """
         items = self._everyones()
         generator = torch.Generator().manual_seed(seed)
         orders = (torch.randperm(len(items), generator=generator).tolist() for _ in range(epochs))
         steps = (order[i : i + batch_size] for order in orders for i in range(0, len(order), batch_size))
         for step in islice(steps, start, None):
-            yield self._share([items[i] for i in step], micro_batch_size)
+            yield self._share([items[i] for i in step], micro_batch_size, micro_tokens)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All ranks' samples as flat CPU tensors, the same on every rank. All ranks call this together."""
@@ -108,17 +116,21 @@ class ReplayBuffer:
         rank, world = self.comm.rank, self.comm.world_size
         self.items = items[rank * len(items) // world : (rank + 1) * len(items) // world]
 
-    def _share(self, step: list[Experience], size: int) -> MiniBatch:
-        """This rank's micro-batches of a step. Ranks' shares differ by one sample at most."""
-        rank, world = self.comm.rank, self.comm.world_size
-        mine = step[rank * len(step) // world : (rank + 1) * len(step) // world]
-        mine = sorted(mine, key=lambda item: item.sequences.shape[1])  # less padding
-        largest = -(-len(step) // world)
-        micro_batches = [join_rows(mine[start : start + size]) for start in range(0, len(mine), size)]
-        while len(micro_batches) < -(-largest // size):
-            micro_batches.append(idle_experience(like=step[0]))
+    def _share(self, step: list[Experience], size: int, tokens: int | None) -> MiniBatch:
+        """This rank's micro-batches of a step. Ranks' shares differ by one sample at most, and little in tokens."""
+        world = self.comm.world_size
+        ordered = sorted(step, key=lambda item: item.sequences.shape[1], reverse=True)
+        rounds = [ordered[start : start + world] for start in range(0, len(ordered), world)]
+        shares: list[list[Experience]] = [[] for _ in range(world)]
+        for i, dealt in enumerate(rounds):  # to and fro, so that shares differ little
+            for place, item in enumerate(dealt):
+                shares[place if i % 2 == 0 else world - 1 - place].append(item)
+        plans = [micro_batches([item.sequences.shape[1] for item in share], size, tokens) for share in shares]
+        mine = shares[self.comm.rank]
+        joined = [join_rows([mine[i] for i in rows]) for rows in plans[self.comm.rank]]
+        joined += [idle_experience(like=step[0])] * (max(map(len, plans)) - len(joined))
         actions = [int(item.action_mask.sum()) for item in step]
-        return MiniBatch(micro_batches, n_tokens=sum(actions), n_sequences=sum(n > 0 for n in actions))
+        return MiniBatch(joined, n_tokens=sum(actions), n_sequences=sum(n > 0 for n in actions))
 
     def _everyones(self) -> list[Experience]:
         """All ranks' samples in rank order."""

@@ -8,6 +8,23 @@ import torch
 from torch import Tensor
 
 
+def micro_batches(lengths: Sequence[int], rows: int, tokens: int | None = None) -> list[list[int]]:
+    """Indices of sequences in batches of neighbours in length, the longest first.
+
+    A batch has at most ``rows`` of them, or with ``tokens`` as many as fit into that number of tokens, padding
+    included; one that is longer has a batch of its own.
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
+        last = batches[-1] if batches else []
+        full = len(last) == rows if tokens is None else last and (len(last) + 1) * lengths[last[0]] > tokens
+        if last and not full:
+            last.append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
 def pad_right(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Sequences int64 (B, L) padded on the right, and the bool (B, L) mask of real tokens, from the lengths."""
     lengths = torch.tensor([len(row) for row in rows])

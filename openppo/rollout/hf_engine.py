@@ -8,11 +8,17 @@ from itertools import count
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
+from openppo.rollout.row_cache import PromptCache, RowCache
 from openppo.rollout.sampling import request_uniforms, sample
 from openppo.tracking import progress
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens of one forward pass, padding included, unless a single prompt has more."""
+_ROOM_TO_REFILL = 1 / 8
+"""Share of the rows that must be free before waiting requests interrupt the others."""
 
 
 @dataclass
@@ -20,37 +26,21 @@ class _Request:
     number: int
     prompt_ids: list[int]
     params: SamplingParams
-    seed: int
+    uniforms: list[float]
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
-
-@dataclass
-class _Batch:
-    """Requests that are decoded together. Padding is on the left, here and nowhere else."""
-
-    requests: list[_Request]
-    cache: DynamicCache
-    attention_mask: Tensor  # bool (B, tokens so far)
-    next_input: Tensor  # int64 (B, 1): the token just sampled
-    uniforms: Tensor  # float64 (B, max_new_tokens)
-    steps: int = 1
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all other rows."""
-        self.requests = [self.requests[i] for i in rows.tolist()]
-        self.cache.batch_select_indices(rows)
-        self.attention_mask = self.attention_mask[rows]
-        self.next_input = self.next_input[rows]
-        self.uniforms = self.uniforms[rows]
+    @property
+    def max_length(self) -> int:
+        return len(self.prompt_ids) + self.params.max_new_tokens
 
 
 class HFEngine:
     """``Engine`` over a causal language model of transformers.
 
-    Waiting requests are taken in when the batch under way has ended, up to ``max_batch_size`` with equal
-    sampling parameters; finished rows leave the batch. A sampled id in ``eos_token_ids`` ends a response and
-    belongs to it. ``pad_token_id`` only fills places that the attention mask hides, so it may equal EOS.
+    Up to ``max_batch_size`` requests are decoded together. One that has ended leaves, and waiting requests take the
+    places that are free; equal prompts are read once. A sampled id in ``eos_token_ids`` ends a response and belongs to
+    it. ``pad_token_id`` only fills places that nothing looks at, so it may equal EOS.
 
     ``any_rank_busy`` puts several ranks in lockstep, for partitioned weights that cannot be gathered: it is
     asked before each step and combines the ranks' ``busy``; a rank with nothing to do then runs along. ``stop`` is
@@ -77,31 +67,36 @@ class HFEngine:
         self.version = 0
         self._numbers = count()
         self._waiting: list[_Request] = []
-        self._batch: _Batch | None = None
+        self._running: list[_Request] = []  # in the order of the cache's rows
+        self._cache: RowCache | None = None
         self._ended: dict[int, Completion] = {}
 
     @property
     def busy(self) -> bool:
         """True while a request waits or is being decoded."""
-        return self._batch is not None or bool(self._waiting)
+        return bool(self._running or self._waiting)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> int:
         """Queue a request and return its number."""
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
-        request = _Request(next(self._numbers), list(prompt_ids), params, seed)
+        uniforms = request_uniforms(seed, params.max_new_tokens).tolist()
+        request = _Request(next(self._numbers), list(prompt_ids), params, uniforms)
         self._waiting.append(request)
         return request.number
 
     @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
     def step(self) -> None:
-        """One forward pass of the model: decode one token per row, or prefill waiting requests, or run along."""
-        if self._batch is not None:
-            self._decode(self._batch)
-        elif self._waiting:
-            self._prefill(self._admit())
+        """One forward pass of the model: read waiting prompts, or decode one token per row, or run along."""
+        entering = self._admit()
+        if entering:
+            self._prefill(entering)
+        elif self._running:
+            self._decode()
         else:
             self.model(input_ids=self._tensor([[self.pad_token_id]]), use_cache=False)
+        if not self.busy:
+            self._cache = None
 
     def collect(self) -> dict[int, Completion]:
         """Completions that ended since the last call, by request number."""
@@ -126,42 +121,66 @@ class HFEngine:
 
     def _goes_on(self) -> bool:
         if self.stop.requested():
-            self._waiting, self._batch = [], None
+            self._waiting, self._running, self._cache = [], [], None
         return self.busy if self.any_rank_busy is None else self.any_rank_busy(self.busy)
 
     def _admit(self) -> list[_Request]:
-        params = self._waiting[0].params
-        taken = [request for request in self._waiting if request.params == params][: self.max_batch_size]
-        numbers = {request.number for request in taken}
-        self._waiting = [request for request in self._waiting if request.number not in numbers]
+        """Waiting requests whose prompts are read next; none if there is no room, or so little that more is worth
+        waiting for."""
+        free = self.max_batch_size - len(self._running)
+        if not self._waiting or free < min(len(self._waiting), max(1, _ROOM_TO_REFILL * self.max_batch_size)):
+            return []
+        taken: list[_Request] = []
+        prompts: set[tuple[int, ...]] = set()
+        width = 0
+        for request in self._waiting[:free]:
+            length = len(request.prompt_ids)
+            n_tokens = (len(prompts) + (tuple(request.prompt_ids) not in prompts)) * max(width, length)
+            wasteful = len(prompts) * width > PREFILL_TOKENS / 4 and not 0.8 * width < length <= width
+            if taken and (n_tokens > PREFILL_TOKENS or wasteful):
+                break
+            prompts.add(tuple(request.prompt_ids))
+            width = max(width, length)
+            taken.append(request)
         return taken
 
     def _prefill(self, requests: list[_Request]) -> None:
-        width = max(len(request.prompt_ids) for request in requests)
-        pads = [width - len(request.prompt_ids) for request in requests]
-        ids = [[self.pad_token_id] * pad + r.prompt_ids for pad, r in zip(pads, requests, strict=True)]
+        """One forward over the prompts of the first waiting ``requests``, padded on the left."""
+        if self._cache is None:
+            self._cache = RowCache(self.model.config.get_text_config().num_hidden_layers)
+        everyone = self._running + self._waiting
+        self._cache.reserve(min(self.max_batch_size, len(everyone)), max(r.max_length for r in everyone))
+        del self._waiting[: len(requests)]
+        prompts = list(dict.fromkeys(tuple(request.prompt_ids) for request in requests))
+        width = max(map(len, prompts))
         places = torch.arange(width, device=self._device)
-        mask = places >= self._tensor(pads)[:, None]  # (B, width)
-        cache = DynamicCache(config=self.model.config)
-        uniforms = torch.stack([request_uniforms(r.seed, r.params.max_new_tokens) for r in requests])
-        logits = self._forward(self._tensor(ids), mask, _positions(mask), cache)
-        if cache.get_seq_length() != width:
+        mask = places >= self._tensor([width - len(prompt) for prompt in prompts])[:, None]  # (prompts, width)
+        ids = self._tensor([[self.pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        cache = PromptCache(len(self._cache.own))
+        logits = self._forward(ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), cache)  # (prompts, V)
+        if not cache.filled:
             raise ValueError(
                 f"{type(self.model).__name__} keeps no key-value cache; such models cannot be sampled here."
             )
-        self._batch = _Batch(requests, cache, mask, self._tensor([[0]]), uniforms.to(self._device), steps=0)
-        self._accept(self._batch, logits)
+        rows = [prompts.index(tuple(request.prompt_ids)) for request in requests]
+        self._cache.enter(cache, rows, [len(request.prompt_ids) for request in requests])
+        first = len(self._running)
+        self._running += requests
+        self._accept(first, logits[self._tensor(rows)])
 
-    def _decode(self, batch: _Batch) -> None:
-        logits = self._forward(
-            batch.next_input, batch.attention_mask, _positions(batch.attention_mask)[:, -1:], batch.cache
-        )
-        self._accept(batch, logits)
+    def _decode(self) -> None:
+        """One forward over the last token of each row."""
+        assert self._cache is not None
+        ids = self._tensor([[request.token_ids[-1]] for request in self._running])
+        mask, positions = self._cache.next_column()
+        logits = self._forward(ids, mask, positions, self._cache)
+        self._cache.written()
+        self._accept(0, logits)
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: RowCache | PromptCache) -> Tensor:
         output = self.model(
             input_ids=ids,
-            attention_mask=mask.long(),
+            attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
@@ -169,29 +188,40 @@ class HFEngine:
         )
         return output.logits[:, -1]  # (B, V)
 
-    def _accept(self, batch: _Batch, logits: Tensor) -> None:
-        """Sample each row's next token, record it, and let ended rows go."""
-        params = batch.requests[0].params
-        tokens, log_probs = sample(logits, batch.uniforms[:, batch.steps], params)
-        batch.steps += 1
-        running = []
-        for row, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
-            request = batch.requests[row]
+    def _accept(self, first: int, logits: Tensor) -> None:
+        """Sample the next token of the rows from ``first`` on, record it, and let ended rows go."""
+        assert self._cache is not None
+        requests, ended = self._running[first:], []
+        tokens, log_probs = self._sample(requests, logits)
+        for row, request, token, log_prob in zip(count(first), requests, tokens, log_probs, strict=False):
             request.token_ids.append(token)
             request.log_probs.append(log_prob)
             if token in self.eos_token_ids:
                 self._end(request, FinishReason.EOS)
-            elif len(request.token_ids) == params.max_new_tokens:
+            elif len(request.token_ids) == request.params.max_new_tokens:
                 self._end(request, FinishReason.LENGTH)
             else:
-                running.append(row)
-        batch.next_input = tokens[:, None]
-        if not running:
-            self._batch = None
-            return
-        if len(running) < len(batch.requests):
-            batch.keep(self._tensor(running))
-        batch.attention_mask = torch.nn.functional.pad(batch.attention_mask, (0, 1), value=True)
+                continue
+            ended.append(row)
+        if ended:
+            for source, target in self._cache.leave(ended):
+                self._running[target] = self._running[source]
+            del self._running[len(self._running) - len(ended) :]
+
+    def _sample(self, requests: Sequence[_Request], logits: Tensor) -> tuple[list[int], list[float]]:
+        """The next token of each request and its log-prob."""
+        uniforms = self._tensor([request.uniforms[len(request.token_ids)] for request in requests], torch.float64)
+        kinds = list(dict.fromkeys(request.params for request in requests))
+        if len(kinds) == 1:
+            drawn, log_probs = sample(logits, uniforms, kinds[0])
+            return drawn.tolist(), log_probs.tolist()
+        tokens, chosen = [0] * len(requests), [0.0] * len(requests)
+        for kind in kinds:
+            rows = [row for row, request in enumerate(requests) if request.params == kind]
+            drawn, log_probs = sample(logits[rows], uniforms[rows], kind)
+            for row, token, log_prob in zip(rows, drawn.tolist(), log_probs.tolist(), strict=True):
+                tokens[row], chosen[row] = token, log_prob
+        return tokens, chosen
 
     def _end(self, request: _Request, reason: FinishReason) -> None:
         self._ended[request.number] = Completion(request.token_ids, request.log_probs, reason)
@@ -200,10 +230,5 @@ class HFEngine:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _tensor(self, values: list) -> Tensor:
-        return torch.tensor(values, device=self._device)
-
-
-def _positions(mask: Tensor) -> Tensor:
-    """Position ids (B, T) of left-padded rows: the first real token is at 0."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+    def _tensor(self, values: list, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)

@@ -43,7 +43,7 @@ def sample(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Te
         tokens = logits.argmax(-1)
         return tokens, torch.zeros(tokens.shape, device=tokens.device)
     log_probs = torch.log_softmax(warp_logits(logits, params), dim=-1)
-    cumulative = log_probs.double().exp().cumsum(-1)  # (B, V)
+    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)  # (B, V)
     total = cumulative[:, -1:]
     # Strictly below the total, and the first entry strictly above the target: never a token of probability 0.
     target = torch.minimum(uniforms[:, None].to(total) * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -8,7 +8,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -93,6 +93,8 @@ class DeepspeedStrategy:
         """Wrap a module whose parameters with ``requires_grad`` are trained with AdamW for ``total_steps`` steps."""
         if self.config.gradient_checkpointing:
             _enable_gradient_checkpointing(module)
+        if self.config.compile:
+            _compile_layers(module, self.device)
         module.to(self.device)
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = self._adam(trained, adam, learning_rate)
@@ -142,6 +144,16 @@ class DeepspeedStrategy:
     def any_rank(self, flag: bool) -> bool:
         """True on all ranks if ``flag`` is on one of them."""
         return bool(self.comm.all_reduce(torch.tensor(int(flag)), "max"))
+
+    @contextmanager
+    def for_generation(self, engine: TrainingEngine, in_lockstep: bool) -> Iterator[None]:
+        """Inside, tokens may be sampled: with whole weights, unless in lockstep, and layers that are not compiled."""
+        with ExitStack() as stack:
+            if not in_lockstep:
+                stack.enter_context(self.gathered(engine))
+            if self.config.compile:  # a decode step has another shape each time, and a cache
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
 
     @contextmanager
     def gathered(self, engine: TrainingEngine) -> Iterator[None]:
@@ -194,6 +206,20 @@ class DeepspeedStrategy:
 def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
     """The strategy for these options, with the process group joined."""
     return DeepspeedStrategy(config)
+
+
+def _compile_layers(module: nn.Module, device: torch.device) -> None:
+    """Have torch.compile take the repeated layers one by one: all of a model share one graph, whatever the shapes."""
+    if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise ValueError(
+            "--compile needs a C++ compiler (g++, or what CXX names) on CPUs; install one, or leave it out."
+        )
+    names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
+    layers = [child for child in module.modules() if type(child).__name__ in names]
+    if not layers:
+        raise ValueError(f"--compile: {type(module).__name__} does not name its layers; leave the flag away.")
+    for layer in layers:
+        layer.compile(dynamic=True)
 
 
 def _enable_gradient_checkpointing(module: nn.Module) -> None:

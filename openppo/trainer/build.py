@@ -65,7 +65,8 @@ def build_ppo_trainer(
     strategy.seed_per_rank()
 
     comm, pad, stop = strategy.comm, pad_token_id(tokenizer), SignalStop(strategy.comm)
-    engine = _engine(config, strategy, actor, tokenizer, stop)
+    rows = config.ppo.micro_rollout_batch_size if estimate is None else estimate.decode_rows
+    engine = _engine(config, strategy, actor, tokenizer, stop, rows)
     ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
     sampler = BatchSampler(len(data.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
@@ -101,6 +102,7 @@ def _engine(
     actor: TrainingEngine,
     tokenizer: PreTrainedTokenizerBase,
     stop: StopCheck,
+    max_rows: int,
 ) -> HFEngine:
     """Samples with the actor's own module."""
     policy: Any = actor.module.model
@@ -108,7 +110,7 @@ def _engine(
         policy,
         eos_token_ids(policy, tokenizer),
         pad_token_id(tokenizer),
-        config.ppo.micro_rollout_batch_size,
+        max_rows,
         any_rank_busy=None if strategy.fits_gathered(actor) else strategy.any_rank,
         show_progress=strategy.is_main,
         stop=stop,

@@ -47,6 +47,12 @@ class Parts:
     stop: StopCheck = field(default_factory=NeverStops)
     estimate: Estimate | None = None
 
+    def train(self, mode: bool = True) -> None:
+        """Switch actor and critic between training and evaluation mode."""
+        for engine in (self.actor, self.critic):
+            if engine is not None:
+                engine.train(mode)
+
 
 @dataclass
 class Progress:

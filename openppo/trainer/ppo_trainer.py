@@ -37,6 +37,7 @@ HEADLINE = (
     "time/step_s",
 )
 _N_LOGGED_SAMPLES = 4
+WaitForScores = Callable[[], int] | None
 
 
 class PPOTrainer:
@@ -119,10 +120,11 @@ class PPOTrainer:
         self.start_of_step = self.start_of_step or (ppo_state(self), get_random_state())
         with self.timer.phase("step"):
             if self.config.ppo.dynamic_sampling:
-                self._make_experience(self._useful_rollout(prompts, metrics), lambda: 0, metrics)
+                trajectories, scores = self._useful_rollout(prompts, metrics), None
             else:
                 trajectories = self._sample(prompts)
-                self._make_experience(trajectories, self._start_scoring(trajectories), metrics)
+                scores = self._start_scoring(trajectories)
+            self._make_experience(trajectories, metrics, scores, not self.config.takes_rollout_log_probs)
             reduced = self._finish_step()
         reduced |= self.timer.metrics(self.comm)
         self.timer.reset()
@@ -135,8 +137,11 @@ class PPOTrainer:
         return trajectories
 
     def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Make experience of this rank's scored trajectories and train on all ranks' for ``max_epochs``."""
-        self._make_experience(trajectories, lambda: 0, Metrics())
+        """Make experience of this rank's scored trajectories and train on all ranks' for ``max_epochs``.
+
+        The actor recomputes their log-probs, whatever ``--old_log_probs`` says.
+        """
+        self._make_experience(trajectories, Metrics())
         return self._finish_step()
 
     @phase("evaluation")
@@ -287,22 +292,16 @@ class PPOTrainer:
             prompts = self._next_prompts()
         metrics.add("sampled_batches", n_batches, reduce="max")
         metrics.add("useful_groups", n_groups, reduce="max")
-        if n_groups == 0 and self.parts.strategy.is_main:
-            logger.warning(
-                "dynamic sampling found no prompt whose responses got different rewards: nothing to train on"
-            )
         return self.rollout_step.first_groups(kept)
 
     def _make_experience(
-        self, trajectories: Sequence[Trajectory], wait_for_scores: Callable[[], int], metrics: Metrics
+        self, trajectories: Sequence[Trajectory], metrics: Metrics, scores: WaitForScores = None, recompute: bool = True
     ) -> None:
         """Fill the replay buffer; from here on the step is in progress."""
         with self.timer.phase("experience"):
-            for engine in (self.parts.actor, self.parts.critic):
-                if engine is not None:
-                    engine.train(False)
-            experiences = self.maker.run_models(trajectories)
-        metrics.add("reward_errors", self._wait(wait_for_scores), reduce="sum")
+            self.parts.train(False)
+            experiences = self.maker.run_models(trajectories, recompute)
+        metrics.add("reward_errors", 0 if scores is None else self._wait(scores), reduce="sum")
         with self.timer.phase("experience"):
             lambd_critic = 1.0 if self.update_step.pretrains_values else None
             self.replay_buffer.extend(self.maker.add_advantages(experiences, trajectories, metrics, lambd_critic))

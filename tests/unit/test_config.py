@@ -45,6 +45,10 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "stall_timeout": 2700.0,
         # PPO
         "num_episodes": 1,
+        "micro_rollout_tokens": None,
+        "micro_train_tokens": None,
+        "max_num_seqs": None,
+        "old_log_probs": "auto",
         "rollout_batch_size": 512,
         "micro_rollout_batch_size": 8,
         "train_batch_size": 128,
@@ -164,6 +168,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "gradient_checkpointing": False,
         "adam_offload": False,
         "zpg": 1,
+        "compile": False,
         "overlap_comm": False,
         "seed": 42,
         # logging
@@ -200,6 +205,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "target_modules": ("all-linear",),
         "load_in_4bit": False,
         "zpg": 1,
+        "compile": False,
         "overlap_comm": False,
         "eval_dataset": None,
         "eval_split": "test",

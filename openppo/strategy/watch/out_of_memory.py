@@ -17,7 +17,7 @@ _SIZES = """
     adam_offload lora_rank load_in_4bit buffer_cpu_offload
 """.split()
 """Options that decide what is in memory."""
-_GENERATION = ("--micro_rollout_batch_size", "--micro_batch_size", "--generate_max_len", "--prompt_max_len")
+_GENERATION = ("--max_num_seqs", "--micro_batch_size", "--generate_max_len", "--prompt_max_len")
 _SCORING = ("--micro_rollout_batch_size", "--micro_batch_size", "--generate_max_len")
 _TRAINING = (
     "--micro_train_batch_size",

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from openppo.models.log_probs import CHUNK_ELEMENTS
+from openppo.rollout.hf_engine import PREFILL_TOKENS
+from openppo.rollout.row_cache import SLACK_COLUMNS
 from openppo.trainer.estimate.shapes import ModelShape
 
 _FLOAT32 = 4
@@ -93,16 +95,14 @@ def inference_peak(shape: ModelShape, batch: Pass, s: int) -> int:
 
 
 def generation_peaks(shape: ModelShape, rows: int, prompt: int, new: int, s: int, warps: bool) -> tuple[int, int]:
-    """Bytes of the full key-value cache, and the most beside it: reading prompts or sampling the last token.
+    """Bytes of the key-value cache, and the most beside it: reading prompts or sampling.
 
-    The cache grows by one token at a time, so one layer's keys are there twice. While prompts are read, masked
-    attention repeats keys and values for each head, and the mask is made into numbers. ``sample`` holds logits,
-    log-probs and two float64 tensors (B, V), and four more float32 ones if top-k or top-p ``warps`` them.
+    While prompts are read, masked attention repeats keys and values for each head, and the mask is made into numbers.
+    ``sample`` holds logits, log-probs, probabilities and their float64 sums (B, V), and four more float32 tensors if
+    top-k or top-p ``warps`` them.
     """
-    cache = s * shape.cache_per_token * rows * (prompt + new)
-    grown = cache // (2 * shape.layers)
-    sampling = rows * shape.vocabulary * (s + _FLOAT32 + 2 * 8 + (4 * _FLOAT32 if warps else 0))
-    tokens = rows * prompt
+    cache = s * shape.cache_per_token * rows * (prompt + new + SLACK_COLUMNS)
+    sampling = rows * shape.vocabulary * (s + 2 * _FLOAT32 + 8 + (4 * _FLOAT32 if warps else 0))
+    tokens = min(rows * prompt, max(PREFILL_TOKENS, prompt))
     attention = s * (3 * shape.queries + 2 * shape.hidden) * tokens + (1 + s) * tokens * prompt
-    reading = max(passing_per_token(shape, s) * tokens, attention) - s * shape.cache_per_token * rows * new
-    return cache, max(grown + sampling, reading)
+    return cache, max(sampling, passing_per_token(shape, s) * tokens, attention)

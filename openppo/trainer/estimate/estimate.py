@@ -28,6 +28,7 @@ class Estimate:
 
     ``roles`` has by model what lasts on the device, ``host`` what lies in the host's memory (on CPUs the phases include
     it), ``sent`` what a rank sends in a global step by phase. ``device_memory`` is None where it is not known.
+    ``decode_rows`` is the number of responses decoded at the same time.
     ``changes`` are flags to change, as they are written, with a function that estimates the run with them.
     """
 
@@ -37,6 +38,7 @@ class Estimate:
     sent: dict[str, int]
     checkpoint: int
     n_ranks: int
+    decode_rows: int = 0
     device_memory: int | None = None
     changes: Sequence[tuple[str, Callable[[], Estimate]]] = ()
 

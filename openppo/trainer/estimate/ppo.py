@@ -27,6 +27,8 @@ _EXPERIENCE_BYTES = 8 + 2 + 8 * 4
 """For one token: id, two masks, and eight float32 fields of ``Experience``."""
 _TRAJECTORY_BYTES = 100
 """For one token: its places in four Python lists, and an int and a float object."""
+_DECODE_ROWS_ON_CPU, _DECODE_ROWS_ON_GPU = 64, 256
+_SHARE_FOR_CACHE = 0.5
 _SHARE_FOR_GATHERED_WEIGHTS = 0.5  # as in strategy/deepspeed.py
 
 
@@ -116,6 +118,7 @@ def estimate_ppo(run: PPORun) -> Estimate:
         host=host,
         sent=_sent(run),
         checkpoint=checkpoint_bytes(n["actor"], n.get("critic", 0), run.config.ppo.enable_ema),
+        decode_rows=decode_rows(run, lasting),
         n_ranks=run.n_ranks,
         device_memory=run.device_memory,
         changes=[
@@ -156,13 +159,25 @@ def _loading(states: dict[str, States]) -> Phase:
 
 def _generation(run: PPORun, states: dict[str, States], lasting: int) -> Phase:
     options, shape = run.config.generation, run.shapes["actor"]
-    rows = min(run.config.ppo.micro_rollout_batch_size, run.samples)
+    rows = min(decode_rows(run, lasting), run.samples)
     prompt, new = run.lengths.longest_prompt, options.generate_max_len
     warps = options.top_p < 1 or options.top_k is not None
     cache, beside = generation_peaks(shape, rows, prompt, new, run.setting.element, warps)
     weights = states["actor"].gathered_to_infer if _in_lockstep(run) else states["actor"].gathered_to_generate
     passing = {"gathered weights": weights, "key-value cache": cache, "sampling": beside}
     return Phase("generation", lasting, passing)
+
+
+def decode_rows(run: PPORun, lasting: int) -> int:
+    """Responses decoded at the same time: ``--max_num_seqs``, else what half of the memory beside ``lasting`` takes."""
+    if run.config.generation.max_num_seqs is not None:
+        return run.config.generation.max_num_seqs
+    rows = _DECODE_ROWS_ON_CPU if run.on_cpu else _DECODE_ROWS_ON_GPU
+    if run.device_memory is None:
+        return rows
+    shape, prompt = run.shapes["actor"], run.lengths.longest_prompt
+    of_one, _ = generation_peaks(shape, 1, prompt, run.config.generation.generate_max_len, run.setting.element, False)
+    return max(1, min(rows, int(_SHARE_FOR_CACHE * (run.device_memory - lasting)) // of_one))
 
 
 def _in_lockstep(run: PPORun) -> bool:

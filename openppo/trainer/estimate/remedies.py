@@ -12,6 +12,7 @@ from openppo.config.commands import SupervisedCommand
 Config = TypeVar("Config", TrainPPOConfig, SupervisedCommand)
 
 _LORA_RANK = 16
+_DECODE_ROWS = 64
 
 
 def ppo_changes(config: TrainPPOConfig) -> Iterator[tuple[str, TrainPPOConfig]]:
@@ -21,6 +22,9 @@ def ppo_changes(config: TrainPPOConfig) -> Iterator[tuple[str, TrainPPOConfig]]:
     rows, new = ppo.micro_rollout_batch_size // 2, generation.generate_max_len // 2
     if rows > 0:
         yield f"--micro_rollout_batch_size {rows}", replace(config, ppo=replace(ppo, micro_rollout_batch_size=rows))
+    seqs = (generation.max_num_seqs or _DECODE_ROWS) // 2
+    if seqs > 0:
+        yield f"--max_num_seqs {seqs}", replace(config, generation=replace(generation, max_num_seqs=seqs))
     if new > 0:
         yield f"--generate_max_len {new}", replace(config, generation=replace(generation, generate_max_len=new))
 

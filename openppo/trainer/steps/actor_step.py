@@ -7,6 +7,7 @@ from torch import Tensor
 
 from openppo.config import LossAggregation, TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS
+from openppo.experience.measure import measure_mismatch
 from openppo.experience.replay_buffer import MiniBatch
 from openppo.models.loss import policy_ratio
 from openppo.models.masked import compute_approx_kl
@@ -50,17 +51,25 @@ class ActorStep:
         self.loss_agg = loss_aggregation(config)
         self.policy_loss = policy_loss(config.loss)
 
-    def train(self, batch: MiniBatch, ptx_batch: TokenBatch | None, metrics: Metrics, kl_coef: float = 0.0) -> float:
+    def train(
+        self,
+        batch: MiniBatch,
+        ptx_batch: TokenBatch | None,
+        metrics: Metrics,
+        kl_coef: float = 0.0,
+        sampled_by_it: bool = False,
+    ) -> float:
         """Update the actor on one mini-batch, and on a batch of documents if given. Returns the gradient's norm.
 
-        ``kl_coef`` is the coefficient of the KL loss, if there is one. Nothing changes when the norm is not finite, and
-        when ``Interrupted`` is raised, on all ranks alike, before the step.
+        ``kl_coef`` is the coefficient of the KL loss, if there is one. ``sampled_by_it`` says that the samples are of
+        these very weights: log-probs that were not recomputed are then compared with the engine's. Nothing changes when
+        the norm is not finite, and when ``Interrupted`` is raised, on all ranks alike, before the step.
         """
         metrics.add("actor_learning_rate", self.engine.learning_rate, reduce="max")
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
             self.stop()
-            loss = self._loss(micro.to(self.device), batch, metrics, kl_coef)
+            loss = self._loss(micro.to(self.device), batch, metrics, kl_coef, sampled_by_it)
             self.engine.backward(loss * self.comm.world_size, last=ptx_batch is None and i == last)
         if ptx_batch is not None:
             self._accumulate_ptx(ptx_batch, metrics)
@@ -68,7 +77,9 @@ class ActorStep:
         metrics.add("actor_grad_norm", norm)
         return norm
 
-    def _loss(self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float) -> Tensor:
+    def _loss(
+        self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float, sampled_by_it: bool
+    ) -> Tensor:
         """This micro-batch's part of the mean over the step, a scalar."""
         assert micro.log_probs is not None
         assert micro.advantages is not None
@@ -81,6 +92,8 @@ class ActorStep:
             log_probs = self.engine(*inputs)
         loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask)  # (B, L)
         self._measure(loss, log_probs, micro, metrics)
+        if sampled_by_it and micro.entropy is None:
+            measure_mismatch(log_probs, micro.rollout_log_probs, mask, metrics)
         loss = loss * self._correction(micro, metrics)
         if self.config.kl.use_kl_loss:
             assert micro.ref_log_probs is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from openppo.rollout.rollout import check_weights, sample_trajectories, write_sc
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
 from openppo.types import Comm, NeverStops, Prompt, SamplingParams, StopCheck, Trajectory
+
+logger = logging.getLogger("openppo")
 
 
 class RolloutStep:
@@ -51,7 +54,7 @@ class RolloutStep:
     def full_weights(self) -> AbstractContextManager[None]:
         """Inside, the engine may decode: under ZeRO-3 the weights are gathered, unless ranks decode in lockstep."""
         self.actor.train(False)
-        return nullcontext() if self.engine.any_rank_busy is not None else self.strategy.gathered(self.actor)
+        return self.strategy.for_generation(self.actor, in_lockstep=self.engine.any_rank_busy is not None)
 
     def sample(self, prompts: Sequence[Prompt], first_group: int) -> list[Trajectory]:
         """Responses to this rank's share of ``prompts``, which are numbered from ``first_group`` in the whole run."""
@@ -99,6 +102,8 @@ class RolloutStep:
         """Of all ranks' groups the first ``rollout_batch_size``: dealt out as a rollout deals prompts."""
         everyones = [t for rank in self.comm.all_gather_object(list(trajectories)) for t in rank]
         groups = sorted({t.group for t in everyones})[: self.rollout_batch_size]
+        if not groups and self.comm.rank == 0:
+            logger.warning("no prompt's responses got different rewards: nothing to train on")
         mine = set(shard(groups, self.comm.rank, self.comm.world_size))
         return sorted((t for t in everyones if t.group in mine), key=lambda t: t.group)
 

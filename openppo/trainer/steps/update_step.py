@@ -50,12 +50,11 @@ class UpdateStep:
 
         ``FloatingPointError`` after ``--max_skipped_steps`` steps in a row that had to be skipped.
         """
-        for engine in (self.parts.actor, self.parts.critic):
-            if engine is not None:
-                engine.train()
+        self.parts.train()
         batch, epochs, done = self.config.batch, self.config.batch.max_epochs, step.optimizer_steps
         seed = self.config.deepspeed.seed + self.position.global_step
-        batches = buffer.mini_batches(batch.train_batch_size, batch.micro_train_batch_size, epochs, seed, start=done)
+        micro, tokens = batch.micro_train_batch_size, self.config.ppo.micro_train_tokens
+        batches = buffer.mini_batches(batch.train_batch_size, micro, epochs, seed, done, tokens)
         n_left = epochs * -(-step.n_samples // batch.train_batch_size) - done
         with progress(n_left, "training", enabled=self.parts.strategy.is_main) as bar:
             for mini_batch in batches:
@@ -77,7 +76,10 @@ class UpdateStep:
             self._next_documents = next(self._documents)
         documents = self._next_documents
         trained = self._whole_or_nothing(
-            "actor", lambda: self.actor_step.train(batch, documents, step.metrics, kl_coef), batch, step
+            "actor",
+            lambda: self.actor_step.train(batch, documents, step.metrics, kl_coef, step.optimizer_steps == 0),
+            batch,
+            step,
         )
         self._next_documents = None
         self.position.document_batches += bool(self.parts.documents)

@@ -53,6 +53,7 @@ DEEPSPEED: list[Flag] = [
     ("deepspeed", "max_norm", ["0.5"], 0.5),
     ("deepspeed", "seed", ["7"], 7),
     ("deepspeed", "zpg", ["2"], 2),
+    ("deepspeed", "compile", [], True),
     ("deepspeed", "overlap_comm", [], True),
 ]
 LORA: list[Flag] = [
@@ -138,6 +139,10 @@ FLAGS: dict[type, list[Flag]] = {
         ("generation", "temperature", ["0.7"], 0.7),
         ("generation", "top_p", ["0.9"], 0.9),
         ("generation", "top_k", ["40"], 40),
+        ("generation", "max_num_seqs", ["7"], 7),
+        ("loss", "old_log_probs", ["recompute"], "recompute"),
+        ("ppo", "micro_rollout_tokens", ["7"], 7),
+        ("ppo", "micro_train_tokens", ["7"], 7),
         ("evaluation", "eval_split", ["dev"], "dev"),
         ("evaluation", "eval_steps", ["10"], 10),
         ("model", "critic_lora_rank", ["7"], 7),

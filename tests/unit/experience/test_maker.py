@@ -360,3 +360,27 @@ def test_a_group_of_equal_totals_has_no_advantage_though_its_tokens_differ(traje
     rows[0].token_rewards, rows[1].token_rewards = [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]
     made = critic_free(advantage_estimator="group_norm", init_kl_coef=0.0).make(rows, Metrics())
     assert all(bool((experience.advantages == 0).all()) for experience in made)
+
+
+def test_the_engines_log_probs_stand_for_the_actors_where_asked(trajectories: list[Trajectory]) -> None:
+    """No forward of the actor; advantages and KL follow from the log-probs of the trajectories."""
+    calls: list[int] = []
+    made = maker(actor=lambda *_, **__: calls.append(1)).run_models(trajectories, recompute=False)
+    assert not calls
+    for row, experience in zip(trajectories, made, strict=True):
+        masked = [p if action else 0.0 for p, action in zip(row.log_probs, row.action_mask, strict=True)]
+        assert experience.log_probs[0].tolist() == pytest.approx(masked)
+        assert experience.entropy is None
+    recomputed = maker().run_models(trajectories)
+    assert all(torch.equal(a.values, b.values) for a, b in zip(made, recomputed, strict=True))
+
+
+def test_without_recomputed_log_probs_the_entropy_is_estimated_and_no_mismatch_is_claimed(
+    trajectories: list[Trajectory],
+) -> None:
+    metrics, one = Metrics(), maker()
+    one.add_advantages(one.run_models(trajectories, recompute=False), trajectories, metrics)
+    found = metrics.reduced(SingleProcess())
+    sampled = [p for row in trajectories for p, action in zip(row.log_probs, row.action_mask, strict=True) if action]
+    assert found["entropy"] == pytest.approx(-sum(sampled) / len(sampled))
+    assert not [name for name in found if name.startswith("rollout_")]

@@ -282,3 +282,28 @@ def test_a_saved_buffer_goes_on_where_it_stopped_on_any_number_of_ranks(
     of_ranks = on_ranks(after, rest)
     together = [sorted(itertools.chain(*of_step)) for of_step in zip(*of_ranks, strict=True)]
     assert together == [names(batch) for batch in whole[2:]]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_with_a_token_budget_ranks_run_equally_many_micro_batches_that_fit(world_size: int, on_ranks: OnRanks) -> None:
+    def work(comm: Any) -> list[MiniBatch]:
+        return list(filled(shares(world_size)[comm.rank], comm).mini_batches(N, 1, 1, 3, micro_tokens=14))
+
+    (batches,) = zip(*on_ranks(world_size, work), strict=True)
+    assert len({len(batch.micro_batches) for batch in batches}) == 1
+    assert sorted(name for batch in batches for name in names(batch)) == list(range(N))
+    sizes = [micro.sequences.numel() for batch in batches for micro in batch.micro_batches]
+    assert max(sizes) <= 14
+    assert len([micro for batch in batches for micro in batch.micro_batches if len(micro) > 1]) > 1
+
+
+def test_ranks_get_nearly_equally_many_tokens(on_ranks: OnRanks) -> None:
+    """Samples of 3 to 7 tokens, the shortest first: dealt out in that order one rank would have many more."""
+    ordered = sorted(SAMPLES, key=lambda s: s.sequences.shape[1])
+
+    def work(comm: Any) -> list[MiniBatch]:
+        return list(filled(ordered if comm.rank == 0 else [], comm).mini_batches(N, 2, 1, 3))
+
+    (batches,) = zip(*on_ranks(2, work), strict=True)
+    tokens = [sum(int(micro.attention_mask.sum()) for micro in batch.micro_batches) for batch in batches]
+    assert abs(tokens[0] - tokens[1]) <= 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from openppo.models.padding import pad_right
+from openppo.models.padding import micro_batches, pad_right
 
 
 def test_rows_are_padded_on_the_right_to_the_longest() -> None:
@@ -26,3 +26,12 @@ def test_rows_of_equal_length_get_no_padding(rows: list[list[int]]) -> None:
     sequences, mask = pad_right(rows, pad_token_id=0)
     assert sequences.tolist() == rows
     assert bool(mask.all())
+
+
+def test_micro_batches_hold_neighbours_in_length_and_no_more_than_fit() -> None:
+    lengths = [5, 9, 2, 2, 7, 1]
+    assert micro_batches(lengths, rows=4) == [[1, 4, 0, 2], [3, 5]]
+    assert micro_batches(lengths, rows=1) == [[1], [4], [0], [2], [3], [5]]
+    assert micro_batches(lengths, rows=1, tokens=14) == [[1], [4, 0], [2, 3, 5]]
+    assert micro_batches(lengths, rows=4, tokens=3) == [[1], [4], [0], [2], [3], [5]], "none is left out"
+    assert micro_batches([], rows=4) == []

@@ -31,44 +31,29 @@ VOCAB = 30
 class ScriptedModel(nn.Module):
     """A language model that, after a sequence of n real tokens, is sure of the token that its script has at n.
 
-    ``script`` maps a prompt's first token to the whole sequence. It needs no cache: the engine's calls are followed
-    by row, and finished rows are recognised as the engine drops them from the cache.
+    ``script`` maps a prompt's first token to the whole sequence. Its keys are the token ids themselves, so that it
+    knows of a sequence what the engine's cache gives back.
     """
 
     def __init__(self, scripts: dict[int, list[int]]) -> None:
         super().__init__()
         self.scripts = scripts
         self.weight = nn.Parameter(torch.zeros(1))
-        self.config = SimpleNamespace(eos_token_id=None)
+        text_config = SimpleNamespace(num_hidden_layers=1)
+        self.config = SimpleNamespace(eos_token_id=None, get_text_config=lambda: text_config)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, past_key_values: Any, **_: Any) -> Any:
         """Logits (B, 1, V) of the next token."""
-        lengths = attention_mask.sum(-1).tolist()
-        if input_ids.shape[1] > 1 or not hasattr(past_key_values, "first"):
-            starts = (attention_mask.long().argmax(-1)).tolist()
-            past_key_values.length = input_ids.shape[1]
-            past_key_values.first = torch.tensor(
-                [int(row[start]) for row, start in zip(input_ids, starts, strict=True)]
-            )
-        logits = torch.full((len(lengths), 1, VOCAB), -1e4)
-        for row, (first, length) in enumerate(zip(past_key_values.first.tolist(), lengths, strict=True)):
-            logits[row, 0, self.scripts[first][length]] = 1e4
+        new = input_ids[:, None, :, None]  # (B, heads, tokens, width)
+        keys, values = past_key_values.update(new, new, 0)
+        assert keys.equal(values)
+        logits = torch.full((len(input_ids), 1, VOCAB), -1e4)
+        for row, (ids, mask) in enumerate(zip(keys[:, 0, :, 0], attention_mask, strict=True)):
+            so_far = ids[mask].tolist()
+            script = self.scripts[so_far[0]]
+            assert so_far == script[: len(so_far)]
+            logits[row, 0, script[len(so_far)]] = 1e4
         return SimpleNamespace(logits=logits)
-
-
-class ScriptedCache:
-    """What the engine asks of a cache."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def get_seq_length(self) -> int:
-        """Tokens of the prefill."""
-        return self.length
-
-    def batch_select_indices(self, rows: torch.Tensor) -> None:
-        """Keep these rows."""
-        self.first = self.first[rows]
 
 
 @dataclass
@@ -176,9 +161,8 @@ def tokenizer(case: Case, make_tokenizer: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture
-def trajectories(case: Case, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> list[Trajectory]:
+def trajectories(case: Case, tokenizer: Any) -> list[Trajectory]:
     """Sampled by the real engine from the scripted model."""
-    monkeypatch.setattr("openppo.rollout.hf_engine.DynamicCache", ScriptedCache)
     model: Any = ScriptedModel({script[0]: script for script in case.scripts})
     engine = HFEngine(model, case.eos, pad_token_id(tokenizer), max_batch_size=8)
     prompts = [Prompt("", script[:n]) for script, n in zip(case.scripts, case.n_prompt, strict=True)]

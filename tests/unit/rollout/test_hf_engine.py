@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from openppo.models.actor import Actor
 from openppo.models.padding import pad_right
+from openppo.rollout import row_cache
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, FinishReason, SamplingParams
@@ -214,7 +215,7 @@ def test_requests_submitted_while_others_run_are_collected_once_each_and_unchang
     assert all(same(done[number], completion) for number, completion in zip(numbers, expected, strict=True))
 
 
-def test_a_step_is_one_forward_pass_and_finished_rows_leave_it(models: Models, prompts: Prompts) -> None:
+def test_a_step_is_one_forward_pass_without_equal_prompts_and_finished_rows(models: Models, prompts: Prompts) -> None:
     model, sizes = models["llama"], []
     hook = model.register_forward_hook(
         lambda _module, _args, kwargs, _output: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -226,7 +227,9 @@ def test_a_step_is_one_forward_pass_and_finished_rows_leave_it(models: Models, p
         hook.remove()
     lengths = [len(completion.token_ids) for completion in completions]
     still_running = [sum(length > step for length in lengths) for step in range(max(lengths))]
-    assert sizes == [(len(prompts), max(map(len, prompts))), *((rows, 1) for rows in still_running[1:])]
+    n_different = len(set(map(tuple, prompts)))
+    assert n_different < len(prompts)
+    assert sizes == [(n_different, max(map(len, prompts))), *((rows, 1) for rows in still_running[1:])]
 
 
 def test_requests_with_unequal_sampling_parameters_share_a_queue_but_not_each_others_parameters(
@@ -268,3 +271,45 @@ def test_weights_are_read_in_place(models: Models) -> None:
         with torch.no_grad():
             head.copy_(old)
     assert engine.generate([[3, 4]], params, [0])[0].token_ids == before
+
+
+@pytest.mark.parametrize("slack", [1, 64])
+def test_rows_that_enter_and_leave_have_the_log_probs_of_one_forward_over_their_own_tokens(
+    model: PreTrainedModel, slack: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty requests of unequal lengths take turns in five rows; columns are moved often with little slack."""
+    monkeypatch.setattr(row_cache, "SLACK_COLUMNS", slack)
+    rng = np.random.default_rng(slack)
+    requests = [
+        (rng.integers(1, VOCAB, rng.integers(1, 14)).tolist(), SamplingParams(int(rng.integers(1, 16)), 1.3))
+        for _ in range(40)
+    ]
+    engine, done, entered_late = engine_of(model, batch=5), {}, 0
+    numbers = [engine.submit(prompt, params, seed) for seed, (prompt, params) in enumerate(requests[:3])]
+    while engine.busy or len(numbers) < len(requests):
+        for prompt, params in requests[len(numbers) : len(numbers) + 2]:
+            entered_late += engine.busy
+            numbers.append(engine.submit(prompt, params, len(numbers)))
+        engine.step()
+        done |= engine.collect()
+    assert entered_late > 20
+    actor = Actor(model, temperature=1.3)
+    for number, (prompt, _) in zip(numbers, requests, strict=True):
+        sequences, mask = pad_right([prompt + done[number].token_ids], 0)
+        with torch.no_grad():
+            expected = actor(sequences, mask)[0, len(prompt) :].tolist()
+        assert done[number].log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_short_and_long_prompts_are_not_read_in_one_padded_forward(models: Models) -> None:
+    """Of 2000 places less than a quarter would be tokens."""
+    model, sizes = models["llama"], []
+    hook = model.register_forward_hook(
+        lambda _module, _args, kwargs, _output: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    prompts = [[1 + i % 20 for i in range(start, start + length)] for start, length in enumerate([60] * 20 + [5] * 20)]
+    try:
+        engine_of(model, eos=[], batch=64).generate(prompts, SamplingParams(1), seeds_for(prompts))
+    finally:
+        hook.remove()
+    assert sizes == [(20, 60), (20, 5)]

@@ -56,7 +56,7 @@ def flags(phase: str, **options: Any) -> str:
 
 
 def test_each_phase_has_remedies_of_its_own() -> None:
-    assert "--micro_rollout_batch_size" in flags("generation")
+    assert "--max_num_seqs" in flags("generation")
     assert "--micro_train_batch_size" not in flags("generation")
     assert "--micro_train_batch_size" in flags("training")
     assert "--gradient_checkpointing" in flags("training")

@@ -344,3 +344,26 @@ def test_an_algorithm_brings_its_own_normalization_unless_told_otherwise(
     options: dict[str, str], expected: str
 ) -> None:
     assert loss_aggregation(changed(**options)) == expected
+
+
+def test_the_mismatch_is_measured_on_the_weights_that_sampled_where_log_probs_were_not_recomputed(
+    causal: Any, engine_of: EngineOf, rows: list[Experience]
+) -> None:
+    gap = 0.25
+    actor = Actor(causal, temperature=TEMPERATURE)
+    with torch.no_grad():
+        shifted = [
+            row.with_fields(rollout_log_probs=actor(row.sequences, row.attention_mask, row.action_mask) - gap)
+            for row in rows
+        ]
+    for fresh, entropy in ((True, False), (False, False), (True, True)):
+        batch = [row.with_fields(entropy=torch.zeros_like(row.returns)) for row in shifted] if entropy else shifted
+        metrics = Metrics()
+        ActorStep(engine_of(actor), CONFIG, SingleProcess(), CPU).train(
+            mini_batch(batch, 2), None, metrics, sampled_by_it=fresh
+        )
+        found = metrics.reduced(SingleProcess())
+        if fresh and not entropy:
+            assert found["rollout_log_prob_gap"] == pytest.approx(gap, abs=1e-5)
+        else:
+            assert "rollout_log_prob_gap" not in found

@@ -39,8 +39,8 @@ class Strategy:
         self.n_gathered = 0
 
     @contextlib.contextmanager
-    def gathered(self, engine: Any) -> Iterator[None]:
-        self.n_gathered += 1
+    def for_generation(self, engine: Any, in_lockstep: bool) -> Iterator[None]:
+        self.n_gathered += not in_lockstep
         yield
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    DynamicCache,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -15,6 +14,7 @@ from transformers import (
 )
 
 from openppo.models import Actor
+from openppo.rollout.row_cache import PromptCache, RowCache
 from openppo.trainer.estimate.activations import (
     Pass,
     generation_peaks,
@@ -76,11 +76,13 @@ def test_what_a_forward_saves_is_counted(
     assert counted == pytest.approx(saved_bytes(Actor(model, lora_rank=lora_rank).train(), *batch), rel=0.03)
 
 
-def test_the_cache_of_generation_is_that_of_transformers() -> None:
+def test_the_cache_of_generation_is_the_engines() -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS[2], dtype=torch.float32)
-    cache = DynamicCache(config=model.config)
-    model(torch.zeros(ROWS, LENGTH, dtype=torch.int64), past_key_values=cache, use_cache=True)
-    real = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    cache, prompts = RowCache(model.config.num_hidden_layers), PromptCache(model.config.num_hidden_layers)
+    model(torch.zeros(ROWS, PROMPT, dtype=torch.int64), past_key_values=prompts, use_cache=True)
+    cache.reserve(ROWS, LENGTH)
+    cache.enter(prompts, range(ROWS), [PROMPT] * ROWS)
+    real = sum(t.nbytes for layer in cache.own for t in (layer.keys, layer.values))
     counted, _ = generation_peaks(model_shape(CONFIGS[2], "vocabulary"), ROWS, PROMPT, LENGTH - PROMPT, 4, False)
     assert counted == real
 

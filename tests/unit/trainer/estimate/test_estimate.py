@@ -55,7 +55,7 @@ def test_the_host_is_the_device_on_cpus(shapes: dict[str, ModelShape], ppo_confi
     [
         ({"micro_train_batch_size": 1}, "training", 1),
         ({"gradient_checkpointing": True}, "training", 1),
-        ({"micro_rollout_batch_size": 1}, "generation", 1),
+        ({"max_num_seqs": 2}, "generation", 1),
         ({"micro_rollout_batch_size": 1}, "experience", 1),
         ({"generate_max_len": 10}, "experience", 1),
         ({"lora_rank": 4}, "training", 100),

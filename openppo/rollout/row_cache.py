@@ -1,0 +1,212 @@
+"""Keys and values of rows that are decoded together, in buffers that are written in place.
+
+Rows come and go: all of them end at the same column, and each begins where its prompt does. So a decode step writes
+one column, and a row that enters is copied in as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+SLACK_COLUMNS = 64
+"""Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""
+
+
+@dataclass
+class _Window:
+    """What all layers share: ``n_rows`` rows lie in columns ``start`` to ``end``, the last not included."""
+
+    n_rows: int = 0
+    start: int = 0
+    end: int = 0
+
+
+class _Layer(CacheLayerMixin):
+    """The part of a cache that transformers' attention layers see."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, window: _Window) -> None:
+        super().__init__()
+        self.window = window
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: ``RowCache`` makes the buffers."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one column; returns all columns of all rows, (rows, heads, columns, width) each."""
+        n, start, end = self.window.n_rows, self.window.start, self.window.end
+        self.keys[:n, :, end : end + 1] = key_states
+        self.values[:n, :, end : end + 1] = value_states
+        return self.keys[:n, :, start : end + 1], self.values[:n, :, start : end + 1]
+
+    def get_seq_length(self) -> int:
+        """Columns before the one that is being written."""
+        return self.window.end - self.window.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+
+class _PromptLayer(CacheLayerMixin):
+    """Remembers the keys and values of one forward over prompts."""
+
+    keys: Any
+    values: Any
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keep them, and return them as they are."""
+        self.keys, self.values, self.is_initialized = key_states, value_states, True
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Before the forward: none."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+
+class PromptCache(Cache):
+    """For one forward over prompts, padded on the left; its rows then enter a ``RowCache``."""
+
+    def __init__(self, n_layers: int) -> None:
+        self.own = [_PromptLayer() for _ in range(n_layers)]
+        super().__init__(layers=list(self.own))
+
+    @property
+    def filled(self) -> bool:
+        """Whether each layer has written its keys."""
+        return all(layer.is_initialized for layer in self.own)
+
+
+class RowCache(Cache):
+    """Keys and values of the rows that are decoded; ``reserve`` says how many and how long they may become."""
+
+    def __init__(self, n_layers: int) -> None:
+        self.window = _Window()
+        self.own = [_Layer(self.window) for _ in range(n_layers)]
+        super().__init__(layers=list(self.own))
+        self.shape = (0, 0)
+        """Rows and columns there is room for."""
+        self.starts: list[int] = []
+        """The first column of each row."""
+        self._mask = torch.zeros(0, 0, dtype=torch.bool)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [self.window.end - start for start in self.starts]
+
+    def reserve(self, max_rows: int, max_length: int) -> None:
+        """Make room for so many rows of so many tokens; what is there stays."""
+        rows, columns = self.shape
+        if max_rows > rows or max_length >= columns:
+            if rows > 0:  # requests come while others run: they will again
+                max_rows = max(max_rows, min(2 * rows, 4 * max_rows))
+            self.shape = (max(max_rows, rows), max(max_length + SLACK_COLUMNS, columns))
+            for layer in self.own:
+                if layer.is_initialized:
+                    layer.keys, layer.values = self._larger(layer.keys), self._larger(layer.values)
+            self._mask = torch.zeros(self.shape, dtype=torch.bool)
+            self._write_mask(0)
+
+    def enter(self, prompts: PromptCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Add rows: copies of ``rows`` of ``prompts``, of which the last ``lengths`` tokens are real."""
+        window, first, n_new = self.window, self.window.n_rows, len(rows)
+        width = prompts.own[0].keys.shape[2]
+        if width > window.end:
+            self._move(width - window.end)
+        indices = torch.tensor(rows, device=prompts.own[0].keys.device)
+        for mine, theirs in zip(self.own, prompts.own, strict=True):
+            if not mine.is_initialized:
+                mine.keys, mine.values = self._larger(theirs.keys[:0]), self._larger(theirs.values[:0])
+                mine.is_initialized = True
+            for kept, new in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                kept[first : first + n_new, :, window.end - width : window.end] = new[indices]
+        self.starts += [window.end - length for length in lengths]
+        window.n_rows += n_new
+        window.start = min(self.starts)
+        self._write_mask(first)
+
+    def leave(self, gone: Sequence[int]) -> list[tuple[int, int]]:
+        """Drop rows; the last rows take their places. Returns (from, to) of those that moved."""
+        n_left = self.window.n_rows - len(gone)
+        dropped = set(gone)
+        sources = [row for row in range(n_left, self.window.n_rows) if row not in dropped]
+        moves = list(zip(sources, sorted(row for row in gone if row < n_left), strict=True))
+        columns = slice(self.window.start, self.window.end)
+        for source, target in moves:
+            for layer in self.own:
+                layer.keys[target, :, columns] = layer.keys[source, :, columns]
+                layer.values[target, :, columns] = layer.values[source, :, columns]
+            self._mask[target] = self._mask[source]
+            self.starts[target] = self.starts[source]
+        del self.starts[n_left:]
+        self.window.n_rows = n_left
+        if n_left == 0:
+            self.window.end = 0
+        self.window.start = min(self.starts, default=0)
+        return moves
+
+    def next_column(self) -> tuple[Tensor, Tensor]:
+        """For a forward over each row's next token: bool mask (rows, columns so far + 1) and position ids (rows, 1)."""
+        if self.window.end == self.shape[1]:
+            self._move(-self.window.start)
+        window = self.window
+        assert window.end < self.shape[1], "a row is longer than was reserved"
+        mask = self._mask[: window.n_rows, window.start : window.end + 1]
+        return mask, torch.tensor(self.lengths, device=mask.device)[:, None]
+
+    def written(self) -> None:
+        """The forward has been made."""
+        self.window.end += 1
+
+    def _larger(self, tensor: Tensor) -> Tensor:
+        """A copy (rows, heads, columns, width) with room for all rows and columns, and zeros there.
+
+        Zeros, since what is masked must be finite: 0 x NaN is NaN.
+        """
+        rows, heads, columns, width = tensor.shape
+        larger = tensor.new_zeros((self.shape[0], heads, self.shape[1], width))
+        if rows > 0:
+            larger[:rows, :, :columns] = tensor
+        return larger
+
+    def _move(self, columns: int) -> None:
+        """Shift all rows to the right, or with negative ``columns`` to the left."""
+        window = self.window
+        old, new = slice(window.start, window.end), slice(window.start + columns, window.end + columns)
+        for layer in self.own if window.n_rows > 0 else ():
+            for buffer in (layer.keys, layer.values):
+                buffer[: window.n_rows, :, new] = buffer[: window.n_rows, :, old].clone()
+        window.start, window.end = new.start, new.stop
+        self.starts = [start + columns for start in self.starts]
+        self._write_mask(0)
+
+    def _write_mask(self, first: int) -> None:
+        """Which columns belong to the rows from ``first`` on."""
+        device = self.own[0].keys.device if self.own[0].is_initialized else self._mask.device
+        self._mask = self._mask.to(device)
+        starts = torch.tensor(self.starts[first:], device=device)
+        self._mask[first : len(self.starts)] = torch.arange(self.shape[1], device=device) >= starts[:, None]
