@@ -1,0 +1,101 @@
+"""One PPO iteration of OpenPPO, TRL 1.12.0 and OpenRLHF 0.6.1 on two CPU cores, on the same models and prompts.
+
+    bash benchmarks/peers/setup.sh                 # the peers' environments, once
+    python benchmarks/cpu_peers.py --quick         # at most 15 minutes
+    python benchmarks/cpu_peers.py --write         # the full run, kept in benchmarks/results
+
+64 prompts a batch, one response each, one optimizer step in micro-batches of 8, one process with two threads; the
+workloads are described in benchmarks/peers/workload.py. Every participant is a process of its own that has loaded
+everything; in turns each runs one iteration, so that all see the same machine. An iteration during which other
+processes were at work (the bounds are in benchmarks/peers/measure.py) is discarded and repeated. Shown are medians,
+ratios of a peer's median iteration to OpenPPO's, and whether they reach the targets. OpenPPO runs with its defaults,
+the peers with the fastest settings that we found: TRL samples in batches of 64, on W2 also in batches of 8 and the
+faster counts; OpenRLHF in batches of 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import decode
+from peers.interleave import (
+    CACHE,
+    Entry,
+    Rounds,
+    describe_machine,
+    prepare_assets,
+    run_cell,
+    say,
+    write_results,
+)
+from peers.measure import STALL_BOUND, ratio_table, speed_table
+
+CELLS = {"w1-float32": "W1 float32", "w1-bf16": "W1 bf16", "w2-float32": "W2 float32"}
+PARTICIPANTS = ("openppo", "openppo-compile", "trl", "openrlhf")
+FULL, QUICK = Rounds(2, 7, 7), Rounds(1, 3, 1)
+QUICK_CELL_S = 230  # from loading on
+
+
+def entries(cell: str, only: list[str], quick: bool) -> list[Entry]:
+    """The participants of a cell."""
+    openrlhf = Entry("OpenRLHF 0.6.1", "openrlhf_step.py", environment="openrlhf")
+    found = {
+        "openppo": [Entry("OpenPPO", "openppo_step.py")],
+        "openppo-compile": [Entry("OpenPPO --compile", "openppo_step.py", ("--compile",))],
+        "trl": [Entry("TRL 1.12.0", "trl_step.py", environment="trl")],
+        "openrlhf": [openrlhf],
+    }
+    if cell == "w2-float32":  # at 64 its padding follows the longest response, at 8 it decodes eight times
+        by_eight = Entry("TRL 1.12.0 (rollout 8)", "trl_step.py", ("--rollout_micro", "8"), "trl")
+        found["trl"] = [by_eight] if quick else [by_eight, *found["trl"]]
+    return [entry for name in only for entry in found[name]]
+
+
+def main() -> None:
+    """Parse the command line, run, print and perhaps write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one warm-up and at most three iterations each")
+    parser.add_argument("--only", nargs="+", choices=PARTICIPANTS, default=list(PARTICIPANTS))
+    parser.add_argument("--workloads", nargs="+", choices=[*CELLS, "decode"], default=[*CELLS, "decode"])
+    parser.add_argument("--environments", type=Path, default=CACHE, help="the folder given to peers/setup.sh")
+    parser.add_argument("--assets", type=Path, default=CACHE / "assets", help="models and prompts, built on first use")
+    parser.add_argument("--write", action="store_true", help="keep the tables in benchmarks/results")
+    arguments = parser.parse_args()
+    prepare_assets(arguments.assets)
+
+    lines: list[str] = []
+    versions: dict[str, dict[str, str]] = {}
+    for cell in (cell for cell in CELLS if cell in arguments.workloads):
+        say(f"{CELLS[cell]}:")
+        rounds = QUICK if arguments.quick else FULL
+        deadline = time.monotonic() + (QUICK_CELL_S if arguments.quick else float("inf"))
+        workload, dtype = cell.split("-")
+        given = ["--assets", str(arguments.assets.resolve()), "--workload", workload, "--dtype", dtype]
+        summaries, used = run_cell(
+            entries(cell, arguments.only, arguments.quick),
+            given,
+            arguments.environments,
+            Rounds(rounds.warm_up, rounds.measured, rounds.extra, deadline),
+        )
+        versions |= used
+        if summaries:
+            lines += [f"## {CELLS[cell]}", "", *speed_table(summaries), "", *ratio_table(CELLS[cell], summaries), ""]
+    if "decode" in arguments.workloads:
+        table, used = decode.measure(arguments.assets, arguments.environments, arguments.quick)
+        lines += ["## Decoding", "", *table, ""]
+        versions |= used
+    lines += [
+        "Medians of the iterations kept, each column its own; discarded are those in which other processes stalled it "
+        f"for more than {STALL_BOUND:.0%} of its time. In brackets: none was quiet.",
+        "",
+        *describe_machine(versions),
+    ]
+    say("\n" + "\n".join(lines))
+    if arguments.write:
+        write_results("cpu-peers", "PPO on two CPU cores, beside TRL and OpenRLHF", lines)
+
+
+if __name__ == "__main__":
+    main()

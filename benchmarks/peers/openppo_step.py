@@ -1,0 +1,132 @@
+"""OpenPPO as a participant: ``trainer.step(prompts)`` with the library's defaults.
+
+Given are the batch sizes of the workload, its lengths and the dtype; ``--compile`` adds the option of that name. With
+``--parts`` it also reports what the engines take: generation, forwards, backwards and optimizer steps.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import turns
+
+
+class PartTimers:
+    """Seconds spent in calls of the engines; of nested calls the outermost counts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._running = False
+
+    def wrap(self, owner: Any, name: str, part: str) -> None:
+        """Count the time of ``owner.name`` as ``part``."""
+        call: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._running:
+                return call(*args, **kwargs)
+            self._running, start = True, time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._running = False
+                self.seconds[part] += time.perf_counter() - start
+
+        setattr(owner, name, timed)
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last call."""
+        taken = {f"part_{name}": value for name, value in self.seconds.items()}
+        self.seconds.clear()
+        return taken
+
+
+def time_parts(trainer: Any) -> PartTimers:
+    """Timers around all calls of models in a step."""
+    from openppo.strategy.engine import TrainingEngine
+
+    timers, parts = PartTimers(), trainer.parts
+    timers.wrap(parts.engine, "generate", "generation")
+    timers.wrap(TrainingEngine, "__call__", "forward")
+    timers.wrap(TrainingEngine, "backward", "backward")
+    timers.wrap(TrainingEngine, "step", "optimizer")
+    for frozen in (parts.maker.reference, parts.scorer.model):
+        timers.wrap(frozen, "forward", "forward")
+    return timers
+
+
+def options(arguments: Any, folder: str) -> dict[str, Any]:
+    """Options of train_ppo by name."""
+    models = arguments.assets / arguments.workload
+    return {
+        "pretrain": str(models / "policy"),
+        "reward_pretrain": str(models / "reward"),
+        "prompt_data": str(arguments.assets / "prompts.jsonl"),
+        "input_key": "input",
+        "prompt_max_len": 64,
+        "generate_max_len": turns.NEW_TOKENS[arguments.workload],
+        "rollout_batch_size": turns.BATCH,
+        "train_batch_size": turns.BATCH,
+        "micro_train_batch_size": turns.MICRO_TRAIN_BATCH,
+        "bf16": arguments.dtype == "bf16",
+        "save_path": folder,
+    }
+
+
+def main() -> None:
+    """Load, then take turns."""
+    parser = turns.options(__doc__)
+    parser.add_argument("--compile", action="store_true", help="with the option --compile of train_ppo")
+    parser.add_argument("--parts", action="store_true", help="time the engines' calls too")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[], help="responses of each turn; all else 64")
+    arguments = parser.parse_args()
+    clock = turns.Turns()
+
+    import deepspeed
+    import torch
+    import transformers
+
+    from openppo.config import TrainPPOConfig, flat_dict, from_options
+    from openppo.trainer import build_ppo_trainer, quiet_libraries
+
+    quiet_libraries()
+    turns.use_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / os.environ.get("RANK", "0")
+        given = options(arguments, str(own))
+        if arguments.compile:
+            if "compile" not in flat_dict(from_options(TrainPPOConfig, **given)):
+                clock.skip("this OpenPPO has no option --compile")
+            given["compile"] = True
+        trainer = build_ppo_trainer(from_options(TrainPPOConfig, **given))
+        timers = time_parts(trainer) if arguments.parts else None
+        batches = trainer.prompt_batches()
+        clock.ready(torch=torch.__version__, transformers=transformers.__version__, deepspeed=deepspeed.__version__)
+        for turn in clock:
+            prompts = next(batches)
+            if turn < len(arguments.sizes):
+                prompts = trainer.parts.prompts[: arguments.sizes[turn]]
+            metrics = trainer.step(prompts)
+            trainer.report(metrics)
+            clock.report(**phases(metrics, len(prompts)), **(timers.take() if timers else {}))
+        trainer.close()
+
+
+def phases(metrics: dict[str, float], n_responses: int) -> dict[str, float]:
+    """Seconds of the phases and response tokens, from the metrics of a step."""
+    return {
+        "generation": metrics["time/generation_s"],
+        "experience": metrics["time/experience_s"] + metrics["time/scoring_s"],
+        "training": metrics["time/training_s"],
+        "tokens": round(metrics["response_length"] * n_responses),
+    }
+
+
+if __name__ == "__main__":
+    main()
