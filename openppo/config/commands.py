@@ -54,6 +54,10 @@ class TrainPPOConfig:
         validate_lora(self.lora, self.deepspeed, self.model.pretrain, self.run.save_path)
         _validate_keep_best(self.checkpoint, self.evaluation.eval_data, "--eval_data")
         self._validate_sizes(world_size)
+        require(
+            self.generation.rollout_engine == "hf" or not self.lora.load_in_4bit,
+            "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out.",
+        )
         buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
         require(
             buffer is None or buffer <= longest,

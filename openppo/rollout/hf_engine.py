@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from openppo.rollout.engine import PolicyWeights
 from openppo.rollout.sampling import request_uniforms, sample
 from openppo.tracking import progress
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
@@ -123,6 +125,10 @@ class HFEngine:
                 bar.update(len(ended))
         self.stop()
         return [done[i] for i in range(len(prompts))]
+
+    def awake(self, weights: PolicyWeights) -> AbstractContextManager[None]:
+        """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
+        return nullcontext() if self.any_rank_busy is not None else weights.gathered()
 
     def _goes_on(self) -> bool:
         if self.stop.requested():
