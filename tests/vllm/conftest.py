@@ -1,4 +1,4 @@
-"""A model that vLLM's CPU build can run, and a way to start processes: vLLM changes the process that it is loaded into."""
+"""A model that vLLM's CPU build can run, and a way to start processes: vLLM changes the one that it is loaded into."""
 
 import importlib.util
 import json
