@@ -162,37 +162,45 @@ class VLLMEngine:
 
 
 def _start(name: str, options: VLLMOptions, sleeps: bool) -> Any:
-    """An ``LLM`` in this process and process group."""
+    """An ``LLM`` in this process and process group. ``ValueError`` for what vLLM finds wrong with model and options."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before the import, like all of these
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM
 
-    with _same_threads():
-        return LLM(
-            model=name,
-            dtype="bfloat16" if options.bf16 else "float32",
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            trust_remote_code=options.trust_remote_code,
-            max_model_len=options.max_tokens,
-            gpu_memory_utilization=options.memory_share,
-            seed=options.seed,
-            distributed_executor_backend="external_launcher",  # takes the process group that is there
-            generation_config="vllm",  # not the model's: OpenPPO's options are all that counts
-            logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p
-            enforce_eager=not torch.cuda.is_available(),  # without CUDA graphs compiling gains little
-            enable_sleep_mode=sleeps,
-        )
+    arguments: dict[str, Any] = {
+        "dtype": "bfloat16" if options.bf16 else "float32",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "trust_remote_code": options.trust_remote_code,
+        "max_model_len": options.max_tokens,
+        "gpu_memory_utilization": options.memory_share,
+        "seed": options.seed,
+        "distributed_executor_backend": "external_launcher",  # takes the process group that is there
+        "generation_config": "vllm",  # not the model's: OpenPPO's options are all that counts
+        "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
+        "enforce_eager": not torch.cuda.is_available(),  # without CUDA graphs compiling gains little
+        "enable_sleep_mode": sleeps,
+    }
+    try:
+        with _same_threads():
+            return LLM(model=name, **arguments)
+    except ValueError as error:
+        raise ValueError(
+            f"--rollout_engine vllm with --vllm_gpu_memory_utilization {options.memory_share}: vLLM cannot start on "
+            f"{name}: {error}"
+        ) from error
 
 
 @contextmanager
 def _same_threads() -> Iterator[None]:
     """vLLM sets torch's number of threads, on a CPU for good; the trainer keeps its own."""
     set_threads, n_threads = torch.set_num_threads, torch.get_num_threads()
-    yield
-    torch.set_num_threads = set_threads
-    torch.set_num_threads(n_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(n_threads)
 
 
 def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

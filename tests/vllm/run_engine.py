@@ -158,6 +158,10 @@ def main() -> None:
     change(tied, 3)
     tied.save_pretrained(out / "tied")
     result["greedy tied"] = greedy(engine_of(models / "tied"), Weights(tied))
+    try:
+        VLLMEngine(str(models / "llama"), VLLMOptions(bf16=False, max_tokens=100_000, memory_share=0.1), EOS)
+    except ValueError as error:
+        result["refused"] = str(error)
     (out / "result.json").write_text(json.dumps(result))
 
 
