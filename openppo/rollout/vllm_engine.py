@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -184,12 +185,16 @@ def _start(name: str, options: VLLMOptions, sleeps: bool) -> Any:
     }
     try:
         with _same_threads():
-            return LLM(model=name, **arguments)
+            llm = LLM(model=name, **arguments)
     except ValueError as error:
         raise ValueError(
             f"--rollout_engine vllm with --vllm_gpu_memory_utilization {options.memory_share}: vLLM cannot start on "
             f"{name}: {error}"
         ) from error
+    for value in vars(llm.llm_engine.engine_core).values():
+        if isinstance(value, weakref.finalize):  # it would destroy the trainer's process group, at the latest at exit
+            value.detach()
+    return llm
 
 
 @contextmanager

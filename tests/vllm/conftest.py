@@ -64,7 +64,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"input": "".join(rng.choices(LETTERS, k=rng.randint(1, 9)))} for _ in range(16)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(
-        "def reward(queries, responses, labels):\n    return [r.count('a') / (len(r) + 1) for r in responses]\n"
+        "def reward_fn(queries, responses, labels):\n    return [r.count('a') / (len(r) + 1) for r in responses]\n"
     )
     return folder
 

@@ -5,6 +5,7 @@ The model changes in between; the weights of each stage are kept as ``OUT/<stage
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -158,6 +159,8 @@ def main() -> None:
     change(tied, 3)
     tied.save_pretrained(out / "tied")
     result["greedy tied"] = greedy(engine_of(models / "tied"), Weights(tied))
+    gc.collect()
+    result["group"] = torch.distributed.is_initialized()
     try:
         VLLMEngine(str(models / "llama"), VLLMOptions(bf16=False, max_tokens=100_000, memory_share=0.1), EOS)
     except ValueError as error:

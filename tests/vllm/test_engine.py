@@ -130,6 +130,10 @@ def test_a_signal_ends_generation_and_leaves_nothing_behind(out: Path, result: d
     assert found["again"] == result["greedy changed"]
 
 
+def test_the_process_group_outlives_an_engine(result: dict[str, Any]) -> None:
+    assert result["group"]
+
+
 def test_what_vllm_refuses_is_said_with_our_flags(inputs: Path, result: dict[str, Any]) -> None:
     assert result["refused"].startswith("--rollout_engine vllm with --vllm_gpu_memory_utilization 0.1: vLLM cannot")
     assert "100000" in result["refused"], "vLLM's own words follow"

@@ -24,7 +24,8 @@ def train(inputs: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callab
             --reward_fn {inputs}/reward.py --rollout_batch_size 8 --train_batch_size 8 --micro_train_batch_size 2
             --generate_max_len {N_TOKENS} --prompt_max_len 16 --actor_learning_rate 1e-2 --lr_scheduler constant
             --lr_warmup_ratio 0 --init_kl_coef 0 --advantage_estimator reinforce --save_path {folder} {options}"""
-        launch(ranks, *((SCRIPT,) if ranks else ("-m", "openppo.cli.train_ppo")), *arguments.split())
+        output = launch(ranks, *((SCRIPT,) if ranks else ("-m", "openppo.cli.train_ppo")), *arguments.split())
+        assert "Traceback" not in output
         return folder
 
     return run
