@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 REPO = Path(__file__).resolve().parents[2]
 LETTERS = "abcdefgh"
@@ -29,15 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skipif(absent, reason="vllm is not installed; docs/vllm.md says how"))
 
 
-def write_model(folder: Path, tied: bool = False) -> None:
-    """A Llama with heads of 32 dimensions, the fewest that vLLM's attention on CPUs has, and its tokenizer."""
+def write_model(folder: Path, family: type[PreTrainedConfig] = LlamaConfig, **more: object) -> None:
+    """A model with heads of 32 dimensions, the fewest that vLLM's attention on CPUs has, and its tokenizer."""
     core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     tokenizer.save_pretrained(folder)
     torch.manual_seed(7)
-    config = LlamaConfig(
+    config = family(
         vocab_size=len(VOCABULARY),
         hidden_size=64,
         intermediate_size=96,
@@ -49,17 +56,19 @@ def write_model(folder: Path, tied: bool = False) -> None:
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
-        tie_word_embeddings=tied,
+        **more,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the models ``llama`` and ``tied``, ``prompts.jsonl`` (input), and ``reward.py``: the share of a."""
+    """A folder with models of several families, ``prompts.jsonl`` (input), and ``reward.py``: the share of a."""
     folder = tmp_path_factory.mktemp("inputs")
-    write_model(folder / "llama")
-    write_model(folder / "tied", tied=True)
+    write_model(folder / "llama", tie_word_embeddings=False)
+    write_model(folder / "tied", tie_word_embeddings=True)
+    write_model(folder / "qwen2", Qwen2Config, tie_word_embeddings=True)
+    write_model(folder / "qwen3", Qwen3Config, tie_word_embeddings=False, head_dim=32)
     rng = random.Random(7)
     rows = [{"input": "".join(rng.choices(LETTERS, k=rng.randint(1, 9)))} for _ in range(16)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -155,10 +155,11 @@ def main() -> None:
     result["adapters stay"] = all(torch.equal(p, before[name]) for name, p in adapted.named_parameters())
     adapted.save_pretrained(out / "adapted")
 
-    tied: Any = Actor(str(models / "tied")).model
-    change(tied, 3)
-    tied.save_pretrained(out / "tied")
-    result["greedy tied"] = greedy(engine_of(models / "tied"), Weights(tied))
+    for name in ("tied", "qwen2", "qwen3"):
+        other: Any = Actor(str(models / name)).model
+        change(other, 3)
+        other.save_pretrained(out / name)
+        result[f"greedy {name}"] = greedy(engine_of(models / name), Weights(other))
     gc.collect()
     result["group"] = torch.distributed.is_initialized()
     try:

@@ -117,10 +117,13 @@ def test_adapters_are_merged_on_the_way_and_stay_as_they_are(out: Path, result: 
     assert result["adapters stay"]
 
 
-def test_tied_embeddings_are_taken_over_as_head_too(inputs: Path, out: Path, result: dict[str, Any]) -> None:
-    tied, before = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out / "tied", inputs / "tied"))
-    assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    assert tokens(result["greedy tied"]) == expected_greedy(tied) != expected_greedy(before)
+@pytest.mark.parametrize("name", ["tied", "qwen2", "qwen3"])
+def test_heads_tied_to_embeddings_biases_and_norms_are_taken_over(
+    inputs: Path, out: Path, result: dict[str, Any], name: str
+) -> None:
+    model, before = (AutoModelForCausalLM.from_pretrained(folder / name) for folder in (out, inputs))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name != "qwen3")
+    assert tokens(result[f"greedy {name}"]) == expected_greedy(model) != expected_greedy(before)
 
 
 def test_a_signal_ends_generation_and_leaves_nothing_behind(out: Path, result: dict[str, Any]) -> None:
