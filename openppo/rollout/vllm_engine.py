@@ -59,6 +59,7 @@ class VLLMEngine:
     ) -> None:
         check_vllm()
         self.eos_token_ids = sorted(eos_token_ids)
+        self.max_tokens = options.max_tokens
         self.show_progress = show_progress
         self.stop = stop or NeverStops()
         self.version = 0
@@ -77,9 +78,15 @@ class VLLMEngine:
         return bool(self._greedy)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> int:
-        """Queue a request and return its number."""
+        """Queue a request and return its number. ``ValueError`` if prompt and response may not fit."""
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
+        if len(prompt_ids) + params.max_new_tokens > self.max_tokens:  # vLLM would end such a response early
+            raise ValueError(
+                f"A prompt of {len(prompt_ids)} tokens and a response of up to {params.max_new_tokens} exceed the "
+                f"{self.max_tokens} that vLLM was started for, --prompt_max_len plus --generate_max_len or the model's "
+                "context: raise --prompt_max_len, or shorten the prompt."
+            )
         assert self._awake, "the engine has no weights outside of awake()"
         [prompt] = self._llm.renderer.render_cmpl([{"prompt_token_ids": list(prompt_ids)}])
         number = next(self._numbers)

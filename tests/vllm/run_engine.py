@@ -121,6 +121,11 @@ def interrupted(engine: VLLMEngine, weights: Weights, stop: StopsAfter) -> dict[
     except Interrupted as signal:
         found["signal"] = str(signal)
     found["busy"] = engine.busy
+    try:
+        with engine.awake(weights):
+            engine.submit([3] * 195, SAMPLING["plain"], seed=0)
+    except ValueError as error:
+        found["too long"] = str(error)
     found["again"] = greedy(engine, weights)
     return found
 

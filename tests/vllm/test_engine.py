@@ -133,6 +133,12 @@ def test_a_signal_ends_generation_and_leaves_nothing_behind(out: Path, result: d
     assert found["again"] == result["greedy changed"]
 
 
+def test_a_response_that_vllm_would_cut_is_refused(result: dict[str, Any]) -> None:
+    found = result["interrupted"]["too long"]
+    assert found.startswith("A prompt of 195 tokens and a response of up to 12 exceed the 200 ")
+    assert "--prompt_max_len" in found
+
+
 def test_the_process_group_outlives_an_engine(result: dict[str, Any]) -> None:
     assert result["group"]
 
