@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import weakref
@@ -201,6 +202,7 @@ def _start(name: str, options: VLLMOptions, sleeps: bool) -> Any:
     for value in vars(llm.llm_engine.engine_core).values():
         if isinstance(value, weakref.finalize):  # it would destroy the trainer's process group, at the latest at exit
             value.detach()
+    gc.unfreeze()  # vLLM exempts all that is there from garbage collection, the trainer's objects too
     return llm
 
 
