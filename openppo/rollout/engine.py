@@ -14,8 +14,8 @@ from openppo.types import Completion, SamplingParams
 class PolicyWeights(Protocol):
     """The weights of the policy that is trained, for an engine to sample with. All ranks call every method together."""
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """Inside, the policy's own module has whole weights on every rank."""
+    def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
+        """Inside, the policy's own module may be called: by each rank alone, or ``in_lockstep`` by all together."""
         ...
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -128,7 +128,7 @@ class HFEngine:
 
     def awake(self, weights: PolicyWeights) -> AbstractContextManager[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
-        return nullcontext() if self.any_rank_busy is not None else weights.gathered()
+        return weights.in_place(in_lockstep=self.any_rank_busy is not None)
 
     def _goes_on(self) -> bool:
         if self.stop.requested():

@@ -31,13 +31,17 @@ def check_vllm() -> None:
 
 @dataclass(frozen=True)
 class VLLMOptions:
-    """How vLLM is started. ``max_tokens`` of a prompt with its response; ``memory_share`` of the device."""
+    """How vLLM is started. ``max_tokens`` of a prompt with its response; ``memory_share`` of the device.
+
+    ``max_rows`` are decoded together at most (None: vLLM's own default).
+    """
 
     bf16: bool
     max_tokens: int
     memory_share: float
     seed: int = 42
     trust_remote_code: bool = False
+    max_rows: int | None = None
 
 
 class VLLMEngine:
@@ -190,6 +194,7 @@ def _start(name: str, options: VLLMOptions, sleeps: bool) -> Any:
         "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
         "enforce_eager": not torch.cuda.is_available(),  # without CUDA graphs compiling gains little
         "enable_sleep_mode": sleeps,
+        "max_num_seqs": options.max_rows,
     }
     try:
         with _same_threads():

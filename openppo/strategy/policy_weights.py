@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ class PolicyWeights:
         self.strategy = strategy
         self.engine = engine
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """Inside, the module has whole weights on every rank."""
-        return self.strategy.gathered(self.engine)
+    def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
+        """Inside, the module may be called: under ZeRO-3 it has whole weights, unless all ranks call it together."""
+        return nullcontext() if in_lockstep else self.strategy.gathered(self.engine)
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole weight, one by one, of the Hugging Face model, adapters added. The weights stay as they are.

@@ -40,7 +40,7 @@ class Weights:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def gathered(self) -> AbstractContextManager[None]:
+    def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
