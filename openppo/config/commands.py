@@ -59,6 +59,10 @@ class TrainPPOConfig:
             "--old_log_probs rollout: with --top_p or --top_k the engine's log-probs are not the policy's; leave one "
             "of them out.",
         )
+        require(
+            self.generation.rollout_engine == "hf" or not self.lora.load_in_4bit,
+            "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out.",
+        )
         buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
         require(
             buffer is None or buffer <= longest,
