@@ -24,6 +24,14 @@ def test_weights_in_4_bits_cannot_be_handed_over() -> None:
         config.validate(1)
 
 
+def test_log_probs_of_another_implementation_are_recomputed_unless_asked_for() -> None:
+    takes = [
+        from_options(TrainPPOConfig, **BASE, rollout_engine=engine, old_log_probs=old).takes_rollout_log_probs
+        for engine, old in (("hf", "auto"), ("vllm", "auto"), ("vllm", "rollout"))
+    ]
+    assert takes == [True, False, True]
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1])
 def test_a_share_is_between_nothing_and_everything(share: float) -> None:
     config = from_options(TrainPPOConfig, **BASE, vllm_gpu_memory_utilization=share)
