@@ -34,5 +34,6 @@ setup(
         "dev": ["math-verify", "mypy", "pytest", "ruff", "types-PyYAML", "types-tqdm", "vaderSentiment"],
         "flash": ["flash-attn"],
         "math": ["math-verify"],
+        "vllm": ["vllm>=0.32"],
     },
 )

@@ -59,6 +59,10 @@ class TrainPPOConfig:
             "--old_log_probs rollout: with --top_p or --top_k the engine's log-probs are not the policy's; leave one "
             "of them out.",
         )
+        require(
+            self.generation.rollout_engine == "hf" or not self.lora.load_in_4bit,
+            "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out.",
+        )
         buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
         require(
             buffer is None or buffer <= longest,
@@ -85,7 +89,8 @@ class TrainPPOConfig:
     def takes_rollout_log_probs(self) -> bool:
         """Whether the engine's log-probs are the old policy's, see ``--old_log_probs``."""
         cut = self.generation.top_p < 1 or self.generation.top_k is not None
-        same = not (self.deepspeed.bf16 or cut) and self.loss.rollout_correction == "none"
+        other = self.deepspeed.bf16 or cut or self.generation.rollout_engine != "hf"
+        same = not other and self.loss.rollout_correction == "none"
         return self.loss.old_log_probs == "rollout" or (self.loss.old_log_probs == "auto" and same)
 
     def _validate_sizes(self, world_size: int) -> None:

@@ -149,7 +149,8 @@ class LossConfig:
     """Weight of the entropy bonus."""
     old_log_probs: OldLogProbs = "auto"
     """Log-probs of the old policy: the engine's (rollout), or those of another forward (recompute). By default the
-    engine's where both are the same but for rounding: in float32, without --top_p, --top_k and --rollout_correction."""
+    engine's where both are the same but for rounding: --rollout_engine hf in float32, without --top_p, --top_k and
+    --rollout_correction."""
     rollout_correction: RolloutCorrection = "none"
     """Weight tokens by p_actor / p_rollout: truncated above (tis), or 0 outside a range (mis, icepop)."""
     rollout_correction_low: float | None = None

@@ -79,9 +79,17 @@ class PPODataConfig:
         require(self.prompt_max_len >= 1, f"--prompt_max_len must be at least 1, got {self.prompt_max_len}.")
 
 
+RolloutEngine = Literal["hf", "vllm"]
+
+
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How responses are sampled."""
+    """How responses are sampled, and by what."""
+
+    rollout_engine: RolloutEngine = "hf"
+    """Sample with the actor's own module (hf), or with a copy of it in vLLM (vllm, must be installed)."""
+    vllm_gpu_memory_utilization: float = 0.3
+    """Share of a GPU's memory (without GPUs: of the host's) for vLLM's copy and its key-value cache, on each rank."""
 
     generate_max_len: int = 1024
     """Largest number of sampled tokens per response."""
@@ -95,6 +103,8 @@ class GenerationConfig:
     """Responses decoded at a time on one rank (default: 64 on CPUs, 256 on GPUs, fewer where memory is short)."""
 
     def validate(self) -> None:
+        share = self.vllm_gpu_memory_utilization
+        require(0 < share < 1, f"--vllm_gpu_memory_utilization must lie in (0, 1), got {share}.")
         require(self.generate_max_len >= 1, f"--generate_max_len must be at least 1, got {self.generate_max_len}.")
         require(self.temperature > 0, f"--temperature must be positive, got {self.temperature}.")
         require(0 < self.top_p <= 1, f"--top_p must lie in (0, 1], got {self.top_p}.")

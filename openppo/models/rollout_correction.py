@@ -52,13 +52,16 @@ def mismatch_metrics(
 ) -> list[tuple[str, Tensor, Literal["mean", "max"]]]:
     """How far the engine's log-probs are from the actor's: (name, (B, L) of tokens it sampled, how to reduce).
 
-    "rollout_kl" estimates KL(rollout || actor) by k3, "rollout_ratio_max" is the largest k, and
-    "rollout_log_prob_gap" the mean of |log k|.
+    "rollout_kl" estimates KL(rollout || actor) by k3 and "rollout_kl_k1" by k1, "rollout_ratio_max" is the largest k,
+    "rollout_log_prob_gap" the mean of |log k| and "rollout_log_prob_gap_max" its maximum.
     """
     mask = action_mask.bool()
     log_probs, rollout_log_probs = log_probs.detach(), rollout_log_probs.detach()
+    gap = torch.where(mask, (log_probs - rollout_log_probs).abs(), 0.0)
     return [
         ("rollout_kl", compute_approx_kl(rollout_log_probs, log_probs, mask, "k3"), "mean"),
+        ("rollout_kl_k1", compute_approx_kl(rollout_log_probs, log_probs, mask, "k1"), "mean"),
         ("rollout_ratio_max", policy_ratio(log_probs, rollout_log_probs, mask), "max"),
-        ("rollout_log_prob_gap", torch.where(mask, (log_probs - rollout_log_probs).abs(), 0.0), "mean"),
+        ("rollout_log_prob_gap", gap, "mean"),
+        ("rollout_log_prob_gap_max", gap, "max"),
     ]

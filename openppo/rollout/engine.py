@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
+from torch import Tensor
+
 from openppo.types import Completion, SamplingParams
+
+
+class PolicyWeights(Protocol):
+    """The weights of the policy that is trained, for an engine to sample with. All ranks call every method together."""
+
+    def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
+        """Inside, the policy's own module may be called: by each rank alone, or ``in_lockstep`` by all together."""
+        ...
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole weight, one by one, of the Hugging Face model, adapters added."""
+        ...
 
 
 class Engine(Protocol):
@@ -13,7 +28,7 @@ class Engine(Protocol):
 
     Requests enter one by one with ``submit``; each ``step`` advances what is under way by one forward pass;
     ``collect`` hands out what has ended. ``generate`` runs that loop for a batch. ``version`` counts the policy's
-    updates; the owner of the weights sets it.
+    updates; the owner of the weights sets it. All of it takes place inside ``awake``.
     """
 
     version: int
@@ -39,4 +54,8 @@ class Engine(Protocol):
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
         """Submit all, step until all ended; completions in the order of ``prompts``."""
+        ...
+
+    def awake(self, weights: PolicyWeights) -> AbstractContextManager[None]:
+        """Inside, the engine may decode, with the weights of now, on each rank by itself or in lockstep."""
         ...

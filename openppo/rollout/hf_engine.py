@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from openppo.rollout.engine import PolicyWeights
 from openppo.rollout.row_cache import PromptCache, RowCache
 from openppo.rollout.sampling import request_uniforms, sample
 from openppo.tracking import progress
@@ -118,6 +120,10 @@ class HFEngine:
                 bar.update(len(ended))
         self.stop()
         return [done[i] for i in range(len(prompts))]
+
+    def awake(self, weights: PolicyWeights) -> AbstractContextManager[None]:
+        """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
+        return weights.in_place(in_lockstep=self.any_rank_busy is not None)
 
     def _goes_on(self) -> bool:
         if self.stop.requested():

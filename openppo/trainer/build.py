@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.datasets import BatchSampler
@@ -16,8 +16,11 @@ from openppo.experience.maker import ExperienceMaker
 from openppo.models.actor import Actor
 from openppo.models.loading import check_model, eos_token_ids, load_options, load_tokenizer, pad_token_id
 from openppo.models.lora.adapters import AdapterOffReference
+from openppo.models.lora.folder import base_model_of
 from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions, check_vllm
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
@@ -51,6 +54,8 @@ def build_ppo_trainer(
         strategy.comm, lambda: check_model(model.pretrain, "--pretrain", model.trust_remote_code)
     )
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
+    if config.generation.rollout_engine == "vllm":
+        on_all_ranks(strategy.comm, check_vllm)
     tokenizer = load_tokenizer(model.pretrain, "--pretrain", trust_remote_code=model.trust_remote_code)
     _check_critic_tokens(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config, strategy.comm)
@@ -62,11 +67,11 @@ def build_ppo_trainer(
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once
     actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(data.prompts))
-    strategy.seed_per_rank()
-
     comm, pad, stop = strategy.comm, pad_token_id(tokenizer), SignalStop(strategy.comm)
     rows = config.ppo.micro_rollout_batch_size if estimate is None else estimate.decode_rows
-    engine = _engine(config, strategy, actor, tokenizer, stop, rows)
+    engine = _engine(config, strategy, actor, tokenizer, stop, rows, _longest_sequence(config, actor_config))
+    strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
+
     ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
     sampler = BatchSampler(len(data.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
@@ -103,18 +108,37 @@ def _engine(
     tokenizer: PreTrainedTokenizerBase,
     stop: StopCheck,
     max_rows: int,
-) -> HFEngine:
-    """Samples with the actor's own module."""
+    max_tokens: int,
+) -> Engine:
+    """Samples with the actor's own module, or a copy of it in vLLM."""
     policy: Any = actor.module.model
+    eos, generation, model = eos_token_ids(policy, tokenizer), config.generation, config.model
+    if generation.rollout_engine == "vllm":
+        options = VLLMOptions(
+            bf16=config.deepspeed.bf16,
+            max_tokens=max_tokens,
+            memory_share=generation.vllm_gpu_memory_utilization,
+            seed=config.deepspeed.seed,
+            trust_remote_code=model.trust_remote_code,
+            max_rows=generation.max_num_seqs,
+        )
+        return VLLMEngine(base_model_of(model.pretrain), options, eos, show_progress=strategy.is_main, stop=stop)
     return HFEngine(
         policy,
-        eos_token_ids(policy, tokenizer),
+        eos,
         pad_token_id(tokenizer),
         max_rows,
         any_rank_busy=None if strategy.fits_gathered(actor) else strategy.any_rank,
         show_progress=strategy.is_main,
         stop=stop,
     )
+
+
+def _longest_sequence(config: TrainPPOConfig, actor_config: PreTrainedConfig) -> int:
+    """The most tokens of a prompt with its response, also of prompts that come later than ``--prompt_data``."""
+    wanted = config.data.prompt_max_len + config.generation.generate_max_len
+    context = getattr(actor_config.get_text_config(), "max_position_embeddings", None)  # absent for some models
+    return wanted if context is None else min(wanted, context)
 
 
 def _contents(config: TrainPPOConfig, data: PPOData) -> dict[str, str]:
@@ -242,7 +266,7 @@ def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: 
 
 
 def _evaluator(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, engine: HFEngine, scorer: Any, held_out: list[Prompt]
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, engine: Engine, scorer: Any, held_out: list[Prompt]
 ) -> Evaluator | None:
     if not held_out:
         return None

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets import TokenExample
 from openppo.experience.maker import ExperienceMaker
-from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.engine import Engine
 from openppo.rollout.rewards import Scorer
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
@@ -34,7 +34,7 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     actor: TrainingEngine
     critic: TrainingEngine | None
-    engine: HFEngine
+    engine: Engine
     scorer: Scorer
     maker: ExperienceMaker
     prompts: list[Prompt]

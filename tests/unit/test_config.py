@@ -161,6 +161,8 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         # generation
         "generate_max_len": 1024,
         "temperature": 1.0,
+        "rollout_engine": "hf",
+        "vllm_gpu_memory_utilization": 0.3,
         "top_p": 1.0,
         "top_k": None,
         # DeepSpeed

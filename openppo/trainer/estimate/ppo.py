@@ -159,6 +159,9 @@ def _loading(states: dict[str, States]) -> Phase:
 
 def _generation(run: PPORun, states: dict[str, States], lasting: int) -> Phase:
     options, shape = run.config.generation, run.shapes["actor"]
+    if options.rollout_engine == "vllm":  # its own weights and cache; without a known device the weights at least
+        share = int(options.vllm_gpu_memory_utilization * (run.device_memory or 0))
+        return Phase("generation", lasting, {"vLLM": max(share, run.setting.element * shape.n_parameters)})
     rows = min(decode_rows(run, lasting), run.samples)
     prompt, new = run.lengths.longest_prompt, options.generate_max_len
     warps = options.top_p < 1 or options.top_k is not None
@@ -182,6 +185,8 @@ def decode_rows(run: PPORun, lasting: int) -> int:
 
 def _in_lockstep(run: PPORun) -> bool:
     """Whether the whole weights are too large to gather once, as ``DeepspeedStrategy.fits_gathered`` decides."""
+    if run.config.generation.rollout_engine == "vllm":
+        return False
     states = run.states()
     lasting = sum(state.total - state.device.get("Adam moments", 0) for state in states.values())
     if run.on_cpu or run.device_memory is None:

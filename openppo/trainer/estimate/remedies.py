@@ -22,6 +22,10 @@ def ppo_changes(config: TrainPPOConfig) -> Iterator[tuple[str, TrainPPOConfig]]:
     rows, new = ppo.micro_rollout_batch_size // 2, generation.generate_max_len // 2
     if rows > 0:
         yield f"--micro_rollout_batch_size {rows}", replace(config, ppo=replace(ppo, micro_rollout_batch_size=rows))
+    if generation.rollout_engine == "vllm":
+        share = round(generation.vllm_gpu_memory_utilization / 2, 3)
+        less = replace(generation, vllm_gpu_memory_utilization=share)
+        yield f"--vllm_gpu_memory_utilization {share}", replace(config, generation=less)
     seqs = (generation.max_num_seqs or _DECODE_ROWS) // 2
     if seqs > 0:
         yield f"--max_num_seqs {seqs}", replace(config, generation=replace(generation, max_num_seqs=seqs))

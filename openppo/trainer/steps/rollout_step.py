@@ -14,24 +14,25 @@ from transformers import PreTrainedTokenizerBase
 from openppo.config import TrainPPOConfig
 from openppo.datasets import shard
 from openppo.experience.score_shaping import one_reward_groups
-from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.engine import Engine
 from openppo.rollout.rewards import PendingScores, Scorer, start_scoring
 from openppo.rollout.rollout import check_weights, sample_trajectories, write_scores
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.policy_weights import PolicyWeights
 from openppo.types import Comm, NeverStops, Prompt, SamplingParams, StopCheck, Trajectory
 
 logger = logging.getLogger("openppo")
 
 
 class RolloutStep:
-    """Samples responses with the actor's own weights and has them scored. All ranks call every method together."""
+    """Samples responses with the actor's weights and has them scored. All ranks call every method together."""
 
     def __init__(
         self,
         strategy: DeepspeedStrategy,
         actor: TrainingEngine,
-        engine: HFEngine,
+        engine: Engine,
         scorer: Scorer,
         config: TrainPPOConfig,
         needs_greedy: bool,
@@ -41,6 +42,7 @@ class RolloutStep:
         self.comm: Comm = strategy.comm
         self.actor = actor
         self.engine = engine
+        self.policy_weights = PolicyWeights(strategy, actor)
         self.scorer = scorer
         self.needs_greedy = needs_greedy
         self.stop = stop or NeverStops()
@@ -52,9 +54,9 @@ class RolloutStep:
         self.params = SamplingParams(options.generate_max_len, options.temperature, options.top_p, options.top_k)
 
     def full_weights(self) -> AbstractContextManager[None]:
-        """Inside, the engine may decode: under ZeRO-3 the weights are gathered, unless ranks decode in lockstep."""
+        """Inside, the engine may decode, with the actor's weights of now."""
         self.actor.train(False)
-        return self.strategy.for_generation(self.actor, in_lockstep=self.engine.any_rank_busy is not None)
+        return self.engine.awake(self.policy_weights)
 
     def sample(self, prompts: Sequence[Prompt], first_group: int) -> list[Trajectory]:
         """Responses to this rank's share of ``prompts``, which are numbered from ``first_group`` in the whole run."""

@@ -138,6 +138,8 @@ FLAGS: dict[type, list[Flag]] = {
         ("generation", "generate_max_len", ["55"], 55),
         ("generation", "temperature", ["0.7"], 0.7),
         ("generation", "top_p", ["0.9"], 0.9),
+        ("generation", "rollout_engine", ["vllm"], "vllm"),
+        ("generation", "vllm_gpu_memory_utilization", ["0.25"], 0.25),
         ("generation", "top_k", ["40"], 40),
         ("generation", "max_num_seqs", ["7"], 7),
         ("loss", "old_log_probs", ["recompute"], "recompute"),

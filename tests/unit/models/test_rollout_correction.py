@@ -77,6 +77,11 @@ def test_mismatch_metrics_by_hand() -> None:
     assert found["rollout_ratio_max"][1] == "max"
     gap = [abs(math.log(k)) for k in K[0, :6].tolist()]
     assert found["rollout_log_prob_gap"][0][0].tolist() == pytest.approx([*gap, 0], abs=1e-6)
+    assert found["rollout_log_prob_gap"][1] == "mean"
+    assert found["rollout_log_prob_gap_max"][0].max().item() == pytest.approx(max(gap), abs=1e-6)
+    assert found["rollout_log_prob_gap_max"][1] == "max"
+    k1 = [-math.log(k) for k in K[0, :6].tolist()]
+    assert found["rollout_kl_k1"][0][0].tolist() == pytest.approx([*k1, 0], abs=1e-6)
 
 
 def test_the_kl_estimate_is_unbiased_under_the_engines_samples() -> None:

@@ -18,8 +18,10 @@ Comm = Callable[[int, int], Any]
 class EchoEngine:
     """The greedy response is the prompt and 0; a sampled one the prompt and a number made of its seed."""
 
-    any_rank_busy = None
     version = 3
+
+    def awake(self, weights: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]

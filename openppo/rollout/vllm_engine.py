@@ -1,0 +1,253 @@
+"""Generation with vLLM inside the trainer's process: weights of its own, handed over before each rollout."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openppo.rollout.engine import PolicyWeights
+from openppo.tracking import progress
+from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
+
+
+def check_vllm() -> None:
+    """``ValueError`` if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "--rollout_engine vllm needs the package vllm, which is not installed: pip install openppo[vllm] (see "
+            "docs/vllm.md), or leave the flag away to sample with the actor's own module."
+        )
+
+
+@dataclass(frozen=True)
+class VLLMOptions:
+    """How vLLM is started. ``max_tokens`` of a prompt with its response; ``memory_share`` of the device.
+
+    ``max_rows`` are decoded together at most (None: vLLM's own default).
+    """
+
+    bf16: bool
+    max_tokens: int
+    memory_share: float
+    seed: int = 42
+    trust_remote_code: bool = False
+    max_rows: int | None = None
+
+
+class VLLMEngine:
+    """``Engine`` over a copy of the policy in vLLM, one for each rank: ranks need no company while they decode.
+
+    ``name`` is a folder or hub name with the config of the policy; its weights are not read. Weights come through
+    ``awake`` only, so requests are submitted and decoded inside it. Outside it the copy takes no memory on a GPU. A
+    sampled id in ``eos_token_ids`` ends a response and belongs to it. Each request has a random stream of its own, but
+    vLLM's arithmetic may depend on the batch, and with it the last digits of probabilities. ``stop`` makes ``generate``
+    raise ``Interrupted``. All ranks make their engines together, in a process group that has begun.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: VLLMOptions,
+        eos_token_ids: Sequence[int],
+        show_progress: bool = False,
+        stop: StopCheck | None = None,
+    ) -> None:
+        check_vllm()
+        self.eos_token_ids = sorted(eos_token_ids)
+        self.max_tokens = options.max_tokens
+        self.show_progress = show_progress
+        self.stop = stop or NeverStops()
+        self.version = 0
+        self._sleeps = torch.cuda.is_available()  # vLLM's sleep mode is one of its CUDA allocator
+        self._awake = False
+        self._ended: dict[int, Completion] = {}
+        self._numbers = count()
+        self._greedy: dict[str, bool] = {}  # requests under way, and whether they take the likeliest token
+        self._llm = _start(name, options, self._sleeps)
+        if self._sleeps:
+            self._llm.sleep(level=2)
+
+    @property
+    def busy(self) -> bool:
+        """True while a request waits or is being decoded."""
+        return bool(self._greedy)
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> int:
+        """Queue a request and return its number. ``ValueError`` if prompt and response may not fit."""
+        if not prompt_ids:
+            raise ValueError("a prompt needs at least one token")
+        if len(prompt_ids) + params.max_new_tokens > self.max_tokens:  # vLLM would end such a response early
+            raise ValueError(
+                f"A prompt of {len(prompt_ids)} tokens and a response of up to {params.max_new_tokens} exceed the "
+                f"{self.max_tokens} that vLLM was started for, --prompt_max_len plus --generate_max_len or the model's "
+                "context: raise --prompt_max_len, or shorten the prompt."
+            )
+        assert self._awake, "the engine has no weights outside of awake()"
+        [prompt] = self._llm.renderer.render_cmpl([{"prompt_token_ids": list(prompt_ids)}])
+        number = next(self._numbers)
+        self._llm.llm_engine.add_request(str(number), prompt, self._sampling_params(params, seed))
+        self._greedy[str(number)] = params.temperature == 0
+        return number
+
+    def step(self) -> None:
+        """One forward pass of vLLM: decode one token per row, prefill waiting requests, or both."""
+        for output in self._llm.llm_engine.step():
+            [answer] = output.outputs
+            greedy = self._greedy.pop(output.request_id)
+            self._ended[int(output.request_id)] = _completion(answer, greedy)
+
+    def collect(self) -> dict[int, Completion]:
+        """Completions that ended since the last call, by request number."""
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
+        place = {self.submit(prompt, params, seeds[i]): i for i, prompt in enumerate(prompts)}
+        done: dict[int, Completion] = {}
+        with progress(len(prompts), "generation", enabled=self.show_progress) as bar:
+            while self._goes_on():
+                self.step()
+                ended = self.collect()
+                done |= {place[number]: completion for number, completion in ended.items()}
+                bar.update(len(ended))
+        self.stop()
+        return [done[i] for i in range(len(prompts))]
+
+    @contextmanager
+    def awake(self, weights: PolicyWeights) -> Iterator[None]:
+        """Inside, requests can be decoded, with the weights of now; those still under way at its end are dropped.
+
+        All ranks enter together.
+        """
+        if self._sleeps:
+            self._llm.wake_up(tags=["weights"])  # the cache later: memory may not hold both beside gathered weights
+        self._llm.collective_rpc(_take_in, args=(weights.merged(),))
+        if self._sleeps:
+            self._llm.wake_up(tags=["kv_cache"])
+        self._llm.reset_prefix_cache()  # keys and values of the old weights
+        self._awake = True
+        try:
+            yield
+        finally:
+            self._drop_all()
+            self._awake = False
+            if self._sleeps:
+                self._llm.sleep(level=2)
+
+    def _goes_on(self) -> bool:
+        if self.stop.requested():
+            self._drop_all()
+        return self.busy
+
+    def _drop_all(self) -> None:
+        self._llm.llm_engine.abort_request(list(self._greedy))
+        self._greedy = {}
+
+    def _sampling_params(self, params: SamplingParams, seed: int) -> Any:
+        from vllm import SamplingParams as VLLMParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return VLLMParams(
+            max_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k or 0,  # 0: all tokens
+            seed=seed,
+            logprobs=0,  # of the sampled token
+            stop_token_ids=self.eos_token_ids,
+            ignore_eos=True,  # vLLM's own, of which it knows one
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+
+def _start(name: str, options: VLLMOptions, sleeps: bool) -> Any:
+    """An ``LLM`` in this process and process group. ``ValueError`` for what vLLM finds wrong with model and options."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before the import, like all of these
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {
+        "dtype": "bfloat16" if options.bf16 else "float32",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "trust_remote_code": options.trust_remote_code,
+        "max_model_len": options.max_tokens,
+        "gpu_memory_utilization": options.memory_share,
+        "seed": options.seed,
+        "distributed_executor_backend": "external_launcher",  # takes the process group that is there
+        "generation_config": "vllm",  # not the model's: OpenPPO's options are all that counts
+        "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
+        "enforce_eager": not torch.cuda.is_available(),  # without CUDA graphs compiling gains little
+        "enable_sleep_mode": sleeps,
+        "max_num_seqs": options.max_rows,
+    }
+    try:
+        with _same_threads():
+            llm = LLM(model=name, **arguments)
+    except ValueError as error:
+        raise ValueError(
+            f"--rollout_engine vllm with --vllm_gpu_memory_utilization {options.memory_share}: vLLM cannot start on "
+            f"{name}: {error}"
+        ) from error
+    for value in vars(llm.llm_engine.engine_core).values():
+        if isinstance(value, weakref.finalize):  # it would destroy the trainer's process group, at the latest at exit
+            value.detach()
+    gc.unfreeze()  # vLLM exempts all that is there from garbage collection, the trainer's objects too
+    return llm
+
+
+@contextmanager
+def _same_threads() -> Iterator[None]:
+    """vLLM sets torch's number of threads, on a CPU for good; the trainer keeps its own."""
+    set_threads, n_threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(n_threads)
+
+
+def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Runs in vLLM's worker. ``ValueError`` if its model has a weight that is not among ``weights``, or the reverse."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    model = worker.get_model()
+    wanted = {name for name, _ in model.named_parameters()}  # of tied weights one
+    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+        initialize_layerwise_reload(model)
+        loaded = model.load_weights(weights)
+        finalize_layerwise_reload(model, worker.model_config)
+        for head in model.modules():  # on CPUs a head has a packed copy, which vLLM leaves stale where weights are tied
+            if isinstance(head, ParallelLMHead) and head.weight.device.type == "cpu":
+                head.quant_method.process_weights_after_loading(head)
+    missing = sorted(wanted - loaded)
+    if missing:
+        raise ValueError(
+            f"--rollout_engine vllm: {type(model).__name__} of vLLM has weights that the actor has not, under these "
+            f"names: {', '.join(missing[:5])}. Use --rollout_engine hf for this model."
+        )
+
+
+def _completion(answer: Any, greedy: bool) -> Completion:
+    """vLLM's ``CompletionOutput`` as ours. A greedy choice is certain: its log-probs are 0, as with ``HFEngine``."""
+    reasons = {"stop": FinishReason.EOS, "length": FinishReason.LENGTH}
+    ids = list(answer.token_ids)
+    log_probs = [0.0 if greedy else entry[token].logprob for entry, token in zip(answer.logprobs, ids, strict=True)]
+    return Completion(ids, log_probs, reasons[answer.finish_reason])
