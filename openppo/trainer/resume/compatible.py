@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from openppo.types import Prompt
 
 logger = logging.getLogger("openppo")
@@ -57,10 +59,11 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
 
 
 def model_fingerprint(name: str) -> str:
-    """Of a local folder its config, and names, sizes and both ends of its files of weights; of a hub name the name."""
+    """Of a local folder its config, and names, sizes and both ends of its files of weights; of a hub name its commit."""
     folder, digest = Path(name), hashlib.sha256()
     if not folder.is_dir():
-        return name
+        cached = try_to_load_from_cache(name, "config.json")  # its folder is named after the commit
+        return f"{name}@{Path(cached).parent.name}" if isinstance(cached, str) else name
     for file in sorted(folder.glob("*")):
         if file.name in ("config.json", "adapter_config.json") or file.suffix in (".safetensors", ".bin"):
             with file.open("rb") as opened:

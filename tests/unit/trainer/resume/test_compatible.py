@@ -105,3 +105,15 @@ def test_fingerprints_of_data_know_their_order_and_labels() -> None:
     one, two = TokenExample([1, 2], [False, True]), TokenExample([1, 2], [True, True])
     assert examples_fingerprint([one]) == examples_fingerprint([TokenExample([1, 2], [False, True])])
     assert examples_fingerprint([one]) != examples_fingerprint([two])
+
+
+def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sessions may find different weights under one name."""
+    commits = iter(["3f2a", "3f2a", "9c01"])
+    monkeypatch.setattr(
+        "openppo.trainer.resume.compatible.try_to_load_from_cache",
+        lambda name, file: f"/cache/models--{name.replace('/', '--')}/snapshots/{next(commits)}/{file}",
+    )
+    first, again, later = (model_fingerprint("owner/model") for _ in range(3))
+    assert first == again == "owner/model@3f2a"
+    assert later == "owner/model@9c01"
