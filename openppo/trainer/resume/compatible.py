@@ -59,7 +59,7 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
 
 
 def model_fingerprint(name: str) -> str:
-    """Of a local folder its config, and names, sizes and both ends of its files of weights; of a hub name its commit."""
+    """Of a local folder its config, and names, sizes and both ends of its weights; of a hub name the commit."""
     folder, digest = Path(name), hashlib.sha256()
     if not folder.is_dir():
         cached = try_to_load_from_cache(name, "config.json")  # its folder is named after the commit
