@@ -2,10 +2,10 @@
 
     python benchmarks/gpu.py [--shape 0.5b 7b] [--tuning full lora] [--write]
 
-Models are shaped like Qwen2.5 with random weights (benchmarks/peers/gpu_models.py, which also says why no response ends
-early): 64 sequences of 1024 prompt and 1024 response tokens. OpenPPO runs ``trainer.step`` with a Python reward function;
-transformers runs ``generate`` with its dynamic cache and a plain training step (benchmarks/peers/gpu_step.py). Each runs
-in a process of its own.
+Models are shaped like Qwen2.5 with random weights (benchmarks/peers/gpu_models.py, which also says why no response
+ends early): 64 sequences of 1024 prompt and 1024 response tokens. OpenPPO runs ``trainer.step`` with a Python reward
+function; transformers runs ``generate`` with its dynamic cache and a plain training step
+(benchmarks/peers/gpu_step.py). Each runs in a process of its own.
 
 - MFU: floating-point operations that training needs (``training_flops`` in benchmarks/peers/measure.py; the critic's
   too, recomputed activations not counted) over training seconds x ``--peak_tflops``.

@@ -3,12 +3,12 @@
     python benchmarks/peers/gpu_models.py SHAPE FOLDER
 
 Writes a policy in bf16 with a tokenizer of whole words, and prompts.jsonl with prompts of one length. Every response
-runs to its limit, so that all libraries do the same work. The weights alone do it: all embeddings share the value of one
-residual channel, which no layer writes to, and the output row of EOS reads that channel only, with a weight so negative
-that its probability is 0 in float32. No prompt has EOS, so with tied embeddings its row is never an input.
+runs to its limit, so that all libraries do the same work. The weights alone do it: all embeddings share the value of
+one residual channel, which no layer writes to, and the output row of EOS reads that channel only, with a weight so
+negative that its probability is 0 in float32. No prompt has EOS, so with tied embeddings its row is never an input.
 
-The class is Llama with biases in attention, which is Qwen2 with one vector more in a layer: transformers 5 gives a Qwen2
-folder the tokenizer of Qwen2, whatever tokenizer lies there.
+The class is Llama with biases in attention, which is Qwen2 with one vector more in a layer: transformers 5 gives a
+Qwen2 folder the tokenizer of Qwen2, whatever tokenizer lies there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 N_WORDS = 4096  # of the tokenizer; a model may have more rows, which are sampled and decode to nothing
 PAD, BOS, EOS = 0, 1, 2
-SHARED, EOS_WEIGHT = 0.3, -3000.0
+SHARED, EOS_WEIGHT = 0.3, -30000.0
 """The shared channel's value, and the weight with which EOS reads it."""
 
 
@@ -32,7 +32,7 @@ SHARED, EOS_WEIGHT = 0.3, -3000.0
 class Shape:
     """A model, the lengths of its sequences in tokens, and options of train_ppo by tuning.
 
-    ``options`` were chosen with ``--dry_run --dry_run_memory 139 --dry_run_ranks 1``; ``notes`` say what they leave out.
+    ``options`` were chosen by the estimate of ``--dry_run`` for one GPU of 139 GiB; ``notes`` say what they leave out.
     """
 
     hidden: int
@@ -74,7 +74,7 @@ SHAPES = {
         options={"full": _CHECKPOINTED | _NO_CRITIC | {"micro_train_batch_size": 2}, "lora": _CHECKPOINTED | LORA},
         notes={
             "full": "No critic (rloo, 32 prompts x 2 responses, whose prompts are read once) and no reference "
-            "(--init_kl_coef 0): with them, or with a reference alone, one GPU of 139 GiB is too small by estimate, and "
+            "(--init_kl_coef 0): even with a reference alone one GPU of 139 GiB is too small by estimate, and "
             "--adam_offload wants 128 GiB of host memory. Activations are recomputed (--gradient_checkpointing).",
             "lora": "Activations are recomputed (--gradient_checkpointing).",
         },

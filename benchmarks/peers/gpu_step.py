@@ -1,4 +1,4 @@
-"""One side of ``benchmarks/gpu.py`` in a process of its own: steps of OpenPPO, or plain transformers on the same tokens.
+"""One side of ``benchmarks/gpu.py`` in a process of its own: steps of OpenPPO, or plain transformers on equal work.
 
 The last line on stdout is ``RESULT`` with seconds (medians), tokens, bytes and counts as JSON. Plain transformers is
 ``generate`` with its dynamic cache, then a training step: forwards, cross entropy of the response tokens, backwards

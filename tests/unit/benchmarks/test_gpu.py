@@ -49,9 +49,19 @@ def test_a_tiny_model_runs_on_a_cpu_and_no_response_ends_early(tmp_path: Path) -
     ]
     for row in rows:
         generation, prompts, training, peak = (float(row[i]) for i in (1, 2, 5, 10))
-        assert 0 <= prompts < generation and 0 <= training and peak > 0
+        assert 0 <= prompts < generation and training >= 0 and peak > 0
         # 8 responses of 16 tokens: the printed seconds are rounded
         assert 128 / (generation + 0.006) <= float(row[7]) + 1 <= 128 / max(generation - 0.006, 1e-6) + 2
+
+
+def test_eos_has_probability_0_and_others_have_not(tmp_path: Path) -> None:
+    gpu_models.build(gpu_models.SHAPES["tiny"], tmp_path / "tiny")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "tiny" / "policy", dtype=torch.float32)
+    ids = torch.randint(4, gpu_models.N_WORDS, (4, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        probabilities = model(ids).logits.softmax(-1)
+    assert (probabilities[..., gpu_models.EOS] == 0).all()
+    assert probabilities.max() < 0.01 and (probabilities > 0).sum(-1).eq(gpu_models.N_WORDS - 1).all()
 
 
 def test_figures_of_the_tiny_model_are_not_written_and_large_ones_want_a_gpu() -> None:
