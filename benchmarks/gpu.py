@@ -119,7 +119,8 @@ def measure(arguments: argparse.Namespace) -> list[str]:
             notes.append(f"- {name}, {tuning}: {given}. {shape.notes.get(tuning, '')}".rstrip())
     peak = f"Shares are of {peaks[0]:g} TFLOP/s and {peaks[1]:g} TB/s; medians of {arguments.steps} steps."
     plain = "Plain transformers trains one model, without a critic and without float32 master weights."
-    return [*lines, "", *targets, "", f"{peak} {plain}", "", *notes]
+    wanted = [*targets, ""] if len(targets) > 2 else []
+    return [*lines, "", *wanted, f"{peak} {plain}", "", *notes]
 
 
 def main() -> None:
