@@ -155,3 +155,49 @@ def verdict(reached: bool, *measured: Summary) -> str:
     if any(summary.disturbed for summary in measured):
         return "disturbed"
     return "yes" if reached else "no"
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the work of a Llama-shaped model depends on."""
+
+    layers: int
+    hidden: int
+    heads_width: int
+    """Heads times their width."""
+    kv_width: int
+    """Key-value heads times their width."""
+    intermediate: int
+    vocabulary: int
+
+    @property
+    def body(self) -> int:
+        """Entries of the layers' matrices."""
+        attention = 2 * self.hidden * (self.heads_width + self.kv_width)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head(self) -> int:
+        """Entries of the output matrix."""
+        return self.vocabulary * self.hidden
+
+
+def training_flops(size: ModelSize, prompt: int, response: int, adapters: int = 0, has_head: bool = True) -> float:
+    """Floating-point operations of a forward and backward over one sequence, without any that are done twice.
+
+    6 x entries of the layers' matrices x tokens, 6 x entries of the output matrix x response tokens (others need no
+    logits), and 6 x layers x heads' width x tokens^2 for causal attention, of which half the pairs are not needed.
+    With ``adapters`` (entries of LoRA's matrices) frozen matrices have no gradient: 4 instead of 6.
+    """
+    tokens, factor = prompt + response, 4 if adapters else 6
+    matrices = factor * (size.body * tokens + (size.head * response if has_head else 0)) + 6 * adapters * tokens
+    return matrices + 6.0 * size.layers * size.heads_width * tokens**2
+
+
+def decode_bytes(size: ModelSize, rows: int, prompt: int, response: int, adapters: int = 0) -> float:
+    """Bytes read by the decode steps after the prompts are read, in bf16: all matrices once in each step, and the keys
+    and values of all tokens before."""
+    steps = response - 1  # the first token comes from reading the prompt
+    weights = 2.0 * (size.body + size.head + adapters)
+    cached_tokens = rows * sum(prompt + t for t in range(1, response))
+    return steps * weights + cached_tokens * 2 * 2.0 * size.layers * size.kv_width

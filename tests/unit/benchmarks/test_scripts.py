@@ -12,8 +12,17 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-COMMANDS = ("cpu_peers", "decode", "sweep")
-PARTICIPANTS = ("openppo_step", "trl_step", "openrlhf_step", "local_decode", "vllm_decode", "workload")
+COMMANDS = ("cpu_peers", "decode", "gpu", "sweep")
+PARTICIPANTS = (
+    "openppo_step",
+    "trl_step",
+    "openrlhf_step",
+    "local_decode",
+    "vllm_decode",
+    "workload",
+    "gpu_models",
+    "gpu_step",
+)
 
 no_pressure = pytest.mark.skipif(
     not Path("/proc/pressure/cpu").exists(), reason="this kernel does not say whether threads wait for a CPU"
