@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from openppo.types import Prompt
 
@@ -62,7 +63,10 @@ def model_fingerprint(name: str) -> str:
     """Of a local folder its config, and names, sizes and both ends of its weights; of a hub name the commit."""
     folder, digest = Path(name), hashlib.sha256()
     if not folder.is_dir():
-        cached = try_to_load_from_cache(name, "config.json")  # its folder is named after the commit
+        try:
+            cached = try_to_load_from_cache(name, "config.json")  # its folder is named after the commit
+        except HFValidationError:  # no name of the hub either: loading it says so
+            return name
         return f"{name}@{Path(cached).parent.name}" if isinstance(cached, str) else name
     for file in sorted(folder.glob("*")):
         if file.name in ("config.json", "adapter_config.json") or file.suffix in (".safetensors", ".bin"):

@@ -117,3 +117,7 @@ def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> 
     first, again, later = (model_fingerprint("owner/model") for _ in range(3))
     assert first == again == "owner/model@3f2a"
     assert later == "owner/model@9c01"
+
+
+def test_a_folder_that_is_not_there_is_left_to_those_who_load_it(tmp_path: Path) -> None:
+    assert model_fingerprint(str(tmp_path / "none")) == str(tmp_path / "none")
