@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
+from openppo.tracking import progress
 from openppo.types import Completion, SamplingParams
 
 
@@ -59,3 +60,17 @@ class Engine(Protocol):
     def awake(self, weights: PolicyWeights) -> AbstractContextManager[None]:
         """Inside, the engine may decode, with the weights of now, on each rank by itself or in lockstep."""
         ...
+
+
+def run_to_end(
+    engine: Engine, place: Mapping[int, int], goes_on: Callable[[], bool], show_progress: bool
+) -> dict[int, Completion]:
+    """Step while ``goes_on()``; the completions that ended, by the ``place`` of their request numbers."""
+    done: dict[int, Completion] = {}
+    with progress(len(place), "generation", enabled=show_progress) as bar:
+        while goes_on():
+            engine.step()
+            ended = engine.collect()
+            done |= {place[number]: completion for number, completion in ended.items()}
+            bar.update(len(ended))
+    return done

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from openppo.rollout.engine import PolicyWeights
+from openppo.rollout.engine import PolicyWeights, run_to_end
 from openppo.rollout.row_cache import PromptCache, RowCache
 from openppo.rollout.sampling import request_uniforms, sample
-from openppo.tracking import progress
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
 
 PREFILL_TOKENS = 4096
@@ -111,13 +110,7 @@ class HFEngine:
         """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
         longest_first = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
         place = {self.submit(prompts[i], params, seeds[i]): i for i in longest_first}
-        done: dict[int, Completion] = {}
-        with progress(len(prompts), "generation", enabled=self.show_progress) as bar:
-            while self._goes_on():
-                self.step()
-                ended = self.collect()
-                done |= {place[number]: completion for number, completion in ended.items()}
-                bar.update(len(ended))
+        done = run_to_end(self, place, self._goes_on, self.show_progress)
         self.stop()
         return [done[i] for i in range(len(prompts))]
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openppo.rollout.engine import PolicyWeights
-from openppo.tracking import progress
+from openppo.rollout.engine import PolicyWeights, run_to_end
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
 
 
@@ -116,13 +115,7 @@ class VLLMEngine:
     ) -> list[Completion]:
         """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
         place = {self.submit(prompt, params, seeds[i]): i for i, prompt in enumerate(prompts)}
-        done: dict[int, Completion] = {}
-        with progress(len(prompts), "generation", enabled=self.show_progress) as bar:
-            while self._goes_on():
-                self.step()
-                ended = self.collect()
-                done |= {place[number]: completion for number, completion in ended.items()}
-                bar.update(len(ended))
+        done = run_to_end(self, place, self._goes_on, self.show_progress)
         self.stop()
         return [done[i] for i in range(len(prompts))]
 
