@@ -345,9 +345,11 @@ def test_a_second_run_in_the_folder_of_a_living_one_is_refused(tmp_path: Path) -
         "print('holds it', flush=True); time.sleep(300)"
     )
     with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "holds it\n"
-        with pytest.raises(ValueError, match=rf"--ckpt_path .*another run writes there \(process {other.pid} on"):
-            folder_of(tmp_path)
-        other.kill()
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "holds it\n"
+            with pytest.raises(ValueError, match=rf"--ckpt_path .*another run writes there \(process {other.pid} on"):
+                folder_of(tmp_path)
+        finally:
+            other.kill()
     folder_of(tmp_path).save(1, write("one"))
