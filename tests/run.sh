@@ -11,7 +11,8 @@ mypy
 if [ $# -eq 0 ]; then
     bash tests/audit.sh
 fi
-CUDA_VISIBLE_DEVICES="" python -m pytest "$@" # the CPU is what the tests are written for
+beside_each_other=(-n "${TEST_PROCESSES:-3}" --dist loadgroup --no-loadscope-reorder) # many wait for each other's ranks
+CUDA_VISIBLE_DEVICES="" python -m pytest "${beside_each_other[@]}" "$@" # the CPU is what the tests are written for
 if [ $# -eq 0 ] && command -v nvidia-smi > /dev/null; then
     python -m pytest tests/gpu
 fi

@@ -260,6 +260,8 @@ def test_a_reward_function_that_raises_in_an_evaluation_of_the_average_is_report
 SLEEPS = """
 import os, time
 
+pytestmark = pytest.mark.independent
+
 def reward_fn(responses):
     if os.environ["RANK"] == "0":
         print(f"fault at {time.time()}", flush=True)
