@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of a file run in one process, where they share what it made, unless it is marked ``independent``."""
     for item in items:
