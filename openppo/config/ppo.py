@@ -23,7 +23,7 @@ class PPOConfig:
     rollout_batch_size: int = 512
     """Prompts of one rollout batch, over all ranks."""
     micro_rollout_batch_size: int = 8
-    """Samples of one forward pass while experience is made, on one rank."""
+    """Samples of one forward pass while experience is made, on one rank, at most: fewer where that saves padding."""
     micro_rollout_tokens: int | None = None
     """Tokens of such a pass of actor, reference and critic, padding included, instead of a number of samples."""
     micro_train_tokens: int | None = None

@@ -7,21 +7,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+PRICE_OF_A_BATCH = 1 / 8
+"""What one more micro-batch may cost, in full ones: it must save as much padding."""
+
 
 def micro_batches(lengths: Sequence[int], rows: int, tokens: int | None = None) -> list[list[int]]:
-    """Indices of sequences in batches of neighbours in length, the longest first.
+    """Indices of sequences in batches of neighbours in length, the longest first, with little padding.
 
     A batch has at most ``rows`` of them, or with ``tokens`` as many as fit into that number of tokens, padding
-    included; one that is longer has a batch of its own.
+    included; one that is longer has a batch of its own. Of all ways to cut the sorted sequences it is the one with the
+    least padding, where each batch counts as ``PRICE_OF_A_BATCH`` more.
     """
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
-        last = batches[-1] if batches else []
-        full = len(last) == rows if tokens is None else last and (len(last) + 1) * lengths[last[0]] > tokens
-        if last and not full:
-            last.append(i)
-        else:
-            batches.append([i])
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
+    n, longest = len(order), lengths[order[0]] if order else 0
+    price = PRICE_OF_A_BATCH * (min(rows, n) * longest if tokens is None else tokens)
+    least, ends = [0.0] * (n + 1), [n] * (n + 1)  # for sequences i to n: the cost, and where the first batch ends
+    for first in reversed(range(n)):
+        length = lengths[order[first]]
+        size = rows if tokens is None else max(1, tokens // max(1, length))
+        candidates = range(first + 1, min(first + size, n) + 1)
+        ends[first] = min(reversed(candidates), key=lambda end: (end - first) * length + least[end])
+        least[first] = (ends[first] - first) * length + least[ends[first]] + price
+    batches, first = [], 0
+    while first < n:
+        batches.append(order[first : ends[first]])
+        first = ends[first]
     return batches
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from openppo.models.padding import pad_right
+from openppo.models.padding import micro_batches, pad_right
 from openppo.rollout.rewards.scoring import check_scores
 from openppo.tracking import progress
 from openppo.types import Comm, Score, Trajectory
@@ -73,13 +73,14 @@ class ModelScorer:
 
 
 def equal_batches(lengths: Sequence[int], micro_batch_size: int, comm: Comm) -> list[list[int]]:
-    """Indexes of rows in batches of neighbours in length, the longest first; rows of length 0 are in none.
+    """Indexes of rows in ``micro_batches``, the longest first; rows of length 0 are in none.
 
     As many batches as the rank with the most has, as partitioned weights demand: the last may be empty. Collective.
     """
-    order = sorted((i for i in range(len(lengths)) if lengths[i] > 0), key=lambda i: lengths[i], reverse=True)
-    n_batches = int(comm.all_reduce(torch.tensor(-(-len(order) // micro_batch_size)), "max"))
-    return [order[k * micro_batch_size : (k + 1) * micro_batch_size] for k in range(n_batches)]
+    real = [i for i in range(len(lengths)) if lengths[i] > 0]
+    batches = [[real[k] for k in batch] for batch in micro_batches([lengths[i] for i in real], micro_batch_size)]
+    n_batches = int(comm.all_reduce(torch.tensor(len(batches)), "max"))
+    return batches + [[] for _ in range(n_batches - len(batches))]
 
 
 @torch.no_grad()

@@ -208,7 +208,7 @@ def test_a_split_the_hub_does_not_have_is_an_error_with_its_splits(monkeypatch):
         ("a.json", b'[{"a": 1},\n\n{"a": "caf\xe9"}]', "a.json, line 3: not UTF-8 text"),
         ("a.csv", b"x\na\ncaf\xe9\n", "a.csv, line 3: not UTF-8 text"),
         ("a.jsonl", '{"a": 1}\n'.encode("utf-16"), "a.jsonl, line 1: not UTF-8 text"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a": "caf\xe9"}\n'), "a.jsonl.gz, line 2: not UTF-8 text"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a": "caf\xe9"}\n', mtime=0), "a.jsonl.gz, line 2: not UTF-8 text"),
     ],
 )
 def test_a_malformed_file_is_an_error_that_names_flag_file_and_place(tmp_path, name, content, message):

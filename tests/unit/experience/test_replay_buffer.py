@@ -228,7 +228,9 @@ def test_the_token_count_is_that_of_the_whole_step_on_every_rank(world_size: int
 
 def test_a_micro_batch_has_at_most_the_size_asked_for_and_rows_as_they_were_put_in() -> None:
     for batch in steps(filled(SAMPLES), batch_size=N, micro=3):
-        assert [len(micro) for micro in batch.micro_batches] == [3, 3, 3, 2]
+        sizes = [len(micro) for micro in batch.micro_batches]
+        assert max(sizes) == 3
+        assert sum(sizes) == N
         for micro in batch.micro_batches:
             for i in range(len(micro)):
                 original = SAMPLES[int(micro.scores[i])]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
 import pytest
 import torch
 
@@ -30,8 +35,44 @@ def test_rows_of_equal_length_get_no_padding(rows: list[list[int]]) -> None:
 
 def test_micro_batches_hold_neighbours_in_length_and_no_more_than_fit() -> None:
     lengths = [5, 9, 2, 2, 7, 1]
-    assert micro_batches(lengths, rows=4) == [[1, 4, 0, 2], [3, 5]]
+    assert micro_batches(lengths, rows=4) == [[1, 4, 0], [2, 3, 5]]
     assert micro_batches(lengths, rows=1) == [[1], [4], [0], [2], [3], [5]]
-    assert micro_batches(lengths, rows=1, tokens=14) == [[1], [4, 0], [2, 3, 5]]
+    assert micro_batches(lengths, rows=1, tokens=14) == [[1], [4], [0], [2, 3, 5]]
     assert micro_batches(lengths, rows=4, tokens=3) == [[1], [4], [0], [2], [3], [5]], "none is left out"
+    assert micro_batches([6, 6, 6], rows=2) == [[0, 1], [2]], "full ones first"
     assert micro_batches([], rows=4) == []
+
+
+def every_cut(n: int) -> Iterator[list[int]]:
+    """All ways to cut ``n`` sequences into neighbouring batches, by their sizes."""
+    for signs in itertools.product((False, True), repeat=n - 1):
+        bounds = [0, *(place for place, cut in enumerate(signs, start=1) if cut), n]
+        yield [end - start for start, end in itertools.pairwise(bounds)]
+
+
+@pytest.mark.parametrize("tokens", [None, 40])
+def test_no_other_cut_of_the_sorted_sequences_pads_less_by_more_than_its_batches_cost(tokens: int | None) -> None:
+    def cost(sizes: Sequence[int], ordered: Sequence[int], rows: int) -> float:
+        places = itertools.accumulate(sizes[:-1], initial=0)
+        areas = [n * ordered[place] for n, place in zip(sizes, places, strict=True)]
+        fit = [n <= rows if tokens is None else n == 1 or area <= tokens for n, area in zip(sizes, areas, strict=True)]
+        full = rows * ordered[0] if tokens is None else tokens
+        return sum(areas) + len(sizes) * full / 8 if all(fit) else math.inf
+
+    rng = random.Random(3)
+    for _ in range(50):
+        lengths, rows = [round(rng.expovariate(1 / 9)) + 1 for _ in range(8)], rng.randint(1, 8)
+        ordered = sorted(lengths, reverse=True)
+        found = micro_batches(lengths, rows, tokens)
+        assert [lengths[i] for batch in found for i in batch] == ordered
+        assert cost([len(b) for b in found], ordered, rows) == min(cost(cut, ordered, rows) for cut in every_cut(8))
+
+
+def test_a_long_tail_is_padded_much_less_than_in_batches_of_equal_size() -> None:
+    rng = random.Random(0)
+    lengths = [rng.randint(16, 64) + min(256, 1 + int(rng.expovariate(1 / 32))) for _ in range(64)]
+    ordered = sorted(lengths, reverse=True)
+    batches = micro_batches(lengths, rows=8)
+    padding = sum(len(batch) * lengths[batch[0]] for batch in batches) - sum(lengths)
+    assert padding < 0.6 * (8 * sum(ordered[::8]) - sum(lengths))
+    assert len(batches) <= 10

@@ -62,7 +62,7 @@ def test_a_function_is_not_called_without_samples(scorer_of: MakeScorer) -> None
         {"rewards": [1, 2.5], "extra_logs": {"length": 3}},
         {"rewards": torch.tensor([1, 2.5])},
     ],
-    ids=lambda scores: f"{type(scores).__name__}: {str(scores)[:40]}",
+    ids=lambda scores: type(scores).__name__,
 )
 def test_numbers_of_python_numpy_and_torch_are_scores(
     scores: Any, scorer_of: MakeScorer, two: list[Trajectory]

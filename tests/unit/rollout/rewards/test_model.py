@@ -90,7 +90,7 @@ def test_scores_keep_the_order_of_the_samples_whatever_the_micro_batch_size(
 ) -> None:
     model = CountingModel()
     assert scores_of(model_scorer(model, size, name="reward_model"), samples) == [407.0, 205.0, 710.0, 306.0, 710.0]
-    assert len(model.shapes) == math.ceil(len(samples) / size)
+    assert max(rows for rows, _ in model.shapes) == min(size, 3)  # the two long ones go alone
 
 
 def test_neighbours_in_length_share_a_forward(samples: list[Trajectory]) -> None:

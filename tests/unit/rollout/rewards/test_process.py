@@ -107,5 +107,5 @@ def test_every_rank_has_as_many_batches_as_the_rank_with_the_most() -> None:
             assert op == "max"
             return tensor.clamp(min=4)
 
-    assert equal_batches([3, 0, 7, 5, 0], 2, Other()) == [[2, 3], [0], [], []]
+    assert equal_batches([3, 0, 7, 7, 0], 2, Other()) == [[2, 3], [0], [], []]
     assert equal_batches([], 2, SingleProcess()) == []
