@@ -6,6 +6,7 @@ all ranks, and renamed. ``manifest.json`` in it has the size and SHA-256 of each
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -158,10 +159,20 @@ class CheckpointFolder:
         self.together(publish)
 
     def link(self, name: str, target: Path) -> None:
-        """Let the link ``name`` in this folder point to ``target``, in one step."""
+        """Let the link ``name`` in this folder point to ``target``, in one step.
+
+        For people: nothing reads it back. Where a file system has no links (exFAT, some network shares) it is a file
+        that holds the name.
+        """
         new = self.folder / f".{name}.new"
         new.unlink(missing_ok=True)
-        new.symlink_to(target.name)
+        try:
+            new.symlink_to(target.name)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            logger.warning("%s: no links here (%s): %s is a file with the name", self.folder, error.strerror, name)
+            new.write_text(f"{target.name}\n")
         new.replace(self.folder / name)
 
     def check_space(self, n_bytes: int, remedy: str) -> None:

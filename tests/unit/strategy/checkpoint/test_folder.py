@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import subprocess
@@ -74,6 +75,23 @@ def test_the_newest_checkpoint_is_found_with_what_was_written(tmp_path: Path) ->
     assert newest is not None
     assert (newest / "a.txt").read_text() == "ten"
     assert (tmp_path / "c" / "latest").resolve() == newest
+
+
+def test_where_a_file_system_has_no_links_a_file_names_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, target: str) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    folder = folder_of(tmp_path)
+    for step in (1, 2):
+        folder.save(step, write(str(step)))
+    assert (tmp_path / "latest").read_text() == "step_00000002\n"
+    newest = folder_of(tmp_path).newest()
+    assert newest is not None
+    assert newest.name == "step_00000002"
+    assert "no links here (Operation not permitted)" in caplog.text
 
 
 def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
