@@ -78,7 +78,7 @@ def end(pids: list[int], killed: list[int]) -> list[int]:
     """Kill some ranks; the others notice, or are killed after a while. Returns the exit statuses of all."""
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
-    deadline, statuses = time.monotonic() + (20 if killed else 250), {}
+    deadline, statuses = time.monotonic() + (20 if killed else 600), {}
     while len(statuses) < len(pids):
         for pid in set(pids) - statuses.keys():
             done, status = os.waitpid(pid, os.WNOHANG)

@@ -74,7 +74,8 @@ class ActorStep:
         if ptx_batch is not None:
             self._accumulate_ptx(ptx_batch, metrics)
         norm = self.engine.step()
-        metrics.add("actor_grad_norm", norm)
+        # Once over all ranks: a step that goes on with another number of ranks keeps its mean.
+        metrics.add("actor_grad_norm", norm, weight=1 / self.comm.world_size)
         return norm
 
     def _loss(

@@ -53,5 +53,6 @@ class CriticStep:
             scaled = (loss * weights).sum() * self.comm.world_size
             self.engine.backward(scaled, last=i == len(batch.micro_batches) - 1)
         norm = self.engine.step()
-        metrics.add("critic_grad_norm", norm)
+        # Once over all ranks: a step that goes on with another number of ranks keeps its mean.
+        metrics.add("critic_grad_norm", norm, weight=1 / self.comm.world_size)
         return norm

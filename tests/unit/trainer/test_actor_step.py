@@ -367,3 +367,13 @@ def test_the_mismatch_is_measured_on_the_weights_that_sampled_where_log_probs_we
             assert found["rollout_log_prob_gap"] == pytest.approx(gap, abs=1e-5)
         else:
             assert "rollout_log_prob_gap" not in found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_gradient_norm_counts_once_over_all_ranks(
+    world_size: int, causal: nn.Module, engine_of: EngineOf, rank_of: Comm, rows: list[Experience]
+) -> None:
+    metrics, comm = Metrics(), rank_of(0, world_size)
+    ActorStep(engine_of(Actor(causal)), CONFIG, comm, CPU).train(mini_batch(rows, 4), None, metrics, kl_coef=0.0)
+    _, [(weight, _, _)] = metrics.state_dict()["actor_grad_norm"]
+    assert weight == pytest.approx(1 / world_size), "else a step that goes on with other ranks has another mean"

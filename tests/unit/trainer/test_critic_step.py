@@ -129,3 +129,14 @@ def test_only_the_last_backward_pass_is_marked_as_last(
     engine = engine_of(ScalarHeadModel(scalar, "critic"))
     trained(engine, mini_batch(rows, 3))
     assert engine.boundaries == [False, False, False, True]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_gradient_norm_counts_once_over_all_ranks(
+    world_size: int, scalar: nn.Module, engine_of: EngineOf, rank_of: Comm, rows: list[Experience]
+) -> None:
+    metrics, config = Metrics(), from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py")
+    step = CriticStep(engine_of(ScalarHeadModel(scalar, "critic")), config, rank_of(0, world_size), torch.device("cpu"))
+    step.train(mini_batch(rows, 4), metrics)
+    _, [(weight, _, _)] = metrics.state_dict()["critic_grad_norm"]
+    assert weight == pytest.approx(1 / world_size), "else a step that goes on with other ranks has another mean"
