@@ -23,6 +23,7 @@ import yaml
 
 from openppo.cli.openrlhf import without_foreign_flags
 from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
+from openppo.config.tracking import KEY_FROM_ELSEWHERE
 
 _SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
@@ -124,6 +125,7 @@ def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config
     arguments, file = _take_config_file([_underscored(argument) for argument in arguments])
     if config_type is TrainPPOConfig:
         arguments = _without_foreign_flags(arguments)
+    arguments = _with_key_of_wandb(arguments)
     known = option_names(config_type)
     _check_flags(arguments, known)
     if file is not None:
@@ -151,6 +153,14 @@ def _without_foreign_flags(arguments: list[str]) -> list[str]:
     for notice in notices if _local_rank() == 0 else []:
         print(notice, file=sys.stderr, flush=True)
     return kept
+
+
+def _with_key_of_wandb(arguments: list[str]) -> list[str]:
+    """``--use_wandb`` may stand alone."""
+    return [
+        f"{argument}={KEY_FROM_ELSEWHERE}" if argument == "--use_wandb" and following.startswith("--") else argument
+        for argument, following in itertools.pairwise([*arguments, "--"])
+    ]
 
 
 def _take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:

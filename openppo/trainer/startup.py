@@ -31,7 +31,7 @@ logger = logging.getLogger("openppo")
 Result = TypeVar("Result")
 
 PLACES = {
-    *("save_path", "ckpt_path", "use_tensorboard", "remote_rm_url", "remote_rm_token_file"),
+    *("save_path", "ckpt_path", "use_tensorboard", "use_wandb", "remote_rm_url", "remote_rm_token_file"),
     *("pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "reward_fn"),
     *("prompt_data", "eval_data", "pretrain_data", "dataset", "eval_dataset", "dataset_class"),
 }
