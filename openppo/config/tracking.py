@@ -45,9 +45,12 @@ class TrackingConfig:
         )
         require(self.use_wandb != "", "--use_wandb is empty: give it alone, with an API key, or not at all.")
         for first, last in self._profiled_ranges():
-            require(
-                1 <= first <= last, f"--profile_steps {self.profile_steps}: steps count from 1, ranges go upwards."
-            )
+            require(1 <= first <= last, f"--profile_steps {self.profile_steps}: steps count from 1, ranges go upwards.")
+
+    @property
+    def shows_histograms(self) -> bool:
+        """Whether anybody looks at distributions."""
+        return self.use_tensorboard is not None or self.use_wandb is not None
 
     def is_profiled(self, step: int) -> bool:
         """Whether ``--profile_steps`` names this step, counted from 1."""

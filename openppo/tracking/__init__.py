@@ -1,5 +1,6 @@
 """What a run tells about itself: metrics, timers, trackers, progress, log."""
 
+from openppo.tracking.histogram import Histogram, histogram
 from openppo.tracking.log import get_logger, setup_logging
 from openppo.tracking.metrics import Metrics, Reduction
 from openppo.tracking.progress import Progress, progress
@@ -11,11 +12,14 @@ from openppo.tracking.trackers import (
     TensorBoardTracker,
     Tracker,
     Trackers,
+    WandbTracker,
+    check_trackers,
     make_trackers,
 )
 
 __all__ = [
     "ConsoleTracker",
+    "Histogram",
     "JSONLTracker",
     "Metrics",
     "PhaseTimer",
@@ -24,8 +28,11 @@ __all__ = [
     "TensorBoardTracker",
     "Tracker",
     "Trackers",
+    "WandbTracker",
+    "check_trackers",
     "cut_logs",
     "get_logger",
+    "histogram",
     "make_trackers",
     "progress",
     "save_config",

@@ -601,7 +601,9 @@ def test_a_key_of_wandb_is_in_no_file_and_the_file_reads_back() -> None:
     assert flat_dict(from_options(TrainPPOConfig, pretrain="m", prompt_data="p"))["use_wandb"] is None
 
 
-@pytest.mark.parametrize(("given", "steps"), [("3", {3}), ("2-4,7", {2, 3, 4, 7}), (" 1 , 1-2 ", {1, 2}), (None, set())])
+@pytest.mark.parametrize(
+    ("given", "steps"), [("3", {3}), ("2-4,7", {2, 3, 4, 7}), (" 1 , 1-2 ", {1, 2}), (None, set())]
+)
 def test_profiled_steps_are_those_that_are_named(given: str | None, steps: set[int]) -> None:
     options = TrackingConfig(profile_steps=given)
     options.validate()
