@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,15 @@ def records_of(folder: Path) -> list[Any]:
     """What the files of all offline runs below hold, in the order of their beginning."""
     from wandb.proto import wandb_internal_pb2
 
-    return [
-        wandb_internal_pb2.Record.FromString(data)
-        for file in sorted((folder / "logs" / "wandb").glob("offline-run-*/*.wandb"))
-        for data in leveldb_log(file.read_bytes())
-    ]
+    def read(file: Path) -> list[Any]:
+        while True:  # W&B's service writes the end of the file when it comes to it
+            records = [wandb_internal_pb2.Record.FromString(data) for data in leveldb_log(file.read_bytes())]
+            if records and records[-1].HasField("exit"):
+                return records
+            time.sleep(0.1)
+
+    files = sorted((folder / "logs" / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_ctime)
+    return [record for file in files for record in read(file)]
 
 
 def leveldb_log(content: bytes) -> Iterator[bytes]:
@@ -66,7 +71,7 @@ def leveldb_log(content: bytes) -> Iterator[bytes]:
 def history_of(folder: Path) -> list[dict[str, Any]]:
     """What was logged, line by line."""
     lines = [record.history.item for record in records_of(folder) if record.HasField("history")]
-    return [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in line} for line in lines]
+    return [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in line} for line in lines]
 
 
 def test_an_offline_run_holds_what_was_logged(tmp_path: Path) -> None:
@@ -77,8 +82,9 @@ def test_an_offline_run_holds_what_was_logged(tmp_path: Path) -> None:
     tracker.close()
     first, second, third = history_of(tmp_path / "ppo")
     assert (first["global_step"], first["reward"], first["time/step_s"]) == (1, 0.5, 2.0)
-    assert second["histograms/reward"] == {"_type": "histogram", "values": [2, 1], "bins": [0.0, 1.0, 2.0]}
-    table = tmp_path / "ppo" / "logs" / "wandb" / "latest-run" / "files" / third["samples"]["path"]
+    assert second["histograms/reward._type"] == "histogram"
+    assert (second["histograms/reward.values"], second["histograms/reward.bins"]) == ([2, 1], [0.0, 1.0, 2.0])
+    table = tmp_path / "ppo" / "logs" / "wandb" / "latest-run" / "files" / third["samples.path"]
     assert json.loads(table.read_text()) == {
         "columns": ["step", "prompt", "response", "reward", "label"],
         "data": [[1, "2 + 2 =", "4", 1.0, 4]],
