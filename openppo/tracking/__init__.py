@@ -3,6 +3,7 @@
 from openppo.tracking.histogram import Histogram, histogram
 from openppo.tracking.log import get_logger, setup_logging
 from openppo.tracking.metrics import Metrics, Reduction
+from openppo.tracking.profiler import StepProfiler
 from openppo.tracking.progress import Progress, progress
 from openppo.tracking.run_folder import cut_logs, save_config, set_aside_logs
 from openppo.tracking.timers import PhaseTimer
@@ -25,6 +26,7 @@ __all__ = [
     "PhaseTimer",
     "Progress",
     "Reduction",
+    "StepProfiler",
     "TensorBoardTracker",
     "Tracker",
     "Trackers",

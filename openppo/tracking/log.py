@@ -26,13 +26,11 @@ class _ProgressSafeHandler(logging.Handler):
 
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)
-        if self._rank > 0:
-            return f"[openppo rank {self._rank}] {message}"
-        if not sys.stderr.isatty():
-            return f"[openppo] {message}"
-        if record.levelno >= logging.WARNING:
-            return f"{_YELLOW}warning: {message}{_PLAIN}"
-        return record.__dict__.get("styled", message)  # of announce
+        if self._rank == 0 and sys.stderr.isatty():
+            coloured = f"{_YELLOW}warning: {message}{_PLAIN}"
+            return coloured if record.levelno >= logging.WARNING else record.__dict__.get("styled", message)
+        name = "[openppo]" if self._rank == 0 else f"[openppo rank {self._rank}]"
+        return "\n".join(f"{name} {line}".rstrip() for line in message.split("\n"))
 
 
 def get_logger() -> logging.Logger:

@@ -38,23 +38,19 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def rendered(table: RenderableType, stream: TextIO, margin: int = 0) -> list[str]:
-    """Lines of ``table``, with colours if ``stream`` is a terminal that shows them, ``margin`` narrower than it."""
+def rendered(table: RenderableType, stream: TextIO, colours: bool = True) -> list[str]:
+    """Lines of ``table``, as wide as ``stream`` if that is a terminal, and with its ``colours``."""
     on_terminal = stream.isatty()
     width = min(WIDTH, shutil.get_terminal_size().columns) if on_terminal else WIDTH
     buffer = io.StringIO()
-    Console(file=buffer, width=width - margin, force_terminal=on_terminal, legacy_windows=False).print(table)
+    Console(file=buffer, width=width, force_terminal=on_terminal and colours, legacy_windows=False).print(table)
     return [line.rstrip() for line in buffer.getvalue().splitlines()]
 
 
 def announce(table: RenderableType) -> None:
-    """Log ``table`` line by line, with colours where the log is a terminal."""
-    plain = rendered(table, io.StringIO())
-    styled = rendered(table, sys.stderr)
-    if len(styled) != len(plain):  # a narrow terminal breaks lines elsewhere
-        plain = styled
-    for line, with_colours in zip(plain, styled, strict=True):
-        get_logger().info("%s", line, extra={"styled": with_colours})
+    """Log ``table`` in one record, with colours where the log is a terminal."""
+    plain = rendered(table, sys.stderr, colours=False)
+    get_logger().info("%s", "\n".join(plain), extra={"styled": "\n".join(rendered(table, sys.stderr))})
 
 
 def write_line(line: str, stream: TextIO) -> None:

@@ -24,7 +24,7 @@ class ConsoleTracker:
     """
 
     name = "the console"
-    errors = (OSError,)
+    errors: tuple[type[Exception], ...] = (OSError,)
 
     def __init__(self, headline: Sequence[str], total_steps: int, samples_every: int = 0) -> None:
         self._headline = tuple(headline)

@@ -16,7 +16,7 @@ class JSONLTracker:
     """Appends to ``metrics.jsonl`` and ``samples.jsonl``; a number that is not finite becomes null."""
 
     name = "metrics.jsonl and samples.jsonl"
-    errors = (OSError,)
+    errors: tuple[type[Exception], ...] = (OSError,)
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
