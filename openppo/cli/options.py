@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 import tyro
 import yaml
 
+from openppo import __version__
 from openppo.cli.openrlhf import without_foreign_flags
 from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
 from openppo.config.tracking import KEY_FROM_ELSEWHERE
@@ -81,6 +82,15 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
     _run(config, build)
     if _world_size() > 1:
         _end_process()
+
+
+def greet(command: str) -> None:
+    """Say on rank 0 what starts, while libraries load for some seconds."""
+    if _rank() == 0:
+        ranks = "" if _world_size() == 1 else f" on {_world_size()} ranks"
+        name = f"OpenPPO {__version__}"
+        shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
+        print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
 
 
 def _run(config: Config, build: Callable[[Config], Runnable]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +87,8 @@ class StepProfiler:
     def _toggle(self, enable: bool) -> None:
         assert self._profile is not None
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        self._profile.toggle_collection_dynamic(enable, kinds)
+        with _quiet_stderr():  # a warning each time, through the middle of progress bars
+            self._profile.toggle_collection_dynamic(enable, kinds)
 
     def _write(self, profile: torch.profiler.profile) -> None:
         """A trace that cannot be written is a warning; the run goes on."""
@@ -98,6 +100,20 @@ class StepProfiler:
             get_logger().warning("--profile_steps: no trace of step %d (%s)", position.step, error)
         else:
             get_logger().info("--profile_steps: step %d is recorded in %s", position.step, file)
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Inside, what C++ writes to stderr is lost."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class NoProfiler:

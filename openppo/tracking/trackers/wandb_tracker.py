@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from openppo.config import TrackingConfig
 from openppo.config.tracking import KEY_FROM_ELSEWHERE
 from openppo.tracking.histogram import Histogram
@@ -87,7 +89,7 @@ class WandbTracker:
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Log each one as ``histograms/<name>``."""
         shown = {
-            f"histograms/{name}": self._wandb.Histogram(np_histogram=(of.counts, of.edges))
+            f"histograms/{name}": self._wandb.Histogram(np_histogram=(np.array(of.counts), np.array(of.edges)))
             for name, of in histograms.items()
         }
         self._run.log({STEP: step, **shown})

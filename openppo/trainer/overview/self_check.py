@@ -21,7 +21,7 @@ from openppo.models.masked import compute_approx_kl
 from openppo.tracking.terminal import harmless
 from openppo.types import Experience
 
-_BEFORE, _FIRST, _LAST = 2, 4, 5
+_BEFORE, _FIRST, _LAST = 2, 3, 3
 """Tokens shown: of the prompt's end, and at both ends of what is trained on."""
 _LONGEST_TOKEN = 16
 _TINY = 1e-5
@@ -109,7 +109,7 @@ class _Sample:
         at = ", ".join(f"{self.score[i]:.4g} at {i}" for i in self.scored[:3]) or "0"
         more = f" and {len(self.scored) - 3} more" if len(self.scored) > 3 else ""
         trained = f"{len(self.actions)} of {n} tokens are trained on, {first} to {last}"
-        return f"{trained}; {end}; earned {self.reward:.4g}, in the rewards {at}{more}"
+        return f"{trained}; {end}\nearned {self.reward:.4g}; in the rewards beside the KL penalty: {at}{more}"
 
     def faults(self) -> list[str]:
         """What should be true of any experience and is not."""

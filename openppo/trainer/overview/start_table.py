@@ -13,7 +13,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from openppo import __version__
 from openppo.config import TrainPPOConfig, mask_credentials
 from openppo.config.commands import SupervisedCommand
 from openppo.models.lora.adapters import AdapterOffReference
@@ -42,7 +41,7 @@ def announce_ppo_start(config: TrainPPOConfig, parts: Parts, critic: str, done: 
     facts = _ppo_facts(config, plan, parts)
     if done > 0:
         facts.append(("goes on", f"after step {done:,} of {plan.n_steps:,}"))
-    announce(_page(_ppo_roles(config, parts, critic), facts + _memory_fact(parts.estimate), parts.estimate))
+    announce(_page(_ppo_roles(config, parts, critic), facts + _memory_fact(parts.estimate)))
 
 
 def announce_supervised_start(
@@ -51,7 +50,7 @@ def announce_supervised_start(
     """Log the model of a supervised run and ``sizes``, on rank 0."""
     if strategy.is_main:
         role = model_role("model", config.supervised.pretrain, engine.module, strategy, is_trained=True)
-        announce(_page([role], sizes + _memory_fact(estimate), estimate))
+        announce(_page([role], sizes + _memory_fact(estimate)))
 
 
 def _ppo_roles(config: TrainPPOConfig, parts: Parts, critic: str) -> list[Role]:
@@ -114,20 +113,18 @@ def _memory_fact(estimate: Estimate | None) -> Facts:
     return [("memory", f"{peak}{room} (--dry_run says more)")]
 
 
-def _page(roles: Sequence[Role], facts: Facts, estimate: Estimate | None) -> RenderableType:
+def _page(roles: Sequence[Role], facts: Facts) -> RenderableType:
     versions = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}"
-    headline = Text.assemble(
-        (f"OpenPPO {__version__}", "bold"), (f"  {versions}, Python {platform.python_version()}", "dim")
-    )
+    headline = Text(f"{versions}, Python {platform.python_version()}", style="dim")
     below = Table.grid(padding=(0, 2))
     below.add_column(style="dim", no_wrap=True, min_width=9)
     below.add_column()
     for name, text in facts:
         below.add_row(name, text)
-    return Group("", headline, "", _table(roles, estimate), "", below, "")
+    return Group("", headline, "", _table(roles), "", below, "")
 
 
-def _table(roles: Sequence[Role], estimate: Estimate | None) -> Table:
+def _table(roles: Sequence[Role]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("role", style="bold", no_wrap=True, min_width=9)
     table.add_column("model", overflow="fold")

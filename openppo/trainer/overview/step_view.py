@@ -42,7 +42,7 @@ class StepView:
             ("self-check", "bold"), f" of step {step}: two samples as they are trained on ",
             ("(--no_self_check leaves it out)", "dim"),
         )  # fmt: skip
-        announce(Group("", title, "", check.page, ""))
+        announce(Group(title, "", check.page, ""))
         for fault in check.faults:
             logger.warning("self-check: %s; please report this with the lines above", fault)
         if not check.faults:
