@@ -42,10 +42,11 @@ def self_check(
     eos_token_ids: Iterable[int],
     kl: KLConfig,
     kl_coef: float,
+    one_score: bool = True,
 ) -> SelfCheck:
     """Of two of the samples ``items`` (each one row): one that ended with EOS and one that was cut, if there are both.
 
-    ``kl_coef`` is what their rewards were made with.
+    ``kl_coef`` is what their rewards were made with; ``one_score`` says that no token but the last can have a reward.
     """
     ended = [i for i, item in enumerate(items) if not item.truncated[0]]
     cut = [i for i, item in enumerate(items) if item.truncated[0]]
@@ -57,7 +58,7 @@ def self_check(
     for row in range(len(both)):
         sample = _Sample(both, row, tokenizer, eos, kl, penalty)
         pages += [Text.assemble((f"sample {row + 1}", "bold"), f": {sample.summary()}"), sample.table(), ""]
-        faults += [f"sample {row + 1}: {fault}" for fault in sample.faults()]
+        faults += [f"sample {row + 1}: {fault}" for fault in sample.faults(one_score)]
     return SelfCheck(Group(*pages[:-1]), faults)
 
 
@@ -111,8 +112,10 @@ class _Sample:
         trained = f"{len(self.actions)} of {n} tokens are trained on, {first} to {last}"
         return f"{trained}; {end}\nearned {self.reward:.4g}; in the rewards beside the KL penalty: {at}{more}"
 
-    def faults(self) -> list[str]:
-        """What should be true of any experience and is not."""
+    def faults(self, one_score: bool) -> list[str]:
+        """What should be true of any experience and is not; of a sample that is left out of training nothing."""
+        if not self.actions:
+            return []
         n, outside = len(self.ids), [i for i, action in enumerate(self.trained) if not action]
         claims: list[tuple[str, Callable[[int], bool], Iterable[int]]] = [
             ("is trained on but is padding", lambda i: self.attended[i], self.actions),
@@ -122,10 +125,10 @@ class _Sample:
         found = [f"token {i} {told}" for told, holds, places in claims for i in places if not holds(i)][:3]
         for name, column in self.columns.items():
             found += [f"token {i} is not trained on but has {name}" for i in outside if column[i] != 0][:1]
-        if self.actions and not self.truncated and self.ids[self.actions[-1]] not in self.eos:
+        if not self.truncated and self.ids[self.actions[-1]] not in self.eos:
             found.append(f"it ended by itself, but token {self.actions[-1]}, the last trained on, is no EOS")
-        if len(self.scored) == 1 and self.scored[0] != self.actions[-1]:
-            found.append(f"the score lies at token {self.scored[0]}, not at the last one that is trained on")
+        if one_score and self.scored not in ([], self.actions[-1:]):
+            found.append(f"the score lies at token {self.scored[0]}, not only at the last one that is trained on")
         return found
 
     def table(self) -> Table:

@@ -14,10 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from openppo.config import TrainPPOConfig, mask_credentials
-from openppo.config.commands import SupervisedCommand
 from openppo.models.lora.adapters import AdapterOffReference
-from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.strategy.engine import TrainingEngine
 from openppo.tracking.terminal import announce
 from openppo.trainer.estimate import Estimate
 from openppo.trainer.estimate.estimate import readable
@@ -28,6 +25,7 @@ from openppo.trainer.steps.update_step import frozen_actor_steps
 
 _LONGEST_NAME = 40
 Facts = list[tuple[str, str]]
+"""Lines: what they are about, and their text."""
 
 
 def announce_ppo_start(config: TrainPPOConfig, parts: Parts, critic: str, done: int) -> None:
@@ -41,16 +39,7 @@ def announce_ppo_start(config: TrainPPOConfig, parts: Parts, critic: str, done: 
     facts = _ppo_facts(config, plan, parts)
     if done > 0:
         facts.append(("goes on", f"after step {done:,} of {plan.n_steps:,}"))
-    announce(_page(_ppo_roles(config, parts, critic), facts + _memory_fact(parts.estimate)))
-
-
-def announce_supervised_start(
-    config: SupervisedCommand, strategy: DeepspeedStrategy, engine: TrainingEngine, sizes: Facts, estimate: Any
-) -> None:
-    """Log the model of a supervised run and ``sizes``, on rank 0."""
-    if strategy.is_main:
-        role = model_role("model", config.supervised.pretrain, engine.module, strategy, is_trained=True)
-        announce(_page([role], sizes + _memory_fact(estimate)))
+    announce(page(_ppo_roles(config, parts, critic), facts + memory_fact(parts.estimate)))
 
 
 def _ppo_roles(config: TrainPPOConfig, parts: Parts, critic: str) -> list[Role]:
@@ -78,34 +67,35 @@ def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, parts: Parts) -> Facts:
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     most = "at most " if config.ppo.dynamic_sampling else ""
     facts = [("each step", _samples(first, config.ppo.n_samples_per_prompt, most))]
-    passes = f"{_count(first.forwards, 'pass', 'passes')} of up to {config.ppo.micro_rollout_batch_size} samples"
+    passes = f"{count(first.forwards, 'pass', 'passes')} of up to {config.ppo.micro_rollout_batch_size} samples"
     if first.forwards is None:
         passes = f"passes of up to {config.ppo.micro_rollout_tokens:,} tokens"
     facts.append(("experience", passes + each))
     size = min(batch.train_batch_size, first.n_samples)
-    micro = f"{_count(first.micro_batches, 'micro-batch', 'micro-batches')} of up to {batch.micro_train_batch_size}"
+    micro = f"{count(first.micro_batches, 'micro-batch', 'micro-batches')} of up to {batch.micro_train_batch_size}"
     if first.micro_batches is None:
         micro = f"micro-batches of up to {config.ppo.micro_train_tokens:,} tokens"
-    mini = _count(first.mini_batches, "mini-batch", "mini-batches")
-    facts.append(("training", f"{_count(batch.max_epochs, 'epoch')} of {mini} of {size:,} samples, in {micro}{each}"))
+    mini = count(first.mini_batches, "mini-batch", "mini-batches")
+    facts.append(("training", f"{count(batch.max_epochs, 'epoch')} of {mini} of {size:,} samples, in {micro}{each}"))
     total = f"{plan.optimizer_steps():,} optimizer steps"
     if (frozen := frozen_actor_steps(config)) > 0:
         total += f", {plan.optimizer_steps(without=frozen):,} of them of the actor"
     last = plan.steps[-1]
     rest = f", the last of {last.n_prompts:,}" if last.n_prompts < first.n_prompts else ""
-    in_all = f"{_count(plan.episodes, 'episode')} of {len(parts.prompts):,} prompts in "
-    facts.append(("in all", in_all + f"{_count(len(plan.steps), 'batch', 'batches')}{rest}"))
+    in_all = f"{count(plan.episodes, 'episode')} of {len(parts.prompts):,} prompts in "
+    facts.append(("in all", in_all + f"{count(len(plan.steps), 'batch', 'batches')}{rest}"))
     return [*facts, ("", f"{most}{plan.n_steps:,} steps, {total}")]
 
 
 def _samples(step: StepPlan, n_responses: int, most: str) -> str:
     sampled = step.n_prompts * n_responses
     kept = f", {step.n_samples:,} kept by --buffer_limit" if step.n_samples < sampled else ""
-    text = f"{_count(step.n_prompts, 'prompt')} x {_count(n_responses, 'response')} = {sampled:,} samples"
+    text = f"{count(step.n_prompts, 'prompt')} x {count(n_responses, 'response')} = {sampled:,} samples"
     return f"{most}{text}{kept}"
 
 
-def _memory_fact(estimate: Estimate | None) -> Facts:
+def memory_fact(estimate: Estimate | None) -> Facts:
+    """The estimated peak, if there is an estimate."""
     if estimate is None:
         return []
     peak = f"{readable(estimate.peak)} at most by estimate, in {estimate.largest.name}"
@@ -113,7 +103,8 @@ def _memory_fact(estimate: Estimate | None) -> Facts:
     return [("memory", f"{peak}{room} (--dry_run says more)")]
 
 
-def _page(roles: Sequence[Role], facts: Facts) -> RenderableType:
+def page(roles: Sequence[Role], facts: Facts) -> RenderableType:
+    """Versions, the table of roles, and ``facts`` below it."""
     versions = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}"
     headline = Text(f"{versions}, Python {platform.python_version()}", style="dim")
     below = Table.grid(padding=(0, 2))
@@ -142,5 +133,6 @@ def _shortened(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else "..." + name[3 - _LONGEST_NAME :]
 
 
-def _count(n: int | None, one: str, many: str = "") -> str:
+def count(n: int | None, one: str, many: str = "") -> str:
+    """``n`` of what is called ``one`` if there is one of it."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"

@@ -37,7 +37,9 @@ class StepView:
     def _check(self, step: int, buffer: ReplayBuffer, kl_coef: float) -> None:
         tokenizer = self.parts.tokenizer
         eos = eos_token_ids(self.parts.actor.module.model, tokenizer)
-        check = self_check(buffer.items, tokenizer, eos, self.config.kl, kl_coef)
+        source = self.config.source  # a function may reward single tokens, and so may steps
+        one_score = source.reward_fn is None and source.remote_rm_url is None and source.prm_pretrain is None
+        check = self_check(buffer.items, tokenizer, eos, self.config.kl, kl_coef, one_score)
         title = Text.assemble(
             ("self-check", "bold"), f" of step {step}: two samples as they are trained on ",
             ("(--no_self_check leaves it out)", "dim"),
