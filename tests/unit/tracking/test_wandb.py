@@ -120,6 +120,8 @@ def test_the_key_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     tracker.log(1, {"reward": 1.0})
     tracker.close()
     assert sys.argv == before
+    arguments = [list(r.environment.args) for r in records_of(tmp_path) if r.HasField("environment")]
+    assert ["--use_wandb", "***", "--use_wandb=***"] in arguments
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) >= 4
     assert [file for file in files if KEY.encode() in file.read_bytes()] == []
