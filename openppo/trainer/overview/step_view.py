@@ -24,7 +24,7 @@ class StepView:
     def __init__(self, config: TrainPPOConfig, parts: Parts) -> None:
         self.config = config
         self.parts = parts
-        self._has_checked = not config.tracking.self_check or not parts.strategy.is_main
+        self._has_checked = not config.tracking.self_check or parts.strategy.comm.rank != 0
 
     def before_training(self, step: int, buffer: ReplayBuffer, kl_coef: float) -> None:
         """Look at ``buffer``, without changing it, before step number ``step`` trains on it. All ranks call it."""

@@ -81,7 +81,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.skipped = SkippedSteps(config.run, self.comm)
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
         self.profiler = StepProfiler(config.run.save_path, config.tracking, self.comm.rank)
-        self._has_checked = not config.tracking.self_check or not parts.strategy.is_main
+        self._has_checked = not config.tracking.self_check or self.comm.rank != 0
 
     @abstractmethod
     def make_batch(self, examples: Sequence[Example]) -> StepBatch:
