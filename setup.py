@@ -26,14 +26,16 @@ setup(
         "numpy>=1.26",
         "pyarrow>=15",
         "pyyaml>=6.0",
+        "rich>=13.7",
         "tensorboard>=2.16",
         "tqdm>=4.66",
         "tyro>=1.0",
     ],
     extras_require={
-        "dev": ["math-verify", "mypy", "pytest", "ruff", "types-PyYAML", "types-tqdm", "vaderSentiment"],
+        "dev": ["math-verify", "mypy", "pytest", "ruff", "types-PyYAML", "types-tqdm", "vaderSentiment", "wandb"],
         "flash": ["flash-attn"],
         "math": ["math-verify"],
         "vllm": ["vllm>=0.32"],
+        "wandb": ["wandb>=0.19"],
     },
 )

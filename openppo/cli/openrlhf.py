@@ -23,7 +23,6 @@ class ForeignFlag:
     harmless: tuple[str, ...] = ()
 
 
-_NO_WANDB = "only Weights & Biases would read it"
 _RAY = "it is of OpenRLHF's train_ppo_ray; here all models share the processes of torchrun. Leave it out."
 
 FOREIGN_FLAGS: dict[str, ForeignFlag] = {
@@ -48,11 +47,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
         reason="--gradient_checkpointing is the non-reentrant kind, with the same gradients"
     ),
     "disable_fast_tokenizer": ForeignFlag(reason="transformers 5 chooses the tokenizer's implementation"),
-    "use_wandb": ForeignFlag(takes_value=True, remedy="use --use_tensorboard FOLDER; <save_path>/logs has it all too."),
-    "wandb_org": ForeignFlag(takes_value=True, reason=_NO_WANDB),
-    "wandb_group": ForeignFlag(takes_value=True, reason=_NO_WANDB),
-    "wandb_project": ForeignFlag(takes_value=True, reason=_NO_WANDB),
-    "wandb_run_name": ForeignFlag(takes_value=True, reason=_NO_WANDB),
     "use_ms": ForeignFlag(remedy="download the model with ModelScope and give its folder as --pretrain."),
     "perf": ForeignFlag(reason="times and tokens per second are always in the metrics"),
     "packing_samples": ForeignFlag(reason="how samples are batched never changes the result"),

@@ -21,8 +21,10 @@ from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 import tyro
 import yaml
 
+from openppo import __version__
 from openppo.cli.openrlhf import without_foreign_flags
 from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
+from openppo.config.tracking import KEY_FROM_ELSEWHERE
 
 _SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
@@ -82,6 +84,15 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
         _end_process()
 
 
+def greet(command: str) -> None:
+    """Say on rank 0 what starts, while libraries load for some seconds."""
+    if _rank() == 0:
+        ranks = "" if _world_size() == 1 else f" on {_world_size()} ranks"
+        name = f"OpenPPO {__version__}"
+        shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
+        print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
+
+
 def _run(config: Config, build: Callable[[Config], Runnable]) -> None:
     from openppo.strategy import interrupt
     from openppo.strategy.watch import Watch  # with torch: after parsing
@@ -124,6 +135,7 @@ def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config
     arguments, file = _take_config_file([_underscored(argument) for argument in arguments])
     if config_type is TrainPPOConfig:
         arguments = _without_foreign_flags(arguments)
+    arguments = _with_key_of_wandb(arguments)
     known = option_names(config_type)
     _check_flags(arguments, known)
     if file is not None:
@@ -151,6 +163,14 @@ def _without_foreign_flags(arguments: list[str]) -> list[str]:
     for notice in notices if _local_rank() == 0 else []:
         print(notice, file=sys.stderr, flush=True)
     return kept
+
+
+def _with_key_of_wandb(arguments: list[str]) -> list[str]:
+    """``--use_wandb`` may stand alone."""
+    return [
+        f"{argument}={KEY_FROM_ELSEWHERE}" if argument == "--use_wandb" and following.startswith("--") else argument
+        for argument, following in itertools.pairwise([*arguments, "--"])
+    ]
 
 
 def _take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openppo.cli.options import Runnable, run_command
+from openppo.cli.options import Runnable, greet, run_command
 from openppo.config import TrainPPOConfig
 
 
@@ -12,6 +12,7 @@ def main() -> None:
 
 
 def _build(config: TrainPPOConfig) -> Runnable:  # heavy imports after parsing
+    greet("train_ppo")
     from openppo.trainer.build import build_ppo_trainer
     from openppo.trainer.startup import quiet_libraries
 

@@ -67,6 +67,7 @@ from openppo.config.tools import (
     ServerConfig,
     ServeRMConfig,
 )
+from openppo.config.tracking import TrackingConfig
 
 __all__ = [
     "AdamConfig",
@@ -105,6 +106,7 @@ __all__ = [
     "ServerConfig",
     "SupervisedCommand",
     "SupervisedConfig",
+    "TrackingConfig",
     "TrainPPOConfig",
     "TrainPRMConfig",
     "TrainRMConfig",

@@ -22,6 +22,7 @@ from openppo.config.shared import (
     validate_lora,
 )
 from openppo.config.supervised import PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
+from openppo.config.tracking import KEY_FROM_ELSEWHERE, TrackingConfig
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class TrainPPOConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def validate(self, world_size: int) -> None:
@@ -127,6 +129,7 @@ class SupervisedCommand:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def validate(self, world_size: int) -> None:
@@ -185,13 +188,19 @@ def _validate_keep_best(checkpoint: CheckpointConfig, held_out: str | None, flag
 def flat_dict(config: Any) -> dict[str, object]:
     """All options of a command by flag name, in the order of the groups; reads back through ``--config``.
 
-    For files and logs: secrets in URLs are masked.
+    For files and logs: secrets in URLs are masked, and a key of --use_wandb is left out.
     """
     return {
-        field.name: mask_credentials(value) if isinstance(value, str) else value
+        field.name: _without_secrets(field.name, value)
         for group in vars(config).values()
         for field, value in zip(dataclasses.fields(group), dataclasses.astuple(group), strict=True)
     }
+
+
+def _without_secrets(name: str, value: Any) -> Any:
+    if name == "use_wandb" and value is not None:
+        return KEY_FROM_ELSEWHERE
+    return mask_credentials(value) if isinstance(value, str) else value
 
 
 def from_options(command: type[Command], **options: Any) -> Command:

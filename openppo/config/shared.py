@@ -28,8 +28,6 @@ class RunConfig:
     """Folder that receives the trained model in Hugging Face format; logs go to its subfolder 'logs'."""
     logging_steps: int = 1
     """Write metrics every this many steps."""
-    use_tensorboard: str | None = None
-    """Folder for TensorBoard event files (off when not given)."""
     heartbeat_timeout: float = 45.0
     """A rank that gives no sign of life for this many seconds is lost; all ranks end within 15 s of knowing it."""
     stall_timeout: float = 2700.0

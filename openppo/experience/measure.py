@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from openppo.config import RewardSourceConfig
 from openppo.models.masked import compute_approx_kl, masked_sum
 from openppo.models.rollout_correction import mismatch_metrics
-from openppo.tracking import Metrics
-from openppo.types import Experience, Trajectory
+from openppo.tracking import Histogram, Metrics, histogram
+from openppo.types import Comm, Experience, Trajectory
 
 
 def measure_scores(trajectories: Sequence[Trajectory], source: RewardSourceConfig, metrics: Metrics) -> None:
@@ -60,3 +61,26 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
         metrics.add_tensor("advantages_std", batch.advantages, mask, reduce="std")
     metrics.add_tensor("response_length", mask.sum(-1).float())
     metrics.add_tensor("truncated_fraction", batch.truncated.float())
+
+
+def experience_histograms(samples: Sequence[Experience], comm: Comm) -> dict[str, Histogram]:
+    """How all ranks' samples (each of one row) are distributed: ``reward`` and ``response_length`` of responses;
+    ``kl`` (k1), ``values``, ``returns`` and ``advantages``, as they are trained on, of action tokens.
+
+    What no sample has is left out. All ranks call this together.
+    """
+    found: dict[str, list[Tensor]] = {
+        name: [] for name in ("reward", "response_length", "kl", "values", "returns", "advantages")
+    }
+    for sample in samples:
+        mask, tensors = sample.action_mask, sample.tensors()
+        if sample.log_probs is not None and sample.ref_log_probs is not None:
+            tensors["kl"] = compute_approx_kl(sample.log_probs, sample.ref_log_probs, mask)
+        for name in ("kl", "values", "returns", "advantages"):
+            if name in tensors:
+                found[name].append(tensors[name][mask])
+        if sample.scores is not None:
+            found["reward"].append(sample.scores)
+        found["response_length"].append(mask.sum(-1))
+    of_ranks = {name: histogram(torch.cat([torch.zeros(0), *parts]), comm) for name, parts in found.items()}
+    return {name: made for name, made in of_ranks.items() if made is not None}

@@ -1,7 +1,9 @@
 """What a run tells about itself: metrics, timers, trackers, progress, log."""
 
+from openppo.tracking.histogram import Histogram, histogram
 from openppo.tracking.log import get_logger, setup_logging
 from openppo.tracking.metrics import Metrics, Reduction
+from openppo.tracking.profiler import StepProfiler
 from openppo.tracking.progress import Progress, progress
 from openppo.tracking.run_folder import cut_logs, save_config, set_aside_logs
 from openppo.tracking.timers import PhaseTimer
@@ -11,21 +13,28 @@ from openppo.tracking.trackers import (
     TensorBoardTracker,
     Tracker,
     Trackers,
+    WandbTracker,
+    check_trackers,
     make_trackers,
 )
 
 __all__ = [
     "ConsoleTracker",
+    "Histogram",
     "JSONLTracker",
     "Metrics",
     "PhaseTimer",
     "Progress",
     "Reduction",
+    "StepProfiler",
     "TensorBoardTracker",
     "Tracker",
     "Trackers",
+    "WandbTracker",
+    "check_trackers",
     "cut_logs",
     "get_logger",
+    "histogram",
     "make_trackers",
     "progress",
     "save_config",

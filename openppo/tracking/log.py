@@ -7,12 +7,30 @@ import sys
 
 from tqdm import tqdm
 
+_YELLOW, _PLAIN = "\x1b[33m", "\x1b[0m"
+
 
 class _ProgressSafeHandler(logging.Handler):
-    """Writes to stderr above a running progress bar, not through it."""
+    """Writes to stderr above a running progress bar, not through it.
+
+    On a terminal what rank 0 says stands alone, with its warnings coloured; in a file each line says where it is from.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        encoding = sys.stderr.encoding or "utf-8"
+        tqdm.write(self.format(record).encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = super().format(record)
+        if self._rank == 0 and sys.stderr.isatty():
+            coloured = f"{_YELLOW}warning: {message}{_PLAIN}"
+            return coloured if record.levelno >= logging.WARNING else record.__dict__.get("styled", message)
+        name = "[openppo]" if self._rank == 0 else f"[openppo rank {self._rank}]"
+        return "\n".join(f"{name} {line}".rstrip() for line in message.split("\n"))
 
 
 def get_logger() -> logging.Logger:
@@ -26,9 +44,5 @@ def setup_logging(rank: int) -> None:
     for handler in list(logger.handlers):
         if isinstance(handler, _ProgressSafeHandler):
             logger.removeHandler(handler)
-    handler = _ProgressSafeHandler()
-    handler.setFormatter(
-        logging.Formatter("[openppo] %(message)s" if rank == 0 else f"[openppo rank {rank}] %(message)s")
-    )
-    logger.addHandler(handler)
+    logger.addHandler(_ProgressSafeHandler(rank))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)

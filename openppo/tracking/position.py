@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -17,6 +17,14 @@ class Position:
         """Phases begun and ended so far: the same on ranks that are equally far."""
         self.ticks = 0
         """Signs of progress: phases, and updates of progress bars."""
+        self.on_tick: Callable[[], None] | None = None
+        """Called at each update of a progress bar, on the thread that trains."""
+
+    def tick(self) -> None:
+        """A progress bar has been updated."""
+        self.ticks += 1
+        if self.on_tick is not None:
+            self.on_tick()
 
 
 position = Position()

@@ -15,6 +15,8 @@ from openppo.tracking.position import position
 T = TypeVar("T")
 
 SECONDS_BETWEEN_LINES = 30.0
+_NAME = 10  # columns, so that bars below each other line up
+_BAR = "{desc}{percentage:4.0f}% {bar:28} {n_fmt}/{total_fmt}  {elapsed}, {remaining} left"
 
 
 class Progress(Generic[T]):
@@ -30,7 +32,12 @@ class Progress(Generic[T]):
         self._description = description
         self._lines = enabled and not sys.stderr.isatty()
         self._bar = tqdm(
-            total=total, desc=description, disable=not enabled or self._lines, leave=False, dynamic_ncols=True
+            total=total,
+            desc=f"{description:<{_NAME}}",
+            disable=not enabled or self._lines,
+            leave=False,
+            dynamic_ncols=True,
+            bar_format=_BAR if total else None,
         )
         self._done = 0
         self._start = self._last_line = time.monotonic()
@@ -39,7 +46,7 @@ class Progress(Generic[T]):
     def update(self, n: int = 1) -> None:
         """Say that ``n`` more are done."""
         self._done += n
-        position.ticks += 1
+        position.tick()
         self._bar.update(n)
         if self._lines and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._write_line()

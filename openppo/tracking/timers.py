@@ -9,13 +9,18 @@ from contextlib import contextmanager
 import torch
 
 from openppo.tracking.position import phase as position_phase
+from openppo.tracking.profiler import NoProfiler, StepProfiler
 from openppo.types import Comm
 
 
 class PhaseTimer:
-    """Seconds and tokens by phase. Phases may lie inside each other; each counts its whole time."""
+    """Seconds and tokens by phase. Phases may lie inside each other; each counts its whole time.
 
-    def __init__(self) -> None:
+    ``profiler`` names them in its traces.
+    """
+
+    def __init__(self, profiler: StepProfiler | NoProfiler | None = None) -> None:
+        self._profiler = profiler or NoProfiler()
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
         self._running: set[str] = set()
@@ -28,7 +33,7 @@ class PhaseTimer:
         _wait_for_gpu()
         start = time.perf_counter()
         try:
-            with position_phase(name):
+            with position_phase(name), self._profiler.phase(name):
                 yield
                 _wait_for_gpu()
         finally:

@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
-from openppo.datasets import BatchSampler
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import ExperienceMaker
 from openppo.models.actor import Actor
@@ -28,6 +27,8 @@ from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_source
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.estimate.announce import announce_ppo
 from openppo.trainer.evaluation import Evaluator
+from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
+from openppo.trainer.overview.start_table import announce_ppo_start
 from openppo.trainer.parts import Parts
 from openppo.trainer.ppo_data import PPOData, load_ppo_data
 from openppo.trainer.ppo_trainer import HEADLINE, PPOTrainer
@@ -66,7 +67,8 @@ def build_ppo_trainer(
     estimate = announce_ppo(config, data, _critic_start(config) if uses_critic else None, strategy)
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once
-    actor, critic, reference = _prepare_models(config, strategy, n_prompts=len(data.prompts))
+    plan = batch_plan(config, len(data.prompts), strategy.comm.world_size)
+    actor, critic, reference = _prepare_models(config, strategy, plan)
     comm, pad, stop = strategy.comm, pad_token_id(tokenizer), SignalStop(strategy.comm)
     rows = config.ppo.micro_rollout_batch_size if estimate is None else estimate.decode_rows
     engine = _engine(config, strategy, actor, tokenizer, stop, rows, _longest_sequence(config, actor_config))
@@ -74,7 +76,6 @@ def build_ppo_trainer(
 
     ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
-    sampler = BatchSampler(len(data.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
     parts = Parts(
         strategy=strategy,
         tokenizer=tokenizer,
@@ -85,9 +86,7 @@ def build_ppo_trainer(
         maker=ExperienceMaker(actor, critic, reference, config, comm, strategy.device, pad, stop),
         prompts=data.prompts,
         documents=data.documents,
-        trackers=start_trackers(
-            config, strategy, HEADLINE, config.ppo.num_episodes * len(sampler), checkpointer.found_step
-        ),
+        trackers=start_trackers(config, strategy, HEADLINE, plan.n_steps, checkpointer.found_step),
         ema=ema,
         evaluator=_evaluator(config, strategy, engine, scorer, data.held_out),
         pack_documents_to=packed_row_length(actor, data.documents, data.longest, strategy.device),
@@ -98,6 +97,7 @@ def build_ppo_trainer(
     trainer = PPOTrainer(config, parts, callbacks)
     if checkpointer.found is not None:
         trainer.load_checkpoint()
+    announce_ppo_start(config, parts, critic=_critic_start(config)[1], done=trainer.global_step)
     return trainer
 
 
@@ -176,7 +176,7 @@ def _check_algorithm(config: TrainPPOConfig) -> None:
 
 
 def _prepare_models(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, n_prompts: int
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, plan: BatchPlan
 ) -> tuple[TrainingEngine, TrainingEngine | None, Callable[..., Any] | None]:
     """Actor, critic (None for estimators without one) and reference (None without a KL penalty).
 
@@ -195,9 +195,8 @@ def _prepare_models(
             module = get_llm_for_sequence_regression(
                 name, "critic", value_head_prefix=model.value_head_prefix, **options, **vars(_critic_lora(config))
             )
-        n_steps = _optimizer_steps(config, n_prompts)
-        critic = strategy.prepare(module, config.adam, rates.critic_learning_rate, n_steps)
-    n_steps = _optimizer_steps(config, n_prompts, without=frozen_actor_steps(config))
+        critic = strategy.prepare(module, config.adam, rates.critic_learning_rate, plan.optimizer_steps())
+    n_steps = plan.optimizer_steps(without=frozen_actor_steps(config))
     with naming_model("--pretrain", model.pretrain):
         policy = Actor(model.pretrain, temperature=config.generation.temperature, **options, **vars(config.lora))
     actor = strategy.prepare(policy, config.adam, rates.actor_learning_rate, n_steps)
@@ -221,15 +220,6 @@ def _critic_start(config: TrainPPOConfig) -> tuple[str, str]:
         ("--reward_pretrain", config.source.reward_pretrain),
     )
     return next(((flag, name) for flag, name in starts if name), ("--pretrain", config.model.pretrain))
-
-
-def _optimizer_steps(config: TrainPPOConfig, n_prompts: int, without: int = 0) -> int:
-    """Optimizer steps of a run after its first ``without`` global steps; each episode may end in a small one."""
-    ppo, batch = config.ppo, config.batch
-    full, rest = divmod(n_prompts, ppo.rollout_batch_size)
-    sizes = [ppo.rollout_batch_size] * full + [rest] * (rest > 0)
-    per_step = [-(-size * ppo.n_samples_per_prompt // batch.train_batch_size) for size in sizes] * ppo.num_episodes
-    return batch.max_epochs * sum(per_step[without:])
 
 
 def _check_critic_tokens(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:

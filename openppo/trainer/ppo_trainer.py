@@ -12,9 +12,10 @@ from openppo.config import TrainPPOConfig
 from openppo.datasets import BatchSampler
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.strategy.checkpoint.random_state import get_random_state
-from openppo.tracking import Metrics, PhaseTimer, progress
+from openppo.tracking import Metrics, PhaseTimer, StepProfiler, progress
 from openppo.tracking.position import begin_step, phase
 from openppo.trainer.callbacks import Callback
+from openppo.trainer.overview.step_view import StepView
 from openppo.trainer.parts import Parts, Progress, StepInProgress
 from openppo.trainer.ppo_data import as_prompt
 from openppo.trainer.resume.checkpointer import STOPPED
@@ -62,7 +63,8 @@ class PPOTrainer:
         self.progress = Progress()
         self.update_step = UpdateStep(config, parts, self.progress)
         self.sampler = BatchSampler(len(parts.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
-        self.timer = PhaseTimer()
+        self.timer = PhaseTimer(StepProfiler(config.run.save_path, config.tracking, self.comm.rank))
+        self.view = StepView(config, parts)
         normalize = config.advantage.normalize_advantages
         self.normalizes = estimator.normalize if normalize == "default" else normalize == "on"
         self.should_stop = False
@@ -320,6 +322,7 @@ class PPOTrainer:
         """Train on the replay buffer; the step's metrics but for its times."""
         step = self.in_progress
         assert step is not None, "no experience to train on"
+        self.view.before_training(self.global_step + 1, self.replay_buffer, self.maker.kl_controller.value)
         with self.timer.phase("training"):
             self.update_step.train(self.replay_buffer, step, self.maker.kl_controller.value)
         self.timer.count_tokens("training", step.n_tokens * self.config.batch.max_epochs)

@@ -20,7 +20,15 @@ from transformers import PreTrainedConfig
 
 from openppo import __version__
 from openppo.config import flat_dict
-from openppo.tracking import Trackers, cut_logs, make_trackers, save_config, set_aside_logs, setup_logging
+from openppo.tracking import (
+    Trackers,
+    check_trackers,
+    cut_logs,
+    make_trackers,
+    save_config,
+    set_aside_logs,
+    setup_logging,
+)
 from openppo.types import Comm
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
@@ -31,7 +39,7 @@ logger = logging.getLogger("openppo")
 Result = TypeVar("Result")
 
 PLACES = {
-    *("save_path", "ckpt_path", "use_tensorboard", "remote_rm_url", "remote_rm_token_file"),
+    *("save_path", "ckpt_path", "use_tensorboard", "use_wandb", "remote_rm_url", "remote_rm_token_file"),
     *("pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "reward_fn"),
     *("prompt_data", "eval_data", "pretrain_data", "dataset", "eval_dataset", "dataset_class"),
 }
@@ -66,7 +74,13 @@ def check_options(config: Any, comm: Comm) -> None:
             differences.append(f"{name} is {value} on rank 0 and {theirs}")
     if differences:
         raise ValueError(f"{'; '.join(differences)}: start all ranks alike.")
-    on_all_ranks(comm, lambda: config.validate(comm.world_size))  # folders may differ, of which it sees some
+
+    def check() -> None:
+        config.validate(comm.world_size)  # folders may differ, of which it sees some
+        if comm.rank == 0:
+            check_trackers(config.tracking)
+
+    on_all_ranks(comm, check)
 
 
 def on_all_ranks(comm: Comm, load: Callable[[], Result]) -> Result:
@@ -132,7 +146,9 @@ def start_trackers(
             ) from error
 
     on_all_ranks(strategy.comm, prepare)
-    return make_trackers(config.run, strategy.comm, headline, total_steps, go_on_from)
+    return make_trackers(
+        config.run.save_path, config.tracking, flat_dict(config), strategy.comm, headline, total_steps, go_on_from
+    )
 
 
 def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -194,3 +195,14 @@ def test_a_command_line_of_openrlhf_runs_with_its_launcher(run: Run, workshop: P
     assert launcher is not None
     run(f"{launcher[0]} {flags}".replace("--module", "--num_gpus 1 --module"), workshop)
     assert (workshop / "openrlhf" / "model.safetensors").is_file()
+
+
+def test_watching_runs_with_traces_histograms_and_wandb_offline(run: Run, workshop: Path) -> None:
+    watched, offline = commands("watching", "train_ppo")
+    if importlib.util.find_spec("wandb") is None:
+        offline = [word for word in offline if word != "--use_wandb"]
+    train(run, workshop, [watched, offline])
+    assert list((workshop / "ckpt/watched/logs/profile").glob("step_00000002_rank_0.json.gz"))
+    assert list((workshop / "ckpt/tensorboard").iterdir())
+    if importlib.util.find_spec("wandb") is not None:
+        assert list((workshop / "ckpt/offline/logs/wandb").glob("offline-run-*/*.wandb"))

@@ -18,6 +18,7 @@ from openppo.config import (
     PPOModelConfig,
     RewardSourceConfig,
     SupervisedConfig,
+    TrackingConfig,
     TrainPPOConfig,
     TrainPRMConfig,
     TrainRMConfig,
@@ -175,6 +176,15 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "seed": 42,
         # logging
         "use_tensorboard": None,
+        "use_wandb": None,
+        "wandb_project": "openppo",
+        "wandb_run_name": None,
+        "wandb_group": None,
+        "wandb_org": None,
+        "wandb_mode": None,
+        "log_samples_every": 10,
+        "self_check": True,
+        "profile_steps": None,
         "dry_run": False,
         "dry_run_ranks": None,
         "dry_run_memory": None,
@@ -192,6 +202,15 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "heartbeat_timeout": 45.0,
         "stall_timeout": 2700.0,
         "use_tensorboard": None,
+        "use_wandb": None,
+        "wandb_project": "openppo",
+        "wandb_run_name": None,
+        "wandb_group": None,
+        "wandb_org": None,
+        "wandb_mode": None,
+        "log_samples_every": 10,
+        "self_check": True,
+        "profile_steps": None,
         "dry_run": False,
         "dry_run_ranks": None,
         "dry_run_memory": None,
@@ -573,3 +592,25 @@ def test_an_option_that_the_command_does_not_have_is_an_error() -> None:
         from_options(TrainSFTConfig, pretrain="m", dataset="d", eps_clip=0.1)
     with pytest.raises(TypeError, match="prompt_data"):
         from_options(TrainPPOConfig, pretrain="m")
+
+
+def test_a_key_of_wandb_is_in_no_file_and_the_file_reads_back() -> None:
+    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="p", use_wandb="5ecre7")
+    assert config.tracking.use_wandb == "5ecre7"
+    assert flat_dict(config)["use_wandb"] == "True"
+    assert flat_dict(from_options(TrainPPOConfig, pretrain="m", prompt_data="p"))["use_wandb"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"), [("3", {3}), ("2-4,7", {2, 3, 4, 7}), (" 1 , 1-2 ", {1, 2}), (None, set())]
+)
+def test_profiled_steps_are_those_that_are_named(given: str | None, steps: set[int]) -> None:
+    options = TrackingConfig(profile_steps=given)
+    options.validate()
+    assert {step for step in range(12) if options.is_profiled(step)} == steps
+
+
+@pytest.mark.parametrize("given", ["", "a", "3-", "0", "4-2", "1,,2", "-1", "1:3"])
+def test_profiled_steps_that_make_no_sense_name_the_flag(given: str) -> None:
+    with pytest.raises(ValueError, match="^--profile_steps"):
+        TrackingConfig(profile_steps=given).validate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -46,6 +46,7 @@ class FunctionScorer:
         self.error_value = error_value
         self.step_separator = step_separator
         self.token_weight = token_weight
+        self.n_scored = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward_fn")
         self._loop = asyncio.new_event_loop() if function.is_async else None  # kept: clients belong to their loop
 
@@ -57,6 +58,7 @@ class FunctionScorer:
 
         ``ValueError`` names the sample for a return value of another kind, or a number that is not finite.
         """
+        self.n_scored = 0
         if not trajectories:
             return []
         results = self._results(make_samples(trajectories, self.tokenizer))
@@ -92,10 +94,19 @@ class FunctionScorer:
         if self._loop is not None:
             return self._thread.submit(self._loop.run_until_complete, self._gather(batches)).result()
         futures = [self._thread.submit(self.function, batch) for batch in batches]
+        for future, batch in zip(futures, batches, strict=True):
+            wait([future])
+            self.n_scored += len(batch)
         return [future.exception() or future.result() for future in futures]
 
     async def _gather(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
-        return await asyncio.gather(*(self.function(batch) for batch in batches), return_exceptions=True)
+        return await asyncio.gather(*map(self._ask, batches), return_exceptions=True)
+
+    async def _ask(self, batch: Sequence[Sample]) -> Any:
+        try:
+            return await self.function(batch)
+        finally:
+            self.n_scored += len(batch)
 
     def _split(self, result: Any, n: int) -> list[Any]:
         """The function's result for a batch of ``n`` as one result for each sample."""

@@ -67,6 +67,7 @@ class RemoteScorer:
         self.batch_size = source.remote_rm_batch_size
         self.retries = source.remote_rm_retries
         self.timeout = source.remote_rm_timeout
+        self.n_scored = 0
 
     def __str__(self) -> str:
         return "--remote_rm_url"
@@ -80,6 +81,7 @@ class RemoteScorer:
 
         ``ValueError`` names the server that refused a request or gave a wrong answer, and what came.
         """
+        self.n_scored = 0
         starts = range(0, len(trajectories), self.batch_size)
         rewards = _run(self._score_all([trajectories[i : i + self.batch_size] for i in starts]))
         return [Score({self.name: reward}) for batch in rewards for reward in batch]
@@ -125,7 +127,9 @@ class RemoteScorer:
                 await asyncio.sleep(load.pause(attempt))
             try:
                 async with load.server() as url:
-                    return self._read(url, await self._post(session, url, data), batch)
+                    rewards = self._read(url, await self._post(session, url, data), batch)
+                    self.n_scored += len(batch)
+                    return rewards
             except _FAILURES as error:
                 cause = _cause(error, self.timeout)
                 load.failures[url] += 1

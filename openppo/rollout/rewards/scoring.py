@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from openppo.tracking import progress
 from openppo.types import Interrupted, NeverStops, Score, StopCheck, Trajectory
 
 _LONGEST_QUOTE = 200
@@ -30,6 +31,14 @@ class Scorer(Protocol):
         ...
 
 
+@runtime_checkable
+class CountsSamples(Protocol):
+    """A scorer that says how far it is."""
+
+    n_scored: int
+    """Samples of the call of ``score`` under way, or of the last one, that are done; read from another thread."""
+
+
 @dataclass(frozen=True)
 class PendingScores:
     """Scores that may still be under way."""
@@ -41,26 +50,39 @@ class PendingScores:
     """
 
 
-def start_scoring(scorer: Scorer, trajectories: Sequence[Trajectory], stop: StopCheck | None = None) -> PendingScores:
+def start_scoring(
+    scorer: Scorer, trajectories: Sequence[Trajectory], stop: StopCheck | None = None, show_progress: bool = False
+) -> PendingScores:
     """Begin to score: in the background if the scorer allows it, else at once, on this thread.
+
+    ``show_progress`` shows a bar while scores of the background are waited for.
 
     Of a ``CombinedScorer`` the background parts start first, so that they overlap with the others too.
     """
     if isinstance(scorer, CombinedScorer):
-        return scorer.start(trajectories, stop)
+        return scorer.start(trajectories, stop, show_progress)
     if scorer.collective:
         scores = scorer.score(trajectories)
         return PendingScores(lambda: scores)
     thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
     future = thread.submit(scorer.score, trajectories)
     thread.shutdown(wait=False)
-    return PendingScores(lambda: _result(future, stop or NeverStops()))
+    shown = len(trajectories) if show_progress else None
+    return PendingScores(lambda: _result(future, stop or NeverStops(), scorer, shown))
 
 
-def _result(future: Future[list[Score]], stop: StopCheck) -> list[Score]:
-    while not wait([future], _SECONDS_BETWEEN_LOOKS).done:
-        if stop.requested():
-            raise Interrupted("a signal")
+def _result(future: Future[list[Score]], stop: StopCheck, scorer: Scorer, shown: int | None) -> list[Score]:
+    """``shown`` is how many samples a bar counts, None for no bar."""
+    n_seen = 0
+    with progress(shown or 0, "scoring", enabled=shown is not None and not future.done()) as bar:
+        while not wait([future], _SECONDS_BETWEEN_LOOKS).done:
+            if stop.requested():
+                raise Interrupted("a signal")
+            if isinstance(scorer, CountsSamples):
+                n_new = max(0, scorer.n_scored - n_seen)
+                n_seen += n_new
+                if n_new:
+                    bar.update(n_new)
     return future.result()
 
 
@@ -77,9 +99,11 @@ class CombinedScorer:
     def __str__(self) -> str:
         return " and ".join(map(str, self.scorers))
 
-    def start(self, trajectories: Sequence[Trajectory], stop: StopCheck | None = None) -> PendingScores:
+    def start(
+        self, trajectories: Sequence[Trajectory], stop: StopCheck | None = None, show_progress: bool = False
+    ) -> PendingScores:
         """Ask all sources; ``start_scoring`` calls this."""
-        parts = [start_scoring(scorer, trajectories, stop) for scorer in self.scorers]
+        parts = [start_scoring(scorer, trajectories, stop, show_progress) for scorer in self.scorers]
         return PendingScores(lambda: [self._merge(scores) for scores in zip(*(p.wait() for p in parts), strict=True)])
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:

@@ -39,16 +39,21 @@ class VerifiableScorer:
         self.verify = verify
         self.tokenizer = tokenizer
         self.name = name
+        self.n_scored = 0
 
     def __str__(self) -> str:
         return "--verifiable_reward"
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory. ``ValueError`` names the sample whose reward is no finite number."""
+        self.n_scored = 0
         if not trajectories:  # batch_decode([]) gives [""]
             return []
         responses = self.tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
-        rewards = [self.verify(r, t) for r, t in zip(responses, trajectories, strict=True)]
+        rewards = []
+        for response, trajectory in zip(responses, trajectories, strict=True):
+            rewards.append(self.verify(response, trajectory))
+            self.n_scored += 1
         return [Score({self.name: reward}) for reward in check_scores(rewards, trajectories, str(self))]
 
 

@@ -28,7 +28,9 @@ _PACKED = 512  # documents share rows of this length, see token_batches.py
 def announce_ppo(
     config: TrainPPOConfig, data: PPOData, critic: tuple[str, str] | None, strategy: DeepspeedStrategy
 ) -> Estimate | None:
-    """Log the estimate of a train_ppo run, None if one of its models cannot be built without weights.
+    """The estimate of a train_ppo run; None if one of its models cannot be built without weights.
+
+    It is logged if it does not fit, or with ``--dry_run``.
 
     ``critic`` is flag and name of the model that the critic starts from, None without one.
 
@@ -95,7 +97,7 @@ def _shape(flag: str, name: str, head: Head, targets: Sequence[str], trust: bool
 
 
 def _announce(estimate: Estimate, options: RunConfig, strategy: DeepspeedStrategy) -> Estimate:
-    for line in estimate.table() if strategy.is_main else []:
+    for line in estimate.table() if strategy.is_main and (options.dry_run or not estimate.fits) else []:
         logger.info("%s", line)
     if not estimate.fits and strategy.is_main:
         logger.warning("the estimate exceeds the device's memory; what helps: %s", "; ".join(estimate.remedies()))

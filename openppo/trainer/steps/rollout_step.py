@@ -78,7 +78,7 @@ class RolloutStep:
         """
         greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
         everything = [*trajectories, *greedy]
-        pending: PendingScores = start_scoring(self.scorer, everything, self.stop)
+        pending: PendingScores = start_scoring(self.scorer, everything, self.stop, show_progress=self.comm.rank == 0)
 
         def finish() -> int:
             scores = pending.wait()

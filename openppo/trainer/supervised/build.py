@@ -23,6 +23,7 @@ from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.estimate.announce import announce_supervised
+from openppo.trainer.overview.supervised_start import announce_supervised_start
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
 from openppo.trainer.resume.stop import SignalStop
@@ -126,10 +127,11 @@ def _checkpointer(
 
 
 def _resumed(trainer: Trainer) -> Trainer:
-    """The trainer, where its checkpoint left off if it goes on from one."""
+    """The trainer, where its checkpoint left off if it goes on from one; and what it is going to do, as a log."""
     checkpointer = trainer.parts.checkpointer
     if checkpointer is not None and checkpointer.found is not None:
         trainer.load_checkpoint()
+    announce_supervised_start(trainer)
     return trainer
 
 

@@ -18,9 +18,10 @@ from openppo.datasets import BatchSampler
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.engine import TrainingEngine
-from openppo.tracking import Metrics, PhaseTimer, Trackers, progress
+from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress
 from openppo.tracking.position import begin_step, phase
 from openppo.trainer.estimate import Estimate
+from openppo.trainer.overview.supervised_check import show_examples
 from openppo.trainer.resume.checkpointer import STOPPED, Checkpointer
 from openppo.trainer.skipped import SkippedSteps
 from openppo.types import Interrupted, NeverStops, StopCheck
@@ -79,6 +80,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.global_step = 0
         self.skipped = SkippedSteps(config.run, self.comm)
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
+        self.profiler = StepProfiler(config.run.save_path, config.tracking, self.comm.rank)
+        self._has_checked = not config.tracking.self_check or self.comm.rank != 0
 
     @abstractmethod
     def make_batch(self, examples: Sequence[Example]) -> StepBatch:
@@ -125,12 +128,18 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
         ``Interrupted`` on all ranks alike, with nothing changed; ``FloatingPointError`` as of ``SkippedSteps``.
         """
-        metrics, timer, engine, random_state = Metrics(), PhaseTimer(), self.parts.engine, get_random_state()
+        metrics, timer, engine, random_state = (
+            Metrics(),
+            PhaseTimer(self.profiler),
+            self.parts.engine,
+            get_random_state(),
+        )
         begin_step(self.global_step + 1)
         with timer.phase("step"):
             engine.train()
             metrics.add("learning_rate", engine.learning_rate, reduce="max")
             batch = self.make_batch(examples)
+            self._check(batch)
             for i, micro in enumerate(batch.micro_batches):
                 try:
                     self.parts.stop()
@@ -205,6 +214,12 @@ class SupervisedTrainer(ABC, Generic[Example]):
         state, _ = self.parts.checkpointer.load()
         self.global_step, self.unreported = state["global_step"], state["unreported"]
         self.skipped.load_state_dict(state["skipped"])
+
+    def _check(self, batch: StepBatch) -> None:
+        """Show on rank 0 what the first step of a session trains on."""
+        if not self._has_checked:
+            self._has_checked = True
+            show_examples(batch.micro_batches[0], self.parts.tokenizer)
 
     def _save_interrupted(self, signal: str) -> None:
         if self.parts.checkpointer is None:

@@ -87,6 +87,11 @@ SAME: list[tuple[str, Any, str, Any]] = [
     ("input_template", None, "User:{}", "User:{}"),
     ("apply_chat_template", False, "", True),
     ("use_tensorboard", None, "tb", "tb"),
+    ("use_wandb", None, "True", "True"),
+    ("wandb_org", None, "us", "us"),
+    ("wandb_group", None, "g", "g"),
+    ("wandb_project", "openrlhf_train_ppo", "p", "p"),
+    ("wandb_run_name", "ppo_<time>", "r", "r"),
 ]
 DROPPED: list[tuple[str, str]] = [
     ("max_ckpt_mem", "100000000"),
@@ -96,17 +101,12 @@ DROPPED: list[tuple[str, str]] = [
     ("grad_accum_dtype", "fp32"),
     ("gradient_checkpointing_use_reentrant", ""),
     ("disable_fast_tokenizer", ""),
-    ("wandb_org", "us"),
-    ("wandb_group", "g"),
-    ("wandb_project", "p"),
-    ("wandb_run_name", "r"),
 ]
 REFUSED: list[tuple[str, str, str]] = [
     ("disable_ds_ckpt", "", "--save_steps 0"),
     ("max_len", "2048", "--prompt_max_len and --generate_max_len"),
     ("aux_loss_coef", "0.01", "Leave it out"),
     ("grad_accum_dtype", "bf16", "float32"),
-    ("use_wandb", "key", "--use_tensorboard"),
     ("use_ms", "", "--pretrain"),
 ]
 DEFAULTS_THAT_DIFFER = {  # each is explained in the document
@@ -118,6 +118,8 @@ DEFAULTS_THAT_DIFFER = {  # each is explained in the document
     "prompt_data",
     "prompt_data_probs",
     "target_modules",  # only in form: a tuple here
+    "wandb_project",
+    "wandb_run_name",
 }
 # examples/scripts/train_ppo_llama.sh of OpenRLHF 0.6.1
 LLAMA = """

@@ -79,6 +79,7 @@ def test_a_terminal_gets_a_bar_that_vanishes(monkeypatch: pytest.MonkeyPatch) ->
     for _ in progress(3, "bar", enabled=True):
         pass
     shown = stderr.getvalue()
-    assert "bar:   0%" in shown
+    assert "bar          0% " in shown
+    assert "0/3  00:00, ? left" in shown
     assert "\n" not in shown
     assert shown.rsplit("\r", 1)[0].rstrip(" ").endswith("\r")  # last thing written: blanks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import logging
 import math
@@ -13,8 +15,16 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from openppo.config import RunConfig
-from openppo.tracking import ConsoleTracker, JSONLTracker, TensorBoardTracker, Trackers, make_trackers
+from openppo.config import TrackingConfig
+from openppo.tracking import (
+    ConsoleTracker,
+    Histogram,
+    JSONLTracker,
+    TensorBoardTracker,
+    Trackers,
+    check_trackers,
+    make_trackers,
+)
 from openppo.types import SingleProcess
 
 
@@ -25,20 +35,31 @@ class Rank1(SingleProcess):
     world_size = 2
 
 
+class LostConnectionError(Exception):
+    """What the library of a tracker may raise."""
+
+
 class Recorder:
     """A tracker that remembers, and fails from its ``good``-th record on."""
 
-    def __init__(self, good: int = 1000) -> None:
+    name = "--use_recorder"
+    errors = (OSError, LostConnectionError)
+
+    def __init__(self, good: int = 1000, failure: Exception | None = None) -> None:
         self.good, self.closed = good, 0
+        self.failure = failure or OSError(28, "No space left on device")
         self.records: list[tuple[int, Any]] = []
 
     def log(self, step: int, metrics: Any) -> None:
         if len(self.records) >= self.good:
-            raise OSError(28, "No space left on device")
+            raise self.failure
         self.records.append((step, metrics))
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         self.log(step, samples)
+
+    def log_histograms(self, step: int, histograms: Any) -> None:
+        self.log(step, histograms)
 
     def close(self) -> None:
         self.closed += 1
@@ -104,6 +125,32 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     assert "    # 4\n    *so*" in shown
 
 
+def test_tensorboard_shows_a_histogram_with_its_bins(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path / "tb")
+    tracker.log_histograms(7, {"reward": Histogram([0.0, 1.0, 2.0, 3.0], [2, 0, 1], total=3.5, total_of_squares=6.75)})
+    tracker.close()
+    (event,) = EventAccumulator(str(tmp_path / "tb"), {"histograms": 0}).Reload().Histograms("histograms/reward")
+    value = event.histogram_value
+    assert event.step == 7
+    assert (value.min, value.max, value.num, value.sum, value.sum_squares) == (0.0, 3.0, 3.0, 3.5, 6.75)
+    bins = dict(zip(value.bucket_limit, value.bucket, strict=True))
+    assert (bins[1.0], bins[2.0], bins[3.0]) == (2.0, 0.0, 1.0)
+
+
+def test_after_a_resume_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    first = TensorBoardTracker(tmp_path / "tb")
+    for step in (1, 2, 3, 4):
+        first.log(step, {"reward": 1.0})
+    first.close()
+    time.sleep(1.1)  # event files are read in the order of the second they were begun in
+    again = TensorBoardTracker(tmp_path / "tb", go_on_from=2)
+    for step in (3, 4, 5):
+        again.log(step, {"reward": 2.0})
+    again.close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("reward")
+    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+
+
 def test_missing_tensorboard_names_the_flag_and_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"--use_tensorboard.*pip install tensorboard"):
@@ -117,8 +164,49 @@ def test_console_prints_one_line_with_the_headline_in_its_order(capsys: pytest.C
     tracker.log(4, {"other": 1.0})
     tracker.log_samples(4, [{"prompt": "p"}])
     captured = capsys.readouterr()
-    assert captured.out == "step 3/20 | reward 0.41 | kl 0.0123 | length 1234 | 2.1 s\nstep 4/20 | reward nan\n"
+    assert captured.out == "step  3/20 | reward 0.41 | kl 0.0123 | length 1234 | 2.1 s\nstep  4/20 | reward  nan\n"
     assert captured.err == ""
+
+
+def test_samples_come_every_so_many_steps_short_and_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = ConsoleTracker(["reward"], total_steps=20, samples_every=5)
+    bad = "clear \x1b[2J the\r screen\x07 \u202eodd\u202c \x9b31m\nnext line \ud83d"
+    samples = [{"prompt": "a" * 400 + "THE END", "response": bad + "x" * 1000, "reward": 0.25, "label": "\x1b]0;t\x07"}]
+    for step in range(1, 10):
+        tracker.log_samples(step, samples)
+    tracker.log_samples(10, [])
+    shown = capsys.readouterr().out
+    assert shown.count("sample") == 1
+    assert "of step 5, reward 0.25, label \\x1b]0;t\\x07" in shown
+    assert all(character == "\n" or (character.isprintable() and character.isascii()) for character in shown)
+    text = "".join(shown.split())  # lines break anywhere
+    assert "clear\\x1b[2Jthe\\rscreen\\x07\\u202eodd\\u202c\\x9b31m\\nnextline\\ud83d" in text
+    assert "THEEND" in text and "a" * 294 not in text
+    assert f"...(+{len(bad) + 1000 - 600}characters)" in text
+    assert max(map(len, shown.splitlines())) <= 110
+    ConsoleTracker(["reward"], 20, samples_every=0).log_samples(5, samples)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_stream_that_cannot_encode_a_sample_gets_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    ConsoleTracker(["reward"], 20, samples_every=1).log_samples(1, [{"prompt": "\u4f60", "response": "\u00fc"}])
+    stream.seek(0)
+    assert "\\u4f60" in (shown := stream.read())
+    assert "\\xfc" in shown
+
+
+@pytest.mark.parametrize("failure", [OSError("gone"), LostConnectionError("gone"), ConnectionResetError()])
+def test_errors_that_a_tracker_names_switch_it_off(failure: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    bad = Recorder(good=0, failure=failure)
+    trackers = Trackers([bad])
+    with caplog.at_level(logging.WARNING, logger="openppo"):
+        trackers.log_histograms(1, {})
+        trackers.log(1, {})
+    (record,) = caplog.records
+    assert type(failure).__name__ in record.getMessage()
+    assert bad.closed == 1
 
 
 def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,8 +219,7 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCap
         trackers.close()
         trackers.close()
     (record,) = caplog.records
-    assert "Recorder cannot write" in record.getMessage()
-    assert "No space left" in record.getMessage()
+    assert "--use_recorder: OSError: [Errno 28] No space left on device; it is switched off" in record.getMessage()
     assert len(bad.records) == 1
     assert [step for step, _ in good.records] == [0, 1, 2, 3, 4]
     assert (bad.closed, good.closed) == (1, 1)
@@ -160,15 +247,15 @@ def test_an_error_of_ours_is_not_swallowed() -> None:
 
 
 def test_rank_0_gets_all_trackers_and_the_others_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunConfig(save_path=str(tmp_path / "ckpt"), use_tensorboard=str(tmp_path / "tb"))
-    silent = make_trackers(run, Rank1(), ["reward"], total_steps=2)
+    path, options = str(tmp_path / "ckpt"), TrackingConfig(use_tensorboard=str(tmp_path / "tb"))
+    silent = make_trackers(path, options, {}, Rank1(), ["reward"], total_steps=2)
     silent.log(1, {"reward": 1.0})
     silent.log_samples(1, [{"prompt": "p"}])
     silent.close()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
 
-    trackers = make_trackers(run, SingleProcess(), ["reward"], total_steps=2)
+    trackers = make_trackers(path, options, {}, SingleProcess(), ["reward"], total_steps=2)
     trackers.log(1, {"reward": 1.0})
     trackers.close()
     assert lines_of(tmp_path / "ckpt" / "logs" / "metrics.jsonl")[0]["reward"] == 1.0
@@ -178,10 +265,18 @@ def test_rank_0_gets_all_trackers_and_the_others_none(tmp_path: Path, capsys: py
 
 def test_no_tensorboard_folder_no_tensorboard_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    make_trackers(RunConfig(save_path=str(tmp_path)), SingleProcess(), [], total_steps=1).close()
+    make_trackers(str(tmp_path), TrackingConfig(), {}, SingleProcess(), [], total_steps=1).close()
 
 
 def test_a_save_path_that_cannot_be_written_fails_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--save_path .*file cannot be written"):
-        make_trackers(RunConfig(save_path=str(tmp_path / "file")), SingleProcess(), [], total_steps=1)
+        make_trackers(str(tmp_path / "file"), TrackingConfig(), {}, SingleProcess(), [], total_steps=1)
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_missing_package_is_told_before_anything_is_loaded(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
+    check_trackers(TrackingConfig())
+    with pytest.raises(ValueError, match=f"^--use_{package} needs the package {package}: run 'pip install {package}'"):
+        check_trackers(TrackingConfig(use_tensorboard="tb", use_wandb="True"))

@@ -1,0 +1,69 @@
+"""Options of whatever shows a run while it goes on: console, TensorBoard, Weights & Biases, profiler, self-check."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from openppo.config.shared import require
+
+KEY_FROM_ELSEWHERE = "True"
+"""Of --use_wandb: the key is in WANDB_API_KEY or stored by 'wandb login', or none is needed."""
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Who is told what goes on, and how much of it."""
+
+    use_tensorboard: str | None = None
+    """Folder for TensorBoard event files (off when not given)."""
+    use_wandb: str | None = None
+    """Log to Weights & Biases: alone, or with an API key (better keep that in WANDB_API_KEY). Needs 'wandb'."""
+    wandb_project: str = "openppo"
+    """With --use_wandb: project."""
+    wandb_run_name: str | None = None
+    """With --use_wandb: name of the run (default: the last folder of --save_path)."""
+    wandb_group: str | None = None
+    """With --use_wandb: group of runs that it belongs to."""
+    wandb_org: str | None = None
+    """With --use_wandb: team or user that owns the project (default: that of the key)."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """With --use_wandb: 'offline' writes to <save_path>/logs/wandb only, for 'wandb sync' (default: WANDB_MODE, else
+    online)."""
+    log_samples_every: int = 10
+    """Print a sample every this many steps (0: never)."""
+    self_check: bool = True
+    """Before training on the first batch print two samples of it token by token, with what is trained on."""
+    profile_steps: str | None = None
+    """Steps to record with torch.profiler, such as 3 or 2-4,10: a trace of each rank in <save_path>/logs/profile."""
+
+    def validate(self) -> None:
+        require(
+            self.log_samples_every >= 0,
+            f"--log_samples_every must not be negative, got {self.log_samples_every}; 0 prints none.",
+        )
+        require(self.use_wandb != "", "--use_wandb is empty: give it alone, with an API key, or not at all.")
+        for first, last in self._profiled_ranges():
+            require(1 <= first <= last, f"--profile_steps {self.profile_steps}: steps count from 1, ranges go upwards.")
+
+    @property
+    def shows_histograms(self) -> bool:
+        """Whether anybody looks at distributions."""
+        return self.use_tensorboard is not None or self.use_wandb is not None
+
+    def is_profiled(self, step: int) -> bool:
+        """Whether ``--profile_steps`` names this step, counted from 1."""
+        return any(first <= step <= last for first, last in self._profiled_ranges())
+
+    def _profiled_ranges(self) -> list[tuple[int, int]]:
+        """First and last step of each range."""
+        if self.profile_steps is None:
+            return []
+        parts = self.profile_steps.replace(" ", "").split(",")
+        matches = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in parts]
+        require(
+            all(matches),
+            f"--profile_steps {self.profile_steps}: give steps and ranges with commas, such as 3 or 2-4,10.",
+        )
+        return [(int(match[1]), int(match[2] or match[1])) for match in matches if match]

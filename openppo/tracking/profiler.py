@@ -1,0 +1,124 @@
+"""A trace of chosen steps, with torch.profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from openppo.config import TrackingConfig
+from openppo.tracking.log import get_logger
+from openppo.tracking.position import position
+
+RECORDED_SECONDS = 2.0
+"""Of each phase: what runs in a loop looks alike after that, and a trace of all of it would fill the memory."""
+
+
+class StepProfiler:
+    """Writes ``<save_path>/logs/profile/step_<number>_rank_<rank>.json.gz`` for the steps of ``--profile_steps``.
+
+    Phases are named in the trace, and whole; of what happens inside, each phase records its first seconds, to the end
+    of what is under way then: one batch of a pass, one optimizer step, one round of decoding. Traces are written at the
+    end of their step, so that only one is in memory. Chrome's tracing and https://ui.perfetto.dev open them.
+    """
+
+    def __init__(self, save_path: str, tracking: TrackingConfig, rank: int) -> None:
+        self.folder = Path(save_path) / "logs" / "profile"
+        self.tracking = tracking
+        self.rank = rank
+        self._profile: torch.profiler.profile | None = None
+        self._pause_at = float("inf")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name the ``with`` block in the trace. The outermost one is what is recorded, if its step is chosen."""
+        if self._profile is not None:
+            with self._named(name):
+                yield
+        elif self.tracking.is_profiled(position.step):
+            with self._recorded(), self._named(name):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell stderr that it starts and stops
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities)
+        self._profile.start()
+        position.on_tick = self._pause_when_due
+        try:
+            yield
+        finally:
+            position.on_tick = None
+            profile, self._profile = self._profile, None
+            profile.stop()
+        self._write(profile)  # not after an exception
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        self._resume()
+        try:
+            with torch.profiler.record_function(name):
+                yield
+                self._resume()  # the end of a phase is recorded too
+        finally:
+            self._resume()
+
+    def _resume(self) -> None:
+        if self._pause_at == float("-inf"):
+            self._toggle(True)
+        self._pause_at = time.monotonic() + RECORDED_SECONDS
+
+    def _pause_when_due(self) -> None:
+        if time.monotonic() >= self._pause_at > float("-inf"):
+            self._toggle(False)
+            self._pause_at = float("-inf")
+
+    def _toggle(self, enable: bool) -> None:
+        assert self._profile is not None
+        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with _quiet_stderr():  # a warning each time, through the middle of progress bars
+            self._profile.toggle_collection_dynamic(enable, kinds)
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        """A trace that cannot be written is a warning; the run goes on."""
+        file = self.folder / f"step_{position.step:08d}_rank_{self.rank}.json.gz"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(file))
+        except OSError as error:
+            get_logger().warning("--profile_steps: no trace of step %d (%s)", position.step, error)
+        else:
+            get_logger().info("--profile_steps: step %d is recorded in %s", position.step, file)
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Inside, what C++ writes to stderr is lost."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+class NoProfiler:
+    """``StepProfiler`` of what is never profiled."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Nothing."""
+        return contextlib.nullcontext()

@@ -1,0 +1,1 @@
+"""What a run shows of itself: roles and batch arithmetic at its start, then a self-check and distributions."""

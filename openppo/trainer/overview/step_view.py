@@ -1,0 +1,51 @@
+"""What is shown of a step before it is trained on."""
+
+from __future__ import annotations
+
+import logging
+
+from rich.console import Group
+from rich.text import Text
+
+from openppo.config import TrainPPOConfig
+from openppo.experience.measure import experience_histograms
+from openppo.experience.replay_buffer import ReplayBuffer
+from openppo.models.loading import eos_token_ids
+from openppo.tracking.terminal import announce
+from openppo.trainer.overview.self_check import self_check
+from openppo.trainer.parts import Parts
+
+logger = logging.getLogger("openppo")
+
+
+class StepView:
+    """The self-check of the first step of a session, and the distributions of every step that is logged."""
+
+    def __init__(self, config: TrainPPOConfig, parts: Parts) -> None:
+        self.config = config
+        self.parts = parts
+        self._has_checked = not config.tracking.self_check or parts.strategy.comm.rank != 0
+
+    def before_training(self, step: int, buffer: ReplayBuffer, kl_coef: float) -> None:
+        """Look at ``buffer``, without changing it, before step number ``step`` trains on it. All ranks call it."""
+        if not self._has_checked and len(buffer) > 0:
+            self._has_checked = True
+            self._check(step, buffer, kl_coef)
+        if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
+            self.parts.trackers.log_histograms(step, experience_histograms(buffer.items, self.parts.strategy.comm))
+
+    def _check(self, step: int, buffer: ReplayBuffer, kl_coef: float) -> None:
+        tokenizer = self.parts.tokenizer
+        eos = eos_token_ids(self.parts.actor.module.model, tokenizer)
+        source = self.config.source  # a function may reward single tokens, and so may steps
+        one_score = source.reward_fn is None and source.remote_rm_url is None and source.prm_pretrain is None
+        check = self_check(buffer.items, tokenizer, eos, self.config.kl, kl_coef, one_score)
+        title = Text.assemble(
+            ("self-check", "bold"), f" of step {step}: two samples as they are trained on ",
+            ("(--no_self_check leaves it out)", "dim"),
+        )  # fmt: skip
+        announce(Group(title, "", check.page, ""))
+        for fault in check.faults:
+            logger.warning("self-check: %s; please report this with the lines above", fault)
+        if not check.faults:
+            logger.info("self-check: masks, EOS, score and padding lie where they should")

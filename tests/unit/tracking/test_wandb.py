@@ -1,0 +1,159 @@
+"""A real run of Weights & Biases, offline, read back from its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openppo.config import TrackingConfig
+from openppo.tracking import Histogram, WandbTracker
+
+wandb = pytest.importorskip("wandb", reason="needs the package wandb (pip install wandb)")
+
+KEY = "0123456789abcdef" * 2 + "fedcba98"  # 40 characters, as real ones have
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No key, no settings and no network of whoever runs the tests."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
+    (tmp_path / "home").mkdir()
+
+
+def tracker_in(folder: Path, goes_on: bool = False, **options: Any) -> WandbTracker:
+    """A tracker of an offline run."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    tracking = TrackingConfig(**{"use_wandb": "True", "wandb_mode": "offline", **options})
+    return WandbTracker(folder / "logs", tracking, {"seed": 7}, goes_on)
+
+
+def records_of(folder: Path) -> list[Any]:
+    """What the files of all offline runs below hold, in the order of their beginning."""
+    from wandb.proto import wandb_internal_pb2
+
+    def read(file: Path) -> list[Any]:
+        while True:  # W&B's service writes the end of the file when it comes to it
+            records = [wandb_internal_pb2.Record.FromString(data) for data in leveldb_log(file.read_bytes())]
+            if records and records[-1].HasField("exit"):
+                return records
+            time.sleep(0.1)
+
+    files = sorted((folder / "logs" / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_ctime)
+    return [record for file in files for record in read(file)]
+
+
+def leveldb_log(content: bytes) -> Iterator[bytes]:
+    """The records of LevelDB's log format (its doc/log_format.md), after W&B's header of 7 bytes."""
+    place, data = 7, b""
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+        length, kind = struct.unpack_from("<HB", content, place + 4)
+        data += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield data
+            data = b""
+
+
+def history_of(folder: Path) -> list[dict[str, Any]]:
+    """What was logged, line by line."""
+    lines = [record.history.item for record in records_of(folder) if record.HasField("history")]
+    return [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in line} for line in lines]
+
+
+def test_an_offline_run_holds_what_was_logged(tmp_path: Path) -> None:
+    tracker = tracker_in(tmp_path / "ppo", wandb_project="p", wandb_group="g", wandb_org="us")
+    tracker.log(1, {"reward": 0.5, "time/step_s": 2.0})
+    tracker.log_histograms(1, {"reward": Histogram([0.0, 1.0, 2.0], [2, 1], 2.5, 3.0)})
+    tracker.log_samples(1, [{"prompt": "2 + 2 =", "response": "4", "reward": 1.0, "label": 4, "ids": [1, 2]}])
+    tracker.close()
+    first, second, third = history_of(tmp_path / "ppo")
+    assert (first["global_step"], first["reward"], first["time/step_s"]) == (1, 0.5, 2.0)
+    assert second["histograms/reward._type"] == "histogram"
+    assert (second["histograms/reward.values"], second["histograms/reward.bins"]) == ([2, 1], [0.0, 1.0, 2.0])
+    table = tmp_path / "ppo" / "logs" / "wandb" / "latest-run" / "files" / third["samples.path"]
+    assert json.loads(table.read_text()) == {
+        "columns": ["step", "prompt", "response", "reward", "label"],
+        "data": [[1, "2 + 2 =", "4", 1.0, 4]],
+    }
+    (run,) = [record.run for record in records_of(tmp_path / "ppo") if record.HasField("run")]
+    assert (run.project, run.run_group, run.entity, run.display_name) == ("p", "g", "us", "ppo")
+    assert {item.key: item.value_json for item in run.config.update}["seed"] == "7"
+
+
+def test_a_run_that_goes_on_has_the_id_of_the_first_and_its_step_as_axis(tmp_path: Path) -> None:
+    for goes_on, steps in ((False, (1, 2, 3)), (True, (3, 4))):
+        tracker = tracker_in(tmp_path, goes_on)
+        for step in steps:
+            tracker.log(step, {"reward": float(step)})
+        tracker.close()
+    assert [line["global_step"] for line in history_of(tmp_path)] == [1, 2, 3, 3, 4]
+    runs = [record.run for record in records_of(tmp_path) if record.HasField("run")]
+    assert len({run.run_id for run in runs}) == 1
+    assert len(runs) == 2
+    metrics = [record.metric for record in records_of(tmp_path) if record.HasField("metric")]
+    assert ("reward", "global_step") in {
+        (metric.name or metric.glob_name, metric.step_metric) for metric in metrics
+    } | {("reward", metric.step_metric) for metric in metrics if metric.glob_name == "*"}
+    again = tracker_in(tmp_path)  # not going on: another run
+    again.close()
+    assert len({record.run.run_id for record in records_of(tmp_path) if record.HasField("run")}) == 2
+
+
+def test_the_key_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [sys.argv[0], "--use_wandb", KEY, f"--use_wandb={KEY}"]
+    monkeypatch.setattr(sys, "argv", list(before))
+    tracker = tracker_in(tmp_path, use_wandb=KEY)
+    tracker.log(1, {"reward": 1.0})
+    tracker.close()
+    assert sys.argv == before
+    arguments = [list(r.environment.args) for r in records_of(tmp_path) if r.HasField("environment")]
+    assert ["--use_wandb", "***", "--use_wandb=***"] in arguments
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) >= 4
+    assert [file for file in files if KEY.encode() in file.read_bytes()] == []
+
+
+def test_without_a_key_an_online_run_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^--use_wandb cannot start a run .*--wandb_mode offline"):
+        tracker_in(tmp_path, wandb_mode="online")
+
+
+def test_a_service_that_dies_switches_wandb_off_with_one_warning(tmp_path: Path) -> None:
+    """In a process of its own: W&B's service belongs to the whole process."""
+    program = f"""
+import os, signal, subprocess, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_wandb import tracker_in
+from openppo.tracking import Trackers, setup_logging
+setup_logging(0)
+trackers = Trackers([tracker_in(Path({str(tmp_path)!r}))])
+trackers.log(1, {{"reward": 1.0}})
+children = subprocess.run(["ps", "-o", "pid=,comm=", "--ppid", str(os.getpid())], capture_output=True, text=True).stdout
+(service,) = [int(line.split()[0]) for line in children.splitlines() if "wandb-core" in line]
+os.kill(service, signal.SIGKILL)
+for step in range(2, 200):
+    trackers.log(step, {{"reward": 1.0}})
+trackers.close()
+print("went on", flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "went on\n", done.stderr
+    warnings = [line for line in done.stderr.splitlines() if "switched off" in line]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("[openppo] --use_wandb: Connection")
