@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tqdm import tqdm
 
@@ -36,8 +36,17 @@ class Tracker(Protocol):
         ...
 
 
+@runtime_checkable
+class TokenTracker(Protocol):
+    """A tracker that also records samples token by token."""
+
+    def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Record one row for each sample: lists over the tokens of its response."""
+        ...
+
+
 class JSONLTracker:
-    """Appends to ``metrics.jsonl`` and ``samples.jsonl``; a number that is not finite becomes null."""
+    """Appends to ``metrics.jsonl``, ``samples.jsonl`` and ``tokens.jsonl``; a number that is not finite becomes null."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -51,6 +60,10 @@ class JSONLTracker:
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append one line for each sample."""
         self._append("samples.jsonl", [_json_line(step, sample) for sample in samples])
+
+    def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Append one line for each sample that is described token by token."""
+        self._append("tokens.jsonl", [_json_line(step, row) for row in rows])
 
     def close(self) -> None:
         """Nothing to close: no file stays open between lines."""
@@ -126,6 +139,10 @@ class Trackers:
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Record samples of a step."""
         self._each(lambda tracker: tracker.log_samples(step, samples))
+
+    def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Record the tokens of samples of a step, where a tracker has a place for them."""
+        self._each(lambda tracker: tracker.log_tokens(step, rows) if isinstance(tracker, TokenTracker) else None)
 
     def close(self) -> None:
         """Close all trackers; further calls do nothing."""

@@ -130,7 +130,9 @@ class ActorStep:
         metrics.add_tensor("policy_loss", loss.detach(), mask)
         clipped = self.policy_loss.clipped(log_probs, micro.log_probs, mask)  # bool (B, L)
         metrics.add_tensor("clip_fraction", clipped.float(), mask)
-        metrics.add_tensor("ratio_max", policy_ratio(log_probs, micro.log_probs, mask), mask, reduce="max")
+        ratio = policy_ratio(log_probs, micro.log_probs, mask)
+        metrics.add_tensor("ratio_max", ratio, mask, reduce="max")
+        metrics.add_tensor("approx_kl", ratio - 1 - ratio.log(), mask)  # k3 of the policy from the old one
 
     def _accumulate_ptx(self, batch: TokenBatch, metrics: Metrics) -> None:
         last = len(batch.micro_batches) - 1
