@@ -1,5 +1,6 @@
 """What a run tells about itself: metrics, timers, trackers, progress, log."""
 
+from openppo.tracking.environment import environment, save_environment
 from openppo.tracking.log import get_logger, setup_logging
 from openppo.tracking.metrics import Metrics, Reduction
 from openppo.tracking.progress import Progress, progress
@@ -25,10 +26,12 @@ __all__ = [
     "Tracker",
     "Trackers",
     "cut_logs",
+    "environment",
     "get_logger",
     "make_trackers",
     "progress",
     "save_config",
+    "save_environment",
     "set_aside_logs",
     "setup_logging",
 ]

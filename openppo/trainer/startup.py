@@ -20,7 +20,16 @@ from transformers import PreTrainedConfig
 
 from openppo import __version__
 from openppo.config import flat_dict
-from openppo.tracking import Trackers, cut_logs, make_trackers, save_config, set_aside_logs, setup_logging
+from openppo.tracking import (
+    Trackers,
+    cut_logs,
+    environment,
+    make_trackers,
+    save_config,
+    save_environment,
+    set_aside_logs,
+    setup_logging,
+)
 from openppo.types import Comm
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
@@ -111,10 +120,11 @@ def _where(ranks: Sequence[int], comm: Comm) -> str:
 def start_trackers(
     config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int, go_on_from: int | None = None
 ) -> Trackers:
-    """Trackers of a command, and its resolved options in ``<save_path>/logs/config.yaml``.
+    """Trackers of a command; its resolved options and its environment as files in ``<save_path>/logs``.
 
     Logs of a run that goes on from step ``go_on_from`` are continued there; any other logs are set aside.
     """
+    found = environment(strategy.comm)
 
     def prepare() -> None:
         if not strategy.is_main:
@@ -126,6 +136,7 @@ def start_trackers(
             else:
                 cut_logs(logs, go_on_from)
             save_config(logs, flat_dict(config))
+            save_environment(logs, found)
         except OSError as error:
             raise ValueError(
                 f"--save_path {config.run.save_path}: cannot be written ({error}); choose another folder."
