@@ -16,6 +16,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["openppo", "openppo.*"]),
+    package_data={"openppo.tracking.report": ["page/*"]},
     install_requires=[
         "torch>=2.8",
         "deepspeed>=0.19",

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from openppo.config import RunConfig
 from openppo.tracking.log import get_logger
+from openppo.tracking.report.live import HealthTracker, ReportTracker
 from openppo.types import Comm
 
 STEP_TIME = "time/step_s"
@@ -168,8 +169,13 @@ def make_trackers(
     if comm.rank != 0:
         return Trackers([])
     trackers: list[Tracker] = [ConsoleTracker(headline, total_steps)]
+    logs = Path(run.save_path) / "logs"
     try:
-        trackers.append(JSONLTracker(Path(run.save_path) / "logs"))
+        trackers += [
+            JSONLTracker(logs),
+            HealthTracker(logs),
+            ReportTracker(logs),
+        ]  # the others read what the first writes
     except OSError as error:
         raise ValueError(f"--save_path {run.save_path} cannot be written ({error}): choose another folder.") from error
     if run.use_tensorboard is not None:

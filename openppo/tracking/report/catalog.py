@@ -50,7 +50,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Other losses", ("kl_loss", "ptx_loss")),
     ),
     "Critic": (
-        Chart("Explained variance", ("explained_variance",), "1: foresees returns; 0: knows their mean; below: misleads."),
+        Chart("Explained variance", ("explained_variance",), "1: foresees returns; 0: knows their mean."),
         Chart("Values and returns", ("values", "returns"), "Means over tokens; they should meet."),
         Chart("Advantages", ("advantages", "advantages_std"), "Before normalization."),
     ),
@@ -65,7 +65,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Skipped steps", ("skipped_steps",), "So far, because a loss or gradient was not finite."),
     ),
     "Sampling against training": (
-        Chart("KL of engine and actor", ("rollout_kl", "rollout_kl_k1"), "Of the same weights; near 0 in one precision."),
+        Chart("KL of engine and actor", ("rollout_kl", "rollout_kl_k1"), "Of the same weights; near 0."),
         Chart("Log-prob gap", ("rollout_log_prob_gap", "rollout_log_prob_gap_max")),
         Chart("Correction", ("rollout_weight", "rollout_masked_fraction")),
     ),

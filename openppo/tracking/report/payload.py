@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -122,7 +123,10 @@ def evenly(keys: Sequence[Any]) -> Iterable[Any]:
 
 def as_json(content: Mapping[str, Any]) -> str:
     """JSON that is safe inside a script element: ASCII, and no < that could end it."""
-    text = json.dumps(content, separators=(",", ":"), default=str, allow_nan=False)
+    try:
+        text = json.dumps(content, separators=(",", ":"), default=str, allow_nan=False)
+    except ValueError:  # an option may be infinite, and logs of others may have NaN
+        text = json.dumps(_finite(content), separators=(",", ":"), default=str, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -136,6 +140,15 @@ def _point(name: str, bucket: Sequence[Row]) -> float | None:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with text in place of each number that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _hours(time: Any, begin: float | None) -> float | None:

@@ -82,6 +82,21 @@ def kl_above_target(history: History) -> Found | None:
     )
 
 
+@rule("kl_per_response", "kl")
+def kl_far(history: History) -> Found | None:
+    """KL above 30 nats per response and 0.5 nats per token."""
+    whole, kl = history.mean("kl_per_response", FEW), history.mean("kl", FEW)
+    if not (whole > 30 and kl > 0.5):
+        return None
+    since = history.step("kl_per_response", FEW)
+    return Found(
+        f"The policy is far from the reference since step {{since}} (KL {whole:.0f} nats per response, {kl:.2g} per "
+        "token): read the samples before you believe the reward, which may be exploited. Raise --init_kl_coef or lower "
+        "--actor_learning_rate.",
+        since,
+    )
+
+
 @rule("kl", "kl_k3")
 def kl_negative(history: History) -> Found | None:
     """The estimate k1 0.01 nats per token below 0, where KL cannot be."""

@@ -49,10 +49,7 @@ def read_run(folder: str | Path) -> RunData:
 
     ``ValueError`` if there are no metrics; a log that is missing beside them is empty.
     """
-    folder = Path(folder)
-    logs = next((place for place in (folder / "logs", folder) if (place / "metrics.jsonl").is_file()), None)
-    if logs is None:
-        raise ValueError(f"{folder} has no logs/metrics.jsonl: name the --save_path of a run, or its folder of logs.")
+    logs = find_logs(Path(folder))
     metrics, n_bad = [], 0
     for line in _lines(logs / "metrics.jsonl"):
         try:
@@ -75,6 +72,14 @@ def read_run(folder: str | Path) -> RunData:
         _mapping(logs / "environment.json"),
         n_bad + bad_samples + bad_tokens,
     )
+
+
+def find_logs(folder: Path) -> Path:
+    """The folder of logs in a run's folder, or ``folder`` if it is that; ``ValueError`` if there are no metrics."""
+    for place in (folder / "logs", folder):
+        if (place / "metrics.jsonl").is_file():
+            return place
+    raise ValueError(f"{folder} has no logs/metrics.jsonl: name the --save_path of a run, or its folder of logs.")
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

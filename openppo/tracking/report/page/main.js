@@ -90,10 +90,10 @@ function drawOptions() {
     .map((name) => el("tr", { class: RUNS.length > 1 && differs(name) && !state.different ? "differs" : "" }, el("td", {}, `--${name}`),
       RUNS.map((run) => el("td", { class: "value" }, visible(plain(run.config[name])))))));
   const box = el("input", { type: "checkbox", checked: state.different, id: "only-different", onchange: () => { state.different = box.checked; draw(); } });
-  section.querySelector(".body").append(
+  fill(section.querySelector(".body"), {}, [
     el("div", { class: "tools" }, el("input", { type: "search", placeholder: "option", "aria-label": "Name of an option", oninput: (event) => { state.text = event.target.value.replace(/^-+/, ""); draw(); } }),
       RUNS.length > 1 ? el("label", {}, box, " only what differs") : null),
-    el("div", { class: "card scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "Option"), RUNS.map((run, r) => el("th", {}, RUNS.length > 1 ? swatch(color(r)) : null, RUNS.length > 1 ? run.name : "Value")))), table)));
+    el("div", { class: "card scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "Option"), RUNS.map((run, r) => el("th", {}, RUNS.length > 1 ? swatch(color(r)) : null, RUNS.length > 1 ? run.name : "Value")))), table))]);
   draw();
 }
 
