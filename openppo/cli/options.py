@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 import tyro
 import yaml
 
-from openppo.cli.openrlhf import without_foreign_flags
+from openppo.cli.migration.openrlhf import without_foreign_flags
 from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
 
 _SECONDS_FOR_FIRST_RANK = 20

@@ -168,7 +168,7 @@ class ReportPageConfig:
     run_dirs: tuple[str, ...]
     """Folders of runs: what they had as --save_path, or its subfolder 'logs'. Several are laid over each other."""
     output: str | None = None
-    """HTML file to write (default: logs/report.html of the run, of several runs ./report.html)."""
+    """HTML file to write (default: logs/report.html of the run, ./report.html of several)."""
 
     def validate(self) -> None:
         require(len(self.run_dirs) > 0, "name the folder of a run: python -m openppo.cli.report RUN_DIR.")

@@ -47,7 +47,7 @@ class TokenTracker(Protocol):
 
 
 class JSONLTracker:
-    """Appends to ``metrics.jsonl``, ``samples.jsonl`` and ``tokens.jsonl``; a number that is not finite becomes null."""
+    """Appends to ``metrics.jsonl``, ``samples.jsonl`` and ``tokens.jsonl``; numbers not finite become null."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -171,11 +171,8 @@ def make_trackers(
     trackers: list[Tracker] = [ConsoleTracker(headline, total_steps)]
     logs = Path(run.save_path) / "logs"
     try:
-        trackers += [
-            JSONLTracker(logs),
-            HealthTracker(logs),
-            ReportTracker(logs),
-        ]  # the others read what the first writes
+        trackers.append(JSONLTracker(logs))
+        trackers += [HealthTracker(logs), ReportTracker(logs)]  # they read what the one before writes
     except OSError as error:
         raise ValueError(f"--save_path {run.save_path} cannot be written ({error}): choose another folder.") from error
     if run.use_tensorboard is not None:

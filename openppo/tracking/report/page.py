@@ -39,9 +39,7 @@ def render(runs: Sequence[RunData], running: bool = False) -> str:
     script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
     style = (_PARTS / "style.css").read_text(encoding="utf-8")
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
-    )
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
     page = (_PARTS / "page.html").read_text(encoding="utf-8")
     for place, text in (
         ("POLICY", policy),

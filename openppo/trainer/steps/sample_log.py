@@ -170,11 +170,16 @@ def token_texts(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, fi
 
     A token that only begins a character (byte-level BPE) adds nothing; the one that ends it adds all of it.
     """
+
+    def text_of(start: int, end: int) -> str:
+        text = tokenizer.decode(list(token_ids[start:end]), clean_up_tokenization_spaces=False)
+        assert isinstance(text, str), "one sequence is one text"
+        return text
+
     texts, read = [], first
     for end in range(first + 1, len(token_ids) + 1):
         start = max(0, read - _CONTEXT)
-        before = tokenizer.decode(token_ids[start:read], clean_up_tokenization_spaces=False)
-        after = tokenizer.decode(token_ids[start:end], clean_up_tokenization_spaces=False)
+        before, after = text_of(start, read), text_of(start, end)
         complete = not after.endswith("\ufffd") or end - read >= _CONTEXT or end == len(token_ids)
         texts.append(after[len(before) :] if complete else "")
         if complete:
