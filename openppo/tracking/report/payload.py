@@ -80,7 +80,7 @@ def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_byte
     for line in [*samples, *tokens]:
         key = line.step, line.evaluation
         if key in described or not described:
-            sizes[key] = sizes.get(key, 0) + len(line.text)
+            sizes[key] = sizes.get(key, 0) + len(line.text.encode("ascii", "backslashreplace"))
     chosen: set[tuple[int, bool]] = set()
     room = most_bytes
     for evaluation, share in ((True, most_bytes // 2), (False, room)):

@@ -215,7 +215,7 @@ def one_reward(history: History) -> Found | None:
     since = history.step("reward_std", FEW)
     return Found(
         "All responses of a step earn the same since step {since}, so there is nothing to learn from: check the "
-        "reward on the samples, or use prompts that are harder or easier for this model.",
+        "reward on the samples, use prompts that are harder or easier for this model, or raise --temperature.",
         since,
     )
 
@@ -313,8 +313,9 @@ def steps_skipped(history: History) -> Found | None:
         return None
     since = history.step("skipped_steps", len(counts))
     return Found(
-        f"{counts[-1]:.0f} optimizer steps so far were skipped because a loss or gradient was not finite: lower the "
-        "learning rate; their batches are in the folder 'skipped' beside the logs.",
+        f"{counts[-1]:.0f} optimizer steps so far were skipped because a loss or gradient was not finite (the run ends "
+        "after --max_skipped_steps in a row): lower the learning rate; their batches are in the folder 'skipped' beside "
+        "the logs.",
         since,
     )
 
