@@ -314,8 +314,8 @@ def steps_skipped(history: History) -> Found | None:
     since = history.step("skipped_steps", len(counts))
     return Found(
         f"{counts[-1]:.0f} optimizer steps so far were skipped because a loss or gradient was not finite (the run ends "
-        "after --max_skipped_steps in a row): lower the learning rate; their batches are in the folder 'skipped' beside "
-        "the logs.",
+        "after --max_skipped_steps in a row): lower the learning rate; their batches are in the folder 'skipped' "
+        "beside the logs.",
         since,
     )
 

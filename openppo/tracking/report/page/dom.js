@@ -7,6 +7,7 @@ const byId = (id) => document.getElementById(id);
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name.startsWith("aria-")) node.setAttribute(name, String(value));
     else if (value === true) node.setAttribute(name, "");
     else if (value !== false && value != null) node.setAttribute(name, value);
   }
