@@ -22,9 +22,17 @@ class Chart:
 GROUPS: dict[str, tuple[Chart, ...]] = {
     "Reward": (
         Chart("Reward", ("reward", "eval_reward"), "Mean reward of what was sampled, and of held-out prompts."),
-        Chart("Spread of the reward", ("reward_std",), "At 0 all responses earn the same: nothing to learn."),
-        Chart("Named rewards", ("reward/*",), "Each part of the reward, before its weight."),
+        Chart(
+            "Spread of the reward",
+            ("reward_std", "eval_reward_std"),
+            "At 0 all responses earn the same: nothing to learn.",
+        ),
+        Chart("Named rewards", ("reward/*", "eval_reward/*"), "Each part of the reward, before its weight."),
         Chart("Reward that training gets", ("shaped_reward", "sampled_reward"), "After normalization and clipping."),
+        Chart(
+            "Chosen and rejected", ("chosen_reward", "rejected_reward", "eval_chosen_reward", "eval_rejected_reward")
+        ),
+        Chart("Reward errors", ("reward_errors", "eval_reward_errors"), "Samples on which the reward function raised."),
         Chart("Held-out pass rate", ("eval_pass@*",), "Share of held-out prompts with a passing response among k."),
         Chart("Held-out by source", ("eval/*",), "The same for each data source."),
     ),
@@ -35,11 +43,15 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             "Nats per token: k1 (may be below 0 by chance) and k3 (never). It should grow slowly, with the reward.",
             "kl_target",
         ),
-        Chart("KL per response", ("kl_per_response",), "Nats over a whole response: what the reward has cost."),
+        Chart(
+            "KL per response",
+            ("kl_per_response", "kl_k3_per_response"),
+            "Nats over a whole response: what the reward has cost.",
+        ),
         Chart("KL coefficient", ("kl_coef",), "Weight of the penalty; moves with --kl_target."),
         Chart("Entropy", ("entropy",), "Nats per token. Near 0 the policy has stopped exploring."),
         Chart("Clip fraction", ("clip_fraction",), "Share of tokens outside the clip range; usually below 0.2."),
-        Chart("Update size", ("approx_kl",), "KL of the policy from the one that sampled, within the step."),
+        Chart("Update size", ("approx_kl",), "KL between the policy before the step and the one that is trained."),
         Chart("Largest ratio", ("ratio_max",), "Of the new to the old probability of a token."),
     ),
     "Losses": (
@@ -52,6 +64,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     "Critic": (
         Chart("Explained variance", ("explained_variance",), "1: foresees returns; 0: knows their mean."),
         Chart("Values and returns", ("values", "returns"), "Means over tokens; they should meet."),
+        Chart("Spread of the returns", ("returns_std", "value_error_std"), "And what the critic leaves of it."),
         Chart("Advantages", ("advantages", "advantages_std"), "Before normalization."),
     ),
     "Responses": (
@@ -67,6 +80,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     "Sampling against training": (
         Chart("KL of engine and actor", ("rollout_kl", "rollout_kl_k1"), "Of the same weights; near 0."),
         Chart("Log-prob gap", ("rollout_log_prob_gap", "rollout_log_prob_gap_max")),
+        Chart("Largest ratio of both", ("rollout_ratio_max",)),
         Chart("Correction", ("rollout_weight", "rollout_masked_fraction")),
     ),
     "Speed": (

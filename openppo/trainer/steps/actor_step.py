@@ -132,7 +132,7 @@ class ActorStep:
         metrics.add_tensor("clip_fraction", clipped.float(), mask)
         ratio = policy_ratio(log_probs, micro.log_probs, mask)
         metrics.add_tensor("ratio_max", ratio, mask, reduce="max")
-        metrics.add_tensor("approx_kl", ratio - 1 - ratio.log(), mask)  # k3 of the policy from the old one
+        metrics.add_tensor("approx_kl", ratio - 1 - ratio.log(), mask)  # k3
 
     def _accumulate_ptx(self, batch: TokenBatch, metrics: Metrics) -> None:
         last = len(batch.micro_batches) - 1
