@@ -166,13 +166,17 @@ class Chart {
   }
 
   describe(lines) {
-    const entry = (line) => {
-      const node = el("span", {}, swatch(line.color), line.label);
-      if (line.dash) node.firstChild.style.background = `repeating-linear-gradient(90deg, ${line.color} 0 4px, transparent 4px 6px)`;
-      return node;
+    // Of several runs the colour says which, and the dashes say which metric.
+    const dashed = (dash) => {
+      const mark = swatch("var(--soft)");
+      if (dash) mark.style.background = `repeating-linear-gradient(90deg, var(--soft) 0 ${dash.split(" ")[0]}px, transparent 0 ${Number(dash.split(" ")[0]) + 2}px)`;
+      return mark;
     };
-    const needed = RUNS.length > 1 || lines.length > 1 || lines.some((line) => line.metric !== this.spec.title.toLowerCase());
-    this.legend.replaceChildren(...(needed ? lines.map(entry) : []),
+    const first = (key) => [...new Map(lines.map((line) => [line[key], line]).reverse()).values()].reverse();
+    const runs = RUNS.length > 1 ? first("run").map((line) => el("span", {}, swatch(line.color), line.run.name)) : [];
+    const metrics = first("metric").map((line) => el("span", {}, RUNS.length > 1 ? dashed(line.dash) : swatch(line.color), line.metric));
+    const needed = metrics.length > 1 || (RUNS.length === 1 && lines.some((line) => line.metric !== this.spec.title.toLowerCase()));
+    this.legend.replaceChildren(...runs, ...(needed ? metrics : []),
       ...(this.target() != null ? [el("span", {}, `target ${short(this.target())}`)] : []));
     this.aboutText.hidden = !view.about;
     const said = lines.map((line) => line.points.length

@@ -4,7 +4,7 @@
 const HEADLINES = [
   ["Reward", "reward"], ["Held-out reward", "eval_reward"], ["Held-out pass@1", "eval_pass@1"], ["Loss", "loss"], ["Held-out loss", "eval_loss"], ["Accuracy", "accuracy"],
   ["KL per token", "kl"], ["Entropy", "entropy"], ["Clip fraction", "clip_fraction"], ["Explained variance", "explained_variance"],
-  ["Response length", "response_length"], ["Truncated", "truncated_fraction"], ["Seconds per step", "time/step_s"],
+  ["Response length", "response_length"], ["Truncated", "truncated_fraction"], ["Seconds a step", "time/step_s"],
 ];
 const shares = new Set(["eval_pass@1", "accuracy", "clip_fraction", "truncated_fraction"]);
 
@@ -44,6 +44,9 @@ function drawSummary() {
   })));
 }
 
+// A sentence with its flags set apart, so that no line ends within one.
+const withFlags = (text) => text.split(/(--[a-z_]+)/).map((part, i) => (i % 2 ? el("code", {}, part) : part));
+
 function drawWarnings() {
   const body = byId("warnings").querySelector(".body");
   const all = RUNS.flatMap((run) => run.findings.map((finding) => ({ run, finding }))).sort((a, b) => a.finding.ended - b.finding.ended);
@@ -52,7 +55,7 @@ function drawWarnings() {
     const { since, last, ended, text, rule } = finding;
     const when = ended || last < run.last_step ? (since === last ? `step ${since}` : `steps ${since} to ${last}`) : `since step ${since}`;
     return el("div", { class: ended ? "warning past" : "warning", "data-rule": rule },
-      el("span", { class: "when" }, RUNS.length > 1 ? `${run.name}, ${when}` : when), el("p", {}, text));
+      el("span", { class: "when" }, RUNS.length > 1 ? `${run.name}, ${when}` : when), el("p", {}, withFlags(text)));
   }));
 }
 
