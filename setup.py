@@ -32,7 +32,7 @@ setup(
         "tyro>=1.0",
     ],
     extras_require={
-        "dev": ["math-verify", "mypy", "pytest", "ruff", "types-PyYAML", "types-tqdm", "vaderSentiment"],
+        "dev": ["math-verify", "mypy", "pytest", "ruff", "selenium", "types-PyYAML", "types-tqdm", "vaderSentiment"],
         "flash": ["flash-attn"],
         "math": ["math-verify"],
         "vllm": ["vllm>=0.32"],

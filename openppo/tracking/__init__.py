@@ -1,9 +1,9 @@
 """What a run tells about itself: metrics, timers, trackers, progress, log."""
 
-from openppo.tracking.environment import environment, save_environment
 from openppo.tracking.log import get_logger, setup_logging
 from openppo.tracking.metrics import Metrics, Reduction
 from openppo.tracking.progress import Progress, progress
+from openppo.tracking.report.environment import environment, save_environment
 from openppo.tracking.run_folder import cut_logs, save_config, set_aside_logs
 from openppo.tracking.timers import PhaseTimer
 from openppo.tracking.trackers import (
