@@ -80,6 +80,7 @@ CASES: dict[str, tuple[Mapping[str, Curve], Mapping[str, Any]]] = {
 HEALTHY: dict[str, tuple[Mapping[str, Curve], Mapping[str, Any]]] = {
     "KL that grows with the reward": ({"kl": ramp(0.0, 0.3), "reward": rising}, {}),
     "KL that stays while the reward is flat": ({"kl": flat(0.3), "reward": flat(0.5)}, {}),
+    "KL that grows by a tenth": ({"kl": ramp(0.3, 0.6), "reward": flat(0.5)}, {}),
     "KL that falls while the reward is flat": ({"kl": ramp(0.3, 0.1), "reward": flat(0.5)}, {}),
     "KL near its target": ({"kl": flat(0.15)}, {"kl_target": 0.1}),
     "no target": ({"kl": flat(0.21)}, {"kl_target": None}),
