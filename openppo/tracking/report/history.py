@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pvariance
+from statistics import fmean
 from typing import Any
 
 WINDOW = 20
@@ -63,8 +63,9 @@ class History:
 def halves(values: Sequence[float]) -> tuple[float, float, float]:
     """Means of the earlier and the later half, and the standard error of their difference."""
     earlier, later = values[: len(values) // 2], values[len(values) // 2 :]
-    error = math.sqrt(pvariance(earlier) / len(earlier) + pvariance(later) / len(later))
-    return fmean(earlier), fmean(later), error
+    means = fmean(earlier), fmean(later)
+    squares = [sum((value - mean) ** 2 for value in half) for half, mean in zip((earlier, later), means, strict=True)]
+    return *means, math.sqrt(squares[0] / len(earlier) ** 2 + squares[1] / len(later) ** 2)
 
 
 def rises(values: Sequence[float]) -> bool:

@@ -14,7 +14,7 @@ from openppo.tracking.report.run_data import LogLine, Row, RunData, short_names
 
 MAX_POINTS = 2000
 """Points of a curve, over all runs of a page."""
-MAX_SAMPLE_BYTES = 3_000_000
+MAX_SAMPLE_BYTES = 3_600_000
 """What samples and their tokens may take of a page."""
 
 

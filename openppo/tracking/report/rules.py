@@ -7,6 +7,7 @@ between two halves of a window when their means differ by more than two standard
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -120,7 +121,8 @@ def evaluation_falls(history: History) -> Found | None:
     best = max(range(len(evaluated)), key=evaluated.__getitem__)
     gain, lost = evaluated[best] - evaluated[0], evaluated[best] - max(evaluated[-2:])
     since = history.series["eval_reward"][0][best]
-    around = [r for step, r in zip(*history.series["reward"], strict=True) if step <= since][-FEW:]
+    n_before = bisect_right(history.series["reward"][0], since)
+    around = rewards[max(0, n_before - FEW) : n_before]
     if gain <= 0 or lost <= 0.25 * gain or not around or fmean(rewards[-FEW:]) < fmean(around):
         return None
     return Found(
