@@ -16,6 +16,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["openppo", "openppo.*"]),
+    package_data={"openppo.tracking.report": ["page/*"]},
     install_requires=[
         "torch>=2.8",
         "deepspeed>=0.19",
@@ -32,7 +33,18 @@ setup(
         "tyro>=1.0",
     ],
     extras_require={
-        "dev": ["math-verify", "mypy", "pytest", "ruff", "types-PyYAML", "types-tqdm", "vaderSentiment", "wandb"],
+        "dev": [
+            "math-verify",
+            "mypy",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "selenium",
+            "types-PyYAML",
+            "types-tqdm",
+            "vaderSentiment",
+            "wandb",
+        ],
         "flash": ["flash-attn"],
         "math": ["math-verify"],
         "vllm": ["vllm>=0.32"],

@@ -22,7 +22,7 @@ import tyro
 import yaml
 
 from openppo import __version__
-from openppo.cli.openrlhf import without_foreign_flags
+from openppo.cli.migration.openrlhf import without_foreign_flags
 from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
 from openppo.config.tracking import KEY_FROM_ELSEWHERE
 
@@ -130,8 +130,11 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config:
-    """The config of a command line; ``--config FILE.yaml`` gives options that the command line may override."""
+def parse_options(config_type: type[Config], arguments: Sequence[str], *markers: Any) -> Config:
+    """The config of a command line; ``--config FILE.yaml`` gives options that the command line may override.
+
+    ``markers`` are those of ``tyro.conf`` that a command needs beside ours.
+    """
     arguments, file = _take_config_file([_underscored(argument) for argument in arguments])
     if config_type is TrainPPOConfig:
         arguments = _without_foreign_flags(arguments)
@@ -147,7 +150,7 @@ def parse_options(config_type: type[Config], arguments: Sequence[str]) -> Config
             config_type,
             args=arguments,
             use_underscores=True,
-            config=(tyro.conf.OmitArgPrefixes,),
+            config=(tyro.conf.OmitArgPrefixes, *markers),
             console_outputs=speaks,
         )
 

@@ -64,6 +64,8 @@ from openppo.config.tools import (
     MergeLoRAConfig,
     OutputConfig,
     PromptsConfig,
+    ReportConfig,
+    ReportPageConfig,
     ServerConfig,
     ServeRMConfig,
 )
@@ -97,6 +99,8 @@ __all__ = [
     "PreferenceConfig",
     "ProcessConfig",
     "PromptsConfig",
+    "ReportConfig",
+    "ReportPageConfig",
     "RewardShapingConfig",
     "RewardSourceConfig",
     "RolloutCorrection",

@@ -1,4 +1,4 @@
-"""Options of the commands that do not train: generate, evaluate, serve_rm, merge_lora."""
+"""Options of the commands that do not train: generate, evaluate, serve_rm, merge_lora, report."""
 
 from __future__ import annotations
 
@@ -162,6 +162,20 @@ class MergeConfig:
 
 
 @dataclass(frozen=True)
+class ReportPageConfig:
+    """Runs, and the page about them."""
+
+    run_dirs: tuple[str, ...]
+    """Folders of runs: what they had as --save_path, or its subfolder 'logs'. Several are laid over each other."""
+    output: str | None = None
+    """HTML file to write (default: logs/report.html of the run, ./report.html of several)."""
+
+    def validate(self) -> None:
+        require(len(self.run_dirs) > 0, "name the folder of a run: python -m openppo.cli.report RUN_DIR.")
+        require(self.output != "", "--output must not be empty.")
+
+
+@dataclass(frozen=True)
 class GenerateConfig:
     """Options of openppo.cli.generate."""
 
@@ -209,3 +223,14 @@ class MergeLoRAConfig:
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
         self.merge.validate()
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Options of openppo.cli.report."""
+
+    page: ReportPageConfig
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option that cannot work."""
+        self.page.validate()

@@ -42,6 +42,10 @@ class Estimator:
     loss_agg: LossAggregation = "token_mean"
     """How the policy loss adds up unless an option says otherwise."""
 
+    def normalizes(self, choice: str) -> bool:
+        """Whether advantages are normalized: ``choice`` is ``default``, ``on`` or ``off``."""
+        return self.normalize if choice == "default" else choice == "on"
+
 
 def no_baseline(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
     """Rewards as they are."""

@@ -5,6 +5,7 @@ from openppo.tracking.log import get_logger, setup_logging
 from openppo.tracking.metrics import Metrics, Reduction
 from openppo.tracking.profiler import StepProfiler
 from openppo.tracking.progress import Progress, progress
+from openppo.tracking.report.environment import environment, save_environment
 from openppo.tracking.run_folder import cut_logs, save_config, set_aside_logs
 from openppo.tracking.timers import PhaseTimer
 from openppo.tracking.trackers import (
@@ -33,11 +34,13 @@ __all__ = [
     "WandbTracker",
     "check_trackers",
     "cut_logs",
+    "environment",
     "get_logger",
     "histogram",
     "make_trackers",
     "progress",
     "save_config",
+    "save_environment",
     "set_aside_logs",
     "setup_logging",
 ]

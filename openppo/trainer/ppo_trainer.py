@@ -21,6 +21,7 @@ from openppo.trainer.ppo_data import as_prompt
 from openppo.trainer.resume.checkpointer import STOPPED
 from openppo.trainer.resume.ppo_state import StartOfStep, ppo_state, restore_ppo, state_to_save
 from openppo.trainer.steps.rollout_step import RolloutStep
+from openppo.trainer.steps.sample_log import SampleLog
 from openppo.trainer.steps.update_step import UpdateStep, frozen_actor_steps
 from openppo.types import Interrupted, Prompt, Trajectory
 
@@ -37,7 +38,6 @@ HEADLINE = (
     "eval_pass@1",
     "time/step_s",
 )
-_N_LOGGED_SAMPLES = 4
 WaitForScores = Callable[[], int] | None
 
 
@@ -64,9 +64,9 @@ class PPOTrainer:
         self.update_step = UpdateStep(config, parts, self.progress)
         self.sampler = BatchSampler(len(parts.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
         self.timer = PhaseTimer(StepProfiler(config.run.save_path, config.tracking, self.comm.rank))
+        self.sample_log = SampleLog(config, parts, self.total_steps)
         self.view = StepView(config, parts)
-        normalize = config.advantage.normalize_advantages
-        self.normalizes = estimator.normalize if normalize == "default" else normalize == "on"
+        self.normalizes = estimator.normalizes(config.advantage.normalize_advantages)
         self.should_stop = False
         self.in_progress: StepInProgress | None = None
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
@@ -98,7 +98,8 @@ class PPOTrainer:
         self.parts.trackers.close()
 
     def close(self) -> None:
-        """Leave the process group; the trainer is of no use afterwards."""
+        """End the logs and leave the process group; the trainer is of no use afterwards."""
+        self.parts.trackers.close()
         self.parts.strategy.close()
 
     def explain_memory(self) -> list[str]:
@@ -155,8 +156,8 @@ class PPOTrainer:
         if self.parts.evaluator is None:
             return {}
         evaluation = self.parts.evaluator.evaluate(self._weights_that_answer())
-        samples = self.rollout_step.readable(evaluation.trajectories[:_N_LOGGED_SAMPLES], self.parts.tokenizer)
-        self.parts.trackers.log_samples(self.global_step, [{"evaluation": True} | sample for sample in samples])
+        with self._weights_to_save():
+            self.sample_log.write_evaluation(self.global_step, evaluation.trajectories)
         self._call("on_evaluate", evaluation.metrics)
         return evaluation.metrics
 
@@ -235,8 +236,7 @@ class PPOTrainer:
             self.report(self.unreported)
 
     def _save_interrupted(self, signal: str) -> None:
-        path = self.save_checkpoint()
-        logger.info(STOPPED, signal, self.global_step, self.total_steps, path)
+        logger.info(STOPPED, signal, self.global_step, self.total_steps, self.save_checkpoint())
 
     def _write_model(self, folder: Path) -> None:
         with self._weights_to_save():
@@ -315,7 +315,7 @@ class PPOTrainer:
             metrics,
             n_samples=int(sum(self.comm.all_gather_object(len(self.replay_buffer)))),
             n_tokens=n_tokens,
-            samples=self.rollout_step.readable(trajectories[:_N_LOGGED_SAMPLES], self.parts.tokenizer),
+            samples=self.sample_log.describe(trajectories, self.replay_buffer, self.global_step + 1),
         )
 
     def _finish_step(self) -> dict[str, float]:
@@ -329,7 +329,7 @@ class PPOTrainer:
         self.replay_buffer.clear()
         self.in_progress, self.start_of_step = None, None
         self.progress.global_step += 1
-        self.parts.trackers.log_samples(self.global_step, step.samples)
+        self.sample_log.write(self.global_step, step.samples)
         reduced = _with_explained_variance(step.metrics.reduced(self.comm))
         reduced["skipped_steps"] = float(self.update_step.skipped.total)
         if "kl" in reduced:

@@ -24,8 +24,10 @@ from openppo.tracking import (
     Trackers,
     check_trackers,
     cut_logs,
+    environment,
     make_trackers,
     save_config,
+    save_environment,
     set_aside_logs,
     setup_logging,
 )
@@ -125,10 +127,11 @@ def _where(ranks: Sequence[int], comm: Comm) -> str:
 def start_trackers(
     config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int, go_on_from: int | None = None
 ) -> Trackers:
-    """Trackers of a command, and its resolved options in ``<save_path>/logs/config.yaml``.
+    """Trackers of a command; its resolved options and its environment as files in ``<save_path>/logs``.
 
     Logs of a run that goes on from step ``go_on_from`` are continued there; any other logs are set aside.
     """
+    found = environment(strategy.comm)
 
     def prepare() -> None:
         if not strategy.is_main:
@@ -140,6 +143,7 @@ def start_trackers(
             else:
                 cut_logs(logs, go_on_from)
             save_config(logs, flat_dict(config))
+            save_environment(logs, found)
         except OSError as error:
             raise ValueError(
                 f"--save_path {config.run.save_path}: cannot be written ({error}); choose another folder."

@@ -121,6 +121,7 @@ class Run:
 
     metrics: list[dict[str, Any]]
     samples: list[dict[str, Any]]
+    tokens: list[dict[str, Any]]
     state: dict[str, Any]
     """What the trainer remembers in the newest checkpoint."""
     files: dict[str, bytes]
@@ -145,6 +146,7 @@ def left_by() -> Callable[[Path], Run]:
         return Run(
             _lines(model / "logs" / "metrics.jsonl"),
             _lines(model / "logs" / "samples.jsonl"),
+            _lines(model / "logs" / "tokens.jsonl"),
             {name: state[name] for name in ("step", "engines", "best", "trainer")},
             {name: file.read_bytes() for name, file in files.items()},
         )

@@ -129,6 +129,8 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
     got, want = left_by(parts), left_by(whole)
     assert got.metrics == want.metrics
     assert got.samples == want.samples
+    assert got.tokens == want.tokens
+    assert (len(want.tokens) > 0) == (case.command == "train_ppo")
     assert got.state == want.state
     assert got.files.keys() == want.files.keys()
     assert len(want.files) >= 4

@@ -20,6 +20,7 @@ COMMAND_CONFIGS = {
     "evaluate": "EvaluateConfig",
     "serve_rm": "ServeRMConfig",
     "merge_lora": "MergeLoRAConfig",
+    "report": "ReportConfig",
 }
 EVERY_COMMAND = {"config", "help"}
 OTHER_PROGRAMS = {

@@ -45,6 +45,9 @@ class ConsoleTracker:
             for line in rendered(_sample(step, samples[0]), sys.stdout):
                 write_line(line, sys.stdout)
 
+    def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Tokens are for the report."""
+
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Histograms are for dashboards."""
 

@@ -13,9 +13,9 @@ from openppo.tracking.histogram import Histogram
 
 
 class JSONLTracker:
-    """Appends to ``metrics.jsonl`` and ``samples.jsonl``; a number that is not finite becomes null."""
+    """Appends to ``metrics.jsonl``, ``samples.jsonl`` and ``tokens.jsonl``; numbers not finite become null."""
 
-    name = "metrics.jsonl and samples.jsonl"
+    name = "logs/*.jsonl"
     errors: tuple[type[Exception], ...] = (OSError,)
 
     def __init__(self, folder: str | Path) -> None:
@@ -30,6 +30,10 @@ class JSONLTracker:
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Append one line for each sample."""
         self._append("samples.jsonl", [_json_line(step, sample) for sample in samples])
+
+    def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Append one line for each sample that is described token by token."""
+        self._append("tokens.jsonl", [_json_line(step, row) for row in rows])
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Histograms are for dashboards."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from openppo.config import TrackingConfig
+from openppo.tracking.report.live import HealthTracker, ReportTracker
 from openppo.tracking.trackers.console import ConsoleTracker
 from openppo.tracking.trackers.jsonl import JSONLTracker
 from openppo.tracking.trackers.tensorboard import TensorBoardTracker
@@ -46,6 +47,7 @@ def make_trackers(
     trackers: list[Tracker] = [ConsoleTracker(headline, total_steps, tracking.log_samples_every)]
     try:
         trackers.append(JSONLTracker(logs))
+        trackers += [HealthTracker(logs), ReportTracker(logs)]  # they read what the one before writes
     except OSError as error:
         raise ValueError(f"--save_path {save_path} cannot be written ({error}): choose another folder.") from error
     if tracking.use_tensorboard is not None:

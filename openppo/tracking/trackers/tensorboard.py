@@ -40,6 +40,9 @@ class TensorBoardTracker:
             self._writer.add_text(f"samples/{index}", _markdown(sample), step)
         self._writer.flush()
 
+    def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Tokens are for the report."""
+
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Write each one as ``histograms/<name>``."""
         for name, of in histograms.items():

@@ -26,6 +26,10 @@ class Tracker(Protocol):
         """Record samples (prompt, response, score and so on) of a step."""
         ...
 
+    def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Record one row for each sample of a step: lists over the tokens of its response."""
+        ...
+
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Record how values of a step are distributed."""
         ...
@@ -51,6 +55,10 @@ class Trackers:
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Record samples of a step."""
         self._each(lambda tracker: tracker.log_samples(step, samples))
+
+    def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Record the tokens of samples of a step."""
+        self._each(lambda tracker: tracker.log_tokens(step, rows))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Record distributions of a step."""

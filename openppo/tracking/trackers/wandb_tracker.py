@@ -86,6 +86,9 @@ class WandbTracker:
         name = "eval_samples" if samples[0].get("evaluation") else "samples"
         self._run.log({STEP: step, name: self._wandb.Table(columns=["step", *columns], data=rows)})
 
+    def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Tokens are for the report."""
+
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Log each one as ``histograms/<name>``."""
         shown = {

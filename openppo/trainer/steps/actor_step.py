@@ -9,7 +9,7 @@ from openppo.config import LossAggregation, TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.measure import measure_mismatch
 from openppo.experience.replay_buffer import MiniBatch
-from openppo.models.loss import policy_ratio
+from openppo.models.loss import log_ratio
 from openppo.models.masked import compute_approx_kl
 from openppo.models.policy_losses import POLICY_LOSSES, policy_loss, token_weights
 from openppo.models.rollout_correction import rollout_correction
@@ -131,7 +131,9 @@ class ActorStep:
         metrics.add_tensor("policy_loss", loss.detach(), mask)
         clipped = self.policy_loss.clipped(log_probs, micro.log_probs, mask)  # bool (B, L)
         metrics.add_tensor("clip_fraction", clipped.float(), mask)
-        metrics.add_tensor("ratio_max", policy_ratio(log_probs, micro.log_probs, mask), mask, reduce="max")
+        change = log_ratio(log_probs, micro.log_probs, mask).double()  # near 0, where float32 would be all rounding
+        metrics.add_tensor("ratio_max", change.exp(), mask, reduce="max")
+        metrics.add_tensor("approx_kl", change.expm1() - change, mask)  # k3
 
     def _accumulate_ptx(self, batch: TokenBatch, metrics: Metrics) -> None:
         last = len(batch.micro_batches) - 1

@@ -6,10 +6,8 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
 from openppo.datasets import shard
@@ -108,17 +106,3 @@ class RolloutStep:
             logger.warning("no prompt's responses got different rewards: nothing to train on")
         mine = set(shard(groups, self.comm.rank, self.comm.world_size))
         return sorted((t for t in everyones if t.group in mine), key=lambda t: t.group)
-
-    def readable(self, trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-        """What is logged of samples."""
-        return [  # one by one: batch_decode([]) gives [''], and a rank may have no samples
-            {
-                "prompt": t.prompt.text,
-                "response": tokenizer.decode(t.response_ids),
-                "label": t.prompt.label,
-                "finish_reason": t.finish_reason.value,
-                "reward": t.total_reward(self.weights),
-                "rewards": t.scores,
-            }
-            for t in trajectories
-        ]

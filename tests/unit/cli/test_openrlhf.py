@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from openppo.cli.openrlhf import FOREIGN_FLAGS
+from openppo.cli.migration.openrlhf import FOREIGN_FLAGS
 from openppo.cli.options import option_names, parse_options
 from openppo.config import TrainPPOConfig, flat_dict
 

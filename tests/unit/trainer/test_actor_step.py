@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -236,6 +237,7 @@ def test_the_clip_fraction_counts_tokens_that_left_the_clip_range(
     _, metrics = trained(engine_of(Actor(causal, temperature=TEMPERATURE)), mini_batch(rows, 4), None)
     assert metrics["clip_fraction"] == pytest.approx(sum(abs(r - 1) > 0.2 for r in ratios) / len(ratios))
     assert metrics["ratio_max"] == pytest.approx(max(ratios), abs=1e-6)
+    assert metrics["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(ratios))
 
 
 def test_a_step_without_any_action_has_gradient_zero(

@@ -1,0 +1,111 @@
+"""Which metrics share a chart, and what a reader of it should know. Metrics that are not named here get their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chart:
+    """``metrics`` in one chart, by name; a name that ends in * stands for all that begin so.
+
+    ``target`` is the option that a line shows, ``about`` a sentence for the reader.
+    """
+
+    title: str
+    metrics: tuple[str, ...]
+    about: str = ""
+    target: str | None = None
+
+
+GROUPS: dict[str, tuple[Chart, ...]] = {
+    "Reward": (
+        Chart("Reward", ("reward", "eval_reward"), "Mean reward of what was sampled, and of held-out prompts."),
+        Chart(
+            "Spread of the reward",
+            ("reward_std", "eval_reward_std"),
+            "At 0 all responses earn the same: nothing to learn.",
+        ),
+        Chart("Named rewards", ("reward/*", "eval_reward/*"), "Each part of the reward, before its weight."),
+        Chart("Reward that training gets", ("shaped_reward", "sampled_reward"), "After normalization and clipping."),
+        Chart(
+            "Chosen and rejected", ("chosen_reward", "rejected_reward", "eval_chosen_reward", "eval_rejected_reward")
+        ),
+        Chart("Reward errors", ("reward_errors", "eval_reward_errors"), "Samples on which the reward function raised."),
+        Chart("Held-out pass rate", ("eval_pass@*",), "Share of held-out prompts with a passing response among k."),
+        Chart("Held-out by source", ("eval/*",), "The same for each data source."),
+    ),
+    "Policy": (
+        Chart(
+            "KL from the reference",
+            ("kl", "kl_k3"),
+            "Nats per token: k1 (may be below 0 by chance) and k3 (never). It should grow slowly, with the reward.",
+            "kl_target",
+        ),
+        Chart(
+            "KL per response",
+            ("kl_per_response", "kl_k3_per_response"),
+            "Nats over a whole response: what the reward has cost.",
+        ),
+        Chart("KL coefficient", ("kl_coef",), "Weight of the penalty; moves with --kl_target."),
+        Chart("Entropy", ("entropy",), "Nats per token. Near 0 the policy has stopped exploring."),
+        Chart("Clip fraction", ("clip_fraction",), "Share of tokens outside the clip range; usually below 0.2."),
+        Chart("Update size", ("approx_kl",), "KL between the policy before the step and the one that is trained."),
+        Chart("Largest ratio", ("ratio_max",), "Of the new to the old probability of a token."),
+    ),
+    "Losses": (
+        Chart("Policy loss", ("policy_loss",), "Near 0, and no measure of success."),
+        Chart("Value loss", ("value_loss",), "Falls as the critic learns."),
+        Chart("Loss", ("loss", "eval_loss")),
+        Chart("Accuracy", ("accuracy", "eval_accuracy")),
+        Chart("Other losses", ("kl_loss", "ptx_loss")),
+    ),
+    "Critic": (
+        Chart("Explained variance", ("explained_variance",), "1: foresees returns; 0: knows their mean."),
+        Chart("Values and returns", ("values", "returns"), "Means over tokens; they should meet."),
+        Chart("Spread of the returns", ("returns_std", "value_error_std"), "And what the critic leaves of it."),
+        Chart("Advantages", ("advantages", "advantages_std"), "Before normalization."),
+    ),
+    "Responses": (
+        Chart("Response length", ("response_length", "eval_response_length"), "Tokens."),
+        Chart("Truncated", ("truncated_fraction", "eval_truncated_fraction"), "Share cut at --generate_max_len."),
+        Chart("Dynamic sampling", ("sampled_batches", "useful_groups")),
+    ),
+    "Optimizer": (
+        Chart("Gradient norms", ("actor_grad_norm", "critic_grad_norm", "grad_norm"), "Before clipping."),
+        Chart("Learning rates", ("actor_learning_rate", "critic_learning_rate", "learning_rate")),
+        Chart("Skipped steps", ("skipped_steps",), "So far, because a loss or gradient was not finite."),
+    ),
+    "Sampling against training": (
+        Chart("KL of engine and actor", ("rollout_kl", "rollout_kl_k1"), "Of the same weights; near 0."),
+        Chart("Log-prob gap", ("rollout_log_prob_gap", "rollout_log_prob_gap_max")),
+        Chart("Largest ratio of both", ("rollout_ratio_max",)),
+        Chart("Correction", ("rollout_weight", "rollout_masked_fraction")),
+    ),
+    "Speed": (
+        Chart("Seconds per phase", ("time/*",), "Of the slowest rank."),
+        Chart("Tokens per second", ("speed/*",), "Of all ranks together."),
+    ),
+}
+
+
+def charts_of(names: Iterable[str]) -> list[dict[str, object]]:
+    """Charts for the metrics ``names``, in order: group, title, metrics, about, target. Each metric is in one chart."""
+    left, charts = sorted(set(names) - {"step", "time"}), []
+    for group, of_group in GROUPS.items():
+        for chart in of_group:
+            shown = [name for pattern in chart.metrics for name in left if matches(name, pattern)]
+            left = [name for name in left if name not in shown]
+            if shown:
+                charts.append(_described(group, chart, shown))
+    return charts + [_described("Other", Chart(name, (name,)), [name]) for name in left]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a metric is meant by a name in a chart."""
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+def _described(group: str, chart: Chart, metrics: list[str]) -> dict[str, object]:
+    return {"group": group, "title": chart.title, "metrics": metrics, "about": chart.about, "target": chart.target}

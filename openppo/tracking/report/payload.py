@@ -1,0 +1,156 @@
+"""From the logs of runs to what the page knows, within a bound on its size."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from openppo.tracking.report.catalog import charts_of
+from openppo.tracking.report.health import Health
+from openppo.tracking.report.run_data import LogLine, Row, RunData, short_names
+
+MAX_POINTS = 2000
+"""Points of a curve, over all runs of a page."""
+MAX_SAMPLE_BYTES = 3_600_000
+"""What samples and their tokens may take of a page."""
+
+
+def payload(runs: Sequence[RunData]) -> dict[str, Any]:
+    """Everything that the page shows, as JSON knows it."""
+    names = {name for run in runs for row in run.metrics for name in row}
+    most_points, most_bytes = max(50, MAX_POINTS // len(runs)), MAX_SAMPLE_BYTES // len(runs)
+    labels = short_names([run.folder for run in runs])
+    return {
+        "charts": charts_of(names),
+        "runs": [_run(label, run, most_points, most_bytes) for label, run in zip(labels, runs, strict=True)],
+    }
+
+
+def _run(label: str, run: RunData, most_points: int, most_bytes: int) -> dict[str, Any]:
+    health = Health(run.config)
+    for row in run.metrics:
+        health.look(row["step"], row)
+    evaluations = [row for row in run.metrics if any(name.startswith("eval") for name in row)]
+    samples, n_steps, n_all_steps = sample_rows(run.samples, run.tokens, most_bytes)
+    return {
+        "name": label,
+        "folder": str(run.folder),
+        "curves": curves(run.metrics, most_points, evaluation=False),
+        "evaluations": curves(evaluations, most_points, evaluation=True),
+        "last_step": max((row["step"] for row in run.metrics), default=0),
+        "findings": [vars(finding) for finding in health.findings],
+        "samples": samples,
+        "sample_steps": n_steps,
+        "all_sample_steps": n_all_steps,
+        "config": run.config,
+        "environment": run.environment,
+        "unreadable": run.unreadable,
+    }
+
+
+def curves(rows: Sequence[Row], most_points: int, evaluation: bool) -> dict[str, Any]:
+    """Metrics by name as equally long lists, of evaluations or of all else, over steps and hours since the first row.
+
+    Of more rows than ``most_points`` each point stands for ``every`` of them: their mean, of a ``_max`` the maximum.
+    """
+    begin = _number(rows[0].get("time")) if rows else None
+    names = dict.fromkeys(n for row in rows for n in row if n.startswith("eval") == evaluation)
+    kept = [row for row in rows if any(n in row for n in names if n not in ("step", "time"))]
+    every = max(1, -(-len(kept) // most_points))
+    buckets = [kept[i : i + every] for i in range(0, len(kept), every)]
+    return {
+        "every": every,
+        "steps": [bucket[-1]["step"] for bucket in buckets],
+        "hours": [_hours(bucket[-1].get("time"), begin) for bucket in buckets],
+        "values": {n: [_point(n, bucket) for bucket in buckets] for n in names if n not in ("step", "time")},
+    }
+
+
+def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_bytes: int) -> tuple[list[Row], int, int]:
+    """Samples with their ``tokens``, the number of steps they are of, and the number of steps that have any.
+
+    Where tokens were logged, only steps that have them count. If they are too many bytes, steps are taken evenly;
+    evaluations, which show the same prompts each time, may take half of the room first.
+    """
+    described = {(line.step, line.evaluation) for line in tokens}
+    sizes: dict[tuple[int, bool], int] = {}
+    for line in [*samples, *tokens]:
+        key = line.step, line.evaluation
+        if key in described or not described:
+            sizes[key] = sizes.get(key, 0) + len(line.text.encode("ascii", "backslashreplace"))
+    chosen: set[tuple[int, bool]] = set()
+    room = most_bytes
+    for evaluation, share in ((True, most_bytes // 2), (False, room)):
+        share = min(share, room)
+        for key in evenly(sorted(key for key in sizes if key[1] == evaluation)):
+            if sizes[key] <= share:
+                chosen.add(key)
+                share -= sizes[key]
+                room -= sizes[key]
+    rows = [line.parsed() for line in samples if (line.step, line.evaluation) in chosen]
+    by_key: dict[tuple[Any, ...], Row] = {}
+    for line in tokens:
+        if (line.step, line.evaluation) in chosen:
+            row = line.parsed()
+            by_key[line.step, line.evaluation, row["sample"]] = row
+    for row in rows:
+        found = by_key.get((row["step"], bool(row.get("evaluation")), row.get("sample")))
+        if found is not None:
+            row["tokens"] = {k: v for k, v in found.items() if k not in ("step", "time", "evaluation", "sample")}
+        row.pop("time", None)
+    return rows, len({step for step, _ in chosen}), len({step for step, _ in sizes})
+
+
+def evenly(keys: Sequence[Any]) -> Iterable[Any]:
+    """All ``keys``, in an order whose every beginning is spread evenly: the last, the first, the middle, quarters..."""
+    n, given = len(keys), set()
+    for place in [n - 1, 0][:n]:
+        if place not in given:
+            given.add(place)
+            yield keys[place]
+    parts = 2
+    while len(given) < n:
+        for i in range(1, parts, 2):
+            place = round(i * (n - 1) / parts)
+            if place not in given:
+                given.add(place)
+                yield keys[place]
+        parts *= 2
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """JSON that is safe inside a script element: ASCII, and no < that could end it."""
+    try:
+        text = json.dumps(content, separators=(",", ":"), default=str, allow_nan=False)
+    except ValueError:  # an option may be infinite, and logs of others may have NaN
+        text = json.dumps(_finite(content), separators=(",", ":"), default=str, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _point(name: str, bucket: Sequence[Row]) -> float | None:
+    values = [number for row in bucket if (number := _number(row.get(name))) is not None]
+    if not values:
+        return None
+    value = max(values) if name.endswith("_max") else fmean(values)
+    return float(f"{value:.5g}")
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with text in place of each number that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _hours(time: Any, begin: float | None) -> float | None:
+    number = _number(time)
+    return None if number is None or begin is None else round((number - begin) / 3600, 5)

@@ -1,0 +1,115 @@
+"""What the folder of a run says about it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_STEP = re.compile(r'\{"step": (\d+)')  # every line of our logs begins so
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line of a log that has not been parsed yet."""
+
+    step: int
+    text: str
+    evaluation: bool
+
+    def parsed(self) -> Row:
+        """Its content."""
+        return json.loads(self.text)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as its logs have it. ``samples`` and ``tokens`` can be large, so their lines are parsed by whom needs them.
+
+    ``unreadable`` counts lines that are no JSON, the unfinished last line of a run that was killed left aside.
+    """
+
+    folder: Path
+    metrics: list[Row]
+    samples: list[LogLine] = field(default_factory=list)
+    tokens: list[LogLine] = field(default_factory=list)
+    config: Row = field(default_factory=dict)
+    environment: Row = field(default_factory=dict)
+    unreadable: int = 0
+
+
+def read_run(folder: str | Path) -> RunData:
+    """The run that was saved to ``folder``, or whose logs ``folder`` is.
+
+    ``ValueError`` if there are no metrics; a log that is missing beside them is empty.
+    """
+    logs = find_logs(Path(folder))
+    metrics, n_bad = [], 0
+    for line in _lines(logs / "metrics.jsonl"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            n_bad += 1
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            metrics.append(row)
+        else:
+            n_bad += 1
+    samples, bad_samples = _log_lines(logs / "samples.jsonl")
+    tokens, bad_tokens = _log_lines(logs / "tokens.jsonl")
+    return RunData(
+        logs.parent if logs.name == "logs" else logs,
+        metrics,
+        samples,
+        tokens,
+        _mapping(logs / "config.yaml"),
+        _mapping(logs / "environment.json"),
+        n_bad + bad_samples + bad_tokens,
+    )
+
+
+def find_logs(folder: Path) -> Path:
+    """The folder of logs in a run's folder, or ``folder`` if it is that; ``ValueError`` if there are no metrics."""
+    for place in (folder / "logs", folder):
+        if (place / "metrics.jsonl").is_file():
+            return place
+    raise ValueError(f"{folder} has no logs/metrics.jsonl: name the --save_path of a run, or its folder of logs.")
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The fewest last parts of each path that tell all of them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for n in range(1, max(map(len, parts), default=0) + 1):
+        names = [str(Path(*part[-n:])) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{folder} ({i + 1})" for i, folder in enumerate(folders)]  # one of them was given twice
+
+
+def _lines(file: Path) -> list[str]:
+    """Whole lines; nothing where there is no such file."""
+    if not file.is_file():
+        return []
+    return [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if line]
+
+
+def _log_lines(file: Path) -> tuple[list[LogLine], int]:
+    lines = _lines(file)
+    found = [(_STEP.match(line), line) for line in lines]
+    kept = [LogLine(int(m[1]), line, '"evaluation": true' in line[:120]) for m, line in found if m and line[-1] == "}"]
+    return kept, len(lines) - len(kept)
+
+
+def _mapping(file: Path) -> Row:
+    """A file of YAML (or JSON, which is YAML too); empty where there is none or it holds something else."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,293 @@
+"""The report in a real browser: opened from a file, read with a mouse and with keys, and deaf to what was sampled."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from openppo.tracking.report.page import write_report
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (requirements-dev.txt)")
+By = pytest.importorskip("selenium.webdriver.common.by").By
+Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+Select = pytest.importorskip("selenium.webdriver.support.ui").Select
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="needs Debian's chromium and chromium-driver (apt-get install)"
+)
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b[0m\u202e"
+N_STEPS = 30
+
+
+def lines(rows: list[dict[str, Any]]) -> str:
+    """As JSON lines."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def make_run(folder: Path, learned: float, **options: Any) -> Path:
+    """A run of 30 steps with a reward that rises by ``learned`` a step, and three samples at steps 1 and 30."""
+    logs = folder / "logs"
+    logs.mkdir(parents=True)
+    metrics: list[dict[str, Any]] = [{"step": 0, "time": 0.0, "eval_reward": 0.25}]
+    for step in range(1, N_STEPS + 1):
+        row = {
+            "step": step,
+            "time": 60.0 * step,
+            "reward": learned * step,
+            "kl": 0.01 * step,
+            "truncated_fraction": 0.75,
+        }
+        metrics.append(row | ({"eval_reward": 0.5} if step == N_STEPS else {}))
+    samples, tokens = [], []
+    for step in (1, N_STEPS):
+        for number, (reward, length, prompt) in enumerate([(0.5, 3, "first"), (2.0, 1, "second"), (-1.0, 2, HOSTILE)]):
+            where = {"step": step, "time": 0.0, "sample": number}
+            sample = {"prompt": prompt, "response": HOSTILE, "label": None, "finish_reason": "eos", "reward": reward}
+            samples.append(where | sample | {"rewards": {"style": 0.125}, "response_length": length, "kl": -reward})
+            lists = {"texts": [HOSTILE, "b", ""][:length], "ids": [11, 12, 13][:length], "trained": [1, 0, 1][:length]}
+            numbers = {"advantage": [1.5, None, -0.75][:length], "value": [0.0, None, 0.0625][:length]}
+            tokens.append(where | {"first": 2, "n_tokens": length} | lists | numbers)
+    for name, rows in (("metrics", metrics), ("samples", samples), ("tokens", tokens)):
+        (logs / f"{name}.jsonl").write_text(lines(rows))
+    (logs / "config.yaml").write_text(yaml.safe_dump({"seed": 7, "generate_max_len": 16} | options))
+    (logs / "environment.json").write_text(
+        json.dumps({"python": "3.11", "ranks": [{"host": "h", "device": "CPU"}] * 2})
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Addresses of the page of one run and of two."""
+    folder = tmp_path_factory.mktemp("report")
+    slow = make_run(folder / "slow", 0.01, actor_learning_rate=1e-6)
+    quick = make_run(folder / "quick", 0.02, actor_learning_rate=1e-5)
+    made = {"one": write_report([slow], folder / "one.html"), "two": write_report([slow, quick], folder / "two.html")}
+    return {name: page.as_uri() for name, page in made.items()}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1300,1000",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser: Any, pages: dict[str, str]) -> Iterator[Any]:
+    """``page("one")`` opens a page. At the end nothing may have gone wrong in it, or been asked of a network."""
+
+    def open_page(name: str) -> Any:
+        browser.get(pages[name])
+        return browser
+
+    yield open_page
+    assert browser.get_log("browser") == []
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert loaded == []
+    assert browser.title != "owned"
+
+
+def all_of(node: Any, selector: str) -> list[Any]:
+    return node.find_elements(By.CSS_SELECTOR, selector)
+
+
+def one(node: Any, selector: str) -> Any:
+    (found,) = all_of(node, selector)
+    return found
+
+
+def tooltip(driver: Any) -> list[str]:
+    """Lines of what is shown beside the pointer."""
+    shown = one(driver, "#tooltip")
+    return shown.text.splitlines() if shown.is_displayed() else []
+
+
+def colours(driver: Any) -> list[str]:
+    nodes = all_of(driver, "#sample-detail .token")
+    return [node.value_of_css_property("background-color") for node in nodes]
+
+
+def rewards(driver: Any) -> list[str]:
+    """Rewards in the list of samples, in its order."""
+    rows = all_of(driver, "#sample-list button .line")
+    return [row.text.split("reward ")[1].split()[0] for row in rows]
+
+
+def hover(driver: Any, node: Any) -> None:
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", node)
+    webdriver.ActionChains(driver).move_to_element(node).perform()
+
+
+def test_a_run_is_summed_up_and_its_warnings_are_in_words(page: Any) -> None:
+    driver = page("one")
+    assert "slow" in driver.title
+    assert "30 steps" in one(driver, "#status").text
+    tiles = {tile.text.splitlines()[0]: tile.text.splitlines()[1:] for tile in all_of(driver, ".tile")}
+    assert tiles["Held-out reward"] == ["0.5", "from 0.25"]
+    assert tiles["Reward"] == ["0.29", "from 0.02"]  # means of the first and the last three steps
+    (warning,) = all_of(driver, ".warning")
+    assert "75% of the responses are cut at --generate_max_len 16 since step 1" in warning.text
+    assert "2 \u00d7 h: CPU" in one(driver, "#environment").text
+
+
+def test_a_curve_goes_through_its_numbers_and_says_them(page: Any) -> None:
+    driver = page("one")
+    chart = one(driver, '[data-chart="KL from the reference"]')
+    path = one(chart, 'path[data-metric="kl"]').get_attribute("d")
+    points = [tuple(map(float, part.split())) for part in path.lstrip("M").split("L")]
+    assert len(points) == N_STEPS
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points)]
+    assert max(slopes) - min(slopes) < 0.05, "a straight line"
+    assert slopes[0] < 0, "upwards"
+    hover(driver, one(chart, "svg"))
+    shown = tooltip(driver)
+    step = int(shown[0].split()[1])
+    assert 13 <= step <= 17
+    assert float(shown[-1]) == pytest.approx(0.01 * step)
+
+
+def test_a_curve_is_read_with_keys(page: Any) -> None:
+    driver = page("one")
+    picture = one(driver, '[data-chart="Reward"] svg')
+    assert "reward from 0.01 to 0.3" in picture.get_attribute("aria-label")
+    driver.execute_script("arguments[0].focus()", picture)
+    picture.send_keys(Keys.END)
+    assert tooltip(driver)[0].startswith("step 30")
+    assert "0.3" in tooltip(driver)
+    picture.send_keys(Keys.ARROW_LEFT)
+    assert tooltip(driver)[0].startswith("step 29")
+    assert all(cross.get_attribute("visibility") == "visible" for cross in all_of(driver, ".chart .cross"))
+
+
+def test_dragging_over_a_curve_zooms_into_all_of_them(page: Any) -> None:
+    driver = page("one")
+    picture = one(driver, '[data-chart="Reward"] svg')
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", picture)
+    mouse = webdriver.ActionChains(driver)
+    mouse.move_to_element(picture).click_and_hold().move_by_offset(80, 0).release().perform()
+    button = one(driver, "#unzoom")
+    assert button.is_displayed()
+    labels = [text.text for text in all_of(driver, '[data-chart="KL from the reference"] svg text')]
+    assert "0" not in labels
+    button.click()
+    assert not button.is_displayed()
+
+
+def test_runs_are_laid_over_each_other_and_their_options_compared(page: Any) -> None:
+    driver = page("two")
+    paths = all_of(driver, '[data-chart="Reward"] path[data-metric="reward"]')
+    assert [path.get_attribute("data-run") for path in paths] == ["slow", "quick"]
+    assert len({path.get_attribute("stroke") for path in paths}) == 2
+    options = [row.text for row in all_of(driver, "#options tbody tr")]
+    assert options == ["--actor_learning_rate 1e-06 1e-05"] or options == ["--actor_learning_rate 0.000001 0.00001"]
+    one(driver, "#only-different").click()
+    assert len(all_of(driver, "#options tbody tr")) == 3
+    driver.execute_script("window.scrollTo(0, 0)")
+    one(driver, '.runs button[title*="quick"]').click()
+    assert len(all_of(driver, '[data-chart="Reward"] path[data-metric="reward"]')) == 1
+
+
+def test_tokens_are_coloured_by_the_number_that_is_chosen(page: Any) -> None:
+    driver = page("one")
+    choose = Select(one(driver, "#measure"))
+    assert [option.text for option in choose.options] == ["advantage", "value"]
+    first, tool, last = colours(driver)
+    assert first.startswith("rgba(214, 92, 20"), "above 0"
+    assert last.startswith("rgba(38, 108, 214"), "below 0"
+    assert float(first.split(",")[3].rstrip(")")) == pytest.approx(2 * float(last.split(",")[3].rstrip(")")), abs=0.02)
+    assert tool == "rgba(0, 0, 0, 0)"
+    choose.select_by_visible_text("value")
+    first, tool, last = colours(driver)
+    assert last.startswith("rgba(214, 92, 20")
+    assert float(first.split(",")[3].rstrip(")")) == 0
+
+
+def test_a_token_says_its_exact_numbers_under_the_pointer_and_to_the_keys(page: Any) -> None:
+    driver = page("one")
+    first, tool, last = all_of(driver, "#sample-detail .token")
+    hover(driver, last)
+    shown = tooltip(driver)
+    assert "part of a character" in shown[0]
+    assert "token 3 of 3 · id 13" in shown[0]
+    assert shown[1:] == ["▸ advantage", "-0.75", "value", "0.0625"]
+    hover(driver, tool)
+    assert "Not trained" in tooltip(driver)[1]
+    assert "untrained" in tool.get_attribute("class")
+    box = one(driver, "#sample-detail .response")
+    driver.execute_script("arguments[0].focus()", box)
+    box.send_keys(Keys.ARROW_LEFT)
+    box.send_keys(Keys.ARROW_LEFT)
+    assert "id 11" in tooltip(driver)[0]
+    assert "active" in first.get_attribute("class")
+
+
+def test_sampled_text_is_shown_as_it_is(page: Any) -> None:
+    driver = page("one")
+    first = all_of(driver, "#sample-detail .token")[0]
+    assert "</script><script>document.title='owned'</script>" in first.text
+    assert "␛[0m⟨U+202E⟩" in first.text
+    assert all_of(driver, "#samples img") == []
+
+
+def test_samples_are_sorted_and_filtered(page: Any) -> None:
+    driver = page("one")
+    assert rewards(driver) == ["0.5", "2", "-1"] * 2
+    Select(one(driver, "#sort")).select_by_visible_text("reward")
+    assert rewards(driver) == ["2", "2", "0.5", "0.5", "-1", "-1"]
+    one(driver, "#direction").click()
+    assert rewards(driver) == ["-1", "-1", "0.5", "0.5", "2", "2"]
+    Select(one(driver, "#sort")).select_by_visible_text("length")
+    assert rewards(driver) == ["2", "2", "-1", "-1", "0.5", "0.5"]
+    Select(one(driver, "#sort")).select_by_visible_text("KL")
+    assert rewards(driver) == ["2", "2", "0.5", "0.5", "-1", "-1"]
+    one(driver, '#samples input[aria-label="from"]').send_keys("0.5")
+    assert rewards(driver) == ["2", "2", "0.5", "0.5"]
+    one(driver, '#samples input[type="search"]').send_keys("SECOND")
+    assert rewards(driver) == ["2", "2"]
+    assert one(driver, "#sample-count").text == "2 of 6 samples"
+
+
+def test_the_list_is_walked_with_keys(page: Any) -> None:
+    driver = page("one")
+    one(driver, '#sample-list [aria-selected="true"]').send_keys(Keys.ARROW_DOWN)
+    chosen = driver.switch_to.active_element
+    assert chosen.get_attribute("aria-selected") == "true"
+    assert "reward 2" in chosen.text
+    assert "reward 2" in one(driver, "#sample-detail .facts").text
+    assert "style 0.125" in one(driver, "#sample-detail .facts").text
+
+
+def test_one_prompt_stands_side_by_side_at_its_steps(page: Any) -> None:
+    driver = page("two")
+    one(driver, "#same-prompt").click()
+    facts = [node.text for node in all_of(driver, ".sides .facts")]
+    assert [fact.split("step ")[1].split()[0] for fact in facts] == ["1", "1", "30", "30"]
+    assert [fact.split("run ")[1].split()[0] for fact in facts] == ["slow", "quick"] * 2
+    tops = {round(node.rect["y"]) for node in all_of(driver, ".sides > div")}
+    assert len(tops) == 1, "beside, not below each other"
+
+
+def test_the_page_is_light_or_dark(page: Any) -> None:
+    driver = page("one")
+    before = one(driver, "body").value_of_css_property("background-color")
+    one(driver, "#theme").click()
+    assert one(driver, "body").value_of_css_property("background-color") != before

@@ -1,0 +1,177 @@
+"""What the page is told: curves thinned out honestly, samples within a bound, each joined to its own tokens."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from openppo.tracking.report import payload as payload_module
+from openppo.tracking.report.catalog import charts_of
+from openppo.tracking.report.page import render
+from openppo.tracking.report.payload import as_json, curves, evenly, payload, sample_rows
+from openppo.tracking.report.run_data import LogLine, RunData, find_logs, read_run, short_names
+
+MakeRun = Callable[..., Path]
+
+
+def line(step: int, size: int, evaluation: bool = False, number: int = 0) -> LogLine:
+    text = json.dumps({"step": step, "evaluation": evaluation, "sample": number, "texts": ["a"], "fill": ""})
+    return LogLine(step, text.replace('"fill": ""', f'"fill": "{"x" * (size - len(text))}"'), evaluation)
+
+
+def test_every_beginning_of_evenly_is_spread_evenly() -> None:
+    assert list(evenly(range(9))) == [8, 0, 4, 2, 6, 1, 3, 5, 7]
+    for n in range(40):
+        order = list(evenly(range(n)))
+        assert sorted(order) == list(range(n))
+        for taken in range(2, n):
+            chosen = sorted(order[:taken])
+            gaps = [b - a for a, b in itertools.pairwise(chosen)]
+            assert max(gaps) <= 2 * (n - 1) / (taken - 1) + 1
+
+
+def test_curves_of_few_reports_are_those_reports() -> None:
+    rows = [{"step": s, "time": 3600.0 * s, "a": s / 7, "eval_b": 1.0} for s in range(1, 6)]
+    made = curves(rows, 100, evaluation=False)
+    assert made["every"] == 1
+    assert made["steps"] == [1, 2, 3, 4, 5]
+    assert made["hours"] == [0, 1, 2, 3, 4]
+    assert made["values"] == {"a": [0.14286, 0.28571, 0.42857, 0.57143, 0.71429]}
+
+
+def test_of_many_reports_a_point_is_their_mean_and_of_a_maximum_the_maximum() -> None:
+    rows = [{"step": s, "time": 0.0, "a": float(s), "ratio_max": float(s % 3), "b": None} for s in range(10)]
+    made = curves(rows, 4, evaluation=False)
+    assert made["every"] == 3
+    assert made["steps"] == [2, 5, 8, 9]
+    assert made["values"] == {"a": [1, 4, 7, 9], "ratio_max": [2, 2, 2, 0], "b": [None] * 4}
+
+
+def test_evaluations_are_a_table_of_their_own_with_the_one_before_training() -> None:
+    rows = [{"step": 0, "time": 5.0, "eval_reward": 0.1}, {"step": 1, "time": 6.0, "reward": 0.2, "eval_reward": 0.3}]
+    made = payload([RunData(Path("run"), rows)])["runs"][0]
+    assert made["curves"]["steps"] == [1]
+    assert made["curves"]["values"] == {"reward": [0.2]}
+    assert made["evaluations"]["steps"] == [0, 1]
+    assert made["evaluations"]["values"] == {"eval_reward": [0.1, 0.3]}
+
+
+def test_samples_get_their_own_tokens() -> None:
+    keys = [(step, evaluation, number) for step in (1, 2) for evaluation in (True, False) for number in (0, 1)]
+    samples = [line(step, 100, evaluation, number) for step, evaluation, number in keys]
+    tokens = [
+        LogLine(
+            step,
+            line(step, 100, evaluation, number).text.replace('["a"]', f'["{step}{evaluation}{number}"]'),
+            evaluation,
+        )
+        for step, evaluation, number in reversed(keys)
+    ]
+    rows, n_steps, n_all = sample_rows(samples, tokens, 10**6)
+    assert (n_steps, n_all) == (2, 2)
+    found = [row["tokens"]["texts"] for row in rows]
+    assert found == [[f"{step}{evaluation}{number}"] for step, evaluation, number in keys]
+
+
+def test_samples_of_steps_without_tokens_are_left_out_where_others_have_them() -> None:
+    rows, n_steps, n_all = sample_rows([line(s, 80) for s in range(10)], [line(3, 80), line(6, 80)], 10**6)
+    assert [row["step"] for row in rows] == [3, 6]
+    assert (n_steps, n_all) == (2, 2)
+    rows, n_steps, n_all = sample_rows([line(s, 80) for s in range(10)], [], 10**6)
+    assert (len(rows), n_steps, n_all) == (10, 10, 10)
+
+
+def test_too_many_samples_are_thinned_out_evenly_and_evaluations_keep_half_of_the_room() -> None:
+    training = [line(s, 1000) for s in range(100)]
+    evaluations = [line(s, 1000, evaluation=True) for s in range(0, 100, 2)]
+    rows, n_steps, n_all = sample_rows([*training, *evaluations], [], 20_000)
+    of_training = [row["step"] for row in rows if not row["evaluation"]]
+    of_evaluations = [row["step"] for row in rows if row["evaluation"]]
+    assert (len(of_training), len(of_evaluations)) == (10, 10)
+    assert {0, 99} <= set(of_training)
+    assert {0, 98} <= set(of_evaluations)
+    assert max(b - a for a, b in itertools.pairwise(of_training)) <= 26
+    assert n_steps < n_all == 100
+
+
+def test_a_page_of_a_long_run_with_long_responses_stays_below_5_mb(make_run: MakeRun) -> None:
+    names = [f"metric_{i}" for i in range(60)]
+    metrics = [{"step": s, "time": float(s), **dict.fromkeys(names, s * 1.234567)} for s in range(5000)]
+    numbers = [-0.123456] * 1000
+    lists = {"first": 3, "n_tokens": 1000, "texts": ["wörd "] * 1000, "ids": [12345] * 1000, "trained": [1] * 1000}
+    lists |= dict.fromkeys(("log_prob", "kl", "value", "reward", "advantage", "return", "ratio", "entropy"), numbers)
+    samples = [
+        {"step": s, "sample": n, "prompt": "p", "response": "wörd " * 1000, "reward": 1.0}
+        for s in range(25)
+        for n in range(4)
+    ]
+    tokens = [{"step": s["step"], "sample": s["sample"], **lists} for s in samples]
+    runs = [read_run(make_run(name, metrics, samples, tokens)) for name in ("a", "b")]
+    assert sum(len(x.text) for x in runs[0].tokens) > 5_000_000
+    for chosen in (runs[:1], runs):
+        page = render(chosen)
+        assert 1_000_000 < len(page.encode()) < 5_000_000
+
+
+def test_json_ends_no_script_and_has_no_number_that_json_has_not() -> None:
+    content = {
+        "a": "</script><script>alert(1)</script><!--",
+        "b": [float("inf"), float("nan"), 1.5],
+        "c": "\u2028\ud83d",
+    }
+    text = as_json(content)
+    assert text.isascii()
+    assert not set("<>&") & set(text)
+    read = json.loads(text, parse_constant=pytest.fail)
+    assert read["a"] == content["a"]
+    assert read["b"] == ["inf", "nan", 1.5]
+    assert read["c"] == "\u2028\ud83d"
+
+
+def test_each_metric_is_in_one_chart_and_unknown_ones_get_their_own() -> None:
+    names = ["reward", "eval_reward", "reward/style", "time/step_s", "time", "step", "mine/own", "kl", "kl_k3"]
+    charts = charts_of(names)
+    shown = [metric for chart in charts for metric in chart["metrics"]]  # type: ignore[attr-defined]
+    assert sorted(shown) == sorted(set(names) - {"time", "step"})
+    by_title = {chart["title"]: chart for chart in charts}
+    assert by_title["KL from the reference"]["metrics"] == ["kl", "kl_k3"]
+    assert by_title["KL from the reference"]["target"] == "kl_target"
+    assert by_title["mine/own"]["group"] == "Other"
+    assert "Value loss" not in by_title, "a run without a critic"
+
+
+def test_a_run_is_read_from_its_folder_or_its_logs_and_lines_that_are_no_json_are_counted(make_run: MakeRun) -> None:
+    folder = make_run("run", [{"step": 1, "reward": 0.5}], [{"step": 1, "prompt": "p"}], config={"seed": 3})
+    with (folder / "logs" / "metrics.jsonl").open("a") as file:
+        file.write('no json\n[1]\n{"step": 2, "reward": 0.75}\n{"step": 3, "rew')
+    for place in (folder, folder / "logs"):
+        run = read_run(place)
+        assert run.folder == folder
+        assert [row["reward"] for row in run.metrics] == [0.5, 0.75]
+        assert run.unreadable == 2
+        assert run.config == {"seed": 3}
+        assert [x.step for x in run.samples] == [1]
+        assert run.tokens == []
+        assert run.environment == {}
+
+
+def test_a_folder_without_a_run_is_an_error_that_says_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no logs/metrics.jsonl: name the --save_path of a run"):
+        find_logs(tmp_path)
+
+
+def test_names_are_as_short_as_they_can_be(tmp_path: Path) -> None:
+    assert short_names([tmp_path / "a" / "ppo", tmp_path / "b" / "ppo"]) == ["a/ppo", "b/ppo"]
+    assert short_names([tmp_path / "a" / "ppo", tmp_path / "a" / "grpo"]) == ["ppo", "grpo"]
+    assert len(set(short_names([tmp_path, tmp_path]))) == 2
+
+
+def test_metrics_are_shared_out_among_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_module, "MAX_POINTS", 300)
+    rows = [{"step": s, "a": 1.0} for s in range(1000)]
+    made = payload([RunData(Path(name), rows) for name in ("x", "y", "z")])
+    assert [len(run["curves"]["steps"]) for run in made["runs"]] == [100, 100, 100]

@@ -1,0 +1,213 @@
+"""Each rule of health on curves made by hand: one that it must warn of, and near ones that it must not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openppo.config import TrainPPOConfig, TrainSFTConfig
+from openppo.config.commands import TrainPRMConfig, TrainRMConfig
+from openppo.tracking.report.health import QUIET, Finding, Health
+from openppo.tracking.report.rules import RULES
+
+REPO = Path(__file__).parents[4]
+Curve = Callable[[int], float | None]
+STEPS = 60
+
+
+def findings(curves: Mapping[str, Curve], config: Mapping[str, Any] | None = None, steps: int = STEPS) -> list[Finding]:
+    """What is found in curves over the steps from 1 on; where one is None its metric is not reported."""
+    health = Health(config or {})
+    for step in range(1, steps + 1):
+        reported = {name: curve(step) for name, curve in curves.items()}
+        health.look(step, {name: value for name, value in reported.items() if value is not None})
+    return health.findings
+
+
+def found(curves: Mapping[str, Curve], config: Mapping[str, Any] | None = None, steps: int = STEPS) -> list[str]:
+    """Names of the rules that fire."""
+    return [finding.rule for finding in findings(curves, config, steps)]
+
+
+def flat(value: float) -> Curve:
+    """A curve with a little noise around ``value``, which is nothing but noise."""
+    return lambda step: value + 0.01 * ((7 * step) % 5 - 2)
+
+
+def rising(step: int) -> float:
+    """A reward that is learned throughout."""
+    return 0.02 * step
+
+
+def ramp(low: float, high: float, start: int = 0, end: int = STEPS) -> Curve:
+    """From ``low`` at ``start`` to ``high`` at ``end``."""
+    return lambda step: low + (high - low) * min(1.0, max(0.0, (step - start) / (end - start)))
+
+
+CASES: dict[str, tuple[Mapping[str, Curve], Mapping[str, Any]]] = {
+    "kl_without_reward": ({"kl": ramp(0.0, 0.3), "reward": flat(0.5)}, {}),
+    "kl_above_target": ({"kl": flat(0.21)}, {"kl_target": 0.1}),
+    "kl_far": ({"kl": flat(0.8), "kl_per_response": flat(80.0), "reward": rising}, {}),
+    "kl_negative": ({"kl": flat(-0.05)}, {}),
+    "evaluation_falls": (
+        {"reward": rising, "eval_reward": lambda s: None if s % 10 else {1: 0.1, 2: 0.5, 3: 0.9}.get(s // 10, 0.6)},
+        {},
+    ),
+    "entropy_collapse": ({"entropy": ramp(2.0, 0.1), "reward": flat(0.5)}, {}),
+    "entropy_grows": ({"entropy": ramp(1.0, 3.0)}, {}),
+    "many_clipped": ({"clip_fraction": flat(0.35)}, {"policy_loss_type": "ppo"}),
+    "policy_stands_still": ({"kl_k3": lambda s: 1e-7, "reward": flat(0.5)}, {"actor_learning_rate": 1e-6}),
+    "critic_misleads": ({"explained_variance": flat(-0.3)}, {}),
+    "one_reward": ({"reward_std": lambda s: 0.0, "reward": flat(1.0)}, {}),
+    "reward_outside_clip": ({"reward": flat(-25.0)}, {"reward_clip_range": [-10.0, 10.0]}),
+    "reward_fails": ({"reward_errors": lambda s: float(s == 30)}, {}),
+    "many_truncated": ({"truncated_fraction": flat(0.8)}, {"generate_max_len": 64}),
+    "lengths_run_away": ({"response_length": ramp(50, 200), "reward": flat(0.5)}, {}),
+    "lengths_collapse": ({"response_length": ramp(100, 5), "reward": rising}, {}),
+    "gradient_spike": ({"actor_grad_norm": lambda s: 40.0 if s == 40 else 1.0}, {}),
+    "steps_skipped": ({"skipped_steps": lambda s: 0.0 if s < 20 else 1.0}, {}),
+    "engine_differs": ({"rollout_kl": flat(0.04)}, {}),
+    "sampling_bound": ({"sampled_batches": lambda s: 10.0}, {"dynamic_sampling_max_batches": 10}),
+    "overfitting": ({"loss": ramp(2, 0), "eval_loss": lambda s: None if s % 10 else 1.0 + abs(s - 30) / 50}, {}),
+}
+
+HEALTHY: dict[str, tuple[Mapping[str, Curve], Mapping[str, Any]]] = {
+    "KL that grows with the reward": ({"kl": ramp(0.0, 0.3), "reward": rising}, {}),
+    "KL that stays while the reward is flat": ({"kl": flat(0.3), "reward": flat(0.5)}, {}),
+    "KL that grows by a tenth": ({"kl": ramp(0.3, 0.6), "reward": flat(0.5)}, {}),
+    "KL that falls while the reward is flat": ({"kl": ramp(0.3, 0.1), "reward": flat(0.5)}, {}),
+    "KL near its target": ({"kl": flat(0.15)}, {"kl_target": 0.1}),
+    "no target": ({"kl": flat(0.21)}, {"kl_target": None}),
+    "many nats in long responses": ({"kl": flat(0.05), "kl_per_response": flat(80.0), "reward": rising}, {}),
+    "many nats per token in short ones": ({"kl": flat(0.8), "kl_per_response": flat(4.0), "reward": rising}, {}),
+    "k1 around 0": ({"kl": flat(0.0)}, {}),
+    "one bad evaluation": (
+        {"reward": rising, "eval_reward": lambda s: None if s % 10 else (0.5 if s == 40 else s / 100)},
+        {},
+    ),
+    "both rewards fall": (
+        {"reward": ramp(1, 0), "eval_reward": lambda s: None if s % 10 else (0.5 if s == 10 else 1 - s / 60)},
+        {},
+    ),
+    "entropy that falls while the reward rises": ({"entropy": ramp(2.0, 0.1), "reward": rising}, {}),
+    "entropy that falls by half": ({"entropy": ramp(2.0, 1.0), "reward": flat(0.5)}, {}),
+    "entropy that grows by half": ({"entropy": ramp(1.0, 1.5)}, {}),
+    "clipped sequences of gspo": ({"clip_fraction": flat(0.35)}, {"policy_loss_type": "gspo"}),
+    "a usual clip fraction": ({"clip_fraction": flat(0.1)}, {}),
+    "a frozen policy": ({"kl_k3": lambda s: 0.0, "reward": flat(0.5)}, {"freezing_actor_steps": STEPS}),
+    "a policy that moves": ({"kl_k3": lambda s: 1e-3, "reward": flat(0.5)}, {}),
+    "a critic that begins badly": ({"explained_variance": ramp(-20, 0.9, 0, 8)}, {}),
+    "different rewards": ({"reward_std": lambda s: 0.1, "reward": rising}, {}),
+    "one step of one reward": ({"reward_std": lambda s: float(s != 30), "reward": rising}, {}),
+    "a reward within its range": ({"reward": flat(-5.0)}, {"reward_clip_range": [-10.0, 10.0]}),
+    "a normalized reward": ({"reward": flat(-25.0)}, {"reward_clip_range": [-10.0, 10.0], "normalize_reward": True}),
+    "no errors": ({"reward_errors": lambda s: 0.0}, {}),
+    "a few cut responses": ({"truncated_fraction": flat(0.2)}, {}),
+    "lengths that grow with the reward": ({"response_length": ramp(50, 200), "reward": rising}, {}),
+    "shorter responses": ({"response_length": ramp(100, 40), "reward": rising}, {}),
+    "gradients of one size": ({"actor_grad_norm": flat(1.0)}, {}),
+    "no step skipped": ({"skipped_steps": lambda s: 0.0}, {}),
+    "an engine that agrees": ({"rollout_kl": lambda s: 1e-4}, {}),
+    "sampling within its bound": ({"sampled_batches": lambda s: 3.0}, {"dynamic_sampling_max_batches": 10}),
+    "eval_loss that falls": ({"loss": ramp(2, 0), "eval_loss": lambda s: None if s % 10 else 2 - s / 60}, {}),
+    "numbers that are not finite": ({"kl": lambda s: float("nan"), "reward": lambda s: None}, {}),
+    "nothing at all": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_warns_of_its_curve_and_no_other_does(name: str) -> None:
+    curves, config = CASES[name]
+    assert found(curves, config) == [name]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_curve_gives_no_warning(name: str) -> None:
+    curves, config = HEALTHY[name]
+    assert found(curves, config) == []
+
+
+def test_every_rule_has_a_curve() -> None:
+    assert sorted(CASES) == sorted(rule.name for rule in RULES)
+
+
+def test_nothing_is_said_before_there_is_enough_to_judge_by() -> None:
+    for name, (curves, config) in CASES.items():
+        if name not in ("reward_fails", "gradient_spike", "steps_skipped"):
+            assert found(curves, config, steps=4) == []
+
+
+def test_a_warning_names_the_step_from_which_on_it_shows() -> None:
+    curves: dict[str, Curve] = {"kl": ramp(0.1, 0.5, start=40, end=60), "reward": flat(0.5)}
+    (finding,) = findings(curves)
+    assert 20 < finding.since <= 40, "the window in which it begins to grow"
+    assert f"flat since step {finding.since}: lower --actor_learning_rate or raise --init_kl_coef" in finding.text
+    assert finding.last == 60
+    assert not finding.ended
+
+
+def test_numbers_of_a_warning_are_those_of_its_last_report_and_its_beginning_stays() -> None:
+    health = Health({"generate_max_len": 8})
+    for step in range(1, 31):
+        health.look(step, {"truncated_fraction": 0.6 if step < 20 else 0.9})
+    (finding,) = health.findings
+    assert finding.text.startswith("90% of the responses are cut at --generate_max_len 8 since step 1 ")
+    assert (finding.since, finding.last) == (1, 30)
+
+
+def looks(values: Sequence[float]) -> list[int]:
+    """Steps at which the rule about truncation begins to warn."""
+    health = Health({})
+    return [step for step, value in enumerate(values) if health.look(step, {"truncated_fraction": value})]
+
+
+def test_a_warning_comes_once_and_again_only_after_it_was_gone() -> None:
+    assert looks([1.0] * 50) == [4]
+    flickering = [1.0] * 10 + ([0.0] * 3 + [1.0] * 5) * 4
+    assert looks(flickering) == [4], "a dip of a few reports is no end"
+    back = [1.0] * 10 + [0.0] * (QUIET + 5) + [1.0] * 10
+    assert len(looks(back)) == 2
+
+
+def test_what_has_gone_is_kept_as_ended() -> None:
+    health = Health({})
+    for step, value in enumerate([1.0] * 10 + [0.0] * 20):
+        health.look(step, {"truncated_fraction": value})
+    (finding,) = health.findings
+    assert finding.ended
+    assert finding.last < 14
+
+
+def test_reports_without_the_metric_neither_begin_nor_end_a_warning() -> None:
+    health = Health({})
+    for step in range(5):
+        health.look(step, {"truncated_fraction": 1.0})
+    for step in range(5, 10):
+        assert health.look(step, {"eval_reward": 1.0}) == []
+    assert [finding.ended for finding in health.findings] == [False]
+
+
+def test_every_flag_in_a_warning_exists_and_every_warning_says_what_to_do() -> None:
+    commands = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
+    groups = [group for command in commands for group in typing.get_type_hints(command).values()]
+    flags = {field.name for group in groups for field in dataclasses.fields(group)}
+    for curves, config in CASES.values():
+        (finding,) = findings(curves, config)
+        named = re.findall(r"--(\w+)", finding.text)
+        assert set(named) <= flags, finding.text
+        assert named, finding.text
+        assert "{" not in finding.text
+
+
+def test_the_document_lists_every_rule_as_its_docstring_says_it() -> None:
+    text = (REPO / "docs" / "report.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, flags=re.MULTILINE))
+    assert {name: row.replace("`", "") for name, row in rows.items()} == {
+        rule.name: rule.check.__doc__ for rule in RULES
+    }
