@@ -22,6 +22,7 @@ import tyro
 import yaml
 
 from openppo.cli.openrlhf import without_foreign_flags
+from openppo.cli.shell.environment import environment
 from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
 
 _SECONDS_FOR_FIRST_RANK = 20
@@ -68,6 +69,9 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
 
     A ``ValueError`` before training starts is the user's: one line on stderr and exit status 2, no traceback.
     """
+    if sys.argv[1:] == ["--version"]:
+        print(environment())
+        return
     try:
         config = parse_options(config_type, sys.argv[1:])
         config.validate(_world_size())

@@ -21,7 +21,7 @@ COMMAND_CONFIGS = {
     "serve_rm": "ServeRMConfig",
     "merge_lora": "MergeLoRAConfig",
 }
-EVERY_COMMAND = {"config", "help"}
+EVERY_COMMAND = {"config", "help", "version"}
 OTHER_PROGRAMS = {
     *(
         "nproc_per_node",
@@ -54,7 +54,7 @@ OTHER_PROGRAMS = {
     *("import-mode", "durations", "check", "strict", "logdir"),  # pytest, ruff, mypy, tensorboard
 }
 FLAG = re.compile(r"(?<![\w!-])--([a-z][a-z0-9_-]*)")
-OUR_COMMAND = re.compile(r"openppo\.cli\.(\w+)")
+OUR_COMMAND = re.compile(r"openppo(?:\.cli\.| )(\w+)")
 
 
 def config_classes(repo: Path) -> dict[str, dict[str, str]]:
