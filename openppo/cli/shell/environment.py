@@ -1,4 +1,4 @@
-"""What ``--version`` prints, to be pasted into a bug report: versions and machine; no names of users, hosts or paths."""
+"""What ``--version`` prints, for bug reports: versions and machine; no names of users, hosts or paths."""
 
 from __future__ import annotations
 
