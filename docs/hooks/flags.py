@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 import typing
@@ -13,10 +14,13 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 from openppo.cli.shell.commands import commands
 
 _LONGEST_CHOICE = 40
+_OPTION = re.compile(r'(?<!">)(<code>--([a-z0-9_]+)(?: [^<]*)?</code>)')  # but not inside a link
 _HEAD = """\
 # {command}
 
@@ -29,11 +33,18 @@ torchrun --standalone --nproc_per_node 8 -m openppo.cli.{command} [OPTIONS]     
 ```
 """
 _HOW = """
-An option with a value is given as `--name VALUE`, a list as `--name VALUE VALUE`. One without is a switch, which `--no_name`
-turns off. `--config FILE.yaml` reads options from a file, under the same names; the command line wins. In Python:
-`from_options({config}, name=value)` of `openppo.config`; a group is what the code reads, as in
+An option with a value is given as `--name VALUE`, a list as `--name VALUE VALUE`. One without is a switch, which
+`--no_name` turns off. `--config FILE.yaml` reads options from a file, under the same names; the command line wins. In
+Python: `from_options({config}, name=value)` of `openppo.config`; a group is what the code reads, as in
 `config.{group}.{option}`.
 """
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fill the section of the navigation that mkdocs.yml leaves empty."""
+    section = next(entry for entry in config.nav or [] if "Options" in entry)
+    section["Options"] = [{command: f"flags/{command}.md"} for command in sorted(commands(), key=_train_first)]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -41,6 +52,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for command in commands():
         files.append(File.generated(config, f"flags/{command}.md", content=page(command)))
     return files
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Options in code, as `--eps_clip 0.2`, lead to their line in the tables; those of train_ppo where it has them."""
+    if page.file.src_uri.startswith("flags/"):
+        return html
+    homes = {
+        name: command for command in sorted(commands(), key=_train_first, reverse=True) for name in _names(command)
+    }
+
+    def linked(match: re.Match[str]) -> str:
+        name = match[2] if match[2] in homes else match[2].removeprefix("no_")
+        if name not in homes:
+            return match[0]
+        target = get_relative_url(f"flags/{homes[name]}.html#{name}", page.file.url)
+        return f'<a class="option" href="{target}">{match[1]}</a>'
+
+    return _OPTION.sub(linked, html)
 
 
 def page(command: str) -> str:
@@ -73,6 +102,16 @@ def docstrings(group: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
     return found
+
+
+def _names(command: str) -> list[str]:
+    config = config_type(command)
+    groups = typing.get_type_hints(config).values() if config is not None else ()
+    return [option.name for group in groups for option in dataclasses.fields(group)]
+
+
+def _train_first(command: str) -> tuple[bool, str]:
+    return not command.startswith("train_"), command
 
 
 def _table(name: str, group: type) -> str:
