@@ -66,14 +66,16 @@ SMALL = (
     "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 4 --micro_train_batch_size 2 "
     "--generate_max_len 4 --max_samples 8"
 )
-REAL_MODELS = {
+MODELS = {
+    "MODEL": "policy",
+    "PRM": "policy",
+    "REWARD_MODEL": "reward",
     "Qwen/Qwen2.5-7B-Instruct": "policy",
     "Qwen/Qwen2.5-0.5B-Instruct": "policy",
     "meta-llama/Llama-3.1-8B-Instruct": "policy",
     "Skywork/Skywork-Reward-V2-Qwen3-0.6B": "reward",
     "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "reward",
 }
-MODELS = {"MODEL": "policy", "Qwen/Qwen2.5-7B-Instruct": "policy", "REWARD_MODEL": "reward", "PRM": "policy"}
 TRAIN = """
 import sys
 
@@ -110,7 +112,8 @@ def recipes() -> dict[str, str]:
 
 def write_files(name: str, folder: Path) -> list[str]:
     """Write the Python blocks whose first line is a comment with a file name; the names."""
-    files = dict(re.findall(r"^# (\w+\.py)\n(.*)", block, flags=re.DOTALL)[0] for block in blocks(name, "python"))
+    named = [re.match(r"# (\w+\.py)\n(.*)", block, flags=re.DOTALL) for block in blocks(name, "python")]
+    files = {match[1]: match[2] for match in named if match}
     for file, text in files.items():
         (folder / file).write_text(text)
     return list(files)
@@ -207,20 +210,14 @@ def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
     assert write_files("first-hour", hour) == ["make_prompts.py", "reward.py"]
     bash = blocks("first-hour", "bash")
     assert [block.split()[0] for block in bash[:4]] == ["git", "pip", "bash", "."]
+    lines = [line for block in bash[4:] for line in block.replace("\\\n", " ").splitlines()]
+    assert len(lines) == 5
     programs = {"openppo": f"{sys.executable} -m openppo", "python": sys.executable}
-    for block in bash[4:]:
-        for line in block.replace("\\\n", " ").strip().splitlines():
-            words = shlex.split(line)
-            if words[0].startswith("OMP_NUM_THREADS"):
-                words.pop(0)
-            ours = [programs.get(words[0], words[0]), *words[1:]]
-            replaced = [REAL_MODELS.get(word, word) for word in shlex.split(" ".join(map(shlex.quote, ours[1:])))]
-            small = ["--generate_max_len", "4"] if "--dry_run" in words else SMALL.split()
-            if "openppo" in line:
-                replaced += small
-            if "nproc_per_node" in line:
-                replaced[replaced.index("--nproc_per_node") + 1] = "1"
-            run([*shlex.split(ours[0]), *replaced], hour)
+    for line in lines:
+        line = re.sub(r"(nproc_per_node) 8", r"\1 1", line.removeprefix("OMP_NUM_THREADS=2 "))
+        program, *words = [MODELS.get(word, word) for word in shlex.split(line)]
+        small = [] if len(words) == 1 else ["--generate_max_len", "4"] if "--dry_run" in words else SMALL.split()
+        run([*programs.get(program, program).split(), *words, *small], hour)
     first = next(block for block in blocks("first-hour", "python") if block.startswith("import json"))
     assert run([sys.executable, "-c", first], hour).split()[0] == "1"
     for saved in ("mine/model", "lora/adapter_model", "ppo/model"):
