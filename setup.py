@@ -43,7 +43,7 @@ setup(
     keywords=["PPO", "RLHF", "GRPO", "reinforcement learning", "language models", "DeepSpeed", "LoRA"],
     python_requires=">=3.10",
     packages=find_packages(include=["openppo", "openppo.*"]),
-    package_data={"": ["py.typed", "*.html", "*.css", "*.js"]},
+    package_data={"": ["py.typed", "**/*.html", "**/*.css", "**/*.js"]},
     entry_points={"console_scripts": ["openppo=openppo.__main__:main"]},
     install_requires=[
         "torch>=2.8",
