@@ -1,22 +1,50 @@
 """Packaging of OpenPPO. Tested pins are in requirements.txt; these are the ranges that should work."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 here = Path(__file__).parent
-version = (here / "openppo" / "__init__.py").read_text().split('__version__ = "')[1].split('"')[0]
+version = (here / "openppo" / "__init__.py").read_text(encoding="utf-8").split('__version__ = "')[1].split('"')[0]
+repository = "https://github.com/openppo/openppo"
+
+
+def long_description() -> str:
+    """README with links and pictures that lead somewhere from the page of a package index too."""
+    readme = (here / "README.md").read_text(encoding="utf-8")
+    readme = re.sub(r"(!\[[^\]]*\])\((?!\w+:|#)", rf"\1({repository}/raw/v{version}/", readme)
+    return re.sub(r"(?<!!)(\[[^\]]*\])\((?!\w+:|#)", rf"\1({repository}/blob/v{version}/", readme)
+
 
 setup(
     name="openppo",
     version=version,
     description="PPO for language models on one node, on DeepSpeed, without Ray",
-    long_description=(here / "README.md").read_text(),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    url=repository,
+    project_urls={
+        "Documentation": f"{repository}/tree/v{version}/docs",
+        "Changelog": f"{repository}/blob/v{version}/CHANGELOG.md",
+        "Issues": f"{repository}/issues",
+    },
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    keywords=["PPO", "RLHF", "GRPO", "reinforcement learning", "language models", "DeepSpeed", "LoRA"],
     python_requires=">=3.10",
     packages=find_packages(include=["openppo", "openppo.*"]),
-    package_data={"openppo.tracking.report": ["page/*"]},
+    package_data={"": ["py.typed", "**/*.html", "**/*.css", "**/*.js"]},
+    entry_points={"console_scripts": ["openppo=openppo.__main__:main"]},
     install_requires=[
         "torch>=2.8",
         "deepspeed>=0.19",
@@ -24,10 +52,13 @@ setup(
         "aiohttp>=3.9",
         "peft>=0.18",
         "datasets>=4.0",
+        "huggingface_hub>=1.0",
+        "jinja2>=3.1",
         "numpy>=1.26",
         "pyarrow>=15",
         "pyyaml>=6.0",
         "rich>=13.7",
+        "safetensors>=0.6",
         "tensorboard>=2.16",
         "tqdm>=4.66",
         "tyro>=1.0",
@@ -45,6 +76,7 @@ setup(
             "vaderSentiment",
             "wandb",
         ],
+        "docs": ["mkdocs-material>=9.7", "mike>=2.1"],
         "flash": ["flash-attn"],
         "math": ["math-verify"],
         "vllm": ["vllm>=0.32"],

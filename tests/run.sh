@@ -8,6 +8,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start processes of their 
 ruff check .
 ruff format --check .
 mypy
+NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict # broken links and anchors are errors
 if [ $# -eq 0 ]; then
     bash tests/audit.sh
 fi

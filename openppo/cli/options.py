@@ -23,6 +23,7 @@ import yaml
 
 from openppo import __version__
 from openppo.cli.migration.openrlhf import without_foreign_flags
+from openppo.cli.shell.environment import environment
 from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
 from openppo.config.tracking import KEY_FROM_ELSEWHERE
 
@@ -70,6 +71,9 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
 
     A ``ValueError`` before training starts is the user's: one line on stderr and exit status 2, no traceback.
     """
+    if sys.argv[1:] == ["--version"]:
+        print(environment())
+        return
     try:
         config = parse_options(config_type, sys.argv[1:])
         config.validate(_world_size())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib.util
 import os
 import re
@@ -10,19 +12,71 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from openppo.cli.options import parse_options
-from openppo.config import ServeRMConfig
+from openppo.config import ServeRMConfig, TrainPPOConfig
+from openppo.experience import ESTIMATORS
+from openppo.models import POLICY_LOSSES
 
 REPO = Path(__file__).parents[2]
-DOCS = {file.stem: file.read_text() for file in sorted((REPO / "docs").glob("*.md"))}
+FOLDER = REPO / "docs"
+DOCS = {str(f.relative_to(FOLDER).with_suffix("")): f.read_text() for f in sorted(FOLDER.rglob("*.md"))}
+ALGORITHMS = sorted(name for name in DOCS if name.startswith("algorithms/"))
+PPO_CONFIG = """
+    learning_rate dataset_num_proc num_mini_batches total_episodes local_rollout_forward_batch_size
+    num_sample_generations response_length stop_token stop_token_id temperature missing_eos_penalty
+    sft_model_path world_size num_total_batches micro_batch_size local_batch_size batch_size
+    local_mini_batch_size mini_batch_size push_to_hub reward_model_path model_adapter_name ref_adapter_name
+    num_ppo_epochs whiten_rewards kl_coef kl_estimator cliprange vf_coef cliprange_value gamma lam
+    ds3_gather_for_generation
+""".split()
+"""Fields of PPOConfig in TRL 1.12.0, as its source has them."""
+TRAINING_ARGUMENTS = """
+    output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs per_device_eval_batch_size
+    gradient_checkpointing bf16 lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2 max_grad_norm seed
+    logging_steps report_to save_steps save_total_limit resume_from_checkpoint eval_steps eval_strategy deepspeed
+    peft_config callbacks fp16 fsdp use_liger_kernel torch_empty_cache_steps
+""".split()
+"""What its trainer reads beside them, or users give it."""
+RUN_BY = {
+    "index": "test_the_first_page_runs",
+    "first-hour": "test_the_first_hour_runs",
+    "examples": "test_a_loop_of_ones_own_teaches_a_model_to_sort_letters",
+    "data": "test_data_runs",
+    "rewards": "test_rewards_run",
+    "lora": "test_lora_runs",
+    "memory": "test_the_dry_run_of_memory_ends_without_a_trace",
+    "vllm": "test_the_command_of_vllm_is_one",
+    "checkpoints": "test_the_command_of_checkpoints_runs_and_goes_on",
+    "hosts": "test_the_loop_over_ssh_runs",
+    "faults": "test_the_command_of_faults_runs_and_goes_on",
+    "troubleshooting": "test_version_prints_what_a_bug_report_needs",
+    "security": "test_security_runs",
+    "openrlhf": "test_a_command_line_of_openrlhf_runs_with_its_launcher",
+    "trl": "test_what_replaces_a_script_of_trl_runs",
+    "parts": "test_parts_run",
+    "internals": "test_internals_run",
+    "versions": "test_two_versions_are_kept_beside_each_other",
+}
+"""The test that executes the code of each document; those on algorithms run in one."""
+NAMES_OF_TRL = {*PPO_CONFIG, *TRAINING_ARGUMENTS, "scale_rewards", "mask_truncated_completions", "epsilon_high"}
 SMALL = (
     "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 4 --micro_train_batch_size 2 "
     "--generate_max_len 4 --max_samples 8"
 )
-MODELS = {"MODEL": "policy", "Qwen/Qwen2.5-7B-Instruct": "policy", "REWARD_MODEL": "reward", "PRM": "policy"}
+MODELS = {
+    "MODEL": "policy",
+    "PRM": "policy",
+    "REWARD_MODEL": "reward",
+    "Qwen/Qwen2.5-7B-Instruct": "policy",
+    "Qwen/Qwen2.5-0.5B-Instruct": "policy",
+    "meta-llama/Llama-3.1-8B-Instruct": "policy",
+    "Skywork/Skywork-Reward-V2-Qwen3-0.6B": "reward",
+    "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "reward",
+}
 TRAIN = """
 import sys
 
@@ -52,14 +106,15 @@ def commands(name: str, command: str) -> list[list[str]]:
 
 
 def recipes() -> dict[str, str]:
-    """The recipes of algorithms.md: name -> flags."""
-    lines = re.sub(r"\n {3,}", " ", blocks("algorithms", "")[-1]).splitlines()
+    """The recipes of the page on algorithms: name -> flags."""
+    lines = re.sub(r"\n {3,}", " ", blocks("algorithms/index", "")[-1]).splitlines()
     return dict(re.split(r"  +", line, maxsplit=1) for line in lines)
 
 
 def write_files(name: str, folder: Path) -> list[str]:
     """Write the Python blocks whose first line is a comment with a file name; the names."""
-    files = dict(re.findall(r"^# (\w+\.py)\n(.*)", block, flags=re.DOTALL)[0] for block in blocks(name, "python"))
+    named = [re.match(r"# (\w+\.py)\n(.*)", block, flags=re.DOTALL) for block in blocks(name, "python")]
+    files = {match[1]: match[2] for match in named if match}
     for file, text in files.items():
         (folder / file).write_text(text)
     return list(files)
@@ -73,11 +128,17 @@ def train(run: Run, folder: Path, lines: Sequence[Sequence[str]]) -> None:
 
 
 @pytest.mark.parametrize("name", DOCS)
-def test_links_and_paths_lead_somewhere(name: str) -> None:
-    links = re.findall(r"\]\(([^)#:]+)", DOCS[name])
+def test_paths_in_backticks_lead_somewhere(name: str) -> None:
+    """Links are checked by the build of the pages, see test_site.py."""
     paths = re.findall(r"`((?:openppo|examples|tests)/[\w/.]+)`", DOCS[name])
-    assert [link for link in links if not (REPO / "docs" / link).exists()] == []
     assert [path for path in paths if not (REPO / path).exists()] == []
+
+
+def test_every_document_with_code_has_a_test_that_runs_it() -> None:
+    with_code = {name for name in DOCS if blocks(name, "bash") or blocks(name, "python")}
+    assert with_code == RUN_BY.keys() | set(ALGORITHMS) - {name for name in ALGORITHMS if not blocks(name, "python")}
+    tests = "".join(file.read_text() for file in (REPO / "tests").rglob("test_*.py"))
+    assert [test for test in RUN_BY.values() if f"def {test}(" not in tests] == []
 
 
 @pytest.mark.parametrize("name", DOCS)
@@ -85,7 +146,133 @@ def test_names_in_backticks_exist_in_the_code(name: str) -> None:
     code = "\n".join(file.read_text() for file in (REPO / "openppo").rglob("*.py"))
     words = set(re.findall(r"\w+", code + (REPO / "tests/unit/cli/test_openrlhf.py").read_text()))
     named = set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", DOCS[name]))
-    assert sorted(named - words) == []
+    assert sorted(named - words - NAMES_OF_TRL) == []
+
+
+def test_the_code_of_algorithms_runs(run: Run, tmp_path: Path) -> None:
+    """Each block states what the formula above it gives."""
+    code = {name: blocks(name, "python") for name in ALGORITHMS}
+    assert sum(block.count("assert ") for found in code.values() for block in found) > 30
+    program = "\n".join(f"exec({block!r}, {{}})" for found in code.values() for block in found)
+    run([sys.executable, "-c", program], tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"algorithms/index"}))
+def test_a_page_on_an_algorithm_has_formula_code_differences_and_use(name: str) -> None:
+    titles = re.findall(r"^## (.+)$", DOCS[name], flags=re.MULTILINE)
+    assert titles == ["Formula", "In the code", "What differs", "When to use it"]
+    assert f"({name.removeprefix('algorithms/')}.md)" in DOCS["algorithms/index"]
+    code = DOCS[name].split("## In the code")[1].split("## What differs")[0]
+    places = re.findall(r"`(\w+)`(?: and `(\w+)`)? in\s+`(openppo/[\w/]+\.py)`", code)
+    assert places or re.search(r"`openppo/[\w/]+\.py`", code)
+    for *symbols, file in places:
+        text = (REPO / file).read_text()
+        assert [s for s in symbols if s and not re.search(rf"^(?:class|def) {s}\b|^{s}\b", text, flags=re.M)] == []
+
+
+def test_every_estimator_loss_and_option_of_an_algorithm_has_its_page() -> None:
+    pages = "".join(DOCS[name] for name in ALGORITHMS)
+    assert [name for name in (*ESTIMATORS, *POLICY_LOSSES) if f"algorithms/{name}" not in DOCS] == []
+    types = [get_type_hints(TrainPPOConfig)[group] for group in ("shaping", "advantage", "kl", "loss")]
+    options = [option.name for group in types for option in dataclasses.fields(group)]
+    options += ["dynamic_sampling", "value_pretrain_steps", "freezing_actor_steps", "ptx_coef", "enable_ema"]
+    assert [option for option in options if f"--{option}" not in pages] == []
+    chosen = {value for group in types for hint in get_type_hints(group).values() for value in choices(hint)}
+    assert {"tis", "k3", "sequence_mean"} < chosen
+    assert [value for value in chosen - {"default", "on", "off"} if not re.search(rf"\b{value}\b", pages)] == []
+
+
+def choices(hint: Any) -> list[str]:
+    """The texts of a Literal, also inside a union."""
+    inner = get_args(hint)
+    if get_origin(hint) is Literal:
+        return [value for value in inner if isinstance(value, str)]
+    return [value for part in inner for value in choices(part)]
+
+
+def test_the_first_page_runs(run: Run, workshop: Path) -> None:
+    train(run, workshop, commands("index", "train_ppo"))
+    loop, loss = blocks("index", "python")
+    small = 'max_samples=4, rollout_batch_size=4, train_batch_size=4, generate_max_len=4, pretrain="policy"'
+    for old, new in {'pretrain="MODEL"': small, "REWARD_MODEL": "reward"}.items():
+        assert old in loop
+        loop = loop.replace(old, new)
+    run([sys.executable, "-c", loop], workshop)
+    run([sys.executable, "-c", loss], workshop)
+
+
+def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
+    """In its order; the quickstart itself is run by tests/learning, and the installation by tests/packaging."""
+    hour = workshop / "hour"
+    (hour / "quickstart").mkdir(parents=True)
+    for name, target in {"quickstart/sft": "policy", "policy": "policy", "reward": "reward"}.items():
+        (hour / name).symlink_to(workshop / target)
+    (hour / "prompts.jsonl").symlink_to(workshop / "prompts.jsonl")
+    assert write_files("first-hour", hour) == ["make_prompts.py", "reward.py"]
+    bash = blocks("first-hour", "bash")
+    assert [block.split()[0] for block in bash[:4]] == ["git", "pip", "bash", "."]
+    lines = [line for block in bash[4:] for line in block.replace("\\\n", " ").splitlines()]
+    assert len(lines) == 5
+    programs = {"openppo": f"{sys.executable} -m openppo", "python": sys.executable}
+    for line in lines:
+        line = re.sub(r"(nproc_per_node) 8", r"\1 1", line)
+        program, *words = [MODELS.get(word, word) for word in shlex.split(line)]
+        small = [] if len(words) == 1 else ["--generate_max_len", "4"] if "--dry_run" in words else SMALL.split()
+        run([*programs.get(program, program).split(), *words, *small], hour)
+    first = next(block for block in blocks("first-hour", "python") if block.startswith("import json"))
+    assert run([sys.executable, "-c", first], hour).split()[0] == "1"
+    for saved in ("mine/model", "lora/adapter_model", "ppo/model"):
+        assert (hour / "ckpt" / f"{saved}.safetensors").is_file()
+
+
+def test_internals_run(run: Run, tmp_path: Path) -> None:
+    (block,) = blocks("internals", "python")
+    assert "gradient norm" in run([sys.executable, "-c", block], tmp_path)
+
+
+def test_what_replaces_a_script_of_trl_runs(run: Run, workshop: Path) -> None:
+    train(run, workshop, [[*line, "--max_epochs", "1"] for line in commands("trl", "train_ppo")])
+    (block,) = blocks("trl", "python")
+    for old, new in {
+        '"MODEL"': '"policy"',
+        "REWARD_MODEL": "reward",
+        "batch_size=64": "batch_size=4",
+        "=53": "=4, max_samples=8",
+    }.items():
+        assert old in block
+        block = block.replace(old, new)
+    run([sys.executable, "-c", block], workshop)
+
+
+def test_every_field_of_trls_config_has_its_row() -> None:
+    own, shared = DOCS["trl"].split("## Fields of PPOConfig")[1].split("## Fields of TrainingArguments")
+    first_cells = ["\n".join(row.split("|")[1] for row in text.splitlines() if "|" in row) for text in (own, shared)]
+    rows = DOCS["trl"]
+    assert [name for name in PPO_CONFIG if f"`{name}`" not in first_cells[0] and name not in ("lam",)] == []
+    assert "`lam`" in first_cells[0]
+    assert [name for name in TRAINING_ARGUMENTS if f"`{name}`" not in rows] == []
+
+
+def test_the_fields_of_trls_config_are_those_of_its_source() -> None:
+    """Where a checkout or an environment with TRL is at hand."""
+    found = list(Path("/tmp/peers").glob("trl/lib/python3*/site-packages/trl/experimental/ppo/ppo_config.py"))
+    if not found:
+        pytest.skip("TRL is not at hand")
+    (node,) = (n for n in ast.parse(found[0].read_text()).body if isinstance(n, ast.ClassDef))
+    assert [ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)] == PPO_CONFIG
+
+
+def test_the_command_of_vllm_is_one() -> None:
+    (flags,) = commands("vllm", "train_ppo")
+    assert parse_options(TrainPPOConfig, flags).generation.rollout_engine == "vllm"
+
+
+def test_the_command_of_checkpoints_runs_and_goes_on(run: Run, workshop: Path) -> None:
+    (flags,) = commands("checkpoints", "train_ppo")
+    words = [MODELS.get(word, word) for word in flags] + SMALL.split()
+    for _ in range(2):
+        run([sys.executable, "-m", "openppo.cli.train_ppo", *words], workshop)
+    assert len((workshop / "ckpt/run/logs/metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_parts_run(run: Run, workshop: Path) -> None:

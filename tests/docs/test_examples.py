@@ -95,6 +95,20 @@ def test_hh_trains_what_is_not_given(run: Run, workshop: Path) -> None:
     assert sorted(path.name for path in out.iterdir() if (path / "model.safetensors").is_file()) == ["ppo", "rm", "sft"]
 
 
+def test_tldr_trains_what_is_not_given_and_uses_what_is(run: Run, workshop: Path) -> None:
+    rows = [{"prompt": f"POST: say {i}\n\nTL;DR:", "completion": f" {i}"} for i in range(8)]
+    (workshop / "tldr.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"DATA": "tldr.jsonl", "PREFERENCES": "preference.jsonl", "BATCH": "4"}
+    out = script(run, "tldr.sh", workshop, REWARD_MODEL="", **data)
+    assert sorted(path.name for path in out.iterdir() if (path / "model.safetensors").is_file()) == ["ppo", "rm", "sft"]
+    given = script(
+        run, "tldr.sh", workshop, SFT="policy", SAVE_PATH="out/tldr_given", **data, REWARD_MODEL=str(out / "rm")
+    )
+    assert [path.name for path in given.iterdir() if (path / "model.safetensors").is_file()] == ["ppo"]
+    sample = json.loads((given / "ppo" / "logs" / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"].endswith("TL;DR:")
+
+
 def test_hh_uses_the_models_that_are_given(run: Run, workshop: Path) -> None:
     out = script(run, "hh.sh", workshop, DATA="dialogues.jsonl", SFT="policy", SAVE_PATH="out/given", BATCH="4")
     assert [path.name for path in out.iterdir() if (path / "model.safetensors").is_file()] == ["ppo"]

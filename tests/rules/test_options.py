@@ -22,7 +22,7 @@ COMMAND_CONFIGS = {
     "merge_lora": "MergeLoRAConfig",
     "report": "ReportConfig",
 }
-EVERY_COMMAND = {"config", "help"}
+EVERY_COMMAND = {"config", "help", "version"}
 OTHER_PROGRAMS = {
     *(
         "nproc_per_node",
@@ -52,10 +52,11 @@ OTHER_PROGRAMS = {
         "extra-index-url",
         "no-build-isolation",
     ),  # pip
+    *("update-aliases", "push"),  # mike
     *("import-mode", "durations", "check", "strict", "logdir"),  # pytest, ruff, mypy, tensorboard
 }
 FLAG = re.compile(r"(?<![\w!-])--([a-z][a-z0-9_-]*)")
-OUR_COMMAND = re.compile(r"openppo\.cli\.(\w+)")
+OUR_COMMAND = re.compile(r"openppo(?:\.cli\.| )(\w+)")
 
 
 def config_classes(repo: Path) -> dict[str, dict[str, str]]:
@@ -123,7 +124,7 @@ def texts(repo: Path) -> Iterator[tuple[Path, str]]:
     for entry in TEXTS:
         top = repo / entry
         for file in sorted(top.rglob("*")) if top.is_dir() else [top]:
-            if file.is_file() and file.suffix in TEXT_SUFFIXES:
+            if file.is_file() and file.suffix in TEXT_SUFFIXES and "hooks" not in file.parts:
                 yield file, re.sub(r"\\\n\s*", " ", file.read_text(encoding="utf-8"))
 
 

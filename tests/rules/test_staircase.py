@@ -23,6 +23,7 @@ STAIRCASE: dict[str, set[str]] = {
 }
 STAIRCASE["__init__"] = set(STAIRCASE)  # lazy public names of openppo itself; everything but cli
 STAIRCASE["cli"] = set(STAIRCASE)
+STAIRCASE["__main__"] = {"cli"}
 VLLM_HOME = Path("rollout/vllm_engine.py")
 
 

@@ -1,0 +1,149 @@
+"""MkDocs hook: one page of options for each command, made at build time from the dataclasses and their docstrings."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+import typing
+from importlib import import_module
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+
+from openppo.cli.shell.commands import commands
+
+_LONGEST_CHOICE = 40
+_OPTION = re.compile(r'(?<!">)(<code>--([a-z0-9_]+)(?: [^<]*)?</code>)')  # but not inside a link
+_HEAD = """\
+# {command}
+
+{purpose}
+
+```text
+openppo {command} [OPTIONS]
+python -m openppo.cli.{command} [OPTIONS]                                        the same
+torchrun --standalone --nproc_per_node 8 -m openppo.cli.{command} [OPTIONS]      on eight devices
+```
+"""
+_HOW = """
+An option with a value is given as `--name VALUE`, a list as `--name VALUE VALUE`. One without is a switch, which
+`--no_name` turns off. `--config FILE.yaml` reads options from a file, under the same names; the command line wins. In
+Python: `from_options({config}, name=value)` of `openppo.config`; a group is what the code reads, as in
+`config.{group}.{option}`.
+"""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fill the section of the navigation that mkdocs.yml leaves empty."""
+    section = next(entry for entry in config.nav or [] if "Options" in entry)
+    section["Options"] = [{command: f"flags/{command}.md"} for command in sorted(commands(), key=_train_first)]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages, so that links to them are checked like others."""
+    for command in commands():
+        files.append(File.generated(config, f"flags/{command}.md", content=page(command)))
+    return files
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Options in code, as `--eps_clip 0.2`, lead to their line in the tables; those of train_ppo where it has them."""
+    if page.file.src_uri.startswith("flags/"):
+        return html
+    homes = {
+        name: command for command in sorted(commands(), key=_train_first, reverse=True) for name in _names(command)
+    }
+
+    def linked(match: re.Match[str]) -> str:
+        name = match[2] if match[2] in homes else match[2].removeprefix("no_")
+        if name not in homes:
+            return match[0]
+        target = get_relative_url(f"flags/{homes[name]}.html#{name}", page.file.url)
+        return f'<a class="option" href="{target}">{match[1]}</a>'
+
+    return _OPTION.sub(linked, html)
+
+
+def page(command: str) -> str:
+    """Markdown of all options of a command; of one without a dataclass of them what its ``--help`` prints."""
+    head, config = _HEAD.format(command=command, purpose=commands()[command]), config_type(command)
+    if config is None:
+        words = [sys.executable, "-m", f"openppo.cli.{command}", "--help"]
+        help_text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        return f"{head}\n```text\n{help_text}```\n"
+    groups = typing.get_type_hints(config)
+    first, option = next((name, dataclasses.fields(group)[0].name) for name, group in groups.items())
+    how = _HOW.format(config=config.__name__, group=first, option=option)
+    return "\n".join([head, how, *(_table(name, group) for name, group in groups.items())])
+
+
+def config_type(command: str) -> type | None:
+    """The dataclass of a command's options, which its source imports from ``openppo.config``."""
+    tree = ast.parse(inspect.getsource(import_module(f"openppo.cli.{command}")))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "openppo.config"]
+    found = [getattr(import_module("openppo.config"), name.name) for node in imports for name in node.names]
+    return next((kind for kind in found if dataclasses.is_dataclass(kind)), None)
+
+
+def docstrings(group: type) -> dict[str, str]:
+    """The text below each field of a dataclass, on one line."""
+    (node,) = ast.parse(inspect.getsource(group)).body
+    assert isinstance(node, ast.ClassDef)
+    found = {}
+    for field, text in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
+def _names(command: str) -> list[str]:
+    config = config_type(command)
+    groups = typing.get_type_hints(config).values() if config is not None else ()
+    return [option.name for group in groups for option in dataclasses.fields(group)]
+
+
+def _train_first(command: str) -> tuple[bool, str]:
+    return not command.startswith("train_"), command
+
+
+def _table(name: str, group: type) -> str:
+    meanings, types = docstrings(group), typing.get_type_hints(group)
+    lines = [f"## {name}", "", inspect.getdoc(group) or "", "", "| option | default | meaning |", "| --- | --- | --- |"]
+    for option in dataclasses.fields(group):
+        value, choices = _value(types[option.name]), ""
+        if len(value) > _LONGEST_CHOICE:
+            value, choices = "NAME", f" One of: {value.strip('{}').replace(',', ', ')}."
+        usage = f"--{option.name}" + ("" if option.type == "bool" else f" {value}")
+        default = "required" if option.default is dataclasses.MISSING else f"`{_default(option.default)}`"
+        cells = (f'<a id="{option.name}"></a>`{usage}`', default, meanings[option.name] + choices)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _value(hint: Any) -> str:
+    """What may be given for an option of this type."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return "{" + ",".join(map(str, arguments)) + "}"
+    if origin is tuple:
+        many = arguments[-1] is Ellipsis
+        return f"{_value(arguments[0])} ..." if many else " ".join(map(_value, arguments))
+    if arguments:  # X | None
+        return _value(next(kind for kind in arguments if kind is not type(None)))
+    return {"str": "TEXT", "int": "N", "float": "X", "bool": ""}[hint.__name__]
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value).replace("\n", "\\n")

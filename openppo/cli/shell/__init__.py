@@ -1,0 +1,1 @@
+"""What the shell sees before a command runs: the program ``openppo`` and ``--version``."""

@@ -1,0 +1,200 @@
+"""The pages build without a warning, say what the code says, and load nothing from elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from openppo.cli.options import parse_options
+from openppo.config import TrainPPOConfig
+
+REPO = Path(__file__).parents[2]
+TROUBLE = (REPO / "docs" / "troubleshooting.md").read_text()
+COMMANDS = sorted(file.stem for file in (REPO / "openppo/cli").glob("*.py") if "__main__" in file.read_text())
+VARIABLE = "…"
+"""What stands for names and numbers in quoted messages."""
+
+
+def mkdocs(*arguments: str, config: Path = REPO / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
+    """``python -m mkdocs build --strict`` with more arguments."""
+    environment = os.environ | {"PYTHONPATH": str(REPO), "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages, built without a single warning."""
+    folder = tmp_path_factory.mktemp("site")
+    done = mkdocs("--site-dir", str(folder))
+    assert (done.returncode, "WARNING" in done.stderr) == (0, False), done.stderr
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The sources of the pages, to be broken; what they link to outside is there too."""
+    for name in ("docs", "benchmarks/results", "examples"):
+        shutil.copytree(REPO / name, tmp_path / name)
+    for name in ("mkdocs.yml", "README.md", "CHANGELOG.md"):
+        shutil.copy(REPO / name, tmp_path)
+    return tmp_path
+
+
+def test_each_document_is_a_page(site: Path) -> None:
+    documents = {file.relative_to(REPO / "docs").with_suffix("") for file in (REPO / "docs").rglob("*.md")}
+    pages = {file.relative_to(site).with_suffix("") for file in site.rglob("*.html")}
+    assert pages - documents == {Path("404"), *(Path("flags") / command for command in COMMANDS)}
+    assert documents <= pages
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "complaint"),
+    [
+        ("data.md", "[x](no-such-page.md)", "no-such-page.md"),
+        ("data.md", "[x](rewards.md#no-such-part)", "no-such-part"),
+        ("data.md", "[x](flags/train_ppo.md#no_such_flag)", "no_such_flag"),
+        ("algorithms/gae.md", "[x](../../examples/no_such_example.sh)", "no_such_example.sh"),
+        ("forgotten.md", "# A page that no menu has", "forgotten.md"),
+    ],
+)
+def test_a_broken_link_anchor_or_a_forgotten_page_fails_the_build(
+    copy: Path, page: str, text: str, complaint: str
+) -> None:
+    with (copy / "docs" / page).open("a") as file:
+        file.write(f"\n{text}\n")
+    done = mkdocs("--site-dir", str(copy / "site"), config=copy / "mkdocs.yml")
+    assert done.returncode == 1
+    assert complaint in done.stderr
+
+
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    """Scripts, styles, fonts and pictures; links to be followed by people may lead anywhere."""
+    loads = re.compile(r"<(?:script|img|iframe)[^>]+src=\"?(?:https?:)?//[^\s\">]+|<link[^>]+href=\"?(?:https?:)?//\S+")
+    found = {match for page in site.rglob("*.html") for match in loads.findall(page.read_text())}
+    styles = [file for file in site.rglob("*.css") if re.search(r"url\(\"?(?:https?:)?//", file.read_text())]
+    assert (found, styles) == (set(), [])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_page_of_a_command_has_each_flag_of_its_help(site: Path, command: str) -> None:
+    """``--help`` is made by tyro, the page by our own reading of the dataclasses."""
+    words = [sys.executable, "-m", "openppo", command, "--help"]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "COLUMNS": "200"}
+    help_text = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+    flags = set(
+        re.findall(r"--([a-z]\w*)", "\n".join(re.findall(r"^│ (-\S.*?)(?: {2,}|$)", help_text, flags=re.MULTILINE)))
+    )
+    page = (site / "flags" / f"{command}.html").read_text()
+    assert len(flags) > 3
+    missing = {flag for flag in flags if f'id="{flag}"' not in page and not flag.startswith("no_")} - {"help"}
+    assert missing == set()
+
+
+def test_a_row_has_form_default_and_docstring_of_its_field(site: Path) -> None:
+    def row(flag: str) -> list[str]:
+        (found,) = re.findall(rf'<tr>\s*<td><a id="{flag}".*?</tr>', page, flags=re.DOTALL)
+        return [
+            " ".join(re.sub(r"<[^>]+>", "", cell).split()) for cell in re.findall(r"<td>(.*?)</td>", found, re.DOTALL)
+        ]
+
+    page = (site / "flags" / "train_ppo.html").read_text()
+    assert row("gamma") == ["--gamma X", "1.0", "Discount per action token."]
+    assert row("kl_estimator")[:2] == ["--kl_estimator {k1,k2,k3}", "k1"]
+    assert row("reward_clip_range")[:2] == ["--reward_clip_range X X", "-10.0 10.0"]
+    assert row("use_kl_loss")[:2] == ["--use_kl_loss", "off"]
+    assert row("pretrain")[:2] == ["--pretrain TEXT", "required"]
+    assert row("target_modules")[:2] == ["--target_modules TEXT ...", "all-linear"]
+    assert row("advantage_estimator")[0] == "--advantage_estimator NAME"
+    assert row("advantage_estimator")[2].endswith("rloo, group_norm, dr_grpo, remax.")
+
+
+def test_an_option_in_a_text_leads_to_its_row(site: Path) -> None:
+    links = re.findall(
+        r'<a class="option" href="([^"#]+)#(\w+)"><code>--(\w+)', (site / "troubleshooting.html").read_text()
+    )
+    assert len(links) > 30
+    assert [link for link in links if f'id="{link[1]}"' not in (site / link[0]).read_text()] == []
+
+
+def templates() -> Iterator[str]:
+    """Texts in the package, with ``VARIABLE`` where an f-string puts in a value."""
+    for file in (REPO / "openppo").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(v.value) if isinstance(v, ast.Constant) else VARIABLE for v in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    """Each stands in one text of the code, or is what a mistyped flag really gives, which is put together of two."""
+    messages = re.findall(r"^```text\n(.*?)\n```", TROUBLE.split("## Messages")[1], flags=re.DOTALL | re.MULTILINE)
+    assert len(messages) > 25
+    pattern = {message: ".*".join(map(re.escape, message.split(VARIABLE))) for message in messages}
+    known = list(templates())
+    with pytest.raises(ValueError) as mistyped:
+        parse_options(TrainPPOConfig, ["--eps_clipp", "0.1"])
+    known.append(str(mistyped.value))
+    assert [message for message, text in pattern.items() if not any(re.search(text, t) for t in known)] == []
+
+
+def test_the_metrics_of_troubleshooting_are_logged() -> None:
+    tables = TROUBLE.split("## Out of memory")[0]
+    rows = [line.split("|")[2] for line in tables.splitlines() if line.startswith("|")]
+    names = {name for row in rows for name in re.findall(r"`([a-z][\w/]+)`", row)}
+    assert len(names) > 20
+    code = "\n".join(file.read_text() for file in (REPO / "openppo").rglob("*.py"))
+    phases = set(re.findall(r"\.phase\(\"(\w+)\"\)", code))
+    timed = {name.removeprefix("time/").removesuffix("_s") for name in names if name.startswith("time/")}
+    assert timed <= phases
+    evaluated = {name for name in names if name.startswith("eval_")}
+    assert evaluated <= {"eval_reward"}
+    others = {name for name in names - evaluated if not name.startswith("time/")}
+    assert [name for name in others if not re.search(rf"[\"']{name}[\"']", code)] == []
+
+
+def test_examples_lists_every_script_and_marks_what_was_not_run() -> None:
+    page = (REPO / "docs" / "examples.md").read_text()
+    helpers = {"setup.sh", "quickstart_report.py", "sort_letters.py", "stories.py"}
+    files = {file.name for file in (REPO / "examples").rglob("*") if file.suffix in (".sh", ".py")} - helpers
+    assert [name for name in files if f"{name}`]" not in page] == []
+    for row in re.findall(r"^\| \[.*$", page, flags=re.MULTILINE):
+        measured = re.search(r"\d to \d|%.* to ", row.rsplit("|", 2)[1])
+        assert measured or "not run here" in row, row
+
+
+def test_two_versions_are_kept_beside_each_other(copy: Path) -> None:
+    """The commands of docs/versions.md, and a second release, in a repository of its own."""
+    (block,) = re.findall(r"```bash\n(.*?)```", (REPO / "docs/versions.md").read_text(), flags=re.DOTALL)
+    identity = {
+        "GIT_AUTHOR_NAME": "a",
+        "GIT_AUTHOR_EMAIL": "a@b",
+        "GIT_COMMITTER_NAME": "a",
+        "GIT_COMMITTER_EMAIL": "a@b",
+    }
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | identity | {"PYTHONPATH": str(REPO), "PATH": programs, "NO_MKDOCS_2_WARNING": "1"}
+
+    def sh(*command: str) -> str:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    for command in ("init --quiet", "add .", "commit --quiet -m docs"):
+        sh("git", *command.split())
+    sh("bash", "-ec", block)
+    sh("bash", "-ec", block.replace("0.1", "0.2"))
+    files = sh("git", "ls-tree", "-r", "--name-only", "gh-pages").split()
+    assert {"0.1/index.html", "0.2/index.html", "latest", "index.html", "versions.json"} <= set(files)
+    versions = sh("git", "show", "gh-pages:versions.json")
+    assert re.findall(r'"version": "(\S+)"', versions) == ["0.2", "0.1"]
+    assert "latest/" in sh("git", "show", "gh-pages:index.html")

@@ -1,0 +1,118 @@
+"""The program ``openppo`` runs the commands, and ``--version`` says what a bug report needs and no more."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from openppo import __version__
+from openppo.cli.shell.commands import commands
+
+REPO = Path(__file__).parents[3]
+
+
+def openppo(*arguments: str, module: str = "openppo", **env: str) -> subprocess.CompletedProcess[str]:
+    """What ``python -m openppo ARGUMENTS`` does."""
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"} | env
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments], env=environment, cwd="/", capture_output=True, text=True
+    )
+
+
+def test_help_lists_every_module_that_runs_with_what_it_is_for() -> None:
+    runnable = {file.stem: file for file in (REPO / "openppo/cli").glob("*.py") if "__main__" in file.read_text()}
+    printed = openppo("--help").stdout
+    listed = dict(re.findall(r"^  (\w+) +(\S.*)$", printed, flags=re.MULTILINE))
+    assert listed.keys() == runnable.keys() == commands().keys()
+    assert [name for name, purpose in listed.items() if purpose not in runnable[name].read_text()] == []
+
+
+def test_without_a_command_it_explains_itself_and_fails() -> None:
+    done = openppo()
+    assert (done.returncode, "usage: openppo COMMAND" in done.stdout) == (2, True)
+
+
+@pytest.mark.parametrize("given", ["trainppo", "train_pp0"])
+def test_a_mistyped_command_is_an_error_with_the_nearest_name(given: str) -> None:
+    done = openppo(given, "--help")
+    assert done.returncode == 1
+    assert done.stderr == f"error: openppo has no command {given}; did you mean train_ppo?\n"
+
+
+@pytest.mark.parametrize("given", ["train_ppo", "train-ppo"])
+def test_a_command_gets_its_flags_and_its_errors_are_those_of_the_module(given: str) -> None:
+    ours, module = openppo(given, "--eps_clipp", "1"), openppo("--eps_clipp", "1", module="openppo.cli.train_ppo")
+    assert ours.returncode == module.returncode == 2
+    assert ours.stderr == module.stderr == "error: unknown flag --eps_clipp; did you mean eps_clip?\n"
+
+
+def test_torchrun_starts_a_command_on_two_ranks_with_both_spellings(tmp_path: Path) -> None:
+    """Both end with the same error of the options, which only a parsed command line and the rank count can give."""
+    flags = "--pretrain m --reward_pretrain r --prompt_data d --rollout_batch_size 3 --train_batch_size 2".split()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    for module in (["openppo", "train_ppo"], ["openppo.cli.train_ppo"]):
+        done = subprocess.run([*launch, *module, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert "--rollout_batch_size 3 does not divide among 2 ranks" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["openppo", "openppo.cli.train_ppo", "openppo.cli.merge_lora"])
+def test_version_prints_what_a_bug_report_needs(module: str) -> None:
+    done = openppo("--version", module=module)
+    assert done.returncode == 0, done.stderr
+    said = dict(re.split(r" {2,}", line, maxsplit=1) for line in done.stdout.splitlines())
+    assert said["openppo"].startswith(__version__)
+    assert said["python"].startswith(".".join(map(str, sys.version_info[:3])))
+    assert said["torch"] == torch.__version__
+    for package in ("transformers", "deepspeed", "peft", "datasets", "tokenizers"):
+        assert said[package] == version(package)
+    assert re.search(r"\d of \d+ cores usable", said["processor"])
+    assert re.fullmatch(r"\d+\.\d GiB", said["memory"])
+    assert {"CUDA", "system"} <= said.keys()
+
+
+def test_version_names_the_commit_of_a_checkout() -> None:
+    git = subprocess.run(["git", "-C", str(REPO), "rev-parse", "HEAD"], capture_output=True, text=True)
+    if git.returncode != 0:
+        pytest.skip("not a git checkout")
+    found = re.search(r"\(commit (\w+)", openppo("--version").stdout)
+    assert found is not None
+    assert git.stdout.startswith(found[1])
+
+
+def test_version_tells_no_name_path_or_secret() -> None:
+    secret = "hf_tell_nobody"
+    said = openppo("--version", HF_TOKEN=secret, WANDB_API_KEY=secret).stdout
+    private = {secret, str(Path.home()), str(REPO), socket.gethostname(), sys.prefix}
+    assert [text for text in private if text in said] == []
+    assert not re.search(rf"\b{getpass.getuser()}\b", said)
+    assert "/" not in said.replace("GNU/Linux", "")
+
+
+def test_version_answers_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('/home/somebody/libcudart.so: cannot open shared object file')")
+    done = openppo("--version", PYTHONPATH=f"{tmp_path}:{REPO}")
+    assert done.returncode == 0, done.stderr
+    assert f"{version('torch')} (import fails with OSError)" in done.stdout
+    assert "somebody" not in done.stdout
+
+
+def test_version_lists_the_gpus_that_the_driver_knows(tmp_path: Path) -> None:
+    answer = "NVIDIA H200, 143771 MiB, 570.1\nNVIDIA H200, 143771 MiB, 570.1\n"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf {json.dumps(answer)}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    said = openppo("--version", PATH=f"{tmp_path}:{os.environ['PATH']}").stdout
+    assert re.findall(r"^GPU (\d) +(NVIDIA H200), 143771 MiB", said, flags=re.MULTILINE) == [
+        ("0", "NVIDIA H200"),
+        ("1", "NVIDIA H200"),
+    ]
