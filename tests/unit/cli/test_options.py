@@ -377,6 +377,13 @@ def test_no_two_groups_of_a_command_have_an_option_of_the_same_name(command: typ
     assert sorted(names) == sorted(set(names)) == sorted(option_names(command))
 
 
+def test_use_wandb_may_stand_alone_or_with_a_key() -> None:
+    required = ["--pretrain", "m", "--dataset", "d"]
+    for given, key in ((["--use_wandb"], "True"), (["--use_wandb", "abc"], "abc"), (["--use_wandb=abc"], "abc")):
+        assert parse_options(TrainSFTConfig, [*given, *required]).tracking.use_wandb == key
+        assert parse_options(TrainSFTConfig, [*required, *given]).tracking.use_wandb == key
+
+
 @pytest.mark.parametrize(("command", "group", "flag", "arguments", "value"), EVERY_FLAG)
 def test_a_flag_reaches_the_field_of_its_name_and_no_other(
     command: type, group: str, flag: str, arguments: list[str], value: Any

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import re
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.table import Table
+from rich.text import Text
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.tracking import cut_logs, get_logger, save_config, set_aside_logs, setup_logging
+from openppo.tracking.terminal import announce
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +39,36 @@ def test_rank_0_informs_and_the_others_only_warn_with_their_rank(capsys: pytest.
     captured = capsys.readouterr()
     assert captured.err == "[openppo] loaded 7 rows\n[openppo] careful\n[openppo rank 3] careful\n"
     assert captured.out == ""
+
+
+class Terminal(io.StringIO):
+    """A stderr that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_colours_and_a_file_the_same_words_with_the_name_before_each_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = Table("role", "model")
+    table.add_row("actor", Text("tiny", style="bold"))
+    shown = {}
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        setup_logging(0)
+        announce(table)
+        get_logger().warning("careful")
+        shown[stream.isatty()] = stream.getvalue()
+    assert "\x1b[1mtiny" in shown[True]
+    assert "\x1b[33mwarning: careful\x1b[0m" in shown[True]
+    lines = shown[False].splitlines()
+    assert all(line.startswith("[openppo]") for line in lines)
+    assert "\x1b" not in shown[False]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown[True]).replace("warning: ", "").splitlines()
+    assert [line.removeprefix("[openppo] ").rstrip() for line in lines] == [line.rstrip() for line in plain]
+    assert "\x1b" not in caplog.text  # what other handlers of the logger get
 
 
 def test_the_logger_is_a_standard_one_and_silent_until_a_command_sets_it_up() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import pytest
 
-from openppo.rollout.rewards import CombinedScorer, check_scores, start_scoring
+from openppo.rollout.rewards import CombinedScorer, check_scores, scoring, start_scoring
+from openppo.tracking.position import position
 from openppo.types import Score, Trajectory
 
 
@@ -44,6 +48,35 @@ def test_a_source_of_one_rank_scores_while_the_caller_goes_on(two: list[Trajecto
     computed.set()  # the caller's own work; were the source not in the background, this would never be reached
     assert pending.wait() == [GOOD, GOOD]
     assert source.thread is not threading.current_thread()
+
+
+def test_while_scores_are_waited_for_a_bar_counts_the_samples_that_are_done(
+    two: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(Source):
+        n_scored = 0
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    looks: list[object] = []
+
+    def wait(futures: list[Future[object]], timeout: float) -> object:
+        looks.append(None)
+        source.n_scored = len(looks) // 2
+        if len(looks) == 5:
+            go_on.set()
+        return real_wait(futures, 60 if len(looks) >= 5 else 0)
+
+    go_on, real_wait = threading.Event(), scoring.wait
+    source = Counting(GOOD, before=lambda: go_on.wait(60))
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(scoring, "wait", wait)
+    ticks = position.ticks
+    assert start_scoring(source, two, show_progress=True).wait() == [GOOD, GOOD]
+    assert "scoring      0%" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert position.ticks == ticks + 2  # one for each sample
 
 
 def test_a_collective_source_scores_at_once_on_the_callers_thread(two: list[Trajectory]) -> None:
