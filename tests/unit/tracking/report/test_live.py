@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from openppo.config import RunConfig
+from openppo.config import TrackingConfig
 from openppo.tracking import make_trackers
 from openppo.tracking.report import live
 from openppo.tracking.report.live import HealthTracker, ReportTracker
@@ -115,7 +115,7 @@ def test_a_page_that_fails_warns_once_and_the_run_goes_on(
 
 
 def test_every_run_leaves_a_report_with_its_last_step(tmp_path: Path) -> None:
-    trackers = make_trackers(RunConfig(save_path=str(tmp_path)), SingleProcess(), [], total_steps=2)
+    trackers = make_trackers(str(tmp_path), TrackingConfig(), {}, SingleProcess(), [], total_steps=2)
     trackers.log(1, {"reward": 1.0})
     report = tmp_path / "logs" / "report.html"
     first = report.read_text()
