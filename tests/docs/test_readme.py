@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForS
 REPO = Path(__file__).parents[2]
 README = (REPO / "README.md").read_text()
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-NOT_IN_EVERY_RUN = ("ptx_loss", "eval_reward", "sampled_reward", "sampled_batches", "useful_groups")
+NOT_IN_EVERY_RUN = ("eval_reward",)
 SMALL = shlex.split(
     "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 2 --micro_train_batch_size 2 "
     "--generate_max_len 4 --prompt_max_len 32"
@@ -145,5 +145,5 @@ def test_metrics_that_the_readme_explains_are_logged(tiny: Path) -> None:
     logged = json.loads((tiny / "ckpt/ppo/logs/metrics.jsonl").read_text().splitlines()[-1])
     table = README.split("| metric | meaning |")[1].split("\n\n")[0]
     names = re.findall(r"`([a-z0-9_]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
-    assert len(names) > 15
+    assert len(names) > 8
     assert [name for name in names if name not in logged and name not in NOT_IN_EVERY_RUN] == []
