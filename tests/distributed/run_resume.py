@@ -1,7 +1,7 @@
 """Launched by torchrun: ``run_resume.py CASES.json OUT MODE`` runs each case with a fresh trainer, in ``OUT/<name>``.
 
 A case: ``name``, ``command``, ``arguments``, and ``stop_at``, the number of the check at which mode ``first`` stops the
-run as a signal would (0: at none). Mode ``whole`` never stops; mode ``rest`` goes on from the checkpoint. ``poison``
+run as a signal would (0: at none), with ``place`` counted in that step and phase only. Mode ``whole`` never stops; mode ``rest`` goes on from the checkpoint. ``poison``
 makes optimizer steps not finite: ``role``, ``calls`` (from 1), ``rank``, and ``how``.
 """
 
@@ -22,6 +22,7 @@ from run_steps import HANG_AFTER, PARTITION_EVERYTHING, SUPERVISED, leave
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.strategy import DeepspeedStrategy
+from openppo.tracking.position import position
 from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.steps.actor_step import ActorStep
@@ -54,13 +55,14 @@ def poisoned(step_class: type, poison: dict[str, Any]) -> Any:
 
 
 class StopAt(SignalStop):
-    """Stops all ranks at the check number ``at``."""
+    """Stops all ranks at the check number ``at``, counted over the run or over the ``place``: a step and a phase."""
 
     at = 0
+    place: tuple[int, str] | None = None
     n_checks = 0
 
     def __call__(self) -> None:
-        StopAt.n_checks += 1
+        StopAt.n_checks += StopAt.place in (None, (position.step, position.phase))
         if StopAt.n_checks == StopAt.at:
             raise Interrupted("the test")
 
@@ -75,6 +77,7 @@ def run(case: dict[str, Any], folder: Path, mode: str) -> None:
     config = parse_options(config_type, arguments)
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
     StopAt.at, StopAt.n_checks = case["stop_at"] if mode == "first" else 0, 0
+    StopAt.place = tuple(case["place"]) if case.get("place") else None
     with (
         mock.patch("openppo.trainer.build.SignalStop", StopAt),
         mock.patch("openppo.trainer.supervised.build.SignalStop", StopAt),
