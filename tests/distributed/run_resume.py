@@ -1,8 +1,9 @@
 """Launched by torchrun: ``run_resume.py CASES.json OUT MODE`` runs each case with a fresh trainer, in ``OUT/<name>``.
 
 A case: ``name``, ``command``, ``arguments``, and ``stop_at``, the number of the check at which mode ``first`` stops the
-run as a signal would (0: at none), with ``place`` counted in that step and phase only. Mode ``whole`` never stops; mode ``rest`` goes on from the checkpoint. ``poison``
-makes optimizer steps not finite: ``role``, ``calls`` (from 1), ``rank``, and ``how``.
+run as a signal would (0: at none), with ``place`` counted in that step and phase only. Mode ``whole`` never stops; mode
+``rest`` goes on from the checkpoint. ``poison`` makes optimizer steps not finite: ``role``, ``calls`` (from 1),
+``rank``, and ``how``.
 """
 
 from __future__ import annotations

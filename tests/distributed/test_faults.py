@@ -19,6 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.independent
+
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
 SECONDS_UNTIL_A_HANG_IS_CERTAIN = 900  # other tests run beside it
@@ -259,8 +261,6 @@ def test_a_reward_function_that_raises_in_an_evaluation_of_the_average_is_report
 
 SLEEPS = """
 import os, time
-
-pytestmark = pytest.mark.independent
 
 def reward_fn(responses):
     if os.environ["RANK"] == "0":
