@@ -11,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load
 
-pytestmark = pytest.mark.independent
-
 RESUME = Path(__file__).with_name("run_resume.py")
 KILLS = Path(__file__).with_name("run_kills.py")
 

@@ -19,8 +19,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.independent
-
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
 SECONDS_UNTIL_A_HANG_IS_CERTAIN = 900  # other tests run beside it

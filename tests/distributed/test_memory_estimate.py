@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.independent
-
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "memory_estimate.py"
 
 
