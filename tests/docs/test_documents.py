@@ -59,6 +59,8 @@ RUN_BY = {
     "trl": "test_what_replaces_a_script_of_trl_runs",
     "parts": "test_parts_run",
     "internals": "test_internals_run",
+    "watching": "test_watching_runs_with_traces_histograms_and_wandb_offline",
+    "report": "test_the_commands_of_the_report_write_it",
     "versions": "test_two_versions_are_kept_beside_each_other",
 }
 """The test that executes the code of each document; those on algorithms run in one."""

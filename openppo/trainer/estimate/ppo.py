@@ -22,6 +22,7 @@ from openppo.trainer.estimate.states import (
     step_moments,
     trained_states,
 )
+from openppo.trainer.steps.sample_log import n_forwards
 
 _EXPERIENCE_BYTES = 8 + 2 + 8 * 4
 """For one token: id, two masks, and eight float32 fields of ``Experience``."""
@@ -243,7 +244,7 @@ def _training_passes(run: PPORun, role: str) -> list[Pass]:
 
 
 def _sent(run: PPORun) -> dict[str, int]:
-    """By phase, for one global step."""
+    """By phase, for one global step whose samples are logged token by token."""
     setting, ppo, batch = run.setting, run.config.ppo, run.config.batch
     forwards = -(-run.samples // ppo.micro_rollout_batch_size)
     actor = forward_bytes(run.shapes["actor"], setting, run.lora_ranks["actor"])
@@ -264,4 +265,5 @@ def _sent(run: PPORun) -> dict[str, int]:
         "experience": forwards * experience,
         "exchange of experience": all_gather_bytes(exchanged, run.n_ranks),
         "training": steps * training,
+        "log of tokens": n_forwards(run.config) * actor,
     }

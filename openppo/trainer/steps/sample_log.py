@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
-from openppo.experience.collate import idle_experience
+from openppo.experience.collate import idle_experience, join_rows
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.models.loss import policy_ratio
 from openppo.trainer.parts import Parts
@@ -41,6 +41,7 @@ class SampleLog:
         self.weights = config.source.weights()
         self.total_steps = total_steps
         self.every = -(-total_steps // N_TOKEN_STEPS)
+        self.n_forwards = n_forwards(config)
 
     def describe(self, trajectories: Sequence[Trajectory], buffer: ReplayBuffer, step: int) -> list[Sample]:
         """What is known before training; ``buffer`` holds the experience of this rank's last ``trajectories``."""
@@ -84,18 +85,20 @@ class SampleLog:
 
     @torch.no_grad()
     def _add_policy_of_now(self, rows: Sequence[Sample]) -> None:
-        """A forward of one row for each sample, equally many on all ranks as partitioned weights need it."""
+        """``n_forwards`` on every rank, as partitioned weights need it; only rank 0 has ``rows``."""
         with self.parts.strategy.uncompiled():
             self.parts.train(False)
-            for number in range(N_SAMPLES):
-                row = rows[number] if number < len(rows) else None
-                batch = idle_experience() if row is None else _experience(row.pop("sequence"))
+            size = -(-N_SAMPLES // self.n_forwards)
+            for start in range(0, N_SAMPLES, size):
+                some = rows[start : start + size]
+                batch = join_rows([_experience(row.pop("sequence")) for row in some]) if some else idle_experience()
                 batch = batch.to(self.parts.strategy.device)
                 inputs = batch.sequences, batch.attention_mask, batch.action_mask
                 log_probs, entropy = self.parts.actor(*inputs, return_entropy=True)
-                if row is not None:
-                    ratio = policy_ratio(log_probs, batch.rollout_log_probs, batch.action_mask)
-                    _add_values(row, {"ratio": ratio, "entropy": entropy}, batch.action_mask)
+                ratio = policy_ratio(log_probs, batch.rollout_log_probs, batch.action_mask)
+                for i, row in enumerate(some):
+                    values = {"ratio": ratio[i : i + 1], "entropy": entropy[i : i + 1]}
+                    _add_values(row, values, batch.action_mask[i : i + 1])
 
     def _log(self, step: int, samples: Sequence[Sample], evaluation: bool) -> None:
         kind = {"evaluation": True} if evaluation else {}
@@ -105,6 +108,11 @@ class SampleLog:
             row.pop("sequence", None)
         self.parts.trackers.log_samples(step, [{k: v for k, v in s.items() if k != TOKENS} for s in numbered])
         self.parts.trackers.log_tokens(step, rows)
+
+
+def n_forwards(config: TrainPPOConfig) -> int:
+    """Forward passes of the actor over the samples of a step that is logged token by token."""
+    return -(-N_SAMPLES // min(N_SAMPLES, config.ppo.micro_rollout_batch_size))
 
 
 def choose(trajectories: Sequence[Trajectory]) -> list[int]:

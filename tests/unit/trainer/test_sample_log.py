@@ -174,7 +174,9 @@ class Strategy:
         yield
 
 
-def sample_log(tokenizer: Any, total_steps: int, is_main: bool = True) -> tuple[SampleLog, Recorded, list[int]]:
+def sample_log(
+    tokenizer: Any, total_steps: int, is_main: bool = True, micro: int = 8
+) -> tuple[SampleLog, Recorded, list[int]]:
     """A log whose actor of now finds each token e^(1/2) times as likely as before; it notes the rows of its batches."""
     rows: list[int] = []
 
@@ -182,7 +184,8 @@ def sample_log(tokenizer: Any, total_steps: int, is_main: bool = True) -> tuple[
         rows.append(len(sequences))
         return torch.where(action_mask, 0.0, 0.0), torch.where(action_mask, 1.5, 0.0)
 
-    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", reward_weights=("a=0.5",))
+    source = {"reward_fn": "f.py", "reward_weights": ("a=0.5",)}
+    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", micro_rollout_batch_size=micro, **source)
     strategy, trackers = Strategy(), Recorded()
     strategy.is_main = is_main
     parts: Any = SimpleNamespace(
@@ -199,14 +202,17 @@ def filled(trajectories: list[Trajectory], limit: int = 0) -> ReplayBuffer:
     return buffer
 
 
-def test_ratio_and_entropy_are_of_the_policy_after_the_step(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    log, logged, rows = sample_log(byte_tokenizer, total_steps=3)
+@pytest.mark.parametrize(("micro", "forwards"), [(1, [1, 1, 1, 1]), (3, [2, 2]), (8, [4])])
+def test_ratio_and_entropy_are_of_the_policy_after_the_step(
+    micro: int, forwards: list[int], byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    log, logged, rows = sample_log(byte_tokenizer, total_steps=3, micro=micro)
     trajectories = [response_to([i], group=i) for i in range(9)]
     samples = log.describe(trajectories, filled(trajectories), step=1)
     assert rows == []
     samples = json.loads(json.dumps(samples))  # as a checkpoint keeps them
     log.write(1, samples)
-    assert rows == [1, 1, 1, 1]
+    assert rows == forwards
     assert len(logged.samples) == len(logged.tokens) == 4
     for number, (sample, tokens) in enumerate(zip(logged.samples, logged.tokens, strict=True)):
         group = int(sample["prompt"].split("[")[1].rstrip("]"))
@@ -232,7 +238,7 @@ def test_tokens_are_of_a_hundred_steps_of_a_long_run_and_samples_of_all(
     steps = [row["step"] for row in logged.tokens]
     assert steps == [1, *range(10, 995, 10), 995]
     assert len(logged.samples) == 995
-    assert len(rows) == 4 * len(steps)
+    assert len(rows) == len(steps)
 
 
 def test_other_ranks_describe_nothing_and_run_as_many_forwards(byte_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -240,7 +246,7 @@ def test_other_ranks_describe_nothing_and_run_as_many_forwards(byte_tokenizer: P
     trajectories = [response_to([1], group=1)]
     samples = log.describe(trajectories, filled(trajectories), step=1)
     log.write(1, samples)
-    assert (samples, logged.samples, rows) == ([], [], [1, 1, 1, 1])
+    assert (samples, logged.samples, rows) == ([], [], [1])
 
 
 def test_samples_that_the_buffer_has_dropped_are_not_described(byte_tokenizer: PreTrainedTokenizerFast) -> None:
