@@ -82,7 +82,8 @@ def page(command: str) -> str:
     groups = typing.get_type_hints(config)
     first, option = next((name, dataclasses.fields(group)[0].name) for name, group in groups.items())
     how = _HOW.format(config=config.__name__, group=first, option=option)
-    return "\n".join([head, how, *(_table(name, group) for name, group in groups.items())])
+    positional = "PositionalRequiredArgs" in inspect.getsource(import_module(f"openppo.cli.{command}"))
+    return "\n".join([head, how, *(_table(name, group, positional) for name, group in groups.items())])
 
 
 def config_type(command: str) -> type | None:
@@ -114,7 +115,8 @@ def _train_first(command: str) -> tuple[bool, str]:
     return not command.startswith("train_"), command
 
 
-def _table(name: str, group: type) -> str:
+def _table(name: str, group: type, positional: bool) -> str:
+    """``positional``: what is required is given without its name."""
     meanings, types = docstrings(group), typing.get_type_hints(group)
     lines = [f"## {name}", "", inspect.getdoc(group) or "", "", "| option | default | meaning |", "| --- | --- | --- |"]
     for option in dataclasses.fields(group):
@@ -122,7 +124,10 @@ def _table(name: str, group: type) -> str:
         if len(value) > _LONGEST_CHOICE:
             value, choices = "NAME", f" One of: {value.strip('{}').replace(',', ', ')}."
         usage = f"--{option.name}" + ("" if option.type == "bool" else f" {value}")
-        default = "required" if option.default is dataclasses.MISSING else f"`{_default(option.default)}`"
+        required = option.default is dataclasses.MISSING
+        if required and positional:
+            usage = option.name.upper()
+        default = "required" if required else f"`{_default(option.default)}`"
         cells = (f'<a id="{option.name}"></a>`{usage}`', default, meanings[option.name] + choices)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, ""])
