@@ -52,10 +52,10 @@ def test_the_batch_arithmetic_is_what_the_run_did(outputs: dict[str, Any], name:
     for step, *counts in zip(planned, *ranks, strict=True):
         for of_rank in counts:
             assert of_rank["prompts"] == step["n_prompts"]
-            assert of_rank["forwards"] == step["forwards"]
+            assert step["forwards"] <= of_rank["forwards"] <= step["most_on_a_rank"], "cut where that saves padding"
             assert of_rank["optimizer_steps"] == step["optimizer_steps"]
     full = planned[0]
-    assert ranks[0][0]["micro_batches"] == full["micro_batches"] * full["optimizer_steps"]
+    assert ranks[0][0]["micro_batches"] >= full["micro_batches"] * full["optimizer_steps"]
     assert plan["total"] == sum(step["optimizer_steps"] for step in ranks[0])
 
 
@@ -68,8 +68,8 @@ def test_the_arithmetic_of_a_case_done_by_hand(outputs: dict[str, Any]) -> None:
     assert plan["total"] == 20
     text = "\n".join(outputs["watched"]["lines"])
     assert "4 prompts x 2 responses = 8 samples" in text
-    assert "2 passes of up to 3 samples on each of 2 ranks" in text
-    assert "2 epochs of 2 mini-batches of 4 samples, in 2 micro-batches of up to 1 on each of 2 ranks" in text
+    assert "2 or more passes of up to 3 samples on each of 2 ranks" in text
+    assert "2 epochs of 2 mini-batches of 4 samples, in 2 or more micro-batches of up to 1 on each of 2 ranks" in text
     assert "2 episodes of 10 prompts in 3 batches, the last of 2" in text
     assert "6 steps, 20 optimizer steps" in text
 

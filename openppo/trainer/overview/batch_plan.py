@@ -18,11 +18,11 @@ class StepPlan:
     most_on_a_rank: int
     """Of the responses that are sampled."""
     forwards: int | None
-    """Passes of each model on the busiest rank to make experience; None with ``--micro_rollout_tokens``."""
+    """Passes of each model on the busiest rank to make experience, at least; None with ``--micro_rollout_tokens``."""
     mini_batches: int
     """In each epoch: as many optimizer steps of actor and critic."""
     micro_batches: int | None
-    """Of a full mini-batch, on each rank; None with ``--micro_train_tokens``."""
+    """Of a full mini-batch, on each rank, at least; None with ``--micro_train_tokens``."""
     optimizer_steps: int
 
 

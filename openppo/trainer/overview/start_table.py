@@ -67,14 +67,11 @@ def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, parts: Parts) -> Facts:
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     most = "at most " if config.ppo.dynamic_sampling else ""
     facts = [("each step", _samples(first, config.ppo.n_samples_per_prompt, most))]
-    passes = f"{count(first.forwards, 'pass', 'passes')} of up to {config.ppo.micro_rollout_batch_size} samples"
-    if first.forwards is None:
-        passes = f"passes of up to {config.ppo.micro_rollout_tokens:,} tokens"
+    ppo = config.ppo
+    passes = _pieces(first.forwards, "passes", f"{ppo.micro_rollout_batch_size} samples", ppo.micro_rollout_tokens)
     facts.append(("experience", passes + each))
     size = min(batch.train_batch_size, first.n_samples)
-    micro = f"{count(first.micro_batches, 'micro-batch', 'micro-batches')} of up to {batch.micro_train_batch_size}"
-    if first.micro_batches is None:
-        micro = f"micro-batches of up to {config.ppo.micro_train_tokens:,} tokens"
+    micro = _pieces(first.micro_batches, "micro-batches", str(batch.micro_train_batch_size), ppo.micro_train_tokens)
     mini = count(first.mini_batches, "mini-batch", "mini-batches")
     facts.append(("training", f"{count(batch.max_epochs, 'epoch')} of {mini} of {size:,} samples, in {micro}{each}"))
     total = f"{plan.optimizer_steps():,} optimizer steps"
@@ -85,6 +82,11 @@ def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, parts: Parts) -> Facts:
     in_all = f"{count(plan.episodes, 'episode')} of {len(parts.prompts):,} prompts in "
     facts.append(("in all", in_all + f"{count(len(plan.steps), 'batch', 'batches')}{rest}"))
     return [*facts, ("", f"{most}{plan.n_steps:,} steps, {total}")]
+
+
+def _pieces(n: int | None, what: str, size: str, tokens: int | None) -> str:
+    """``n`` or more, since they are cut where that saves padding; None where ``tokens`` bound them."""
+    return f"{what} of up to {tokens:,} tokens" if n is None else f"{n:,} or more {what} of up to {size}"
 
 
 def _samples(step: StepPlan, n_responses: int, most: str) -> str:
@@ -133,6 +135,6 @@ def _shortened(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else "..." + name[3 - _LONGEST_NAME :]
 
 
-def count(n: int | None, one: str, many: str = "") -> str:
+def count(n: int, one: str, many: str = "") -> str:
     """``n`` of what is called ``one`` if there is one of it."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
