@@ -16,7 +16,7 @@ from openppo.experience.measure import measure_experience, measure_scores
 from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
 from openppo.experience.token_rewards import compute_reward
 from openppo.models.masked import compute_approx_kl
-from openppo.models.padding import micro_batches
+from openppo.models.padding import micro_batches, price_of_a_batch
 from openppo.tracking import Metrics, progress
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
 
@@ -73,7 +73,8 @@ class ExperienceMaker:
         Raises ``Interrupted`` on all ranks when it should be left.
         """
         lengths, ppo = [len(trajectory.token_ids) for trajectory in trajectories], self.config.ppo
-        batches = micro_batches(lengths, ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens)
+        price = price_of_a_batch(self.config.deepspeed.zero_stage)
+        batches = micro_batches(lengths, ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, price)
         n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
         made: dict[int, Experience] = {}
         for rows in progress(batches, "experience", enabled=self.comm.rank == 0):

@@ -11,16 +11,23 @@ PRICE_OF_A_BATCH = 1 / 8
 """What one more micro-batch may cost, in full ones: it must save as much padding."""
 
 
-def micro_batches(lengths: Sequence[int], rows: int, tokens: int | None = None) -> list[list[int]]:
+def price_of_a_batch(zero_stage: int) -> float:
+    """In full micro-batches; under ZeRO-3 each pass gathers all weights, so none is made to save padding."""
+    return 1.0 if zero_stage == 3 else PRICE_OF_A_BATCH
+
+
+def micro_batches(
+    lengths: Sequence[int], rows: int, tokens: int | None = None, price_in_full_ones: float = PRICE_OF_A_BATCH
+) -> list[list[int]]:
     """Indices of sequences in batches of neighbours in length, the longest first, with little padding.
 
     A batch has at most ``rows`` of them, or with ``tokens`` as many as fit into that number of tokens, padding
     included; one that is longer has a batch of its own. Of all ways to cut the sorted sequences it is the one with the
-    least padding, where each batch counts as ``PRICE_OF_A_BATCH`` more.
+    least padding, where each batch counts as ``price_in_full_ones`` more.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
     n, longest = len(order), lengths[order[0]] if order else 0
-    price = PRICE_OF_A_BATCH * (min(rows, n) * longest if tokens is None else tokens)
+    price = price_in_full_ones * (min(rows, n) * longest if tokens is None else tokens)
     least, ends = [0.0] * (n + 1), [n] * (n + 1)  # for sequences i to n: the cost, and where the first batch ends
     for first in reversed(range(n)):
         length = lengths[order[first]]

@@ -55,11 +55,11 @@ class PPOTrainer:
         self.callbacks = list(callbacks)
         self.comm = parts.strategy.comm
         self.maker = parts.maker
-        strategy, estimator = parts.strategy, parts.maker.estimator
-        self.rollout_step = RolloutStep(
-            strategy, parts.actor, parts.engine, parts.scorer, config, estimator.needs_greedy, parts.stop
-        )
-        self.replay_buffer = ReplayBuffer(self.comm, config.ppo.buffer_limit, config.ppo.buffer_cpu_offload)
+        estimator, greedy = parts.maker.estimator, parts.maker.estimator.needs_greedy
+        made = parts.strategy, parts.actor, parts.engine, parts.scorer
+        self.rollout_step = RolloutStep(*made, config, greedy, parts.stop)
+        ppo, stage = config.ppo, config.deepspeed.zero_stage
+        self.replay_buffer = ReplayBuffer(self.comm, ppo.buffer_limit, ppo.buffer_cpu_offload, stage)
         self.progress = Progress()
         self.update_step = UpdateStep(config, parts, self.progress)
         self.sampler = BatchSampler(len(parts.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
