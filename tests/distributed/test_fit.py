@@ -51,6 +51,7 @@ def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[
     common += " --actor_learning_rate 1e-3 --critic_learning_rate 1e-3"
     odd = f"{common} --max_samples 5 --rollout_batch_size 4 --train_batch_size 4 --num_episodes 2 --generate_max_len 8"
     bf16 = f"{common} --bf16 --max_samples 12 --rollout_batch_size 12 --train_batch_size 6 --generate_max_len 8"
+    bf16 += " --micro_train_batch_size 1"  # ZeRO-3 cuts others than the rest does, and the order of sums shows in bf16
     cases = [
         case("unequal", f"{unequal} --zero_stage 3"),
         case("unequal in lockstep", f"{unequal} --zero_stage 3", lockstep=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -124,12 +125,13 @@ class Peers:
     def lost(self) -> dict[int, str]:
         """Ranks that cannot end well any more, and what of them is known."""
         found = {}
-        for rank, beat in self.beats.items():
+        for rank, beat in list(self.beats.items()):
             silent = time.monotonic() - self._heard[rank]
             if beat.done:
                 continue
             if self.on_this_machine(beat) and not process_lives(beat.pid):
-                found[rank] = "its process has ended"
+                if not self._last_words(rank).done:
+                    found[rank] = "its process has ended"
             elif silent > self.silence:
                 found[rank] = f"{SILENT} for {silent:.0f} s (--heartbeat_timeout)"
         return found
@@ -172,6 +174,13 @@ class Peers:
         """True on the first living rank of each machine."""
         here = [rank for rank, beat in self.beats.items() if self.on_this_machine(beat) and process_lives(beat.pid)]
         return self.rank < min(here, default=self.rank + 1)
+
+    def _last_words(self, rank: int) -> Beat:
+        """Of a rank whose process has ended: it may have said that it is done since it was heard, and then ended."""
+        with contextlib.suppress(RuntimeError):  # the store went with it: what is known counts
+            if self._store is not None:
+                self._hear(Beat(**json.loads(self._store.get(self._key(rank)))))
+        return self.beats[rank]
 
     def _connect(self) -> bool:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
