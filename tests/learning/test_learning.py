@@ -1,68 +1,31 @@
 """The trainers learn: from a random model of two layers, in seconds, through the commands that users run."""
 
 import json
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-REPO = Path(__file__).resolve().parents[2]
 LETTERS = "abcdefgh"
-SPECIAL = ["<pad>", "<eos>", "<unk>"]
-SECONDS_UNTIL_A_HANG_IS_CERTAIN = 900  # other tests run beside it
 Train = Callable[[str, str], list[dict[str, Any]]]
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(random_llama: Callable[[str], Path]) -> Path:
     """A Llama of two layers with random weights, and a tokenizer with one token per letter."""
-    core = Tokenizer(models.WordLevel({t: i for i, t in enumerate([*SPECIAL, *LETTERS])}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    tokenizer.save_pretrained(tmp_path / "model")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    torch.manual_seed(1)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return random_llama(LETTERS)
 
 
 @pytest.fixture
-def train(model: Path, tmp_path: Path) -> Train:
+def train(model: Path, run_command: Callable[..., list[dict[str, Any]]]) -> Train:
     """``train(command, arguments)`` runs a command on that model in one process; returns the logged metrics."""
 
     def run(name: str, arguments: str) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", f"openppo.cli.{name}", "--pretrain", str(model), "--save_path", "out"]
-        done = subprocess.run(
-            [*command, *arguments.split()],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS_UNTIL_A_HANG_IS_CERTAIN,
-        )
-        print(done.stdout)  # pytest shows it when the test fails
-        assert done.returncode == 0
-        return [json.loads(line) for line in (tmp_path / "out" / "logs" / "metrics.jsonl").read_text().splitlines()]
+        return run_command([*command, *arguments.split()])
 
     return run
 

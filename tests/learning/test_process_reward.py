@@ -4,66 +4,30 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+Metrics = list[dict[str, Any]]
 REPO = Path(__file__).resolve().parents[2]
-TOKENS = ["<pad>", "<eos>", "<unk>", "#", "G", "B", "+", "=", ";", *"012345678"]
 ASSETS = Path(os.environ.get("OPENPPO_ASSETS", REPO.parent / "shared" / "assets"))
-SECONDS_UNTIL_A_HANG_IS_CERTAIN = 900  # other tests run beside it
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(random_llama: Callable[[str], Path]) -> Path:
     """A Llama of two layers with random weights, and a tokenizer with one token per character."""
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    tokenizer.save_pretrained(tmp_path / "model")
-    config = LlamaConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    torch.manual_seed(1)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return random_llama("#GB+=;012345678")
 
 
-def run(command: list[str], folder: Path, **variables: str) -> list[dict[str, Any]]:
-    """The metrics that a command logs in ``folder/out``."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for torchrun
-    here = {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **here, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS_UNTIL_A_HANG_IS_CERTAIN,
-    )
-    print(done.stdout)  # pytest shows it when the test fails
-    assert done.returncode == 0
-    return [json.loads(line) for line in (folder / "out" / "logs" / "metrics.jsonl").read_text().splitlines()]
-
-
-def train(arguments: str, folder: Path) -> list[dict[str, Any]]:
-    """The metrics of train_prm."""
-    return run([sys.executable, "-m", "openppo.cli.train_prm", *arguments.split()], folder)
+@pytest.fixture
+def train(run_command: Callable[..., Metrics]) -> Callable[[str], Metrics]:
+    """``train(arguments)``: the metrics of train_prm."""
+    return lambda arguments: run_command([sys.executable, "-m", "openppo.cli.train_prm", *arguments.split()])
 
 
 def write_solutions(file: Path, rng: random.Random, count: int) -> None:
@@ -81,14 +45,16 @@ def solution(rng: random.Random) -> dict[str, object]:
     return {"input": text, "label": labels}
 
 
-def test_prm_learns_to_tell_right_sums_from_wrong_ones(model: Path, tmp_path: Path) -> None:
+def test_prm_learns_to_tell_right_sums_from_wrong_ones(
+    model: Path, train: Callable[[str], Metrics], tmp_path: Path
+) -> None:
     rng = random.Random(0)
     write_solutions(tmp_path / "train.jsonl", rng, 2048)
     write_solutions(tmp_path / "heldout.jsonl", rng, 128)
     arguments = """--pretrain model --dataset train.jsonl --eval_dataset heldout.jsonl --input_key input
         --label_key label --placeholder_token # --reward_tokens G B --max_epochs 8 --train_batch_size 64
         --micro_train_batch_size 64 --learning_rate 1e-2 --save_path out"""
-    lines = train(arguments, tmp_path)
+    lines = train(arguments)
     evaluated = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line]
     assert lines[0]["loss"] > 0.6  # a random model: log(2) = 0.69
     assert evaluated[-1] > 0.9  # always "wrong" or always "right": about 0.5
@@ -103,7 +69,7 @@ def test_prm_learns_to_tell_right_sums_from_wrong_ones(model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["samples_math-shepherd", "mr_gsm8k_labelled"])
-def test_prm_trains_on_published_process_data(name: str, tmp_path: Path) -> None:
+def test_prm_trains_on_published_process_data(name: str, train: Callable[[str], Metrics], tmp_path: Path) -> None:
     tokenizer, data = ASSETS / "tokenizers" / "phi3-mini", ASSETS / "data" / "prm" / f"{name}.jsonl"
     if not (tokenizer.is_dir() and data.is_file()):
         pytest.skip(f"no {tokenizer} and {data}; set OPENPPO_ASSETS to the folder of the assets")
@@ -111,15 +77,15 @@ def test_prm_trains_on_published_process_data(name: str, tmp_path: Path) -> None
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=32064, **sizes)).save_pretrained(tmp_path / "model")
     arguments = f"--pretrain model --dataset {data} --max_len 1024 --train_batch_size 7 --max_steps 1"
-    [line] = train(f"{arguments} --max_samples 14 --save_path out", tmp_path)
+    [line] = train(f"{arguments} --max_samples 14 --save_path out")
     assert line["loss"] == pytest.approx(math.log(2), abs=0.2)
     assert 0 <= line["accuracy"] <= 1
 
 
-def test_script_to_copy_runs(model: Path, tmp_path: Path) -> None:
+def test_script_to_copy_runs(model: Path, run_command: Callable[..., Metrics], tmp_path: Path) -> None:
     write_solutions(tmp_path / "rows.jsonl", random.Random(0), 8)
     script = str(REPO / "examples" / "scripts" / "train_prm.sh")
     flags = "--placeholder_token # --reward_tokens G B --train_batch_size 4"
     variables = {"GPUS": "2", "PRETRAIN": "model", "DATASET": "rows.jsonl", "SAVE_PATH": "out"}
-    assert len(run(["bash", script, *flags.split()], tmp_path, **variables)) == 2
+    assert len(run_command(["bash", script, *flags.split()], **variables)) == 2
     assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -12,13 +12,11 @@ import torch
 from openppo.config import TrainPPOConfig
 from openppo.datasets import shard
 from openppo.experience.score_shaping import one_reward_groups
-from openppo.rollout.engine import Engine
-from openppo.rollout.rewards import PendingScores, Scorer, start_scoring
+from openppo.rollout.rewards import PendingScores, start_scoring
 from openppo.rollout.rollout import check_weights, sample_trajectories, write_scores
-from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.strategy.engine import TrainingEngine
 from openppo.strategy.policy_weights import PolicyWeights
-from openppo.types import Comm, NeverStops, Prompt, SamplingParams, StopCheck, Trajectory
+from openppo.trainer.parts import Parts
+from openppo.types import Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger("openppo")
 
@@ -26,24 +24,14 @@ logger = logging.getLogger("openppo")
 class RolloutStep:
     """Samples responses with the actor's weights and has them scored. All ranks call every method together."""
 
-    def __init__(
-        self,
-        strategy: DeepspeedStrategy,
-        actor: TrainingEngine,
-        engine: Engine,
-        scorer: Scorer,
-        config: TrainPPOConfig,
-        needs_greedy: bool,
-        stop: StopCheck | None = None,
-    ) -> None:
-        self.strategy = strategy
-        self.comm: Comm = strategy.comm
-        self.actor = actor
-        self.engine = engine
-        self.policy_weights = PolicyWeights(strategy, actor)
-        self.scorer = scorer
-        self.needs_greedy = needs_greedy
-        self.stop = stop or NeverStops()
+    def __init__(self, config: TrainPPOConfig, parts: Parts) -> None:
+        self.comm = parts.strategy.comm
+        self.actor = parts.actor
+        self.engine = parts.engine
+        self.policy_weights = PolicyWeights(parts.strategy, parts.actor)
+        self.scorer = parts.scorer
+        self.needs_greedy = parts.maker.estimator.needs_greedy
+        self.stop = parts.stop
         self.n_samples = config.ppo.n_samples_per_prompt
         self.rollout_batch_size = config.ppo.rollout_batch_size
         self.seed = config.deepspeed.seed

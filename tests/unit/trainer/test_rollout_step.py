@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.trainer.steps.rollout_step import RolloutStep
-from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, SingleProcess, Trajectory
+from openppo.types import Completion, FinishReason, NeverStops, Prompt, SamplingParams, Score, SingleProcess, Trajectory
 
 Comm = Callable[[int, int], Any]
 
@@ -67,8 +68,15 @@ def step_of(comm: Any = None, needs_greedy: bool = False, **options: Any) -> Rol
     config = from_options(
         TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", n_samples_per_prompt=2, **options
     )
-    strategy: Any = Strategy(comm or SingleProcess())
-    return RolloutStep(strategy, Actor(), EchoEngine(), LastTokenScorer(), config, needs_greedy)  # type: ignore
+    parts: Any = SimpleNamespace(
+        strategy=Strategy(comm or SingleProcess()),
+        actor=Actor(),
+        engine=EchoEngine(),
+        scorer=LastTokenScorer(),
+        maker=SimpleNamespace(estimator=SimpleNamespace(needs_greedy=needs_greedy)),
+        stop=NeverStops(),
+    )
+    return RolloutStep(config, parts)
 
 
 def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks(rank_of: Comm) -> None:
