@@ -1,7 +1,8 @@
 """OpenPPO as a participant: ``trainer.step(prompts)`` with the library's defaults.
 
-Given are the batch sizes of the workload, its lengths and the dtype; ``--compile`` adds the option of that name. With
-``--parts`` it also reports what the engines take: generation, forwards, backwards and optimizer steps.
+Given are the batch sizes of the workload, its lengths and the dtype; ``--compile``, ``--old_log_probs`` and
+``--micro_rollout_batch_size`` add the options of these names. With ``--parts`` it also reports what the engines take:
+generation, forwards, backwards and optimizer steps.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ def options(arguments: Any, folder: str) -> dict[str, Any]:
         "train_batch_size": turns.BATCH,
         "micro_train_batch_size": turns.MICRO_TRAIN_BATCH,
         "bf16": arguments.dtype == "bf16",
+        "old_log_probs": arguments.old_log_probs,
+        "micro_rollout_batch_size": arguments.micro_rollout_batch_size,
         "save_path": folder,
     }
 
@@ -83,6 +86,8 @@ def main() -> None:
     """Load, then take turns."""
     parser = turns.options(__doc__)
     parser.add_argument("--compile", action="store_true", help="with the option --compile of train_ppo")
+    parser.add_argument("--old_log_probs", default="auto", help="as of train_ppo")
+    parser.add_argument("--micro_rollout_batch_size", type=int, default=8, help="as of train_ppo")
     parser.add_argument("--parts", action="store_true", help="time the engines' calls too")
     parser.add_argument("--sizes", type=int, nargs="*", default=[], help="responses of each turn; all else 64")
     arguments = parser.parse_args()

@@ -27,6 +27,7 @@ if not torch.cuda.is_available():
 import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
+from deepspeed.runtime import compiler as ds_compiler
 from deepspeed.runtime.zero import unwrap_model_for_generation
 from transformers import PreTrainedModel, get_scheduler
 
@@ -40,6 +41,8 @@ logger = logging.getLogger("openppo")
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # An extra for inference that DeepSpeed would compile at start-up and fail without a compiler. gloo carries all we need.
 deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
+# DeepSpeed imports its Muon optimizer with any other; compiling that takes a second of CPU at the start of each rank.
+ds_compiler.compile = lambda: ds_compiler.dummy_decorator
 # DeepSpeed calls collectives that torch 2.13 renames; nothing a user could act on.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 

@@ -71,7 +71,8 @@ def saved_by_head(shape: ModelShape, batch: Pass, s: int, lora_rank: int = 0) ->
 
 
 def logits_and_gradient(shape: ModelShape, batch: Pass, s: int, with_entropy: bool = False) -> int:
-    """Logits, their gradient and float32 chunks of them (``log_probs.py``); with an entropy bonus, probabilities."""
+    """Logits, their gradient and float32 chunks of them (``log_probs.py``, smaller on CPUs); with an entropy bonus,
+    probabilities."""
     elements = batch.rows * batch.scored * shape.vocabulary
     chunks = 2 * _FLOAT32 * min(elements, CHUNK_ELEMENTS)
     return 2 * s * elements + chunks + (2 * _FLOAT32 * elements if with_entropy else 0)

@@ -37,7 +37,7 @@ def gradient(function: Callable[[Tensor], Tensor], logits: Tensor, weights: Tens
 
 @pytest.fixture(params=CHUNKS)
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", request.param)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS_ON_CPU", request.param)
 
 
 def test_log_probs_of_logits_made_from_known_probabilities() -> None:
@@ -114,7 +114,7 @@ def test_the_backward_pass_keeps_the_logits_themselves_and_nothing_else_of_their
 
 
 def test_float32_copies_are_made_for_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 2 * VOCAB)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS_ON_CPU", 2 * VOCAB)
     sizes: list[int] = []
     logsumexp = torch.logsumexp
     monkeypatch.setattr(torch, "logsumexp", lambda x, dim: sizes.append(x.shape[0]) or logsumexp(x, dim=dim))
