@@ -105,6 +105,7 @@ def main() -> None:
     print(f"\nreward over {logged[-1]['step']} steps  {sparkline([row['reward'] for row in logged])}")
     print(f"KL over {logged[-1]['step']} steps      {sparkline([row['kl_per_response'] for row in logged])}")
     print(f"\nmodel   {run / 'ppo'}   (AutoModelForCausalLM.from_pretrained reads it)")
+    print(f"report  {run / 'ppo' / 'logs' / 'report.html'}   (curves, warnings and samples; open it in a browser)")
     print(f"logs    {run / 'ppo' / 'logs'}   (metrics.jsonl, samples.jsonl, config.yaml)")
     print(f"curves  tensorboard --logdir {run / 'tensorboard'}")
     (run / "report.json").write_text(json.dumps({"before": before, "after": after}, indent=2) + "\n")

@@ -18,3 +18,5 @@ def test_ppo_raises_exact_match_of_the_quickstart_by_twenty_points(tmp_path: Pat
     assert report["after"]["exact match"] - report["before"]["exact match"] >= 20
     for shown in ("exact match (greedy), %", "before PPO", "after PPO", "curves  tensorboard"):
         assert shown in done.stdout
+    assert f"report  {tmp_path}/run/ppo/logs/report.html" in done.stdout
+    assert (tmp_path / "run" / "ppo" / "logs" / "report.html").is_file()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openppo.models.log_probs import CHUNK_ELEMENTS
+from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
 from openppo.rollout.hf_engine import PREFILL_TOKENS
 from openppo.rollout.row_cache import SLACK_COLUMNS
 from openppo.trainer.estimate.shapes import ModelShape
@@ -24,11 +24,17 @@ class Pass:
     rows: int
     length: int
     scored: int
+    on_cpu: bool = False
 
     @property
     def tokens(self) -> int:
         """Places of the batch, padding included."""
         return self.rows * self.length
+
+    def chunks(self, vocabulary: int) -> int:
+        """Bytes of float32 copies of logits, and as much for what is made of them (``log_probs.py``)."""
+        most = CHUNK_ELEMENTS_ON_CPU if self.on_cpu else CHUNK_ELEMENTS
+        return 2 * _FLOAT32 * min(self.rows * self.scored * vocabulary, most)
 
 
 def saved_per_layer(shape: ModelShape, s: int, lora_rank: int = 0) -> int:
@@ -71,11 +77,9 @@ def saved_by_head(shape: ModelShape, batch: Pass, s: int, lora_rank: int = 0) ->
 
 
 def logits_and_gradient(shape: ModelShape, batch: Pass, s: int, with_entropy: bool = False) -> int:
-    """Logits, their gradient and float32 chunks of them (``log_probs.py``, smaller on CPUs); with an entropy bonus,
-    probabilities."""
+    """Logits, their gradient and float32 chunks of them; with an entropy bonus, probabilities."""
     elements = batch.rows * batch.scored * shape.vocabulary
-    chunks = 2 * _FLOAT32 * min(elements, CHUNK_ELEMENTS)
-    return 2 * s * elements + chunks + (2 * _FLOAT32 * elements if with_entropy else 0)
+    return 2 * s * elements + batch.chunks(shape.vocabulary) + (2 * _FLOAT32 * elements if with_entropy else 0)
 
 
 def training_peak(
@@ -91,7 +95,7 @@ def inference_peak(shape: ModelShape, batch: Pass, s: int) -> int:
     """A pass without gradients: the largest layer, or logits with float32 chunks of them."""
     elements = batch.rows * batch.scored * shape.vocabulary
     hidden = s * shape.hidden * (2 * batch.tokens + batch.rows * batch.scored)
-    logits = hidden + s * elements + 2 * _FLOAT32 * min(elements, CHUNK_ELEMENTS)
+    logits = hidden + s * elements + batch.chunks(shape.vocabulary)
     return max(passing_per_token(shape, s) * batch.tokens, logits if elements else 0)
 
 

@@ -198,7 +198,7 @@ def _in_lockstep(run: PPORun) -> bool:
 def _experience(run: PPORun, states: dict[str, States], lasting: int) -> Phase:
     """The largest of all forward passes without gradients, beside the experience of all samples."""
     rows = min(run.config.ppo.micro_rollout_batch_size, run.samples)
-    batch = Pass(rows, run.longest, run.longest - run.lengths.shortest_prompt)
+    batch = Pass(rows, run.longest, run.longest - run.lengths.shortest_prompt, run.on_cpu)
     needs = [
         (inference_peak(shape, batch, run.setting.element), states[role].gathered_to_infer)
         for role, shape in run.shapes.items()
@@ -237,9 +237,9 @@ def _training_passes(run: PPORun, role: str) -> list[Pass]:
     """Micro-batches of samples, and of documents for the actor's PTX loss."""
     rows = min(run.config.batch.micro_train_batch_size, -(-run.config.batch.train_batch_size // run.n_ranks))
     scored = run.longest - (run.lengths.shortest_prompt if role == "actor" else 0)
-    passes = [Pass(rows, run.longest, scored)]
+    passes = [Pass(rows, run.longest, scored, run.on_cpu)]
     if role == "actor" and run.lengths.document > 0:
-        passes.append(Pass(rows, run.lengths.document, run.lengths.document))
+        passes.append(Pass(rows, run.lengths.document, run.lengths.document, run.on_cpu))
     return passes
 
 

@@ -104,6 +104,11 @@ def test_float32_chunks_of_logits_are_bounded(shape: ModelShape) -> None:
     assert large - small == 4 * (3 * 100 * 1000 + 1000 * 1000)  # no more chunks: they are 64 MiB already
 
 
+def test_chunks_are_smaller_on_cpus(shape: ModelShape) -> None:
+    cpu, gpu = (inference_peak(shape, Pass(64, 1000, 1000, on_cpu), 4) for on_cpu in (True, False))
+    assert gpu - cpu == 2 * 4 * ((1 << 24) - (1 << 20))
+
+
 def test_an_entropy_bonus_keeps_probabilities(shape: ModelShape) -> None:
     asked = Pass(8, 50, 50)
     with_bonus, without = (training_peak(shape, asked, 2, True, with_entropy=entropy) for entropy in (True, False))
