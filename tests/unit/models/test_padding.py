@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from openppo.models.padding import micro_batches, pad_right
+from openppo.models.padding import micro_batches, pad_right, price_of_a_batch
 
 
 def test_rows_are_padded_on_the_right_to_the_longest() -> None:
@@ -76,3 +76,12 @@ def test_a_long_tail_is_padded_much_less_than_in_batches_of_equal_size() -> None
     padding = sum(len(batch) * lengths[batch[0]] for batch in batches) - sum(lengths)
     assert padding < 0.6 * (8 * sum(ordered[::8]) - sum(lengths))
     assert len(batches) <= 10
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_under_zero_3_there_are_as_few_batches_as_possible(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [int(rng.expovariate(1 / 30)) + 1 for _ in range(rng.randint(1, 60))]
+    batches = micro_batches(lengths, 8, price_in_full_ones=price_of_a_batch(3))
+    assert len(batches) == -(-len(lengths) // 8)
+    assert len(micro_batches(lengths, 8, price_in_full_ones=price_of_a_batch(2))) >= len(batches)
