@@ -125,7 +125,7 @@ class Peers:
     def lost(self) -> dict[int, str]:
         """Ranks that cannot end well any more, and what of them is known."""
         found = {}
-        for rank, beat in list(self.beats.items()):
+        for rank, beat in self.beats.items():
             silent = time.monotonic() - self._heard[rank]
             if beat.done:
                 continue
