@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from openppo.config import LoRAConfig
 from openppo.models.loading import disable_dropout, load_causal_lm
-from openppo.models.log_probs import entropy_from_logits, log_probs_from_logits
+from openppo.models.log_probs import log_probs_and_entropy, log_probs_from_logits
 from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
 
 
@@ -82,11 +82,10 @@ class Actor(nn.Module):
         logits = self.model(input_ids=sequences, logits_to_keep=positions, use_cache=False, **options).logits
         temperature = self.temperature if temperature is None else temperature
         tokens = (positions + 1).clamp(max=sequences.shape[1] - 1)  # a row of one token has none after its first
-        log_probs = log_probs_from_logits(logits, sequences[:, tokens], temperature)  # (B, K)
-        result = _place(log_probs, tokens, wanted)
         if not return_entropy:
-            return result
-        return result, _place(entropy_from_logits(logits, temperature), tokens, wanted)
+            return _place(log_probs_from_logits(logits, sequences[:, tokens], temperature), tokens, wanted)  # (B, K)
+        both = log_probs_and_entropy(logits, sequences[:, tokens], temperature)
+        return _place(both[0], tokens, wanted), _place(both[1], tokens, wanted)
 
 
 def _place(values: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:

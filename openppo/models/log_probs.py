@@ -11,6 +11,7 @@ CHUNK_ELEMENTS = 1 << 24
 """Logits handled at a time, in elements: bounds the float32 copies to 64 MiB each."""
 CHUNK_ELEMENTS_ON_CPU = 1 << 20
 """There they stay in the cache: a forward takes a third of the time."""
+_LEAST = -1e4
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -20,31 +21,47 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 
 class _SelectedLogProbs(torch.autograd.Function):
-    """Saves the logits in their own dtype and the log-sum-exp; recomputes the softmax in the backward pass."""
+    """Saves the logits in their own dtype, the log-sum-exp and the entropy; recomputes the softmax going backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-        """``logits`` (N, V), ``labels`` (N,); returns float32 (N,)."""
-        normalizer = torch.empty(logits.shape[0], dtype=_accumulation(logits), device=logits.device)
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """``logits`` (N, V), ``labels`` (N,); returns log-probs and entropy, float32 (N,), empty if not wanted."""
+        n, dtype = logits.shape[0], _accumulation(logits)
+        normalizer = torch.empty(n, dtype=dtype, device=logits.device)
+        entropy = torch.empty(n if with_entropy else 0, dtype=dtype, device=logits.device)
         for rows in _chunks(logits):
-            normalizer[rows] = torch.logsumexp(logits[rows].to(normalizer.dtype) / temperature, dim=-1)
-        chosen = logits.gather(-1, labels[:, None])[:, 0].to(normalizer.dtype) / temperature
-        ctx.save_for_backward(logits, labels, normalizer)
+            scaled = logits[rows].to(dtype) / temperature
+            normalizer[rows] = torch.logsumexp(scaled, dim=-1)
+            if with_entropy:
+                log_probs = _log_probs(scaled, normalizer[rows])
+                entropy[rows] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
+        chosen = logits.gather(-1, labels[:, None])[:, 0].to(dtype) / temperature
+        ctx.save_for_backward(logits, labels, normalizer, entropy)
         ctx.temperature = temperature
-        return chosen - normalizer
+        return chosen - normalizer, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        """d log p(label) / d logit = (1[label] - p) / temperature."""
-        logits, labels, normalizer = ctx.saved_tensors
-        scale = (grad_outputs[0] / ctx.temperature)[:, None]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        """d log p(label) / d logit = (1[label] - p) / temperature; d H / d logit = -p (log p + H) / temperature."""
+        logits, labels, normalizer, entropy = ctx.saved_tensors
+        scale, entropy_scale = (gradient / ctx.temperature for gradient in grad_outputs)
         grad = torch.empty_like(logits)
         for rows in _chunks(logits):
-            probs = (logits[rows].to(normalizer.dtype) / ctx.temperature - normalizer[rows, None]).exp_()
-            part = probs.mul_(-scale[rows])
-            part.scatter_add_(-1, labels[rows, None], scale[rows])
+            log_probs = _log_probs(logits[rows].to(normalizer.dtype) / ctx.temperature, normalizer[rows])
+            weight = -scale[rows, None]
+            if len(entropy) > 0:
+                weight = weight - entropy_scale[rows, None] * (log_probs + entropy[rows, None])
+            part = log_probs.exp_().mul_(weight)
+            part.scatter_add_(-1, labels[rows, None], scale[rows, None])
             grad[rows] = part.to(grad.dtype)
-        return grad, None, None
+        return grad, None, None, None
+
+
+def _log_probs(scaled: Tensor, normalizer: Tensor) -> Tensor:
+    """In place of ``scaled``. Finite, so that a token of probability 0 adds 0 to sums of p log p."""
+    return scaled.sub_(normalizer[:, None]).clamp_(min=_LEAST)
 
 
 def _accumulation(logits: Tensor) -> torch.dtype:
@@ -53,16 +70,16 @@ def _accumulation(logits: Tensor) -> torch.dtype:
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature) at ``labels``: (..., V) and int64 (...) to float32 (...)."""
-    flat = _SelectedLogProbs.apply(logits.flatten(0, -2), labels.flatten(), temperature)
+    flat, _ = _SelectedLogProbs.apply(logits.flatten(0, -2), labels.flatten(), temperature, False)
     return flat.view(labels.shape)
+
+
+def log_probs_and_entropy(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """As ``log_probs_from_logits``, and the entropy in nats of softmax(logits / temperature), float32 (...)."""
+    log_probs, entropy = _SelectedLogProbs.apply(logits.flatten(0, -2), labels.flatten(), temperature, True)
+    return log_probs.view(labels.shape), entropy.view(labels.shape)
 
 
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature): (..., V) to float32 (...). Differentiable."""
-    flat = logits.flatten(0, -2)
-    parts = []
-    for rows in _chunks(flat):
-        probs = torch.softmax(flat[rows].to(_accumulation(logits)) / temperature, dim=-1)
-        probs = probs.clamp(min=torch.finfo(probs.dtype).tiny)  # at 0 the slope of entr is infinite
-        parts.append(torch.special.entr(probs).sum(-1))
-    return torch.cat(parts).view(logits.shape[:-1])
+    return log_probs_and_entropy(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), temperature)[1]

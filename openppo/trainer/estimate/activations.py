@@ -76,18 +76,16 @@ def saved_by_head(shape: ModelShape, batch: Pass, s: int, lora_rank: int = 0) ->
     return (_FLOAT32 + s) * shape.hidden * batch.tokens + s * shape.hidden * batch.rows * batch.scored
 
 
-def logits_and_gradient(shape: ModelShape, batch: Pass, s: int, with_entropy: bool = False) -> int:
-    """Logits, their gradient and float32 chunks of them; with an entropy bonus, probabilities."""
+def logits_and_gradient(shape: ModelShape, batch: Pass, s: int) -> int:
+    """Logits, their gradient and float32 chunks of them."""
     elements = batch.rows * batch.scored * shape.vocabulary
-    return 2 * s * elements + batch.chunks(shape.vocabulary) + (2 * _FLOAT32 * elements if with_entropy else 0)
+    return 2 * s * elements + batch.chunks(shape.vocabulary)
 
 
-def training_peak(
-    shape: ModelShape, batch: Pass, s: int, checkpointing: bool, lora_rank: int = 0, with_entropy: bool = False
-) -> int:
+def training_peak(shape: ModelShape, batch: Pass, s: int, checkpointing: bool, lora_rank: int = 0) -> int:
     """Where the backward pass begins: all that is saved, and gradients at the logits or in the last layer."""
     saved = saved_by_layers(shape, batch, s, checkpointing, lora_rank) + saved_by_head(shape, batch, s, lora_rank)
-    at_logits = logits_and_gradient(shape, batch, s, with_entropy)
+    at_logits = logits_and_gradient(shape, batch, s)
     return saved + max(at_logits, passing_per_token(shape, s) * batch.tokens)
 
 

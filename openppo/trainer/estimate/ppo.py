@@ -218,16 +218,9 @@ def _training(run: PPORun, states: dict[str, States], lasting: int) -> Phase:
 
 def _moments(run: PPORun, role: str, state: States) -> list[dict[str, int]]:
     """Those of an optimizer step of one model."""
-    checkpointing, with_entropy = run.config.deepspeed.gradient_checkpointing, run.config.loss.entropy_coef > 0
+    checkpointing = run.config.deepspeed.gradient_checkpointing
     activations = max(
-        training_peak(
-            run.shapes[role],
-            batch,
-            run.setting.element,
-            checkpointing,
-            run.lora_ranks[role],
-            with_entropy and role == "actor",
-        )
+        training_peak(run.shapes[role], batch, run.setting.element, checkpointing, run.lora_ranks[role])
         for batch in _training_passes(run, role)
     )
     return step_moments(state, activations, run.on_cpu, f" ({role})")

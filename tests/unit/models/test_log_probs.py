@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openppo.models import log_probs as module
-from openppo.models.log_probs import entropy_from_logits, log_probs_from_logits
+from openppo.models.log_probs import entropy_from_logits, log_probs_and_entropy, log_probs_from_logits
 
 ROWS, VOCAB = 7, 11
 CHUNKS = [1, 3 * VOCAB, 1 << 24]  # elements: a row at a time, three rows at a time, all at once
@@ -84,6 +84,7 @@ def test_gradcheck_agrees_with_log_probs_and_entropy(temperature: float) -> None
     logits.requires_grad_()
     assert torch.autograd.gradcheck(lambda x: log_probs_from_logits(x, labels, temperature), logits)
     assert torch.autograd.gradcheck(lambda x: entropy_from_logits(x, temperature), logits)
+    assert torch.autograd.gradcheck(lambda x: log_probs_and_entropy(x, labels, temperature), logits)
 
 
 def test_probabilities_of_all_labels_sum_to_one_even_for_huge_logits() -> None:
@@ -102,15 +103,19 @@ def test_a_logit_of_minus_infinity_is_a_token_that_cannot_be_sampled() -> None:
     assert logits.grad[0].tolist() == pytest.approx([-0.25, 0.0, 0.25], abs=1e-6)
 
 
-def test_the_backward_pass_keeps_the_logits_themselves_and_nothing_else_of_their_size() -> None:
+@pytest.mark.parametrize("function", [log_probs_from_logits, log_probs_and_entropy])
+def test_the_backward_pass_keeps_the_logits_themselves_and_nothing_else_of_their_size(
+    function: Callable[..., object],
+) -> None:
     logits, labels = random_logits(torch.bfloat16)
     logits.requires_grad_()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        log_probs_from_logits(logits, labels, 0.7)
+        function(logits, labels, 0.7)
     large = [tensor for tensor in saved if tensor.numel() >= logits.numel()]
     assert [(tensor.dtype, tensor.data_ptr()) for tensor in large] == [(torch.bfloat16, logits.data_ptr())]
-    assert sum(tensor.numel() for tensor in saved if tensor.dtype == torch.float32) == ROWS  # the log-sum-exp
+    small = sum(tensor.numel() for tensor in saved if tensor.dtype == torch.float32)
+    assert small == (ROWS if function is log_probs_from_logits else 2 * ROWS)  # the log-sum-exp, and the entropy
 
 
 def test_float32_copies_are_made_for_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
