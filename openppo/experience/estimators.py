@@ -124,7 +124,9 @@ def compute_advantages(
     lambd: float | Tensor = config.lambd
     if config.adaptive_lambd_alpha is not None:
         lambd = length_adaptive_lambda(action_mask, config.adaptive_lambd_alpha)
-    for_critic = next(x for x in (lambd_critic, config.lambd_critic, config.lambd) if x is not None)
+    for_critic = lambd_critic if lambd_critic is not None else config.lambd_critic
+    if for_critic is None and config.adaptive_lambd_alpha is not None:
+        for_critic = config.lambd
     return get_advantages_and_returns(values, rewards, action_mask, config.gamma, lambd, for_critic)
 
 

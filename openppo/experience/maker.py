@@ -16,7 +16,7 @@ from openppo.experience.measure import measure_experience, measure_scores
 from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
 from openppo.experience.token_rewards import compute_reward
 from openppo.models.masked import compute_approx_kl
-from openppo.models.padding import micro_batches, price_of_a_batch
+from openppo.models.padding import MicroBatchSize, micro_batches, price_of_a_batch
 from openppo.tracking import Metrics, progress
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
 
@@ -72,9 +72,8 @@ class ExperienceMaker:
 
         Raises ``Interrupted`` on all ranks when it should be left.
         """
-        lengths, ppo = [len(trajectory.token_ids) for trajectory in trajectories], self.config.ppo
-        price = price_of_a_batch(self.config.deepspeed.zero_stage)
-        batches = micro_batches(lengths, ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, price)
+        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+        batches = micro_batches(lengths, forward_size(self.config))
         n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
         made: dict[int, Experience] = {}
         for rows in progress(batches, "experience", enabled=self.comm.rank == 0):
@@ -174,6 +173,13 @@ class ExperienceMaker:
         assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
         extra = torch.tensor([sum(t.token_rewards or []) for t in greedy], device=self.device)
         return self._shaped_scores(greedy) + extra
+
+
+def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
+    """Of a forward over samples that trains nothing."""
+    ppo = config.ppo
+    price = price_of_a_batch(config.deepspeed.zero_stage)
+    return MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, price)
 
 
 def _token_rewards(trajectories: Sequence[Trajectory], batch: Experience) -> Tensor | None:

@@ -82,5 +82,8 @@ def experience_histograms(samples: Sequence[Experience], comm: Comm) -> dict[str
         if sample.scores is not None:
             found["reward"].append(sample.scores)
         found["response_length"].append(mask.sum(-1))
-    of_ranks = {name: histogram(torch.cat([torch.zeros(0), *parts]), comm) for name, parts in found.items()}
+    of_ranks = {
+        name: histogram(torch.cat([torch.zeros(0), *(part.cpu() for part in parts)]), comm)
+        for name, parts in found.items()
+    }
     return {name: made for name, made in of_ranks.items() if made is not None}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openppo.experience.collate import PER_ROW_FIELDS, idle_experience, join_rows, split_rows
-from openppo.models.padding import micro_batches, price_of_a_batch
+from openppo.models.padding import MicroBatchSize, micro_batches, price_of_a_batch
 from openppo.types import Comm, Experience, SingleProcess
 
 _EPS = 1e-8
@@ -126,9 +126,8 @@ class ReplayBuffer:
         for i, dealt in enumerate(rounds):  # to and fro, so that shares differ little
             for place, item in enumerate(dealt):
                 shares[place if i % 2 == 0 else world - 1 - place].append(item)
-        plans = [
-            micro_batches([item.sequences.shape[1] for item in share], size, tokens, self.price) for share in shares
-        ]
+        limit = MicroBatchSize(size, tokens, self.price)
+        plans = [micro_batches([item.sequences.shape[1] for item in share], limit) for share in shares]
         mine = shares[self.comm.rank]
         joined = [join_rows([mine[i] for i in rows]) for rows in plans[self.comm.rank]]
         joined += [idle_experience(like=step[0])] * (max(map(len, plans)) - len(joined))

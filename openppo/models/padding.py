@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,23 +17,32 @@ def price_of_a_batch(zero_stage: int) -> float:
     return 1.0 if zero_stage == 3 else PRICE_OF_A_BATCH
 
 
-def micro_batches(
-    lengths: Sequence[int], rows: int, tokens: int | None = None, price_in_full_ones: float = PRICE_OF_A_BATCH
-) -> list[list[int]]:
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """The most that one forward holds: ``rows``, or with ``tokens`` as many as fit into that number, padding included.
+
+    ``price`` is what one more batch costs, in full ones.
+    """
+
+    rows: int
+    tokens: int | None = None
+    price: float = PRICE_OF_A_BATCH
+
+
+def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int]]:
     """Indices of sequences in batches of neighbours in length, the longest first, with little padding.
 
-    A batch has at most ``rows`` of them, or with ``tokens`` as many as fit into that number of tokens, padding
-    included; one that is longer has a batch of its own. Of all ways to cut the sorted sequences it is the one with the
-    least padding, where each batch counts as ``price_in_full_ones`` more.
+    A sequence longer than ``size`` allows has a batch of its own. Of all ways to cut the sorted sequences it is the one
+    with the least padding, where each batch counts as its price more.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
     n, longest = len(order), lengths[order[0]] if order else 0
-    price = price_in_full_ones * (min(rows, n) * longest if tokens is None else tokens)
+    price = size.price * (min(size.rows, n) * longest if size.tokens is None else size.tokens)
     least, ends = [0.0] * (n + 1), [n] * (n + 1)  # for sequences i to n: the cost, and where the first batch ends
     for first in reversed(range(n)):
         length = lengths[order[first]]
-        size = rows if tokens is None else max(1, tokens // max(1, length))
-        candidates = range(first + 1, min(first + size, n) + 1)
+        rows = size.rows if size.tokens is None else max(1, size.tokens // max(1, length))
+        candidates = range(first + 1, min(first + rows, n) + 1)
         ends[first] = min(reversed(candidates), key=lambda end: (end - first) * length + least[end])
         least[first] = (ends[first] - first) * length + least[ends[first]] + price
     batches, first = [], 0

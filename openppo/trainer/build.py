@@ -11,12 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS, check_estimator
-from openppo.experience.maker import ExperienceMaker
+from openppo.experience.maker import ExperienceMaker, forward_size
 from openppo.models.actor import Actor
 from openppo.models.loading import check_model, eos_token_ids, load_options, load_tokenizer, pad_token_id
 from openppo.models.lora.adapters import AdapterOffReference
 from openppo.models.lora.folder import base_model_of
 from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.rollout.decode_graphs import CUDARecorder, check_recordable
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions, check_vllm
@@ -55,6 +56,8 @@ def build_ppo_trainer(
         strategy.comm, lambda: check_model(model.pretrain, "--pretrain", model.trust_remote_code)
     )
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
+    if config.generation.cuda_graphs:
+        check_recordable(actor_config, strategy.device)
     if config.generation.rollout_engine == "vllm":
         on_all_ranks(strategy.comm, check_vllm)
     tokenizer = load_tokenizer(model.pretrain, "--pretrain", trust_remote_code=model.trust_remote_code)
@@ -89,7 +92,7 @@ def build_ppo_trainer(
         trackers=start_trackers(config, strategy, HEADLINE, plan.n_steps, checkpointer.found_step),
         ema=ema,
         evaluator=_evaluator(config, strategy, engine, scorer, data.held_out),
-        pack_documents_to=packed_row_length(actor, data.documents, data.longest, strategy.device),
+        pack_documents_to=_packed_row_length(actor, data, strategy),
         checkpointer=checkpointer,
         stop=stop,
         estimate=estimate,
@@ -123,15 +126,24 @@ def _engine(
             max_rows=generation.max_num_seqs,
         )
         return VLLMEngine(base_model_of(model.pretrain), options, eos, show_progress=strategy.is_main, stop=stop)
+    in_lockstep = not strategy.fits_gathered(actor)
+    if generation.cuda_graphs and in_lockstep:
+        logger.warning("--cuda_graphs: ranks that generate in lockstep cannot replay steps; they are launched as usual")
     return HFEngine(
         policy,
         eos,
         pad_token_id(tokenizer),
         max_rows,
-        any_rank_busy=None if strategy.fits_gathered(actor) else strategy.any_rank,
+        any_rank_busy=strategy.any_rank if in_lockstep else None,
         show_progress=strategy.is_main,
         stop=stop,
+        recorder=CUDARecorder() if generation.cuda_graphs and not in_lockstep else None,
     )
+
+
+def _packed_row_length(actor: TrainingEngine, data: PPOData, strategy: DeepspeedStrategy) -> int | None:
+    with strategy.uncompiled():
+        return packed_row_length(actor, data.documents, data.longest, strategy.device)
 
 
 def _longest_sequence(config: TrainPPOConfig, actor_config: PreTrainedConfig) -> int:
@@ -245,7 +257,7 @@ def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: 
         prepare_frozen=strategy.prepare_frozen,
         prompts=prompts,
         actor=config.model.pretrain,
-        micro_batch_size=config.ppo.micro_rollout_batch_size,
+        size=forward_size(config),
         bf16=config.deepspeed.bf16,
         flash_attn=config.model.flash_attn,
         value_head_prefix=config.model.value_head_prefix,

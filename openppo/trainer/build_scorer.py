@@ -20,6 +20,7 @@ from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
 from openppo.models.actor import Actor
 from openppo.models.loading import check_model, load_tokenizer, pad_token_id
+from openppo.models.padding import MicroBatchSize
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.models.trust import RefusedError
@@ -49,8 +50,8 @@ class ScorerSetup:
     """All prompts that will be scored: their columns, labels and chats are checked."""
     actor: str
     """``--pretrain``: the model whose token ids the trajectories hold."""
-    micro_batch_size: int
-    """Samples of one forward."""
+    size: MicroBatchSize
+    """Of one forward."""
     bf16: bool = False
     flash_attn: bool = False
     value_head_prefix: str = "score"
@@ -161,7 +162,7 @@ def _reward_model(
         )
     return ModelScorer(
         setup.prepare_frozen(reward),
-        setup.micro_batch_size,
+        setup.size,
         pad_token_id(own or tokenizer),
         setup.comm,
         setup.device,
@@ -209,7 +210,7 @@ def _process_reward_model(
         text,
         (good, bad),
         source,
-        setup.micro_batch_size,
+        setup.size,
         setup.comm,
         setup.device,
         name,

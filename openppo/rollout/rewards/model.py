@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from openppo.models.padding import micro_batches, pad_right
+from openppo.models.padding import MicroBatchSize, micro_batches, pad_right
 from openppo.rollout.rewards.scoring import check_scores
 from openppo.tracking import progress
 from openppo.types import Comm, Score, Trajectory
@@ -32,7 +32,8 @@ class Normalization:
 class ModelScorer:
     """Scores from a reward model: its output at the last token of what ``encode`` makes of a trajectory.
 
-    ``encode`` gives the token ids that the model reads (``policy_tokens``: those of the policy).
+    ``encode`` gives the token ids that the model reads (``policy_tokens``: those of the policy). ``size`` is
+    that of a forward.
     """
 
     collective = True
@@ -40,7 +41,7 @@ class ModelScorer:
     def __init__(
         self,
         model: Model,
-        micro_batch_size: int,
+        size: MicroBatchSize,
         pad_token_id: int,
         comm: Comm,
         device: torch.device,
@@ -49,7 +50,7 @@ class ModelScorer:
         normalization: Normalization = Normalization(),
     ) -> None:
         self.model = model
-        self.micro_batch_size = micro_batch_size
+        self.size = size
         self.pad_token_id = pad_token_id
         self.comm = comm
         self.device = device
@@ -64,7 +65,7 @@ class ModelScorer:
         """One score per trajectory; forwards run over neighbours in length."""
         rows = [self.encode(trajectory) for trajectory in trajectories]
         outputs: dict[int, float] = {}
-        batches = equal_batches([len(row) for row in rows], self.micro_batch_size, self.comm)
+        batches = equal_batches([len(row) for row in rows], self.size, self.comm)
         for batch in progress(batches, "scoring", enabled=self.comm.rank == 0):
             ids = [rows[i] for i in batch] or [[self.pad_token_id] * 2]
             outputs.update(zip(batch, forward_scores(self.model, ids, self.pad_token_id, self.device), strict=False))
@@ -72,13 +73,13 @@ class ModelScorer:
         return [Score({self.name: score}) for score in self.normalization(scores)]
 
 
-def equal_batches(lengths: Sequence[int], micro_batch_size: int, comm: Comm) -> list[list[int]]:
+def equal_batches(lengths: Sequence[int], size: MicroBatchSize, comm: Comm) -> list[list[int]]:
     """Indexes of rows in ``micro_batches``, the longest first; rows of length 0 are in none.
 
     As many batches as the rank with the most has, as partitioned weights demand: the last may be empty. Collective.
     """
     real = [i for i in range(len(lengths)) if lengths[i] > 0]
-    batches = [[real[k] for k in batch] for batch in micro_batches([lengths[i] for i in real], micro_batch_size)]
+    batches = [[real[k] for k in batch] for batch in micro_batches([lengths[i] for i in real], size)]
     n_batches = int(comm.all_reduce(torch.tensor(len(batches)), "max"))
     return batches + [[] for _ in range(n_batches - len(batches))]
 

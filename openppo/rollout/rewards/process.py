@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RewardSourceConfig
 from openppo.models.loading import pad_token_id
-from openppo.models.padding import pad_right
+from openppo.models.padding import MicroBatchSize, pad_right
 from openppo.rollout.rewards.model import equal_batches
 from openppo.rollout.rewards.scoring import check_number, name_sample
 from openppo.rollout.rewards.steps import step_ends
@@ -98,7 +98,7 @@ class ProcessScorer:
         text: StepText,
         reward_ids: tuple[int, int],
         source: RewardSourceConfig,
-        micro_batch_size: int,
+        size: MicroBatchSize,
         comm: Comm,
         device: torch.device,
         name: str = "prm",
@@ -108,7 +108,7 @@ class ProcessScorer:
         self.reward_ids = list(reward_ids)
         self.aggregate = source.prm_aggregate
         self.token_weight = source.weights().get(name, 1.0)
-        self.micro_batch_size = micro_batch_size
+        self.size = size
         self.comm = comm
         self.device = device
         self.name = name
@@ -120,7 +120,7 @@ class ProcessScorer:
         """One score per trajectory; forwards run over neighbours in length."""
         rows = [self.text(trajectory) for trajectory in trajectories]
         good: dict[int, list[float]] = {}
-        batches = equal_batches([len(row.token_ids) for row in rows], self.micro_batch_size, self.comm)
+        batches = equal_batches([len(row.token_ids) for row in rows], self.size, self.comm)
         for batch in progress(batches, "judging steps", enabled=self.comm.rank == 0):
             good.update(zip(batch, self._forward([rows[i] for i in batch]), strict=True))
         return [self._score(t, rows[i], good.get(i, [])) for i, t in enumerate(trajectories)]

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from openppo.config import EvaluateConfig
+from openppo.models.padding import MicroBatchSize
 from openppo.strategy.inference import InferenceStrategy
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer
 from openppo.trainer.evaluation.answering import load_policy, load_questions, response_row, sampling_params
@@ -29,7 +30,7 @@ class EvaluateJob:
             self.strategy.prepare_frozen,
             prompts,
             options.pretrain,
-            options.micro_batch_size,
+            MicroBatchSize(options.micro_batch_size),
             options.bf16,
             options.flash_attn,
             judgement.value_head_prefix,

@@ -112,7 +112,10 @@ class SampleLog:
 
 def n_forwards(config: TrainPPOConfig) -> int:
     """Forward passes of the actor over the samples of a step that is logged token by token."""
-    return -(-N_SAMPLES // min(N_SAMPLES, config.ppo.micro_rollout_batch_size))
+    rows, tokens = config.ppo.micro_rollout_batch_size, config.ppo.micro_rollout_tokens
+    if tokens is not None:
+        rows = max(1, tokens // (config.data.prompt_max_len + config.generation.generate_max_len))
+    return -(-N_SAMPLES // min(N_SAMPLES, rows))
 
 
 def choose(trajectories: Sequence[Trajectory]) -> list[int]:

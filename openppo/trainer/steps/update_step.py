@@ -112,9 +112,17 @@ class UpdateStep:
         """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
         documents, batch, start = self.parts.documents, self.config.batch, self.position.document_batches
         pad, pack_to = pad_token_id(self.parts.tokenizer), self.parts.pack_documents_to
+        length = pack_to or max((len(document.token_ids) for document in documents), default=1)
+        rows = rows_of_documents(self.config, length)
         for indices in cyclic_batches(len(documents), batch.train_batch_size, self.config.deepspeed.seed, start):
             chosen = [documents[i] for i in indices]
-            yield token_batch(chosen, batch.micro_train_batch_size, pad, self.comm, pack_to)
+            yield token_batch(chosen, rows, pad, self.comm, pack_to)
+
+
+def rows_of_documents(config: TrainPPOConfig, length: int) -> int:
+    """Of one forward and backward pass over documents in rows of at most ``length`` tokens."""
+    tokens = config.ppo.micro_train_tokens
+    return config.batch.micro_train_batch_size if tokens is None else max(1, tokens // length)
 
 
 def frozen_actor_steps(config: TrainPPOConfig) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from openppo.models.padding import micro_batches, pad_right, price_of_a_batch
+from openppo.models.padding import MicroBatchSize, micro_batches, pad_right, price_of_a_batch
 
 
 def test_rows_are_padded_on_the_right_to_the_longest() -> None:
@@ -35,12 +35,14 @@ def test_rows_of_equal_length_get_no_padding(rows: list[list[int]]) -> None:
 
 def test_micro_batches_hold_neighbours_in_length_and_no_more_than_fit() -> None:
     lengths = [5, 9, 2, 2, 7, 1]
-    assert micro_batches(lengths, rows=4) == [[1, 4, 0], [2, 3, 5]]
-    assert micro_batches(lengths, rows=1) == [[1], [4], [0], [2], [3], [5]]
-    assert micro_batches(lengths, rows=1, tokens=14) == [[1], [4], [0], [2, 3, 5]]
-    assert micro_batches(lengths, rows=4, tokens=3) == [[1], [4], [0], [2], [3], [5]], "none is left out"
-    assert micro_batches([6, 6, 6], rows=2) == [[0, 1], [2]], "full ones first"
-    assert micro_batches([], rows=4) == []
+    assert micro_batches(lengths, MicroBatchSize(rows=4)) == [[1, 4, 0], [2, 3, 5]]
+    assert micro_batches(lengths, MicroBatchSize(rows=1)) == [[1], [4], [0], [2], [3], [5]]
+    assert micro_batches(lengths, MicroBatchSize(rows=1, tokens=14)) == [[1], [4], [0], [2, 3, 5]]
+    assert micro_batches(lengths, MicroBatchSize(rows=4, tokens=3)) == [[1], [4], [0], [2], [3], [5]], (
+        "none is left out"
+    )
+    assert micro_batches([6, 6, 6], MicroBatchSize(rows=2)) == [[0, 1], [2]], "full ones first"
+    assert micro_batches([], MicroBatchSize(rows=4)) == []
 
 
 def every_cut(n: int) -> Iterator[list[int]]:
@@ -63,7 +65,7 @@ def test_no_other_cut_of_the_sorted_sequences_pads_less_by_more_than_its_batches
     for _ in range(50):
         lengths, rows = [round(rng.expovariate(1 / 9)) + 1 for _ in range(8)], rng.randint(1, 8)
         ordered = sorted(lengths, reverse=True)
-        found = micro_batches(lengths, rows, tokens)
+        found = micro_batches(lengths, MicroBatchSize(rows, tokens))
         assert [lengths[i] for batch in found for i in batch] == ordered
         assert cost([len(b) for b in found], ordered, rows) == min(cost(cut, ordered, rows) for cut in every_cut(8))
 
@@ -72,7 +74,7 @@ def test_a_long_tail_is_padded_much_less_than_in_batches_of_equal_size() -> None
     rng = random.Random(0)
     lengths = [rng.randint(16, 64) + min(256, 1 + int(rng.expovariate(1 / 32))) for _ in range(64)]
     ordered = sorted(lengths, reverse=True)
-    batches = micro_batches(lengths, rows=8)
+    batches = micro_batches(lengths, MicroBatchSize(rows=8))
     padding = sum(len(batch) * lengths[batch[0]] for batch in batches) - sum(lengths)
     assert padding < 0.6 * (8 * sum(ordered[::8]) - sum(lengths))
     assert len(batches) <= 10
@@ -82,6 +84,6 @@ def test_a_long_tail_is_padded_much_less_than_in_batches_of_equal_size() -> None
 def test_under_zero_3_there_are_as_few_batches_as_possible(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [int(rng.expovariate(1 / 30)) + 1 for _ in range(rng.randint(1, 60))]
-    batches = micro_batches(lengths, 8, price_in_full_ones=price_of_a_batch(3))
+    batches = micro_batches(lengths, MicroBatchSize(8, price=price_of_a_batch(3)))
     assert len(batches) == -(-len(lengths) // 8)
-    assert len(micro_batches(lengths, 8, price_in_full_ones=price_of_a_batch(2))) >= len(batches)
+    assert len(micro_batches(lengths, MicroBatchSize(8, price=price_of_a_batch(2)))) >= len(batches)

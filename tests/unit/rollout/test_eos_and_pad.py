@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from openppo.experience import compute_reward, get_advantages_and_returns
 from openppo.experience.collate import collate
 from openppo.models.loading import eos_token_ids, pad_token_id
+from openppo.models.padding import MicroBatchSize
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rewards import FunctionScorer, ModelScorer, as_reward_function
 from openppo.rollout.rollout import sample_trajectories
@@ -209,7 +210,9 @@ def test_a_reward_model_reads_the_last_sampled_token(
         last = attention_mask.sum(-1) - 1
         return last * 100.0 + sequences.gather(1, last[:, None])[:, 0]
 
-    scorer = ModelScorer(place_and_token, 2, pad_token_id(tokenizer), SingleProcess(), torch.device("cpu"))
+    scorer = ModelScorer(
+        place_and_token, MicroBatchSize(2), pad_token_id(tokenizer), SingleProcess(), torch.device("cpu")
+    )
     scores = [score.rewards["reward"] for score in scorer.score(trajectories)]
     assert scores == [100.0 * (len(ids) - 1) + ids[-1] for ids in case.token_ids]
 

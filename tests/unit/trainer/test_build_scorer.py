@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from openppo.config import RewardSourceConfig
+from openppo.models.padding import MicroBatchSize
 from openppo.rollout.rewards import CombinedScorer, FunctionScorer, ModelScorer, Scorer, VerifiableScorer
 from openppo.trainer import build_scorer as module
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer
@@ -81,7 +82,7 @@ def build(folder: Path) -> Callable[..., Scorer]:
             lambda model: model.eval(),
             prompts,
             str(folder / "actor"),
-            micro_batch_size=2,
+            size=MicroBatchSize(2),
             normalize=normalize,
         )
         return build_scorer(source, make_tokenizer(LETTERS), setup)

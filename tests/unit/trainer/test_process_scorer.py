@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openppo.config import ProcessConfig, RewardSourceConfig, SupervisedConfig
 from openppo.datasets import load_process_examples, number_rows, render_prompt
+from openppo.models.padding import MicroBatchSize
 from openppo.rollout.rewards.process import ProcessScorer
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
@@ -58,7 +59,7 @@ def scorer_of(
         lambda m: m,
         prompts,
         "policy",
-        micro_batch_size=2,
+        size=MicroBatchSize(2),
         input_template=template,
     )
     return build_scorer(source, policy, setup)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.trainer.steps.sample_log import MAX_TOKENS, SampleLog, choose, token_rows, token_texts
+from openppo.trainer.steps.sample_log import MAX_TOKENS, SampleLog, choose, n_forwards, token_rows, token_texts
 from openppo.types import Experience, FinishReason, Prompt, Trajectory
 
 ASSETS = Path(os.environ.get("OPENPPO_ASSETS", Path(__file__).parents[3].parent / "shared" / "assets"))
@@ -239,6 +239,12 @@ def test_tokens_are_of_a_hundred_steps_of_a_long_run_and_samples_of_all(
     assert steps == [1, *range(10, 995, 10), 995]
     assert len(logged.samples) == 995
     assert len(rows) == len(steps)
+
+
+def test_a_bound_on_tokens_holds_for_these_forwards_too() -> None:
+    places = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "prompt_max_len": 10, "generate_max_len": 12}
+    configs = [from_options(TrainPPOConfig, micro_rollout_tokens=tokens, **places) for tokens in (None, 100, 60, 5)]
+    assert [n_forwards(config) for config in configs] == [1, 1, 2, 4]
 
 
 def test_other_ranks_describe_nothing_and_run_as_many_forwards(byte_tokenizer: PreTrainedTokenizerFast) -> None:

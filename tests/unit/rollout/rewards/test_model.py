@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rollout.rewards import ModelScorer
 from openppo.rollout.rewards.model import Normalization, stored_normalization
@@ -67,7 +68,7 @@ class OthersHaveMore(SingleProcess):
 
 def model_scorer(model: Any, size: int = 2, comm: Any = None, pad: int = 0, **options: Any) -> ModelScorer:
     """A scorer on the CPU."""
-    return ModelScorer(model, size, pad, comm or SingleProcess(), torch.device("cpu"), **options)
+    return ModelScorer(model, MicroBatchSize(size), pad, comm or SingleProcess(), torch.device("cpu"), **options)
 
 
 def scores_of(scorer: ModelScorer, samples: Sequence[Trajectory]) -> list[float]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from openppo.config import RewardSourceConfig
+from openppo.models.padding import MicroBatchSize
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.rollout.rewards.model import equal_batches
 from openppo.rollout.rewards.process import ProcessScorer, StepText
@@ -42,7 +43,7 @@ def scorer_of(model: Any, tokenizer: Any, micro: int = 2, context: int | None = 
 
     text = StepText(tokenizer, tokenizer, render, "l", "--prm_pretrain judge", context)
     source = RewardSourceConfig(prm_pretrain="judge", **options)
-    return ProcessScorer(model, text, (GOOD, BAD), source, micro, SingleProcess(), torch.device("cpu"))
+    return ProcessScorer(model, text, (GOOD, BAD), source, MicroBatchSize(micro), SingleProcess(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("micro", [1, 2, 9])
@@ -107,5 +108,9 @@ def test_every_rank_has_as_many_batches_as_the_rank_with_the_most() -> None:
             assert op == "max"
             return tensor.clamp(min=4)
 
-    assert equal_batches([3, 0, 7, 7, 0], 2, Other()) == [[2, 3], [0], [], []]
-    assert equal_batches([], 2, SingleProcess()) == []
+    assert equal_batches([3, 0, 7, 7, 0], MicroBatchSize(2), Other()) == [[2, 3], [0], [], []]
+    assert equal_batches([], MicroBatchSize(2), SingleProcess()) == []
+
+
+def test_batches_hold_no_more_tokens_than_the_budget() -> None:
+    assert equal_batches([30, 9, 10, 0, 8], MicroBatchSize(8, 30), SingleProcess()) == [[0], [2, 1, 4]]
