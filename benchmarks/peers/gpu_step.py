@@ -74,6 +74,7 @@ def run_openppo(arguments: argparse.Namespace, shape: gpu_models.Shape, folder: 
         "num_episodes": arguments.warm_up + arguments.steps,
         "bf16": True,
         "save_path": folder,
+        "cuda_graphs": arguments.cuda_graphs,
     }
     trainer = build_ppo_trainer(from_options(TrainPPOConfig, **given, **own))
     measured = []
@@ -174,6 +175,7 @@ def main() -> None:
     parser.add_argument("--tuning", choices=["full", "lora"], required=True)
     parser.add_argument("--warm_up", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--cuda_graphs", action="store_true")
     arguments = parser.parse_args()
     run = run_openppo if arguments.side == "OpenPPO" else run_transformers
     with tempfile.TemporaryDirectory() as folder:

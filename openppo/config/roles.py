@@ -101,6 +101,9 @@ class GenerationConfig:
     """Sample from the this many likeliest tokens."""
     max_num_seqs: int | None = None
     """Responses decoded at a time on one rank (default: 64 on CPUs, 256 on GPUs, fewer where memory is short)."""
+    cuda_graphs: bool = False
+    """Record decode steps on the GPU and replay them, which saves launching kernels one by one (with --rollout_engine
+    hf; not for models with a sliding window)."""
 
     def validate(self) -> None:
         share = self.vllm_gpu_memory_utilization
@@ -109,6 +112,10 @@ class GenerationConfig:
         require(self.temperature > 0, f"--temperature must be positive, got {self.temperature}.")
         require(0 < self.top_p <= 1, f"--top_p must lie in (0, 1], got {self.top_p}.")
         require(self.top_k is None or self.top_k >= 1, f"--top_k must be at least 1, got {self.top_k}.")
+        require(
+            not (self.cuda_graphs and self.rollout_engine == "vllm"),
+            "--cuda_graphs is about --rollout_engine hf; vLLM records graphs of its own: leave it out.",
+        )
         rows = self.max_num_seqs
         require(rows is None or rows >= 1, f"--max_num_seqs must be at least 1, got {rows}.")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import PolicyWeights, run_to_end
 from openppo.rollout.row_cache import PromptCache, RowCache
 from openppo.rollout.sampling import request_uniforms, sample
@@ -45,7 +47,8 @@ class HFEngine:
 
     ``any_rank_busy`` puts several ranks in lockstep, for partitioned weights that cannot be gathered: it is
     asked before each step and combines the ranks' ``busy``; a rank with nothing to do then runs along. ``stop`` is
-    asked likewise, and makes ``generate`` raise ``Interrupted``.
+    asked likewise, and makes ``generate`` raise ``Interrupted``. ``recorder`` records decode steps to
+    replay them, see ``DecodeGraphs``; not in lockstep.
     """
 
     def __init__(
@@ -57,7 +60,10 @@ class HFEngine:
         any_rank_busy: Callable[[bool], bool] | None = None,
         show_progress: bool = False,
         stop: StopCheck | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        if recorder is not None:
+            check_layers(model.config)
         self.model = model
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pad_token_id = pad_token_id
@@ -65,11 +71,14 @@ class HFEngine:
         self.any_rank_busy = any_rank_busy
         self.show_progress = show_progress
         self.stop = stop or NeverStops()
+        self.recorder = recorder
         self.version = 0
         self._numbers = count()
+        self._filling = False
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []  # in the order of the cache's rows
         self._cache: RowCache | None = None
+        self._graphs: DecodeGraphs | None = None
         self._ended: dict[int, Completion] = {}
 
     @property
@@ -97,7 +106,7 @@ class HFEngine:
         else:
             self.model(input_ids=self._tensor([[self.pad_token_id]]), use_cache=False)
         if not self.busy:
-            self._cache = None
+            self._cache = self._graphs = None
 
     def collect(self) -> dict[int, Completion]:
         """Completions that ended since the last call, by request number."""
@@ -114,20 +123,29 @@ class HFEngine:
         self.stop()
         return [done[i] for i in range(len(prompts))]
 
-    def awake(self, weights: PolicyWeights) -> AbstractContextManager[None]:
+    @contextmanager
+    def awake(self, weights: PolicyWeights) -> Iterator[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
-        return weights.in_place(in_lockstep=self.any_rank_busy is not None)
+        with weights.in_place(in_lockstep=self.any_rank_busy is not None), _attention_of_padded_rows(self.model):
+            try:
+                yield
+            finally:
+                self._graphs = None  # under ZeRO-3 the weights will lie elsewhere
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the buffers of keys and values are of no use to other shapes
 
     def _goes_on(self) -> bool:
         if self.stop.requested():
-            self._waiting, self._running, self._cache = [], [], None
+            self._waiting, self._running, self._cache, self._graphs = [], [], None, None
         return self.busy if self.any_rank_busy is None else self.any_rank_busy(self.busy)
 
     def _admit(self) -> list[_Request]:
         """Waiting requests whose prompts are read next; none if there is no room, or so little that more is worth
-        waiting for."""
+        waiting for. Once prompts are read, they are until there is no room."""
         free = self.max_batch_size - len(self._running)
-        if not self._waiting or free < min(len(self._waiting), max(1, _ROOM_TO_REFILL * self.max_batch_size)):
+        enough = 1 if self._filling else max(1, _ROOM_TO_REFILL * self.max_batch_size)
+        self._filling = free >= min(len(self._waiting), enough) > 0
+        if not self._filling:
             return []
         taken: list[_Request] = []
         prompts: set[tuple[int, ...]] = set()
@@ -146,7 +164,7 @@ class HFEngine:
     def _prefill(self, requests: list[_Request]) -> None:
         """One forward over the prompts of the first waiting ``requests``, padded on the left."""
         if self._cache is None:
-            self._cache = RowCache(self.model.config.get_text_config().num_hidden_layers)
+            self._cache = RowCache(self.model.config.get_text_config().num_hidden_layers, self.max_batch_size)
         everyone = self._running + self._waiting
         self._cache.reserve(min(self.max_batch_size, len(everyone)), max(r.max_length for r in everyone))
         del self._waiting[: len(requests)]
@@ -170,9 +188,14 @@ class HFEngine:
     def _decode(self) -> None:
         """One forward over the last token of each row."""
         assert self._cache is not None
-        ids = self._tensor([[request.token_ids[-1]] for request in self._running])
-        mask, positions = self._cache.next_column()
-        logits = self._forward(ids, mask, positions, self._cache)
+        last = [request.token_ids[-1] for request in self._running]
+        if self.recorder is not None:
+            if self._graphs is None or not self._graphs.fit(self._cache):
+                self._graphs = DecodeGraphs(self.model, self._cache, self._device, self.recorder)
+            logits = self._graphs(last)
+        else:
+            mask, positions = self._cache.next_column()
+            logits = self._forward(self._tensor(last)[:, None], mask, positions, self._cache)
         self._cache.written()
         self._accept(0, logits)
 
@@ -192,6 +215,8 @@ class HFEngine:
         assert self._cache is not None
         requests, ended = self._running[first:], []
         tokens, log_probs = self._sample(requests, logits)
+        if not math.isfinite(sum(log_probs)):
+            raise FloatingPointError("generation: the policy's logits are not finite, nor may be its weights.")
         for row, request, token, log_prob in zip(count(first), requests, tokens, log_probs, strict=False):
             request.token_ids.append(token)
             request.log_probs.append(log_prob)
@@ -231,3 +256,17 @@ class HFEngine:
 
     def _tensor(self, values: list, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+@contextmanager
+def _attention_of_padded_rows(model: PreTrainedModel) -> Iterator[None]:
+    """FlashAttention-2 would copy all real keys and values of such rows, in each layer of each step."""
+    before = model.config._attn_implementation
+    if before != "flash_attention_2":
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -6,9 +6,10 @@ one column, and a row that enters is copied in as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ SLACK_COLUMNS = 64
 """Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""
 
 
+class _Fixed(NamedTuple):
+    """A shape that is larger than what lies there, and the column to write: (1,) int64 on the device."""
+
+    rows: int
+    columns: int
+    column: Tensor
+
+
 @dataclass
 class _Window:
     """What all layers share: ``n_rows`` rows lie in columns ``start`` to ``end``, the last not included."""
@@ -25,6 +34,7 @@ class _Window:
     n_rows: int = 0
     start: int = 0
     end: int = 0
+    fixed: _Fixed | None = None
 
 
 class _Layer(CacheLayerMixin):
@@ -42,13 +52,20 @@ class _Layer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one column; returns all columns of all rows, (rows, heads, columns, width) each."""
+        if self.window.fixed is not None:
+            rows, columns, column = self.window.fixed
+            self.keys[:rows].index_copy_(2, column, key_states)
+            self.values[:rows].index_copy_(2, column, value_states)
+            return self.keys[:rows, :, :columns], self.values[:rows, :, :columns]
         n, start, end = self.window.n_rows, self.window.start, self.window.end
         self.keys[:n, :, end : end + 1] = key_states
         self.values[:n, :, end : end + 1] = value_states
         return self.keys[:n, :, start : end + 1], self.values[:n, :, start : end + 1]
 
     def get_seq_length(self) -> int:
-        """Columns before the one that is being written."""
+        """Columns before the one that is being written; of a fixed shape, before the last."""
+        if self.window.fixed is not None:
+            return self.window.fixed.columns - 1
         return self.window.end - self.window.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -101,9 +118,13 @@ class PromptCache(Cache):
 
 
 class RowCache(Cache):
-    """Keys and values of the rows that are decoded; ``reserve`` says how many and how long they may become."""
+    """Keys and values of the rows that are decoded; ``reserve`` says how many and how long they may become.
 
-    def __init__(self, n_layers: int) -> None:
+    There are never more than ``most_rows``.
+    """
+
+    def __init__(self, n_layers: int, most_rows: int) -> None:
+        self.most_rows = most_rows
         self.window = _Window()
         self.own = [_Layer(self.window) for _ in range(n_layers)]
         super().__init__(layers=list(self.own))
@@ -123,7 +144,7 @@ class RowCache(Cache):
         rows, columns = self.shape
         if max_rows > rows or max_length >= columns:
             if rows > 0:  # requests come while others run: they will again
-                max_rows = max(max_rows, min(2 * rows, 4 * max_rows))
+                max_rows = max(max_rows, min(2 * rows, 4 * max_rows, self.most_rows))
             self.shape = (max(max_rows, rows), max(max_length + SLACK_COLUMNS, columns))
             for layer in self.own:
                 if layer.is_initialized:
@@ -171,12 +192,28 @@ class RowCache(Cache):
 
     def next_column(self) -> tuple[Tensor, Tensor]:
         """For a forward over each row's next token: bool mask (rows, columns so far + 1) and position ids (rows, 1)."""
-        if self.window.end == self.shape[1]:
-            self._move(-self.window.start)
+        self.make_room()
         window = self.window
-        assert window.end < self.shape[1], "a row is longer than was reserved"
         mask = self._mask[: window.n_rows, window.start : window.end + 1]
         return mask, torch.tensor(self.lengths, device=mask.device)[:, None]
+
+    def make_room(self) -> None:
+        """Have a free column at ``window.end``."""
+        if self.window.end == self.shape[1]:
+            self._move(-self.window.start)
+        assert self.window.end < self.shape[1], "a row is longer than was reserved"
+
+    @contextmanager
+    def fixed(self, rows: int, columns: int, column: Tensor) -> Iterator[None]:
+        """Inside, layers see the first ``rows`` and ``columns`` of the buffers and write where ``column`` says.
+
+        ``column`` is (1,) int64 on the buffers' device: a forward that is recorded here works for other columns too.
+        """
+        self.window.fixed = _Fixed(rows, columns, column)
+        try:
+            yield
+        finally:
+            self.window.fixed = None
 
     def written(self) -> None:
         """The forward has been made."""

@@ -47,5 +47,7 @@ def sample(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Te
     total = cumulative[:, -1:]
     # Strictly below the total, and the first entry strictly above the target: never a token of probability 0.
     target = torch.minimum(uniforms[:, None].to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, target, right=True)
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(
+        max=cumulative.shape[-1] - 1
+    )  # NaN: past the end
     return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0]

@@ -125,20 +125,26 @@ class VLLMEngine:
 
         All ranks enter together.
         """
-        if self._sleeps:
-            self._llm.wake_up(tags=["weights"])  # the cache later: memory may not hold both beside gathered weights
-        self._llm.collective_rpc(_take_in, args=(weights.merged(),))
-        if self._sleeps:
-            self._llm.wake_up(tags=["kv_cache"])
-        self._llm.reset_prefix_cache()  # keys and values of the old weights
-        self._awake = True
         try:
+            if self._sleeps:
+                self._wake_up("weights")  # the cache later: memory may not hold both beside gathered weights
+            self._llm.collective_rpc(_take_in, args=(weights.merged(),))
+            if self._sleeps:
+                self._wake_up("kv_cache")
+            self._llm.reset_prefix_cache()  # keys and values of the old weights
+            self._awake = True
             yield
         finally:
             self._drop_all()
             self._awake = False
             if self._sleeps:
                 self._llm.sleep(level=2)
+
+    def _wake_up(self, tag: str) -> None:
+        """vLLM allocates outside of torch's pool, which holds on to what training has left free."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._llm.wake_up(tags=[tag])
 
     def _goes_on(self) -> bool:
         if self.stop.requested():

@@ -109,7 +109,8 @@ class DeepspeedStrategy:
             num_training_steps=max(1, total_steps),
             scheduler_specific_kwargs=extra,
         )
-        options = train_config(self.config, self.zero_stage, sum(p.numel() for p in trained))
+        n_trained, on_gpu = sum(p.numel() for p in trained), self.device.type == "cuda"
+        options = train_config(self.config, self.zero_stage, n_trained, on_gpu)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=merge(options, self.overrides))
         return TrainingEngine(engine, scheduler)
 
@@ -155,6 +156,7 @@ class DeepspeedStrategy:
             if not in_lockstep:
                 stack.enter_context(self.gathered(engine))
             stack.enter_context(self.uncompiled())
+            stack.enter_context(_without_cudnn_attention())
             yield
 
     def uncompiled(self) -> AbstractContextManager[None]:
@@ -213,6 +215,17 @@ class DeepspeedStrategy:
 def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
     """The strategy for these options, with the process group joined."""
     return DeepspeedStrategy(config)
+
+
+@contextmanager
+def _without_cudnn_attention() -> Iterator[None]:
+    """cuDNN plans its attention anew for each length of the keys, and each decode step has another."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _compile_layers(module: nn.Module, device: torch.device) -> None:

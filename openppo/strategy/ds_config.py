@@ -11,12 +11,13 @@ LARGEST_BUCKET = 500_000_000
 _NEVER = 10**9
 
 
-def train_config(options: DeepSpeedConfig, zero_stage: int, n_trained: int) -> dict[str, Any]:
+def train_config(options: DeepSpeedConfig, zero_stage: int, n_trained: int, on_gpu: bool = False) -> dict[str, Any]:
     """Configuration of an engine that is trained at ``zero_stage``, which stands for that of ``options``.
 
     Accumulation boundaries are set by hand at each micro-batch, so DeepSpeed is told of one micro-batch per step
     and never scales a loss. With bf16, gradients are accumulated and reduced in float32. ``n_trained``
     parameters bound the reduction buckets, which DeepSpeed would otherwise allocate for 500 million elements.
+    ``on_gpu``: what is offloaded lies in pinned memory, from where copies are several times as fast.
     """
     bucket = min(max(2, n_trained + n_trained % 2), LARGEST_BUCKET)  # DeepSpeed wants an even number
     zero: dict[str, Any] = {
@@ -28,7 +29,7 @@ def train_config(options: DeepSpeedConfig, zero_stage: int, n_trained: int) -> d
     if options.overlap_comm:  # else DeepSpeed's own choice, which is to overlap in stage 3 only
         zero["overlap_comm"] = True
     if options.adam_offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

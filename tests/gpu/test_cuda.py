@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from openppo.models import Actor
+from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import SamplingParams
 
@@ -50,15 +51,28 @@ def test_engine_on_the_gpu_reports_the_log_probs_of_a_forward(actor: Actor) -> N
         assert (log_probs.cpu() - torch.tensor(completion.log_probs)).abs().max() < 1e-3
 
 
+def test_recorded_decode_steps_give_the_responses_of_those_launched_one_by_one(actor: Actor) -> None:
+    actor.cuda()
+    prompts = [[1 + i % 60] * (1 + i % 7) for i in range(40)]
+    arguments = (prompts, SamplingParams(300), list(range(40)))
+    launched = HFEngine(actor.model, [2], 0, 16).generate(*arguments)
+    recorded = HFEngine(actor.model, [2], 0, 16, recorder=CUDARecorder()).generate(*arguments)
+    assert len({len(completion.token_ids) for completion in launched}) > 3, "rows leave at different times"
+    assert [c.token_ids for c in recorded] == [c.token_ids for c in launched]
+    for one, other in zip(recorded, launched, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-3)
+
+
+@pytest.mark.parametrize("more", [[], ["--cuda_graphs"]], ids=["launched", "recorded"])
 @pytest.mark.parametrize("zero_stage", ["0", "2", "3"])
-def test_ppo_runs_in_bf16_on_one_gpu(zero_stage: str, tmp_path: Path) -> None:
+def test_ppo_runs_in_bf16_on_one_gpu(zero_stage: str, more: list[str], tmp_path: Path) -> None:
     make = [sys.executable, str(REPO / "examples/sort_letters.py"), "make", "--out", str(tmp_path)]
     subprocess.run(make, check=True)
     (tmp_path / "reward.py").write_text("def reward_fn(p, r, labels):\n    return [float(len(x)) for x in r]\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     command += ["-m", "openppo.cli.train_ppo", "--pretrain", "model", "--reward_fn", "reward.py"]
     command += ["--prompt_data", "prompts.jsonl", "--max_samples", "16", "--bf16", "--zero_stage", zero_stage]
-    command += ["--rollout_batch_size", "8", "--train_batch_size", "8", "--generate_max_len", "8"]
+    command += ["--rollout_batch_size", "8", "--train_batch_size", "8", "--generate_max_len", "8", *more]
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-5000:]

@@ -97,6 +97,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "micro_rollout_tokens": None,
         "micro_train_tokens": None,
         "max_num_seqs": None,
+        "cuda_graphs": False,
         "old_log_probs": "auto",
         "rollout_batch_size": 512,
         "micro_rollout_batch_size": 8,

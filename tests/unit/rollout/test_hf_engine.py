@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from transformers import PreTrainedModel
 
 from openppo.models.actor import Actor
 from openppo.models.padding import pad_right
-from openppo.rollout import row_cache
+from openppo.rollout import hf_engine, row_cache
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, FinishReason, SamplingParams
@@ -113,6 +115,48 @@ def test_a_response_does_not_depend_on_its_neighbours(model: PreTrainedModel, pr
     alone = [engine_of(model).generate([p], SAMPLED, [s])[0] for p, s in zip(prompts, seeds, strict=True)]
     assert all(map(same, together, backwards))
     assert all(map(same, together, alone))
+
+
+def test_logits_that_are_not_finite_are_an_error(models: Models) -> None:
+    broken = copy.deepcopy(models["llama"])
+    broken.lm_head.weight.data[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        engine_of(broken).generate([[7, 8]], SAMPLED, [0])
+
+
+def test_prompts_are_read_until_all_rows_are_taken(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each forward reads two of them; rows that stay empty would wait until an eighth of them is free."""
+    monkeypatch.setattr(hf_engine, "PREFILL_TOKENS", 8)
+    engine = engine_of(models["llama"], eos=[], batch=32)
+    for i in range(40):
+        engine.submit([1 + i % 20, 2, 3, 4], SAMPLED, i)
+    for _ in range(16):
+        engine.step()
+    assert len(engine._running) == 32
+
+
+def test_buffers_never_have_more_rows_than_may_be_decoded(models: Models) -> None:
+    engine = engine_of(models["llama"], eos=[], batch=4)
+    for length in (1, 2, 30, 31):
+        engine.submit([5] * length, SamplingParams(100 + 100 * length), 0)
+        engine.step()
+    assert engine._cache is not None
+    assert engine._cache.shape[0] == 4
+
+
+def test_flash_attention_stands_back_while_the_engine_is_awake(models: Models) -> None:
+    """It would gather the keys and values of padded rows in each layer of each step."""
+
+    class Weights:
+        def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    model, chosen = copy.deepcopy(models["llama"]), []
+    model.config._attn_implementation = "flash_attention_2"
+    model.set_attn_implementation = chosen.append
+    with engine_of(model).awake(Weights()):  # type: ignore[arg-type]
+        assert chosen == ["sdpa"]
+    assert chosen == ["sdpa", "flash_attention_2"]
 
 
 def test_equal_prompts_get_responses_of_their_own_seeds(models: Models) -> None:

@@ -1,0 +1,135 @@
+"""Decode steps as CUDA graphs: the kernels of a forward take less time than launching them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from openppo.rollout.row_cache import RowCache
+
+COLUMNS_TOGETHER = 256
+"""A graph is recorded for this many columns more than the last."""
+
+Forward = Callable[[], Tensor]
+Recorder = Callable[[Forward], Forward]
+"""Makes a forward that can be replayed; it returns the same tensor each time."""
+
+
+class DecodeGraphs:
+    """Forwards over one token per row of ``cache``, recorded once for each shape and replayed from then on.
+
+    A graph always has the same shapes and addresses. So rows are rounded up to a power of two and columns to
+    ``COLUMNS_TOGETHER``, what differs between steps is read from one small tensor, and the graphs are good for these
+    buffers and weights only: ``fit`` says whether ``cache`` still has them.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: RowCache, device: torch.device, record: Recorder) -> None:
+        self.model = model
+        self.cache = cache
+        self.device = device
+        self.record = record
+        self._shape = cache.shape
+        self._recorded: dict[tuple[int, int], tuple[Tensor, Forward]] = {}
+
+    def fit(self, cache: RowCache) -> bool:
+        """Whether ``cache`` is the one that was recorded with, its buffers where they were."""
+        return cache is self.cache and cache.shape == self._shape
+
+    def __call__(self, last: Sequence[int]) -> Tensor:
+        """Logits (rows, V) after the ids ``last``, one of each row; good until the next call."""
+        self.cache.make_room()
+        n_rows, column = len(last), self.cache.window.end
+        shape = self._round_up(n_rows, column + 1)
+        idle = [(0, column, column)] * (shape[0] - n_rows)  # rows that see themselves alone: nothing else is theirs
+        steps = [*((token, start, column) for token, start in zip(last, self.cache.starts, strict=True)), *idle]
+        if shape in self._recorded:
+            inputs, forward = self._recorded[shape]
+            inputs.copy_(torch.tensor(steps))
+        else:
+            inputs = torch.tensor(steps, device=self.device)
+            forward = self._record(shape, inputs)
+            self._recorded[shape] = inputs, forward
+        return forward()[:n_rows]
+
+    def _round_up(self, rows: int, columns: int) -> tuple[int, int]:
+        most_rows, most_columns = self._shape
+        power = 1 << (rows - 1).bit_length()
+        together = -(-columns // COLUMNS_TOGETHER) * COLUMNS_TOGETHER
+        return min(power, most_rows), min(together, most_columns)
+
+    def _record(self, shape: tuple[int, int], inputs: Tensor) -> Forward:
+        """``inputs`` (rows, 3) int64 are token id, first column and this column of each row."""
+        rows, columns = shape
+        model: Any = self.model
+
+        def forward() -> Tensor:
+            ids, starts, column = inputs.unbind(1)
+            places = torch.arange(columns, device=inputs.device)
+            mask = (places >= starts[:, None]) & (places <= column[:, None])  # (rows, columns)
+            with self.cache.fixed(rows, columns, column[:1]):
+                output = model(
+                    input_ids=ids[:, None],
+                    attention_mask=mask,
+                    position_ids=(column - starts)[:, None],
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+            return output.logits[:, -1]
+
+        return self.record(forward)
+
+
+class CUDARecorder:
+    """Records forwards as CUDA graphs that share their memory: they never run at the same time."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, forward: Forward) -> Forward:
+        """``forward`` as one launch. ``RuntimeError`` names the flag if it cannot be recorded."""
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):  # libraries make what they need at a first call, which cannot be recorded
+            forward()
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, such as those that score, may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                output = forward()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"--cuda_graphs: a decode step of this model cannot be recorded ({error}). Leave the flag away."
+            ) from error
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+def check_recordable(config: PreTrainedConfig, device: torch.device) -> None:
+    """``ValueError`` where ``--cuda_graphs`` cannot work."""
+    if device.type != "cuda":
+        raise ValueError(f"--cuda_graphs records steps on a GPU, and this run is on a {device.type}: leave it out.")
+    check_layers(config)
+
+
+def check_layers(config: PreTrainedConfig) -> None:
+    """``ValueError`` for models whose layers see a part of the row only: where it begins changes with each step."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windowed = kinds - {"full_attention"} if kinds else getattr(text, "sliding_window", None) is not None
+    if windowed:
+        raise ValueError(
+            f"--cuda_graphs: {text.model_type} has layers with a sliding window, whose decode steps cannot be "
+            "recorded. Leave it out."
+        )

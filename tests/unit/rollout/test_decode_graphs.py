@@ -1,0 +1,173 @@
+"""Recorded decode steps: what a CUDA graph asks of a forward, checked without a GPU by a recorder that runs it again.
+
+A graph launches the same kernels on the same addresses each time, so the recorder checks that replayed forwards do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from openppo.rollout import decode_graphs, row_cache
+from openppo.rollout.decode_graphs import Forward, check_recordable
+from openppo.rollout.hf_engine import HFEngine
+from openppo.types import Completion, SamplingParams
+
+Models = dict[str, PreTrainedModel]
+Prompts = list[list[int]]
+EOS_IDS = [0, 12, 17, 19]
+PARAMS = SamplingParams(max_new_tokens=12, temperature=1.3)
+READS_VALUES = ("_local_scalar_dense", "nonzero", "is_nonzero", "aten.equal", "masked_select")
+"""Operators that a CPU must wait for: a graph cannot hold them."""
+
+
+class Trace(TorchDispatchMode):
+    """Names of operators, shapes and numbers they get, and addresses of tensors that were there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+        self._made: list[Tensor] = []  # kept, so that no address is used twice
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert not any(name in str(func) for name in READS_VALUES), f"{func} needs a value of the device"
+        made = {tensor.untyped_storage().data_ptr() for tensor in self._made}
+        seen = []
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                inside = leaf.untyped_storage().data_ptr() in made
+                seen.append((tuple(leaf.shape), leaf.stride(), "made" if inside else leaf.data_ptr()))
+            else:
+                seen.append(leaf)
+        self.calls.append((str(func), tuple(map(str, seen))))
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not any(leaf.data_ptr() == a.data_ptr() for a in self._made):
+                self._made.append(leaf)
+        return result
+
+
+class RunsAgain:
+    """In place of a CUDA graph: each replay runs the forward, and checks that a graph would have done the same."""
+
+    def __init__(self) -> None:
+        self.n_recorded = self.n_replayed = 0
+
+    def __call__(self, forward: Forward) -> Forward:
+        self.n_recorded += 1
+        forward()
+        with _tracing(), Trace() as recorded:
+            output = forward()
+
+        def replay() -> Tensor:
+            self.n_replayed += 1
+            with _tracing(), Trace() as again:
+                result = forward()
+            assert again.calls == recorded.calls
+            output.copy_(result)
+            return output
+
+        return replay
+
+
+def _tracing() -> AbstractContextManager:
+    """transformers asks whether a stream is being recorded before it looks at the values of a mask."""
+    return patch("torch.cuda.is_current_stream_capturing", return_value=True)
+
+
+def engine(model: PreTrainedModel, recorder: RunsAgain | None, rows: int = 8, eos: Sequence[int] = EOS_IDS) -> HFEngine:
+    return HFEngine(model, eos, 0, rows, recorder=recorder)
+
+
+def generate(model: PreTrainedModel, prompts: Prompts, recorder: RunsAgain | None, rows: int = 8) -> list[Completion]:
+    return engine(model, recorder, rows).generate(prompts, PARAMS, [100 + i for i in range(len(prompts))])
+
+
+def assert_same(ours: list[Completion], expected: list[Completion]) -> None:
+    assert [completion.token_ids for completion in ours] == [completion.token_ids for completion in expected]
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_replayed_steps_give_the_same_responses(
+    models: Models, prompts: Prompts, name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows that enter and leave, rows moved back to the first column, and several graphs."""
+    monkeypatch.setattr(decode_graphs, "COLUMNS_TOGETHER", 8)
+    monkeypatch.setattr(row_cache, "SLACK_COLUMNS", 2)
+    expected = generate(models[name], prompts * 3, None, rows)
+    assert len({len(completion.token_ids) for completion in expected}) > 3, "rows leave at different times"
+    recorder = RunsAgain()
+    assert_same(generate(models[name], prompts * 3, recorder, rows), expected)
+    assert recorder.n_replayed > 2 * recorder.n_recorded > 2
+
+
+def test_a_longer_request_that_comes_later_gets_graphs_of_its_larger_buffers(models: Models) -> None:
+    recorder = RunsAgain()
+    results = []
+    for mine in (engine(models["llama"], recorder, eos=[]), engine(models["llama"], None, eos=[])):
+        numbers = [mine.submit([3, 4], SamplingParams(40), 1)]
+        for _ in range(3):
+            mine.step()
+        numbers.append(mine.submit(list(range(1, 20)), SamplingParams(200), 2))
+        done: dict[int, Completion] = {}
+        while mine.busy:
+            mine.step()
+            done |= mine.collect()
+        results.append([done[number] for number in numbers])
+    assert_same(*results)
+
+
+def test_graphs_do_not_outlive_the_weights_they_were_recorded_with(models: Models) -> None:
+    class Weights:
+        def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    recorder = RunsAgain()
+    mine = engine(models["llama"], recorder, eos=[])
+    mine.submit([3, 4], SamplingParams(30), 1)
+    for n_recorded in (1, 2):
+        with mine.awake(Weights()):  # type: ignore[arg-type]
+            for _ in range(3):
+                mine.step()
+            assert mine.busy
+        assert recorder.n_recorded == n_recorded
+
+
+def test_a_model_with_a_sliding_window_is_refused(models: Models) -> None:
+    with pytest.raises(ValueError, match="--cuda_graphs: mistral has layers with a sliding window"):
+        engine(models["mistral"], RunsAgain())
+
+
+def test_a_run_on_the_cpu_is_refused(models: Models) -> None:
+    with pytest.raises(ValueError, match="--cuda_graphs records steps on a GPU, and this run is on a cpu"):
+        check_recordable(models["llama"].config, torch.device("cpu"))
+
+
+def test_the_recorder_of_these_tests_finds_what_a_graph_could_not_hold() -> None:
+    steps = torch.zeros(1, dtype=torch.int64)
+
+    def reads_a_value() -> Tensor:
+        return torch.zeros(2) + int(steps)
+
+    def uses_the_number_of_the_step() -> Tensor:
+        counted.append(1)
+        return torch.zeros(2) + len(counted)
+
+    counted: list[int] = []
+    with pytest.raises(AssertionError, match="needs a value of the device"):
+        RunsAgain()(reads_a_value)
+    replay = RunsAgain()(uses_the_number_of_the_step)
+    with pytest.raises(AssertionError):
+        replay()
