@@ -13,6 +13,7 @@ from openppo.config import LoRAConfig
 from openppo.models.loading import disable_dropout, load_causal_lm
 from openppo.models.log_probs import log_probs_and_entropy, log_probs_from_logits
 from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
+from openppo.models.padding import pack_rows
 
 
 class Actor(nn.Module):
@@ -53,6 +54,8 @@ class Actor(nn.Module):
         if options.lora_rank > 0:
             self.model = add_adapters(model, options, "CAUSAL_LM")
         self.temperature = temperature
+        self.packs_rows = False
+        """Whether the rows of a batch go through the model as one, without padding: see ``pack_where_exact``."""
 
     def forward(
         self,
@@ -73,6 +76,9 @@ class Actor(nn.Module):
         token of each must not be in ``action_mask``.
         """
         wanted = attention_mask.bool() if action_mask is None else action_mask.bool()
+        temperature = self.temperature if temperature is None else temperature
+        if self.packs_rows and position_ids is None:
+            return self._packed_forward(sequences, attention_mask, wanted, temperature, return_entropy)
         positions = wanted[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token positions + 1
         if len(positions) == 0:  # a row without any action still takes part in the forward
             positions = positions.new_zeros(1)
@@ -80,12 +86,38 @@ class Actor(nn.Module):
         # fast causal kernel.
         options = {} if position_ids is None else {"position_ids": position_ids}
         logits = self.model(input_ids=sequences, logits_to_keep=positions, use_cache=False, **options).logits
-        temperature = self.temperature if temperature is None else temperature
         tokens = (positions + 1).clamp(max=sequences.shape[1] - 1)  # a row of one token has none after its first
         if not return_entropy:
             return _place(log_probs_from_logits(logits, sequences[:, tokens], temperature), tokens, wanted)  # (B, K)
         both = log_probs_and_entropy(logits, sequences[:, tokens], temperature)
         return _place(both[0], tokens, wanted), _place(both[1], tokens, wanted)
+
+    def _packed_forward(
+        self, sequences: Tensor, attention_mask: Tensor, wanted: Tensor, temperature: float, return_entropy: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        rows = pack_rows(sequences, attention_mask)
+        wanted = F.pad(wanted[:, 1:], (1, 0)).flatten()  # (B x L,)
+        wanted_at = wanted.nonzero()[:, 0]  # (K,)
+        if len(wanted_at) == 0:
+            wanted_at = wanted_at.new_ones(1)
+        logits = self.model(
+            input_ids=rows.input_ids,
+            position_ids=rows.position_ids,
+            logits_to_keep=rows.places[wanted_at - 1],
+            use_cache=False,
+        ).logits[0]  # (K, V)
+        labels = sequences.flatten()[wanted_at]
+
+        def place(values: Tensor) -> Tensor:
+            placed = torch.zeros(wanted.shape, dtype=values.dtype, device=values.device).index_copy(
+                0, wanted_at, values
+            )
+            return torch.where(wanted, placed, 0.0).view(sequences.shape)
+
+        if not return_entropy:
+            return place(log_probs_from_logits(logits, labels, temperature))
+        log_probs, entropy = log_probs_and_entropy(logits, labels, temperature)
+        return place(log_probs), place(entropy)
 
 
 def _place(values: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:

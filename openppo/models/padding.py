@@ -1,9 +1,10 @@
-"""Lists of token ids to padded tensors."""
+"""Lists of token ids to padded tensors, and those to rows without padding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,3 +61,23 @@ def pad_right(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor,
     for i, row in enumerate(rows):
         sequences[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
     return sequences, torch.arange(width) < lengths[:, None]
+
+
+class PackedRows(NamedTuple):
+    """Real tokens of a batch (B, L) one row after the other, T in all.
+
+    ``input_ids`` and ``position_ids`` int64 (1, T), the latter from 0 in each row; ``places`` int64 (B x L,) is where a
+    place of the batch lies among them (of padding: where the last real token before it lies).
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    places: Tensor
+
+
+def pack_rows(sequences: Tensor, attention_mask: Tensor) -> PackedRows:
+    """``sequences`` int64 (B, L) padded on the right, ``attention_mask`` bool (B, L)."""
+    real = attention_mask.bool().flatten()  # (B x L,)
+    positions = torch.arange(sequences.shape[1], device=sequences.device).repeat(len(sequences))
+    places = (real.cumsum(0) - 1).clamp(min=0)
+    return PackedRows(sequences.flatten()[real][None], positions[real][None], places)

@@ -15,6 +15,7 @@ from openppo.config import LoRAConfig
 from openppo.models.loading import disable_dropout, load_config, load_options, use_fast_cpu_attention
 from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
 from openppo.models.lora.folder import base_model_of, has_head, is_peft_folder, merge_adapters
+from openppo.models.padding import pack_rows
 from openppo.models.trust import refusing_code
 
 logger = logging.getLogger("openppo")
@@ -36,6 +37,8 @@ class ScalarHeadModel(nn.Module):
         super().__init__()
         self.model: Any = model
         self.role: Role = role
+        self.packs_rows = False
+        """Whether the rows of a batch go through the model as one, without padding: see ``pack_where_exact``."""
         if lora is not None and lora.lora_rank > 0:
             self.model = add_adapters(model, lora, "SEQ_CLS")
 
@@ -46,14 +49,22 @@ class ScalarHeadModel(nn.Module):
 
     def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
         """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right."""
-        # Without attention mask for the reason given in Actor.forward.
-        hidden = self.classifier.base_model(input_ids=sequences, use_cache=False).last_hidden_state
-        outputs = self.classifier.get_submodule(_HEAD)(hidden)[..., 0].float()  # (B, L)
+        if self.packs_rows:
+            rows = pack_rows(sequences, attention_mask)
+            outputs = self._outputs(input_ids=rows.input_ids, position_ids=rows.position_ids)[0]  # (T,)
+            outputs = outputs[rows.places].view(sequences.shape)
+        else:  # without attention mask for the reason given in Actor.forward
+            outputs = self._outputs(input_ids=sequences)  # (B, L)
         if self.role == "critic":
             return F.pad(outputs[:, :-1], (1, 0))
         places = torch.arange(sequences.shape[1], device=sequences.device)
         last = torch.where(attention_mask.bool(), places, 0).amax(-1, keepdim=True)  # (B, 1)
         return outputs.gather(1, last)[:, 0]
+
+    def _outputs(self, **inputs: Tensor) -> Tensor:
+        """The head's, float32, of each token of ``input_ids``."""
+        hidden = self.classifier.base_model(**inputs, use_cache=False).last_hidden_state
+        return self.classifier.get_submodule(_HEAD)(hidden)[..., 0].float()
 
 
 def get_llm_for_sequence_regression(

@@ -16,7 +16,7 @@ from openppo.models.actor import Actor
 from openppo.models.loading import check_model, eos_token_ids, load_options, load_tokenizer, pad_token_id
 from openppo.models.lora.adapters import AdapterOffReference
 from openppo.models.lora.folder import base_model_of
-from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.rollout.decode_graphs import CUDARecorder, check_recordable
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
@@ -30,6 +30,7 @@ from openppo.trainer.estimate.announce import announce_ppo
 from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.overview.start_table import announce_ppo_start
+from openppo.trainer.packing import pack_where_exact
 from openppo.trainer.parts import Parts
 from openppo.trainer.ppo_data import PPOData, load_ppo_data
 from openppo.trainer.ppo_trainer import HEADLINE, PPOTrainer
@@ -208,16 +209,29 @@ def _prepare_models(
                 name, "critic", value_head_prefix=model.value_head_prefix, **options, **vars(_critic_lora(config))
             )
         critic = strategy.prepare(module, config.adam, rates.critic_learning_rate, plan.optimizer_steps())
+        _pack(config, strategy, module, critic, "critic")
     n_steps = plan.optimizer_steps(without=frozen_actor_steps(config))
     with naming_model("--pretrain", model.pretrain):
         policy = Actor(model.pretrain, temperature=config.generation.temperature, **options, **vars(config.lora))
     actor = strategy.prepare(policy, config.adam, rates.actor_learning_rate, n_steps)
+    _pack(config, strategy, policy, actor, "actor")
     if config.kl.init_kl_coef == 0:
         return actor, critic, None
     if config.lora.lora_rank > 0:
         return actor, critic, AdapterOffReference(actor)
     frozen = Actor(model.pretrain, temperature=config.generation.temperature, **options)
-    return actor, critic, strategy.prepare_frozen(frozen)
+    reference = strategy.prepare_frozen(frozen)
+    _pack(config, strategy, frozen, reference, "reference")
+    return actor, critic, reference
+
+
+def _pack(
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, module: Actor | ScalarHeadModel, forward: Any, name: str
+) -> None:
+    """With FlashAttention samples need no padding."""
+    if config.model.flash_attn:
+        with strategy.uncompiled():
+            pack_where_exact(module, forward, strategy.device, name)
 
 
 def _critic_lora(config: TrainPPOConfig) -> LoRAConfig:

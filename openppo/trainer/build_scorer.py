@@ -32,6 +32,7 @@ from openppo.rollout.rewards.process import ProcessScorer, StepText
 from openppo.rollout.rewards.rendering import RewardModelText
 from openppo.rollout.rewards.scoring import CombinedScorer, Scorer
 from openppo.rollout.rewards.verifiable import VerifiableScorer, make_verify
+from openppo.trainer.packing import pack_where_exact
 from openppo.trainer.startup import check_same, naming_model, on_all_ranks
 from openppo.types import Comm, Prompt
 
@@ -160,8 +161,11 @@ def _reward_model(
             value_head_prefix=setup.value_head_prefix,
             trust_remote_code=setup.trust_remote_code,
         )
+    frozen = setup.prepare_frozen(reward)
+    if setup.flash_attn:
+        pack_where_exact(reward, frozen, setup.device, "reward model")
     return ModelScorer(
-        setup.prepare_frozen(reward),
+        frozen,
         setup.size,
         pad_token_id(own or tokenizer),
         setup.comm,

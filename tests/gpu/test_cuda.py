@@ -66,15 +66,27 @@ def test_recorded_decode_steps_give_the_responses_of_those_launched_one_by_one(a
 @pytest.mark.parametrize("more", [[], ["--cuda_graphs"]], ids=["launched", "recorded"])
 @pytest.mark.parametrize("zero_stage", ["0", "2", "3"])
 def test_ppo_runs_in_bf16_on_one_gpu(zero_stage: str, more: list[str], tmp_path: Path) -> None:
+    run_ppo(tmp_path, "--zero_stage", zero_stage, *more)
+
+
+@pytest.mark.parametrize("zero_stage", ["0", "3"])
+def test_flash_attention_packs_samples(zero_stage: str, tmp_path: Path) -> None:
+    pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    assert "are padded" not in run_ppo(tmp_path, "--zero_stage", zero_stage, "--flash_attn")
+
+
+def run_ppo(tmp_path: Path, *more: str) -> str:
+    """Two steps in bf16; returns the log."""
     make = [sys.executable, str(REPO / "examples/sort_letters.py"), "make", "--out", str(tmp_path)]
     subprocess.run(make, check=True)
     (tmp_path / "reward.py").write_text("def reward_fn(p, r, labels):\n    return [float(len(x)) for x in r]\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
     command += ["-m", "openppo.cli.train_ppo", "--pretrain", "model", "--reward_fn", "reward.py"]
-    command += ["--prompt_data", "prompts.jsonl", "--max_samples", "16", "--bf16", "--zero_stage", zero_stage]
+    command += ["--prompt_data", "prompts.jsonl", "--max_samples", "16", "--bf16"]
     command += ["--rollout_batch_size", "8", "--train_batch_size", "8", "--generate_max_len", "8", *more]
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-5000:]
     rows = [json.loads(line) for line in (tmp_path / "ckpt/logs/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
+    return done.stdout + done.stderr
