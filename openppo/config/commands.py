@@ -65,6 +65,10 @@ class TrainPPOConfig:
             self.generation.rollout_engine == "hf" or not self.lora.load_in_4bit,
             "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out.",
         )
+        require(
+            not (self.ppo.offload_idle and self.deepspeed.adam_offload),
+            "--offload_idle: --adam_offload has all of Adam on the host already; leave one of them out.",
+        )
         buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
         require(
             buffer is None or buffer <= longest,

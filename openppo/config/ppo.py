@@ -44,6 +44,9 @@ class PPOConfig:
     """Largest number of samples in the replay buffer of one rank; the oldest leave first (0: no limit)."""
     buffer_cpu_offload: bool = True
     """Keep the replay buffer in CPU memory."""
+    offload_idle: bool = False
+    """Keep Adam's moments in host memory while nothing is trained: more of a GPU's memory for generation, at the price
+    of a copy there and back in each step."""
     enable_ema: bool = False
     """Keep an exponential moving average of the actor's weights, and save it instead of the actor."""
     ema_beta: float = 0.992

@@ -116,13 +116,6 @@ class CUDARecorder:
         return replay
 
 
-def check_recordable(config: PreTrainedConfig, device: torch.device) -> None:
-    """``ValueError`` where ``--cuda_graphs`` cannot work."""
-    if device.type != "cuda":
-        raise ValueError(f"--cuda_graphs records steps on a GPU, and this run is on a {device.type}: leave it out.")
-    check_layers(config)
-
-
 def check_layers(config: PreTrainedConfig) -> None:
     """``ValueError`` for models whose layers see a part of the row only: where it begins changes with each step."""
     text = config.get_text_config()

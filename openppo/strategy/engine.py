@@ -9,6 +9,9 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's, by their names in its state."""
+
 
 class TrainingEngine:
     """A DeepSpeed engine with the few operations that training loops need.
@@ -21,6 +24,7 @@ class TrainingEngine:
     def __init__(self, engine: deepspeed.DeepSpeedEngine, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
         self.deepspeed = engine
         self.scheduler = scheduler
+        self._host: dict[tuple[int, str], Tensor] = {}  # where moments rest: pinning anew each time would take long
 
     @property
     def module(self) -> nn.Module:
@@ -48,6 +52,27 @@ class TrainingEngine:
         # Also before the backward: ZeRO-1 and 2 reduce gradients in hooks that ask for the boundary.
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss)
+
+    def offload_moments(self) -> None:
+        """Move Adam's moments to the host; ``load_moments`` must come before the next ``step``."""
+        for number, state in enumerate(self._adam_states()):
+            for name in MOMENTS:
+                moment = state[name]
+                if (number, name) not in self._host:
+                    self._host[number, name] = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda)
+                state[name] = self._host[number, name].copy_(moment)
+
+    def load_moments(self) -> None:
+        """Move Adam's moments back to where the weights are."""
+        for number, state in enumerate(self._adam_states()):
+            for name in MOMENTS:
+                if state[name] is self._host.get((number, name)):
+                    state[name] = state[name].to(self.deepspeed.device, non_blocking=True, copy=True)
+
+    def _adam_states(self) -> list[dict[str, Tensor]]:
+        """Those that Adam has made."""
+        adam: Any = self.deepspeed.basic_optimizer
+        return [state for state in adam.state.values() if MOMENTS[0] in state]
 
     def step(self) -> float:
         """Clip, update, advance the schedule. Returns the gradient's L2 norm before clipping.

@@ -17,7 +17,7 @@ from openppo.models.loading import check_model, eos_token_ids, load_options, loa
 from openppo.models.lora.adapters import AdapterOffReference
 from openppo.models.lora.folder import base_model_of
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
-from openppo.rollout.decode_graphs import CUDARecorder, check_recordable
+from openppo.rollout.decode_graphs import CUDARecorder, check_layers
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions, check_vllm
@@ -57,8 +57,7 @@ def build_ppo_trainer(
         strategy.comm, lambda: check_model(model.pretrain, "--pretrain", model.trust_remote_code)
     )
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
-    if config.generation.cuda_graphs:
-        check_recordable(actor_config, strategy.device)
+    _check_gpu_options(config, actor_config, strategy)
     if config.generation.rollout_engine == "vllm":
         on_all_ranks(strategy.comm, check_vllm)
     tokenizer = load_tokenizer(model.pretrain, "--pretrain", trust_remote_code=model.trust_remote_code)
@@ -145,6 +144,16 @@ def _engine(
 def _packed_row_length(actor: TrainingEngine, data: PPOData, strategy: DeepspeedStrategy) -> int | None:
     with strategy.uncompiled():
         return packed_row_length(actor, data.documents, data.longest, strategy.device)
+
+
+def _check_gpu_options(config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy) -> None:
+    here = strategy.device.type == "cuda" or config.run.dry_run  # which may be about another machine
+    if config.generation.cuda_graphs:
+        if not here:
+            raise ValueError("--cuda_graphs records steps on a GPU, and this run is on a CPU: leave it out.")
+        check_layers(actor_config)
+    if config.ppo.offload_idle and not here and strategy.is_main:
+        logger.warning("--offload_idle: there is no GPU whose memory it would save, it only takes time")
 
 
 def _longest_sequence(config: TrainPPOConfig, actor_config: PreTrainedConfig) -> int:

@@ -120,6 +120,7 @@ CASES = [
     *(Case("step", stage, 4, 4, "--adam_offload", no_compiler=True) for stage in (1, 3)),
     *(Case(task, 3, 4, 4, lockstep=True) for task in ("steps", "prompt")),
     *(Case("steps", stage, more="--micro_train_tokens 30 --micro_rollout_tokens 25") for stage in (0, 3)),
+    *(Case("steps", stage, more="--offload_idle") for stage in (0, 2, 3)),
     *(Case(task, 3, 4, 4, "--max_num_seqs 2") for task in ("step", "samples")),
 ]
 

@@ -15,9 +15,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
 from openppo.strategy.checkpoint.fragments import Fragment, FragmentReader
-from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.engine import MOMENTS, TrainingEngine
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _BYTES_PER_ELEMENT = 4 * (1 + len(MOMENTS))
 
 

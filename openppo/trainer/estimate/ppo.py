@@ -111,7 +111,8 @@ def estimate_ppo(run: PPORun) -> Estimate:
     """Memory and communication of a train_ppo run."""
     states, host = run.states(), _host(run)
     lasting = sum(state.total for state in states.values()) + (sum(host.values()) if run.on_cpu else 0)
-    phases = [_loading(states), _generation(run, states, lasting), _experience(run, states, lasting)]
+    awake = lasting - _resting(run, states)
+    phases = [_loading(states), _generation(run, states, awake), _experience(run, states, awake)]
     n = {role: n_trained(run.shapes[role], rank) for role, rank in run.lora_ranks.items()}
     return Estimate(
         roles={role: state.device for role, state in states.items()},
@@ -119,7 +120,7 @@ def estimate_ppo(run: PPORun) -> Estimate:
         host=host,
         sent=_sent(run),
         checkpoint=checkpoint_bytes(n["actor"], n.get("critic", 0), run.config.ppo.enable_ema),
-        decode_rows=decode_rows(run, lasting),
+        decode_rows=decode_rows(run, awake),
         n_ranks=run.n_ranks,
         device_memory=run.device_memory,
         changes=[
@@ -135,12 +136,21 @@ def _host(run: PPORun) -> dict[str, int]:
     for role, state in run.states().items():
         if state.host:
             parts[f"optimizer of the {role}"] = sum(state.host.values())
+        elif run.config.ppo.offload_idle and "Adam moments" in state.device:
+            parts[f"moments of the {role}, at rest"] = state.device["Adam moments"]
     if run.config.ppo.enable_ema:
         parts["average (EMA)"] = 4 * run.setting.share(n_trained(run.shapes["actor"], run.lora_ranks["actor"]))
     parts["experience"] = _TRAJECTORY_BYTES * run.samples * run.longest
     if run.config.ppo.buffer_cpu_offload:
         parts["experience"] += _buffer_bytes(run)
     return parts
+
+
+def _resting(run: PPORun, states: dict[str, States]) -> int:
+    """Bytes that leave the device while nothing is trained."""
+    if not run.config.ppo.offload_idle or run.on_cpu:
+        return 0
+    return sum(state.device.get("Adam moments", 0) for state in states.values())
 
 
 def _buffer_bytes(run: PPORun) -> int:

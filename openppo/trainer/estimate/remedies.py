@@ -17,8 +17,12 @@ _DECODE_ROWS = 64
 
 def ppo_changes(config: TrainPPOConfig) -> Iterator[tuple[str, TrainPPOConfig]]:
     """For train_ppo."""
-    yield from _shared_changes(config)
+    for change in _shared_changes(config):
+        if not (config.ppo.offload_idle and change[0] == "--adam_offload"):  # which has what it would offload
+            yield change
     ppo, generation = config.ppo, config.generation
+    if not ppo.offload_idle and not config.deepspeed.adam_offload:
+        yield "--offload_idle", replace(config, ppo=replace(ppo, offload_idle=True))
     rows, new = ppo.micro_rollout_batch_size // 2, generation.generate_max_len // 2
     if rows > 0:
         yield f"--micro_rollout_batch_size {rows}", replace(config, ppo=replace(ppo, micro_rollout_batch_size=rows))

@@ -51,6 +51,10 @@ class UpdateStep:
         ``FloatingPointError`` after ``--max_skipped_steps`` steps in a row that had to be skipped.
         """
         self.parts.train()
+        engines = [engine for engine in (self.parts.actor, self.parts.critic) if engine is not None]
+        resting = engines if self.config.ppo.offload_idle else []
+        for engine in resting:
+            engine.load_moments()
         batch, epochs, done = self.config.batch, self.config.batch.max_epochs, step.optimizer_steps
         seed = self.config.deepspeed.seed + self.position.global_step
         micro, tokens = batch.micro_train_batch_size, self.config.ppo.micro_train_tokens
@@ -65,6 +69,8 @@ class UpdateStep:
                     self._train_critic(mini_batch, step)
                 step.optimizer_steps, step.actor_done = step.optimizer_steps + 1, False
                 bar.update()
+        for engine in resting:
+            engine.offload_moments()
 
     def go_on_from(self, position: Progress) -> None:
         """Continue where ``position`` says, which replaces the old one."""

@@ -175,6 +175,7 @@ FLAGS: dict[type, list[Flag]] = {
         ("generation", "top_k", ["40"], 40),
         ("generation", "max_num_seqs", ["7"], 7),
         ("generation", "cuda_graphs", [], True),
+        ("ppo", "offload_idle", [], True),
         ("loss", "old_log_probs", ["recompute"], "recompute"),
         ("ppo", "micro_rollout_tokens", ["7"], 7),
         ("ppo", "micro_train_tokens", ["7"], 7),

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from openppo.config import DeepSpeedConfig
 from openppo.strategy.comm import init_process_group
 from openppo.strategy.ds_config import eval_config, merge, train_config
-from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.engine import MOMENTS, TrainingEngine
 
 
 class FakeDeepSpeed:
@@ -43,6 +44,28 @@ def engine(norm: float) -> TrainingEngine:
     scheduler.step = lambda: setattr(scheduler, "n", scheduler.n + 1)
     deepspeed: Any = FakeDeepSpeed(norm)
     return TrainingEngine(deepspeed, scheduler)
+
+
+def test_training_goes_on_as_if_moments_had_never_rested_on_the_host() -> None:
+    """And nothing holds on to their memory on the device meanwhile."""
+    results = []
+    for rests in (False, True):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(5))
+        adam = torch.optim.AdamW([weight], lr=0.1)
+        deepspeed: Any = SimpleNamespace(basic_optimizer=adam, device=torch.device("cpu"))
+        trained = TrainingEngine(deepspeed, SimpleNamespace())  # type: ignore[arg-type]
+        for _ in range(4):
+            trained.load_moments()
+            (weight**2).sum().backward()
+            adam.step()
+            adam.zero_grad()
+            if rests:
+                held = [weakref.ref(adam.state[weight][name]) for name in MOMENTS]
+                trained.offload_moments()
+                assert [moment() for moment in held] == [None, None]
+        results.append(weight.detach())
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -1 * math.inf])

@@ -50,6 +50,18 @@ def test_the_host_is_the_device_on_cpus(shapes: dict[str, ModelShape], ppo_confi
     assert cpu.host["optimizer of the actor"] > 12_000_000
 
 
+def test_moments_that_rest_on_the_host_leave_the_device_to_all_but_training(
+    shapes: dict[str, ModelShape], ppo_config: Any
+) -> None:
+    configs = (ppo_config(), ppo_config(offload_idle=True))
+    before, after = (estimate_ppo(PPORun(config, shapes, LENGTHS)) for config in configs)
+    saved = {phase.name: phase.total - other.total for phase, other in zip(before.phases, after.phases, strict=True)}
+    moments = sum(parts.get("Adam moments", 0) for parts in before.roles.values())
+    assert moments > 8_000_000
+    assert saved == {"loading": 0, "generation": moments, "experience": moments, "training": 0}
+    assert sum(after.host.values()) - sum(before.host.values()) == moments
+
+
 @pytest.mark.parametrize(
     ("change", "phase", "times"),
     [
@@ -94,11 +106,12 @@ def test_remedies_name_only_what_helps(shapes: dict[str, ModelShape], ppo_config
 
 
 def test_every_remedy_is_a_change_that_the_options_allow(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
-    run = PPORun(ppo_config(train_batch_size=64), shapes, LENGTHS, n_ranks=4)
-    for _, other in estimate_ppo(run).changes:
-        other()
-        changed = other.args[0].config  # type: ignore[attr-defined]
-        changed.validate(4)
+    for given in ({}, {"offload_idle": True}):
+        run = PPORun(ppo_config(train_batch_size=64, **given), shapes, LENGTHS, n_ranks=4)
+        for _, other in estimate_ppo(run).changes:
+            other()
+            changed = other.args[0].config  # type: ignore[attr-defined]
+            changed.validate(4)
 
 
 def test_a_device_that_is_too_small_is_named(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
