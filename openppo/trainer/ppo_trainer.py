@@ -165,14 +165,15 @@ class PPOTrainer:
         position, every = self.progress, self.config.evaluation.eval_steps
         last = position.consumed_batches == self.total_steps
         episode_ended = (episodes := position.consumed_batches // len(self.sampler)) > position.ended_episodes
-        if last or (episode_ended if every == -1 else position.global_step % every == 0):
-            metrics |= self.evaluate()
-            if self.parts.checkpointer is not None:
-                self.parts.checkpointer.look_at(position.global_step, metrics, self._write_model)
+        due = last or (episode_ended if every == -1 else position.global_step % every == 0)
+        evaluated = self.evaluate() if due else {}
+        metrics |= evaluated
+        if due and self.parts.checkpointer is not None:
+            self.parts.checkpointer.look_at(position.global_step, metrics, self._write_model)
         position.ended_episodes = episodes
         self._call("on_step_end", metrics)
         self.should_stop = self.parts.strategy.any_rank(self.should_stop)
-        if last or self.should_stop or position.global_step % self.config.run.logging_steps == 0:
+        if evaluated or last or self.should_stop or position.global_step % self.config.run.logging_steps == 0:
             self.parts.trackers.log(position.global_step, metrics)
         self.unreported = None
         if self.parts.checkpointer is not None and self.parts.checkpointer.due(position.global_step, episode_ended):
