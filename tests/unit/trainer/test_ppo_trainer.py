@@ -171,3 +171,30 @@ def test_without_held_out_data_only_logging_steps_and_the_end_are_logged() -> No
     recorder = recorder_of(trainer)
     trainer.fit()
     assert [step for step, _ in recorder.logged] == [3, 5]
+
+
+def prompts(*texts: str) -> list[Prompt]:
+    return [Prompt(text, [3]) for text in texts]
+
+
+def test_errors_of_the_reward_function_are_counted_in_a_loop_of_ones_own() -> None:
+    trainer = trainer_of(3)
+    trainer.parts.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
+    batches = [prompts("bad", "good"), prompts("good", "good"), prompts("bad", "bad")]
+    assert [trainer.train_on(trainer.rollout(batch))["reward_errors"] for batch in batches] == [1, 0, 2]
+
+
+def test_errors_of_all_rollouts_of_a_step_are_counted_with_dynamic_sampling() -> None:
+    """Prompts on which all responses fail earn the same and are dropped; that they failed is known all the same."""
+    trainer = trainer_of(2, dynamic_sampling=True, n_samples_per_prompt=2, train_batch_size=4)
+    trainer.parts.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
+    metrics = trainer.step(prompts("bad", "bad"))
+    assert (metrics["sampled_batches"], metrics["useful_groups"]) == (2, 2)
+    assert metrics["reward_errors"] == 4
+
+
+def test_errors_of_a_step_are_those_of_its_own_responses() -> None:
+    trainer = trainer_of(3)
+    trainer.parts.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
+    batches = [prompts("good", "good"), prompts("good", "bad"), prompts("good", "good")]
+    assert [trainer.step(batch)["reward_errors"] for batch in batches] == [0, 1, 0]
