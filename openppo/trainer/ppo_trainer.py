@@ -86,15 +86,15 @@ class PPOTrainer:
 
         A signal (see ``openppo.strategy.interrupt``) ends it early, with a checkpoint instead of a trained model.
         """
-        self._call("on_fit_start")
-        try:
-            self._train_all_episodes()
-        except Interrupted as signal:
-            self._save_interrupted(str(signal))
-        else:
-            self.save()
-            self._call("on_fit_end")
-        self.parts.trackers.close()
+        with self.parts.trackers:
+            self._call("on_fit_start")
+            try:
+                self._train_all_episodes()
+            except Interrupted as signal:
+                self._save_interrupted(str(signal))
+            else:
+                self.save()
+                self._call("on_fit_end")
 
     def close(self) -> None:
         """End the logs and leave the process group; the trainer is of no use afterwards."""

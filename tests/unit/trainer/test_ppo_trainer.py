@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,7 @@ from openppo.trainer.parts import Parts
 from openppo.types import (
     Completion,
     FinishReason,
+    Interrupted,
     Prompt,
     SamplingParams,
     Score,
@@ -198,3 +201,31 @@ def test_errors_of_a_step_are_those_of_its_own_responses() -> None:
     trainer.parts.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
     batches = [prompts("good", "good"), prompts("good", "bad"), prompts("good", "good")]
     assert [trainer.step(batch)["reward_errors"] for batch in batches] == [0, 1, 0]
+
+
+class Fault(Callback):
+    """Ends a run in its second step with ``error``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        if trainer.global_step == 2:
+            raise self.error
+
+
+def test_a_run_that_fails_closes_its_trackers_and_raises_what_ended_it() -> None:
+    trainer = trainer_of(5, callbacks=[Fault(ZeroDivisionError("planted"))])
+    recorder = recorder_of(trainer)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        trainer.fit()
+    assert ([step for step, _ in recorder.logged], recorder.closed) == ([1], 1)
+
+
+def test_a_run_that_is_interrupted_closes_its_trackers_after_its_checkpoint(tmp_path: Path) -> None:
+    trainer = trainer_of(5, callbacks=[Fault(Interrupted("SIGTERM"))])
+    recorder = recorder_of(trainer)
+    saved: list[int] = []
+    trainer._save_interrupted = lambda signal: saved.append(recorder.closed)  # type: ignore[method-assign]
+    trainer.fit()
+    assert (saved, recorder.closed) == ([0], 1)

@@ -123,7 +123,7 @@ function drawStatus() {
   document.title = RUNS.length > 1 ? `${RUNS.length} runs · OpenPPO` : `${RUNS[0].name} · OpenPPO`;
   const steps = RUNS.map((run) => `${RUNS.length > 1 ? `${run.name}: ` : ""}${run.last_step} steps`).join(", ");
   byId("status").append(`${steps}. Written ${when} by OpenPPO ${DATA.version}.`,
-    DATA.running ? " The run goes on: load this page again for newer numbers." : "",
+    DATA.running ? " The run went on then: load this page again for newer numbers." : "",
     bad ? ` ${bad} lines of the logs could not be read and are left out.` : "");
 }
 
