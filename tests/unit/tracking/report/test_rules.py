@@ -188,9 +188,23 @@ def test_reports_without_the_metric_neither_begin_nor_end_a_warning() -> None:
     health = Health({})
     for step in range(5):
         health.look(step, {"truncated_fraction": 1.0})
-    for step in range(5, 10):
+    for step in range(5, 5 + 2 * QUIET):
         assert health.look(step, {"eval_reward": 1.0}) == []
     assert [finding.ended for finding in health.findings] == [False]
+    health.look(30, {"truncated_fraction": 1.0})
+    (finding,) = health.findings
+    assert (finding.last, finding.ended) == (30, False), "the same one goes on"
+
+
+def test_a_warning_of_rare_evaluations_comes_once() -> None:
+    health = Health({})
+    evaluated = [0.1, 0.9] + [0.2] * 5
+    begun = []
+    for step in range(1, 15 * len(evaluated) + 1):
+        row = {"reward": rising(step)} | ({"eval_reward": evaluated[step // 15 - 1]} if step % 15 == 0 else {})
+        begun += [finding.rule for finding in health.look(step, row)]
+    assert begun == ["evaluation_falls"]
+    assert not health.findings[0].ended
 
 
 def test_every_flag_in_a_warning_exists_and_every_warning_says_what_to_do() -> None:
