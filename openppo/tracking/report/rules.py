@@ -157,8 +157,8 @@ def entropy_grows(history: History) -> Found | None:
     since = history.step("entropy", FEW)
     coef = "lower --entropy_coef" if history.option("entropy_coef", 0) else "raise --init_kl_coef"
     return Found(
-        f"Entropy is {now / start:.1f} times its start since step {{since}}: the policy drifts towards noise. Lower "
-        f"--actor_learning_rate or {coef}.",
+        f"Entropy is {now:.2g} nats since step {{since}}, {start:.2g} at the start: the policy drifts towards noise. "
+        f"Lower --actor_learning_rate or {coef}.",
         since,
     )
 

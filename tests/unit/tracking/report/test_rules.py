@@ -175,6 +175,11 @@ def test_a_warning_comes_once_and_again_only_after_it_was_gone() -> None:
     assert len(looks(back)) == 2
 
 
+def test_entropy_that_grows_from_nothing_is_told_in_nats() -> None:
+    (finding,) = findings({"entropy": ramp(0.0, 1.5, start=10, end=50)})
+    assert re.match(r"Entropy is 1.5 nats since step \d+, 0 at the start: ", finding.text)
+
+
 def test_what_has_gone_is_kept_as_ended() -> None:
     health = Health({})
     for step, value in enumerate([1.0] * 10 + [0.0] * 20):
