@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,6 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (re
 By = pytest.importorskip("selenium.webdriver.common.by").By
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 Select = pytest.importorskip("selenium.webdriver.support.ui").Select
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="needs Debian's chromium and chromium-driver (apt-get install)"
-)
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b[0m\u202e"
 N_STEPS = 30
 NUMBERS = {
@@ -88,24 +83,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     runs = {"one": [slow], "two": [slow, quick], "targets": targets}
     made = {name: write_report(some, folder / f"{name}.html") for name, some in runs.items()}
     return {name: page.as_uri() for name, page in made.items()}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1300,1000",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture
