@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # GRPO: no critic, several responses to each prompt are compared: bash grpo.sh [more flags]
-# DAPO instead: --init_kl_coef 0 --no_use_kl_loss --eps_clip_high 0.28 --dynamic_sampling --overlong_buffer_len 128
-# Dr. GRPO instead: --advantage_estimator dr_grpo. GSPO: --policy_loss_type gspo --eps_clip 3e-4 --eps_clip_high 4e-4
+# Its relatives have no KL and, but for GSPO, another mean of the loss; more flags make this script one of them:
+#   DAPO      --init_kl_coef 0 --no_use_kl_loss --loss_agg token_mean --eps_clip_high 0.28 --dynamic_sampling
+#             --overlong_buffer_len 128
+#   Dr. GRPO  --init_kl_coef 0 --no_use_kl_loss --loss_agg constant --advantage_estimator dr_grpo
+#   GSPO      --init_kl_coef 0 --no_use_kl_loss --policy_loss_type gspo --eps_clip 3e-4 --eps_clip_high 4e-4
 set -euo pipefail
 torchrun --standalone --nproc_per_node "${GPUS:-8}" -m openppo.cli.train_ppo \
     --pretrain "${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class PPOTrainer:
         self.in_progress: StepInProgress | None = None
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
         self.start_of_step: StartOfStep | None = None
+        self.reward_errors = 0  # of this rank's rollouts since the last experience
 
     @property
     def global_step(self) -> int:
@@ -85,15 +86,15 @@ class PPOTrainer:
 
         A signal (see ``openppo.strategy.interrupt``) ends it early, with a checkpoint instead of a trained model.
         """
-        self._call("on_fit_start")
-        try:
-            self._train_all_episodes()
-        except Interrupted as signal:
-            self._save_interrupted(str(signal))
-        else:
-            self.save()
-            self._call("on_fit_end")
-        self.parts.trackers.close()
+        with self.parts.trackers:
+            self._call("on_fit_start")
+            try:
+                self._train_all_episodes()
+            except Interrupted as signal:
+                self._save_interrupted(str(signal))
+            else:
+                self.save()
+                self._call("on_fit_end")
 
     def close(self) -> None:
         """End the logs and leave the process group; the trainer is of no use afterwards."""
@@ -165,14 +166,15 @@ class PPOTrainer:
         position, every = self.progress, self.config.evaluation.eval_steps
         last = position.consumed_batches == self.total_steps
         episode_ended = (episodes := position.consumed_batches // len(self.sampler)) > position.ended_episodes
-        if last or (episode_ended if every == -1 else position.global_step % every == 0):
-            metrics |= self.evaluate()
-            if self.parts.checkpointer is not None:
-                self.parts.checkpointer.look_at(position.global_step, metrics, self._write_model)
+        due = last or (episode_ended if every == -1 else position.global_step % every == 0)
+        evaluated = self.evaluate() if due else {}
+        metrics |= evaluated
+        if due and self.parts.checkpointer is not None:
+            self.parts.checkpointer.look_at(position.global_step, metrics, self._write_model)
         position.ended_episodes = episodes
         self._call("on_step_end", metrics)
         self.should_stop = self.parts.strategy.any_rank(self.should_stop)
-        if last or self.should_stop or position.global_step % self.config.run.logging_steps == 0:
+        if evaluated or last or self.should_stop or position.global_step % self.config.run.logging_steps == 0:
             self.parts.trackers.log(position.global_step, metrics)
         self.unreported = None
         if self.parts.checkpointer is not None and self.parts.checkpointer.due(position.global_step, episode_ended):
@@ -268,15 +270,11 @@ class PPOTrainer:
         self.timer.count_tokens("scoring", _count_tokens(trajectories))
         return wait_for_scores
 
-    def _wait(self, wait_for_scores: Callable[[], int]) -> int:
-        """The number of errors; ``Interrupted`` on all ranks when the wait is to be left."""
-        with self.timer.phase("scoring"):
-            try:
-                n_errors = wait_for_scores()
-            except Interrupted:  # other ranks may not know yet
-                n_errors = 0
+    def _wait(self, wait_for_scores: Callable[[], int]) -> None:
+        """Counts errors; ``Interrupted`` on all ranks when the wait is to be left."""
+        with self.timer.phase("scoring"), suppress(Interrupted):  # other ranks may not know yet
+            self.reward_errors += wait_for_scores()
         self.parts.stop()
-        return n_errors
 
     def _useful_rollout(self, prompts: Sequence[str | Prompt], metrics: Metrics) -> list[Trajectory]:
         """Groups with different rewards, sampled until they fill a rollout batch or one of the bounds is reached."""
@@ -301,7 +299,10 @@ class PPOTrainer:
         with self.timer.phase("experience"), self.parts.strategy.uncompiled():
             self.parts.train(False)
             experiences = self.maker.run_models(trajectories, recompute)
-        metrics.add("reward_errors", 0 if scores is None else self._wait(scores), reduce="sum")
+        if scores is not None:
+            self._wait(scores)
+        metrics.add("reward_errors", self.reward_errors, reduce="sum")
+        self.reward_errors = 0
         with self.timer.phase("experience"):
             lambd_critic = 1.0 if self.update_step.pretrains_values else None
             self.replay_buffer.extend(self.maker.add_advantages(experiences, trajectories, metrics, lambd_critic))

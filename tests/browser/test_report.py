@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,20 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (re
 By = pytest.importorskip("selenium.webdriver.common.by").By
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 Select = pytest.importorskip("selenium.webdriver.support.ui").Select
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="needs Debian's chromium and chromium-driver (apt-get install)"
-)
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b[0m\u202e"
 N_STEPS = 30
+NUMBERS = {
+    "advantage": (1.5, -0.75),
+    "KL": (0.25, -0.5),
+    "value": (0.0, 0.0625),
+    "reward": (-0.125, 0.5),
+    "return": (2.0, -1.0),
+    "log-prob": (-0.25, -2.0),
+    "ratio": (1.25, 0.875),
+    "entropy": (0.5, 1.0),
+}
+"""Of the first and the third token of each sample, by what colours them; the second is a tool's."""
+ABOVE, BELOW = (214, 92, 20), (38, 108, 214)
 
 
 def lines(rows: list[dict[str, Any]]) -> str:
@@ -35,7 +42,7 @@ def make_run(folder: Path, learned: float, **options: Any) -> Path:
     """A run of 30 steps with a reward that rises by ``learned`` a step, and three samples at steps 1 and 30."""
     logs = folder / "logs"
     logs.mkdir(parents=True)
-    metrics: list[dict[str, Any]] = [{"step": 0, "time": 0.0, "eval_reward": 0.25}]
+    metrics: list[dict[str, Any]] = [{"step": 0, "time": 0.0, "eval_reward": 0.25, "eval_rejected_reward": 0.25}]
     for step in range(1, N_STEPS + 1):
         row = {
             "step": step,
@@ -44,7 +51,7 @@ def make_run(folder: Path, learned: float, **options: Any) -> Path:
             "kl": 0.01 * step,
             "truncated_fraction": 0.75,
         }
-        metrics.append(row | ({"eval_reward": 0.5} if step == N_STEPS else {}))
+        metrics.append(row | ({"eval_reward": 0.5, "eval_rejected_reward": 0.5} if step == N_STEPS else {}))
     samples, tokens = [], []
     for step in (1, N_STEPS):
         for number, (reward, length, prompt) in enumerate([(0.5, 3, "first"), (2.0, 1, "second"), (-1.0, 2, HOSTILE)]):
@@ -52,7 +59,10 @@ def make_run(folder: Path, learned: float, **options: Any) -> Path:
             sample = {"prompt": prompt, "response": HOSTILE, "label": None, "finish_reason": "eos", "reward": reward}
             samples.append(where | sample | {"rewards": {"style": 0.125}, "response_length": length, "kl": -reward})
             lists = {"texts": [HOSTILE, "b", ""][:length], "ids": [11, 12, 13][:length], "trained": [1, 0, 1][:length]}
-            numbers = {"advantage": [1.5, None, -0.75][:length], "value": [0.0, None, 0.0625][:length]}
+            numbers = {
+                name.lower().replace("-", "_"): [first, None, third][:length]
+                for name, (first, third) in NUMBERS.items()
+            }
             tokens.append(where | {"first": 2, "n_tokens": length} | lists | numbers)
     for name, rows in (("metrics", metrics), ("samples", samples), ("tokens", tokens)):
         (logs / f"{name}.jsonl").write_text(lines(rows))
@@ -65,30 +75,14 @@ def make_run(folder: Path, learned: float, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Addresses of the page of one run and of two."""
+    """Addresses of the page of one run, of two, and of three with two targets between them."""
     folder = tmp_path_factory.mktemp("report")
     slow = make_run(folder / "slow", 0.01, actor_learning_rate=1e-6)
     quick = make_run(folder / "quick", 0.02, actor_learning_rate=1e-5)
-    made = {"one": write_report([slow], folder / "one.html"), "two": write_report([slow, quick], folder / "two.html")}
+    targets = [make_run(folder / f"target{i}", 0.01, kl_target=target) for i, target in enumerate((0.1, 0.2, 0.1))]
+    runs = {"one": [slow], "two": [slow, quick], "targets": targets}
+    made = {name: write_report(some, folder / f"{name}.html") for name, some in runs.items()}
     return {name: page.as_uri() for name, page in made.items()}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1300,1000",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture
@@ -104,6 +98,7 @@ def page(browser: Any, pages: dict[str, str]) -> Iterator[Any]:
     loaded = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert loaded == []
     assert browser.title != "owned"
+    assert "[object" not in one(browser, "body").text
 
 
 def all_of(node: Any, selector: str) -> list[Any]:
@@ -206,10 +201,72 @@ def test_runs_are_laid_over_each_other_and_their_options_compared(page: Any) -> 
     assert len(all_of(driver, '[data-chart="Reward"] path[data-metric="reward"]')) == 1
 
 
+def test_each_target_has_its_line(page: Any) -> None:
+    driver = page("targets")
+    chart = '[data-chart="KL from the reference"]'
+
+    def lines_of_targets() -> dict[str, float]:
+        return {
+            x.get_attribute("data-target"): float(x.get_attribute("y1")) for x in all_of(driver, f"{chart} .target")
+        }
+
+    assert lines_of_targets().keys() == {"0.1", "0.2"}
+    assert lines_of_targets()["0.2"] < lines_of_targets()["0.1"], "higher up"
+    assert len({x.value_of_css_property("stroke") for x in all_of(driver, f"{chart} .target")}) == 2
+    legend = one(driver, f"{chart} .legend").text
+    assert "target 0.1" in legend and "target 0.2" in legend
+    driver.execute_script("window.scrollTo(0, 0)")
+    one(driver, '.runs button[title*="target1"]').click()
+    assert lines_of_targets().keys() == {"0.1"}
+
+
+def test_only_what_is_better_for_being_higher_is_coloured_so(page: Any) -> None:
+    table = one(page("one"), "#evaluation table")
+    assert one(table, "thead").text == "Metric step 0 step 30 change best"
+    rows = [all_of(row, "td") for row in all_of(table, "tbody tr")]
+    assert [[cell.text for cell in row] for row in rows] == [
+        ["eval_rejected_reward", "0.25", "0.5", "+0.25", ""],
+        ["eval_reward", "0.25", "0.5", "+0.25", "0.5"],
+    ]
+    assert [row[3].get_attribute("class").split() for row in rows] == [["number"], ["number", "better"]]
+
+
+def test_evaluations_of_several_runs_stand_beside_each_other(page: Any) -> None:
+    rows = all_of(page("two"), "#evaluation tr")
+    assert rows[0].text.split() == [
+        "Metric",
+        *("slow step 0 step 30 change best quick step 0 step 30 change best".split()),
+    ]
+    assert rows[2].text.split() == ["eval_reward", *("0.25 0.5 +0.25 0.5".split() * 2)]
+
+
+def test_every_colouring_shows_its_own_numbers(page: Any) -> None:
+    driver = page("one")
+    choose = Select(one(driver, "#measure"))
+    assert [option.text for option in choose.options] == list(NUMBERS)
+    scales = set()
+    for name, numbers in NUMBERS.items():
+        choose.select_by_visible_text(name)
+        scales.add(one(driver, "#scale").text)
+        middle = 1.0 if name == "ratio" else 0.0
+        largest = max(abs(number - middle) for number in numbers)
+        first, _, last = colours(driver)
+        for number, shown in zip(numbers, (first, last), strict=True):
+            red, green, blue, alpha = map(float, shown.removeprefix("rgba(").rstrip(")").split(","))
+            up = number >= middle or name == "log-prob"  # which is never above 0
+            assert (red, green, blue) == (ABOVE if up else BELOW), name
+            assert alpha == pytest.approx(0.78 * abs(number - middle) / largest, abs=0.01), name
+        for node, number in zip(all_of(driver, "#sample-detail .token")[::2], numbers, strict=True):
+            hover(driver, node)
+            said = tooltip(driver)
+            (place,) = (i for i, line in enumerate(said) if line.startswith("▸"))
+            assert said[place : place + 2] == [f"▸ {name}", f"{number:g}"]
+    assert len(scales) == len(NUMBERS), "each has a scale of its own"
+
+
 def test_tokens_are_coloured_by_the_number_that_is_chosen(page: Any) -> None:
     driver = page("one")
     choose = Select(one(driver, "#measure"))
-    assert [option.text for option in choose.options] == ["advantage", "value"]
     first, tool, last = colours(driver)
     assert first.startswith("rgba(214, 92, 20"), "above 0"
     assert last.startswith("rgba(38, 108, 214"), "below 0"
@@ -228,7 +285,8 @@ def test_a_token_says_its_exact_numbers_under_the_pointer_and_to_the_keys(page: 
     shown = tooltip(driver)
     assert "part of a character" in shown[0]
     assert "token 3 of 3 · id 13" in shown[0]
-    assert shown[1:] == ["▸ advantage", "-0.75", "value", "0.0625"]
+    numbers = [text for name, (_, number) in NUMBERS.items() for text in (name, f"{number:g}")]
+    assert shown[1:] == ["▸ advantage", *numbers[1:]]
     hover(driver, tool)
     assert "Not trained" in tooltip(driver)[1]
     assert "untrained" in tool.get_attribute("class")

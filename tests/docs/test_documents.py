@@ -70,6 +70,7 @@ SMALL = (
     "--generate_max_len 4 --max_samples 8"
 )
 MODELS = {
+    "heldout.jsonl": "prompts.jsonl",
     "MODEL": "policy",
     "PRM": "policy",
     "REWARD_MODEL": "reward",
@@ -238,12 +239,24 @@ def test_what_replaces_a_script_of_trl_runs(run: Run, workshop: Path) -> None:
     for old, new in {
         '"MODEL"': '"policy"',
         "REWARD_MODEL": "reward",
+        "heldout": "prompts",
         "batch_size=64": "batch_size=4",
-        "=53": "=4, max_samples=8",
+        "batch_size=16": "batch_size=2",
+        "=53": "=4",
+        "=10000": "=8",
+        "max_epochs=4": "max_epochs=1",
     }.items():
         assert old in block
         block = block.replace(old, new)
     run([sys.executable, "-c", block], workshop)
+
+
+def test_command_and_block_that_replace_a_script_of_trl_ask_for_the_same_run() -> None:
+    (line,) = commands("trl", "train_ppo")
+    (block,) = blocks("trl", "python")
+    names: dict[str, Any] = {}
+    exec(block.split("trainer = ")[0].replace("from openppo.trainer import build_ppo_trainer\n", ""), names)
+    assert parse_options(TrainPPOConfig, line) == names["config"]
 
 
 def test_every_field_of_trls_config_has_its_row() -> None:

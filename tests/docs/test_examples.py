@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -11,6 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from openppo.cli.options import parse_options
+from openppo.config import TrainPPOConfig
+from openppo.trainer.steps.actor_step import loss_aggregation
 
 REPO = Path(__file__).parents[2]
 ASSETS = Path(os.environ.get("OPENPPO_ASSETS", REPO.parent / "shared" / "assets"))
@@ -65,6 +71,38 @@ def test_grpo(run: Run, workshop: Path) -> None:
     assert len(logged(out)) == 2
     assert "value_loss" not in logged(out)[0], "GRPO has no critic"
     assert "kl_loss" in logged(out)[0]
+
+
+def config_of(name: str, folder: Path, more: str = "") -> TrainPPOConfig:
+    """What a script asks for, from the words that it gives to torchrun."""
+    stub = folder / "torchrun"
+    stub.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    stub.chmod(0o755)
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    command = ["bash", str(SCRIPTS / name), *more.split()]
+    words = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    config = parse_options(TrainPPOConfig, words[words.index("openppo.cli.train_ppo") + 1 :])
+    config.validate(8)
+    return config
+
+
+def test_the_relatives_of_grpo_are_what_their_papers_say(tmp_path: Path) -> None:
+    """DAPO: arXiv 2503.14476; Dr. GRPO: 2503.20783; GSPO: 2507.18071; GRPO: 2402.03300."""
+    comment = re.sub(r"\n# {6,}", " ", (SCRIPTS / "grpo.sh").read_text())
+    flags = dict(re.findall(r"^#   ([A-Z][\w. ]*?) +(--.*)$", comment, flags=re.MULTILINE))
+    assert list(flags) == ["DAPO", "Dr. GRPO", "GSPO"]
+    made = {name: config_of("grpo.sh", tmp_path, more) for name, more in {"GRPO": "", **flags}.items()}
+    assert {name: (loss_aggregation(c), c.kl.use_kl_loss, c.kl.init_kl_coef > 0) for name, c in made.items()} == {
+        "GRPO": ("sequence_mean", True, True),
+        "DAPO": ("token_mean", False, False),
+        "Dr. GRPO": ("constant", False, False),
+        "GSPO": ("sequence_mean", False, False),
+    }
+    dapo = made["DAPO"]
+    assert (dapo.loss.eps_clip, dapo.loss.eps_clip_high, dapo.ppo.dynamic_sampling) == (0.2, 0.28, True)
+    assert dapo.shaping.overlong_buffer_len == 128
+    assert made["Dr. GRPO"].advantage.advantage_estimator == "dr_grpo"
+    assert made["GSPO"].loss.policy_loss_type == "gspo"
 
 
 def test_remax(run: Run, workshop: Path) -> None:

@@ -75,6 +75,13 @@ def test_script_to_copy_has_the_flags_of_the_readme() -> None:
         assert choice in script
 
 
+def test_the_expected_curves_of_the_examples_are_of_the_run_shown_here() -> None:
+    examples = (REPO / "docs/examples.md").read_text()
+    curves = [re.findall(r"^\w+ over \d+ steps +\S+", text, flags=re.MULTILINE) for text in (README, examples)]
+    assert len(curves[0]) == 2
+    assert curves[0] == curves[1]
+
+
 def test_nothing_is_left_to_fill_in() -> None:
     assert re.findall(r"[A-Z]+_(?:TIME|OUTPUT|RESULT|COMMAND)\b", README) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import shutil
@@ -10,9 +11,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from openppo import __version__
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 
@@ -74,6 +77,27 @@ def test_a_broken_link_anchor_or_a_forgotten_page_fails_the_build(
     done = mkdocs("--site-dir", str(copy / "site"), config=copy / "mkdocs.yml")
     assert done.returncode == 1
     assert complaint in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tag", "expected"), [(f"v{__version__}", f"v{__version__}"), ("v0.0.1", "main"), ("", "main")]
+)
+def test_a_link_to_the_repository_leads_to_the_version_that_is_documented(
+    tmp_path: Path, tag: str, expected: str
+) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "CHANGELOG.md").write_text("")
+    git = "git -c user.name=a -c user.email=a@b".split()
+    for command in ("init --quiet", "add .", "commit --quiet -m docs", *([f"tag {tag}"] if tag else [])):
+        subprocess.run([*git, *command.split()], cwd=tmp_path, check=True)
+    spec = importlib.util.spec_from_file_location("links", REPO / "docs/hooks/links.py")
+    assert spec is not None and spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="versions.md"))
+    config = SimpleNamespace(docs_dir=str(tmp_path / "docs"), extra={"repository": "https://host/us"})
+    shown = hook.on_page_markdown("[what changed](../CHANGELOG.md#top) [here](data.md)", page, config, None)
+    assert shown == f"[what changed](https://host/us/blob/{expected}/CHANGELOG.md#top) [here](data.md)"
 
 
 def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:

@@ -10,7 +10,7 @@ from openppo.tracking.report.history import History
 from openppo.tracking.report.rules import RULES
 
 QUIET = 10
-"""Reports without a finding after which it has gone; if it comes back later, it is a new one."""
+"""Reports of its metric without a finding after which it has gone; if it comes back later, it is a new one."""
 
 
 @dataclass
@@ -36,28 +36,25 @@ class Health:
         self.history = History(config)
         self.findings: list[Finding] = []
         """In the order in which they began."""
-        self._on: dict[str, tuple[Finding, int]] = {}  # by rule, with the report at which it was found last
-        self._n_reports = 0
+        self._on: dict[str, Finding] = {}  # by rule
+        self._quiet: dict[str, int] = {}  # reports since the rule found something
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
-        """Take in one report; the findings that begin with it."""
+        """Take in one report; the findings that begin with it. Rules whose metric it does not have look away."""
         self.history.add(step, metrics)
-        self._n_reports += 1
         begun = []
         for rule in RULES:
-            found = rule.check(self.history) if rule.metrics[0] in metrics else None
-            before = self._on.get(rule.name)
-            if found is not None and before is not None:
-                finding = before[0]
+            if rule.metrics[0] not in metrics:
+                continue
+            found, finding = rule.check(self.history), self._on.get(rule.name)
+            self._quiet[rule.name] = 0 if found is not None else self._quiet.get(rule.name, 0) + 1
+            if found is not None and finding is not None:
                 finding.text, finding.last = found.text.replace("{since}", str(finding.since)), step
             elif found is not None:
                 text = found.text.replace("{since}", str(found.since))
-                finding = Finding(rule.name, text, found.since, step, rule.metrics)
+                finding = self._on[rule.name] = Finding(rule.name, text, found.since, step, rule.metrics)
                 self.findings.append(finding)
                 begun.append(finding)
-            else:
-                if before is not None and self._n_reports - before[1] >= QUIET:
-                    self._on.pop(rule.name)[0].ended = True
-                continue
-            self._on[rule.name] = finding, self._n_reports
+            elif finding is not None and self._quiet[rule.name] >= QUIET:
+                self._on.pop(rule.name).ended = True
         return begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,13 +29,14 @@ class HealthTracker:
     """
 
     name = "the rules of health"
-    errors: tuple[type[Exception], ...] = (OSError,)
+    errors: tuple[type[Exception], ...] = _FAILURES
 
     def __init__(self, logs: Path) -> None:
         run = read_run(logs)
         self._health = Health(run.config)
-        for row in run.metrics:
-            self._health.look(row["step"], row)
+        with contextlib.suppress(*_FAILURES):  # what fails on these rows fails again at the first report, and says so
+            for row in run.metrics:
+                self._health.look(row["step"], row)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Look at the metrics of a step."""
@@ -58,7 +60,7 @@ class ReportTracker:
     """Writes ``report.html`` into the run's folder of logs: at the first report, now and then, and at the end."""
 
     name = "the report"
-    errors: tuple[type[Exception], ...] = (OSError,)
+    errors: tuple[type[Exception], ...] = _FAILURES
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs

@@ -33,13 +33,12 @@ def _run(label: str, run: RunData, most_points: int, most_bytes: int) -> dict[st
     health = Health(run.config)
     for row in run.metrics:
         health.look(row["step"], row)
-    evaluations = [row for row in run.metrics if any(name.startswith("eval") for name in row)]
     samples, n_steps, n_all_steps = sample_rows(run.samples, run.tokens, most_bytes)
     return {
         "name": label,
         "folder": str(run.folder),
         "curves": curves(run.metrics, most_points, evaluation=False),
-        "evaluations": curves(evaluations, most_points, evaluation=True),
+        "evaluations": curves(run.metrics, most_points, evaluation=True),
         "last_step": max((row["step"] for row in run.metrics), default=0),
         "findings": [vars(finding) for finding in health.findings],
         "samples": samples,
@@ -52,7 +51,8 @@ def _run(label: str, run: RunData, most_points: int, most_bytes: int) -> dict[st
 
 
 def curves(rows: Sequence[Row], most_points: int, evaluation: bool) -> dict[str, Any]:
-    """Metrics by name as equally long lists, of evaluations or of all else, over steps and hours since the first row.
+    """Metrics by name as equally long lists, of evaluations or of all else, over steps and hours since the first row
+    of either kind.
 
     Of more rows than ``most_points`` each point stands for ``every`` of them: their mean, of a ``_max`` the maximum.
     """

@@ -157,8 +157,8 @@ def entropy_grows(history: History) -> Found | None:
     since = history.step("entropy", FEW)
     coef = "lower --entropy_coef" if history.option("entropy_coef", 0) else "raise --init_kl_coef"
     return Found(
-        f"Entropy is {now / start:.1f} times its start since step {{since}}: the policy drifts towards noise. Lower "
-        f"--actor_learning_rate or {coef}.",
+        f"Entropy is {now:.2g} nats since step {{since}}, {start:.2g} at the start: the policy drifts towards noise. "
+        f"Lower --actor_learning_rate or {coef}.",
         since,
     )
 
@@ -200,10 +200,11 @@ def critic_misleads(history: History) -> Found | None:
     if not window or (explained := median(window)) >= 0:
         return None
     since = history.step("explained_variance", WINDOW)
+    clips = history.option("value_clip") is not None
     return Found(
         f"The critic foresees the returns worse than their mean does since step {{since}} (explained variance "
-        f"{explained:.2g}): raise --critic_learning_rate, let it learn first with --value_pretrain_steps, or try "
-        "--value_clip None.",
+        f"{explained:.2g}): raise --critic_learning_rate, or let it learn first with --value_pretrain_steps"
+        f"{', or try --value_clip None' if clips else ''}.",
         since,
     )
 
@@ -222,11 +223,17 @@ def one_reward(history: History) -> Found | None:
     )
 
 
-@rule("reward")
+@rule("reward", "reward/of_tokens", "shaped_reward")
 def reward_outside_clip(history: History) -> Found | None:
-    """The mean reward outside --reward_clip_range, without --normalize_reward."""
+    """The mean reward, without that of single tokens, outside --reward_clip_range, without --normalize_reward."""
     clip, reward = history.option("reward_clip_range"), history.mean("reward", FEW)
-    if not clip or history.option("normalize_reward", False) or clip[0] <= reward <= clip[1] or math.isnan(reward):
+    if not clip or history.option("normalize_reward", False) or math.isnan(reward):
+        return None
+    if history.values("reward/of_tokens"):
+        reward -= history.mean("reward/of_tokens", FEW)
+    elif not clip[0] <= (history.last("shaped_reward", 1) or clip)[0] <= clip[1]:
+        return None  # what is clipped cannot lie there, so all rewards are of single tokens
+    if not (reward < clip[0] or reward > clip[1]):
         return None
     since = history.step("reward", FEW)
     return Found(
@@ -257,9 +264,12 @@ def many_truncated(history: History) -> Found | None:
     if not share > 0.5:
         return None
     since, most = history.step("truncated_fraction", FEW), history.option("generate_max_len")
+    what = "scored unfinished: raise it, or leave such responses out with --overlong_filter"
+    if history.option("overlong_filter", False):
+        what = "left out by --overlong_filter, so that nothing is learned from them: raise it, or ask for less"
     return Found(
         f"{share:.0%} of the responses are cut at --generate_max_len{'' if most is None else f' {most}'} since step "
-        f"{{since}} and scored unfinished: raise it, or leave such responses out with --overlong_filter.",
+        f"{{since}} and {what}.",
         since,
     )
 
@@ -284,10 +294,12 @@ def lengths_collapse(history: History) -> Found | None:
     start, now = history.start("response_length"), history.mean("response_length", FEW)
     if not now < 0.25 * start:
         return None
-    since = history.step("response_length", FEW)
+    since, remedy = history.step("response_length", FEW), "lower --actor_learning_rate"
+    if history.option("init_kl_coef", 1) and not history.option("use_kl_loss", False):
+        remedy = "lower --init_kl_coef, as the KL penalty is paid per token and short answers pay less"
     return Found(
         f"Responses have shrunk from {start:.0f} to {now:.0f} tokens by step {{since}}: read the samples, and check "
-        "that the reward does not prefer an empty answer; else raise --init_kl_coef.",
+        f"that the reward does not prefer an empty answer; else {remedy}.",
         since,
     )
 
@@ -328,24 +340,38 @@ def engine_differs(history: History) -> Found | None:
     kl = history.mean("rollout_kl", FEW)
     if not kl > 0.01:
         return None
-    since = history.step("rollout_kl", FEW)
+    since, causes = history.step("rollout_kl", FEW), []
+    if history.option("top_p", 1) < 1:
+        causes.append("--top_p")
+    if history.option("top_k") is not None:
+        causes.append("--top_k")
+    if history.option("lora_rank", 0) and history.option("lora_dropout", 0):
+        causes.append("--lora_dropout")
+    remedy = (
+        f"leave out {' and '.join(causes)}"
+        if causes
+        else "check the precision of the engine (--bf16, --rollout_engine)"
+    )
+    if history.option("rollout_correction", "none") == "none":
+        remedy += ", or weight the tokens with --rollout_correction tis"
     return Found(
-        f"The log-probs at sampling differ from the actor's since step {{since}} (KL {kl:.2g} per token): weight the "
-        "tokens with --rollout_correction tis, and check the precision of the engine.",
+        f"The log-probs at sampling differ from the actor's since step {{since}} (KL {kl:.2g} per token): {remedy}.",
         since,
     )
 
 
 @rule("sampled_batches", "useful_groups")
 def sampling_bound(history: History) -> Found | None:
-    """Dynamic sampling stopped by its bound in each of the last 5 steps."""
-    bound, batches = history.option("dynamic_sampling_max_batches"), history.last("sampled_batches", FEW)
-    if bound is None or not batches or min(batches) < bound:
+    """Dynamic sampling stopped by its bound, with too few useful groups, in each of the last 5 steps."""
+    bound, wanted = history.option("dynamic_sampling_max_batches"), history.option("rollout_batch_size")
+    batches, groups = history.last("sampled_batches", FEW), history.last("useful_groups", FEW)
+    if bound is None or wanted is None or not batches or not groups or min(batches) < bound or max(groups) >= wanted:
         return None
     since = history.step("sampled_batches", FEW)
     return Found(
-        f"Dynamic sampling stops at --dynamic_sampling_max_batches {bound} in each step since {{since}}: most prompts "
-        "give responses of one reward. Use harder or easier prompts, or more --n_samples_per_prompt.",
+        f"Dynamic sampling stops at --dynamic_sampling_max_batches {bound} in each step since {{since}}, with "
+        f"{groups[-1]:.0f} of {wanted} useful groups: most prompts give responses of one reward. Use harder or easier "
+        "prompts, or more --n_samples_per_prompt.",
         since,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, Protocol
 
 from openppo.tracking.histogram import Histogram
@@ -42,7 +43,8 @@ class Tracker(Protocol):
 class Trackers:
     """Hands everything to each tracker. One that fails with one of its ``errors`` is switched off with a warning.
 
-    Any other exception is a mistake of ours, and is raised.
+    Any other exception is a mistake of ours, and is raised. ``with trackers:`` closes them at the end of a run, also of
+    one that fails: its logs are as whole as they can be, and other ranks are not asked.
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
@@ -68,6 +70,20 @@ class Trackers:
         """Close all trackers; further calls do nothing."""
         self._each(lambda tracker: tracker.close())
         self._trackers.clear()
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        closed = False
+        try:
+            self.close()
+            closed = True
+        finally:
+            if error is not None and not closed:
+                raise error  # what ended the run; that closing failed too is its context
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._trackers):

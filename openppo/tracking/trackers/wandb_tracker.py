@@ -98,8 +98,8 @@ class WandbTracker:
         self._run.log({STEP: step, **shown})
 
     def close(self) -> None:
-        """Send what is left, for a minute at most."""
-        self._run.finish()
+        """Send what is left, for a minute at most. While an exception is on its way the run counts as failed."""
+        self._run.finish(exit_code=None if sys.exc_info()[0] is None else 1)
 
 
 @contextmanager

@@ -96,12 +96,12 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
         A signal (see ``openppo.strategy.interrupt``) ends it early, with a checkpoint instead of a trained model.
         """
-        try:
-            self._train_all_epochs()
-            self.save()
-        except Interrupted as signal:
-            self._save_interrupted(str(signal))
-        self.parts.trackers.close()
+        with self.parts.trackers:
+            try:
+                self._train_all_epochs()
+                self.save()
+            except Interrupted as signal:
+                self._save_interrupted(str(signal))
 
     def _train_all_epochs(self) -> None:
         with progress(self.total_steps, "training", enabled=self.parts.strategy.is_main) as bar:

@@ -246,6 +246,27 @@ def test_an_error_of_ours_is_not_swallowed() -> None:
         Trackers([Broken()]).log(1, {})
 
 
+def test_trackers_are_closed_at_the_end_of_their_run_also_where_it_fails() -> None:
+    ended, failed = Recorder(), Recorder()
+    with Trackers([ended]) as trackers:
+        trackers.log(1, {})
+    with pytest.raises(ZeroDivisionError, match="planted"), Trackers([failed]):
+        raise ZeroDivisionError("planted")
+    assert (ended.closed, failed.closed) == (1, 1)
+
+
+def test_what_ended_a_run_is_raised_also_where_closing_fails() -> None:
+    class Broken(Recorder):
+        def close(self) -> None:
+            raise KeyError("bug")
+
+    with pytest.raises(ZeroDivisionError, match="planted") as raised, Trackers([Broken()]):
+        raise ZeroDivisionError("planted")
+    assert isinstance(raised.value.__context__, KeyError)
+    with pytest.raises(KeyError), Trackers([Broken()]):
+        pass
+
+
 def test_rank_0_gets_all_trackers_and_the_others_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, options = str(tmp_path / "ckpt"), TrackingConfig(use_tensorboard=str(tmp_path / "tb"))
     silent = make_trackers(path, options, {}, Rank1(), ["reward"], total_steps=2)

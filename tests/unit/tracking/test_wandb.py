@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from openppo.config import TrackingConfig
-from openppo.tracking import Histogram, WandbTracker
+from openppo.tracking import Histogram, Trackers, WandbTracker
 
 wandb = pytest.importorskip("wandb", reason="needs the package wandb (pip install wandb)")
 
@@ -111,6 +112,15 @@ def test_a_run_that_goes_on_has_the_id_of_the_first_and_its_step_as_axis(tmp_pat
     again = tracker_in(tmp_path)  # not going on: another run
     again.close()
     assert len({record.run.run_id for record in records_of(tmp_path) if record.HasField("run")}) == 2
+
+
+@pytest.mark.parametrize(("error", "status"), [(None, 0), (RuntimeError("planted"), 1)])
+def test_a_run_that_fails_is_a_failed_one_there_too(tmp_path: Path, error: Exception | None, status: int) -> None:
+    with contextlib.suppress(RuntimeError), Trackers([tracker_in(tmp_path)]) as trackers:
+        trackers.log(1, {"reward": 1.0})
+        if error is not None:
+            raise error
+    assert records_of(tmp_path)[-1].exit.exit_code == status
 
 
 def test_the_key_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

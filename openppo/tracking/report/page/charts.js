@@ -95,7 +95,7 @@ class Chart {
   domain(lines) {
     const inside = lines.map((line) => line.points.filter((p) => !view.range || (p.x >= view.range[0] && p.x <= view.range[1])));
     const values = inside.flat().flatMap((p) => (view.smoothing ? [p.y, p.smooth] : [p.y])).filter((y) => !this.log || y > 0).sort((a, b) => a - b);
-    if (this.target() != null && (!this.log || this.target() > 0)) values.push(this.target());
+    values.push(...this.targets().map(([target]) => target).filter((target) => !this.log || target > 0));
     values.sort((a, b) => a - b);
     let [low, high] = [values[0] ?? 0, values[values.length - 1] ?? 1];
     const inner = [quantile(values, 0.06) ?? 0, quantile(values, 0.94) ?? 1], spread = inner[1] - inner[0];
@@ -107,10 +107,14 @@ class Chart {
     return [low - margin, high + margin];
   }
 
-  target() {
-    if (!this.spec.target) return null;
-    const values = RUNS.filter((_, r) => !view.hidden.has(r)).map((run) => run.config[this.spec.target]).filter((value) => value != null);
-    return values.length ? Number(values[0]) : null;
+  // [target, colour] of each different one; of several the colour is that of the first run that has it.
+  targets() {
+    const found = new Map();
+    RUNS.forEach((run, r) => {
+      const value = this.spec.target && !view.hidden.has(r) ? run.config[this.spec.target] : null;
+      if (value != null && !found.has(Number(value))) found.set(Number(value), color(r));
+    });
+    return found.size > 1 ? [...found] : [...found.keys()].map((value) => [value, "var(--warn)"]);
   }
 
   draw() {
@@ -139,7 +143,9 @@ class Chart {
     }
     parts.push(svg("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
     this.shades(layer);
-    if (this.target() != null) layer.append(svg("line", { class: "target", x1: LEFT, x2: width - RIGHT, y1: y(this.target()), y2: y(this.target()) }));
+    for (const [target, stroke] of this.targets()) {
+      layer.append(svg("line", { class: "target", "data-target": target, stroke, x1: LEFT, x2: width - RIGHT, y1: y(target), y2: y(target) }));
+    }
     const path = (points, key) => points.map((p, i) => `${i ? "L" : "M"}${x(p.x).toFixed(1)} ${y(p[key]).toFixed(1)}`).join("");
     for (const line of lines) {
       if (view.smoothing && !line.metric.startsWith("eval")) layer.append(svg("path", { class: "raw", d: path(line.points, "y"), stroke: line.color }));
@@ -177,7 +183,7 @@ class Chart {
     const metrics = first("metric").map((line) => el("span", {}, RUNS.length > 1 ? dashed(line.dash) : swatch(line.color), line.metric));
     const needed = metrics.length > 1 || (RUNS.length === 1 && lines.some((line) => line.metric !== this.spec.title.toLowerCase()));
     this.legend.replaceChildren(...runs, ...(needed ? metrics : []),
-      ...(this.target() != null ? [el("span", {}, `target ${short(this.target())}`)] : []));
+      ...this.targets().map(([target, stroke], _, all) => el("span", {}, all.length > 1 ? swatch(stroke) : null, `target ${short(target)}`)));
     this.aboutText.hidden = !view.about;
     const said = lines.map((line) => line.points.length
       ? `${line.label} from ${short(line.points[0].y)} to ${short(line.points[line.points.length - 1].y)}` : "");

@@ -62,7 +62,8 @@ function drawWarnings() {
 function drawEvaluation() {
   const section = byId("evaluation"), names = [...new Set(RUNS.flatMap((run) => Object.keys(run.evaluations.values)))].sort();
   if (!names.length) return section.remove();
-  const good = (name) => (/loss|truncated|errors/.test(name) ? -1 : /reward|pass|accuracy/.test(name) && !/std/.test(name) ? 1 : 0);
+  // Scores of rejected answers, and so the mean of all scores of a reward model, are not better for being higher.
+  const good = (name) => (/loss|truncated|errors/.test(name) ? -1 : /reward|pass|accuracy/.test(name) && !/std|rejected|reward_mean/.test(name) ? 1 : 0);
   const head = RUNS.map((run, r) => {
     const steps = run.evaluations.steps, title = RUNS.length > 1 ? [swatch(color(r)), run.name, el("br")] : [];
     return steps.length ? [el("th", { class: "number" }, title, `step ${steps[0]}`), el("th", { class: "number" }, `step ${steps[steps.length - 1]}`), el("th", { class: "number" }, "change"), el("th", { class: "number" }, "best")]
@@ -123,7 +124,7 @@ function drawStatus() {
   document.title = RUNS.length > 1 ? `${RUNS.length} runs · OpenPPO` : `${RUNS[0].name} · OpenPPO`;
   const steps = RUNS.map((run) => `${RUNS.length > 1 ? `${run.name}: ` : ""}${run.last_step} steps`).join(", ");
   byId("status").append(`${steps}. Written ${when} by OpenPPO ${DATA.version}.`,
-    DATA.running ? " The run goes on: load this page again for newer numbers." : "",
+    DATA.running ? " The run went on then: load this page again for newer numbers." : "",
     bad ? ` ${bad} lines of the logs could not be read and are left out.` : "");
 }
 

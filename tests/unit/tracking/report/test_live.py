@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from openppo.config import TrackingConfig
-from openppo.tracking import make_trackers
-from openppo.tracking.report import live
+from openppo.tracking import Trackers, make_trackers
+from openppo.tracking.report import health, live
 from openppo.tracking.report.live import HealthTracker, ReportTracker
+from openppo.tracking.report.rules import Rule
 from openppo.types import SingleProcess
 
 MakeRun = Callable[..., Path]
@@ -56,6 +57,22 @@ def test_a_run_that_goes_on_is_not_warned_again(make_run: MakeRun, warnings: Cal
     for step in range(11, 30):
         tracker.log(step, {"truncated_fraction": 0.9})
     assert warnings() == []
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyError("a bug"), ValueError("bad"), ZeroDivisionError()])
+def test_a_rule_that_fails_warns_once_and_the_run_goes_on(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]], error: Exception
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(health, "RULES", [Rule("broken", ("reward",), fail)])
+    trackers = Trackers([HealthTracker(make_run("run") / "logs")])  # whose logs have a row to look at already
+    for step in range(2, 5):
+        trackers.log(step, {"reward": 1.0})
+    (warning,) = warnings()
+    assert warning.startswith(f"the rules of health: {type(error).__name__}")
+    assert warning.endswith("it is switched off, the run goes on.")
 
 
 def test_the_page_takes_a_fiftieth_of_the_time(

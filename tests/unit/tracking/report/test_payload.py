@@ -60,6 +60,15 @@ def test_evaluations_are_a_table_of_their_own_with_the_one_before_training() -> 
     assert made["evaluations"]["values"] == {"eval_reward": [0.1, 0.3]}
 
 
+def test_hours_of_training_and_evaluations_begin_together() -> None:
+    rows = [
+        {"step": s, "time": 7200.0 + 3600 * s, "a": 1.0} | ({"eval_b": 1.0} if s % 2 == 0 else {}) for s in (1, 2, 4)
+    ]
+    made = payload([RunData(Path("run"), rows)])["runs"][0]
+    assert made["curves"]["hours"] == [0, 1, 3]
+    assert (made["evaluations"]["steps"], made["evaluations"]["hours"]) == ([2, 4], [1, 3])
+
+
 def test_samples_get_their_own_tokens() -> None:
     keys = [(step, evaluation, number) for step in (1, 2) for evaluation in (True, False) for number in (0, 1)]
     samples = [line(step, 100, evaluation, number) for step, evaluation, number in keys]

@@ -73,7 +73,10 @@ CASES: dict[str, tuple[Mapping[str, Curve], Mapping[str, Any]]] = {
     "gradient_spike": ({"actor_grad_norm": lambda s: 40.0 if s == 40 else 1.0}, {}),
     "steps_skipped": ({"skipped_steps": lambda s: 0.0 if s < 20 else 1.0}, {}),
     "engine_differs": ({"rollout_kl": flat(0.04)}, {}),
-    "sampling_bound": ({"sampled_batches": lambda s: 10.0}, {"dynamic_sampling_max_batches": 10}),
+    "sampling_bound": (
+        {"sampled_batches": lambda s: 10.0, "useful_groups": lambda s: 7.0},
+        {"dynamic_sampling_max_batches": 10, "rollout_batch_size": 8},
+    ),
     "overfitting": ({"loss": ramp(2, 0), "eval_loss": lambda s: None if s % 10 else 1.0 + abs(s - 30) / 50}, {}),
 }
 
@@ -114,7 +117,22 @@ HEALTHY: dict[str, tuple[Mapping[str, Curve], Mapping[str, Any]]] = {
     "gradients of one size": ({"actor_grad_norm": flat(1.0)}, {}),
     "no step skipped": ({"skipped_steps": lambda s: 0.0}, {}),
     "an engine that agrees": ({"rollout_kl": lambda s: 1e-4}, {}),
-    "sampling within its bound": ({"sampled_batches": lambda s: 3.0}, {"dynamic_sampling_max_batches": 10}),
+    "sampling within its bound": (
+        {"sampled_batches": lambda s: 3.0, "useful_groups": lambda s: 7.0},  # the last prompts of a run
+        {"dynamic_sampling_max_batches": 10, "rollout_batch_size": 8},
+    ),
+    "sampling whose last batch fills the groups": (
+        {"sampled_batches": lambda s: 1.0, "useful_groups": lambda s: 8.0},
+        {"dynamic_sampling_max_batches": 1, "rollout_batch_size": 8},
+    ),
+    "rewards of tokens beside a score within its range": (
+        {"reward": flat(-25.0), "reward/of_tokens": flat(-20.0), "shaped_reward": flat(-25.0)},
+        {"reward_clip_range": [-10.0, 10.0]},
+    ),
+    "rewards of tokens alone, which are not clipped": (
+        {"reward": flat(-25.0), "shaped_reward": flat(-25.0)},
+        {"reward_clip_range": [-10.0, 10.0]},
+    ),
     "eval_loss that falls": ({"loss": ramp(2, 0), "eval_loss": lambda s: None if s % 10 else 2 - s / 60}, {}),
     "numbers that are not finite": ({"kl": lambda s: float("nan"), "reward": lambda s: None}, {}),
     "nothing at all": ({}, {}),
@@ -175,6 +193,11 @@ def test_a_warning_comes_once_and_again_only_after_it_was_gone() -> None:
     assert len(looks(back)) == 2
 
 
+def test_entropy_that_grows_from_nothing_is_told_in_nats() -> None:
+    (finding,) = findings({"entropy": ramp(0.0, 1.5, start=10, end=50)})
+    assert re.match(r"Entropy is 1.5 nats since step \d+, 0 at the start: ", finding.text)
+
+
 def test_what_has_gone_is_kept_as_ended() -> None:
     health = Health({})
     for step, value in enumerate([1.0] * 10 + [0.0] * 20):
@@ -188,16 +211,65 @@ def test_reports_without_the_metric_neither_begin_nor_end_a_warning() -> None:
     health = Health({})
     for step in range(5):
         health.look(step, {"truncated_fraction": 1.0})
-    for step in range(5, 10):
+    for step in range(5, 5 + 2 * QUIET):
         assert health.look(step, {"eval_reward": 1.0}) == []
     assert [finding.ended for finding in health.findings] == [False]
+    health.look(30, {"truncated_fraction": 1.0})
+    (finding,) = health.findings
+    assert (finding.last, finding.ended) == (30, False), "the same one goes on"
+
+
+def test_a_warning_of_rare_evaluations_comes_once() -> None:
+    health = Health({})
+    evaluated = [0.1, 0.9] + [0.2] * 5
+    begun = []
+    for step in range(1, 15 * len(evaluated) + 1):
+        row = {"reward": rising(step)} | ({"eval_reward": evaluated[step // 15 - 1]} if step % 15 == 0 else {})
+        begun += [finding.rule for finding in health.look(step, row)]
+    assert begun == ["evaluation_falls"]
+    assert not health.findings[0].ended
+
+
+def test_a_score_that_is_clipped_is_found_with_and_without_rewards_of_tokens() -> None:
+    options = {"reward_clip_range": [-10.0, 10.0]}
+    assert found({"reward": flat(-25.0), "shaped_reward": flat(-10.0)}, options) == ["reward_outside_clip"]
+    both: dict[str, Curve] = {"reward": flat(5.0), "reward/of_tokens": flat(-20.0), "shaped_reward": flat(-10.0)}
+    (finding,) = findings(both, options)
+    assert finding.text.startswith("The mean reward 25 lies outside --reward_clip_range -10 10 since step 1")
+
+
+ADVICE: list[tuple[str, Mapping[str, Any], Sequence[str], Sequence[str]]] = [
+    ("lengths_collapse", {"init_kl_coef": 0.01}, ["lower --init_kl_coef"], ["raise --init_kl_coef"]),
+    ("lengths_collapse", {"init_kl_coef": 0.0}, ["lower --actor_learning_rate"], ["--init_kl_coef"]),
+    ("lengths_collapse", {"init_kl_coef": 0.01, "use_kl_loss": True}, ["--actor_learning_rate"], ["--init_kl_coef"]),
+    ("many_truncated", {"overlong_filter": False}, ["out with --overlong_filter"], []),
+    ("many_truncated", {"overlong_filter": True}, ["left out by --overlong_filter"], ["out with --overlong_filter"]),
+    ("critic_misleads", {"value_clip": 0.2}, ["--value_clip None"], []),
+    ("critic_misleads", {"value_clip": None}, ["--value_pretrain_steps"], ["--value_clip"]),
+    ("engine_differs", {"rollout_correction": "none"}, ["--rollout_correction tis"], ["--top_p", "--top_k", "--lora"]),
+    ("engine_differs", {"rollout_correction": "tis"}, ["the precision of the engine"], ["--rollout_correction"]),
+    ("engine_differs", {"top_p": 0.9, "top_k": 50}, ["leave out --top_p and --top_k"], ["precision", "--lora"]),
+    ("engine_differs", {"lora_rank": 8, "lora_dropout": 0.1}, ["leave out --lora_dropout"], ["precision", "--top"]),
+    ("engine_differs", {"lora_rank": 0, "lora_dropout": 0.1, "top_p": 1.0}, ["precision"], ["--lora", "--top"]),
+]
+
+
+@pytest.mark.parametrize(("rule", "options", "said", "unsaid"), ADVICE)
+def test_advice_fits_the_options_of_the_run(
+    rule: str, options: Mapping[str, Any], said: Sequence[str], unsaid: Sequence[str]
+) -> None:
+    curves, config = CASES[rule]
+    (finding,) = findings(curves, {**config, **options})
+    assert [text for text in said if text not in finding.text] == []
+    assert [text for text in unsaid if text in finding.text] == []
 
 
 def test_every_flag_in_a_warning_exists_and_every_warning_says_what_to_do() -> None:
     commands = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
     groups = [group for command in commands for group in typing.get_type_hints(command).values()]
     flags = {field.name for group in groups for field in dataclasses.fields(group)}
-    for curves, config in CASES.values():
+    advised = [(CASES[name][0], {**CASES[name][1], **options}) for name, options, *_ in ADVICE]
+    for curves, config in [*CASES.values(), *advised]:
         (finding,) = findings(curves, config)
         named = re.findall(r"--(\w+)", finding.text)
         assert set(named) <= flags, finding.text

@@ -1,0 +1,58 @@
+"""The documentation in a real browser, opened from the disk: nothing goes wrong in a page, and search finds a flag."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("material", reason="needs mkdocs-material (requirements-dev.txt)")
+By = pytest.importorskip("selenium.webdriver.common.by", reason="needs selenium (requirements-dev.txt)").By
+Wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages, built only where there is a browser."""
+    folder = tmp_path_factory.mktemp("site")
+    environment = os.environ | {"PYTHONPATH": str(REPO), "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    subprocess.run([*command, "--config-file", str(REPO / "mkdocs.yml")], env=environment, check=True)
+    return folder
+
+
+def complaints(browser: Any) -> list[str]:
+    """What the browser logged, but for the list of other versions, which only a published site has."""
+    messages = [entry["message"] for entry in browser.get_log("browser")]
+    return [message for message in messages if "versions.json" not in message]
+
+
+def test_every_page_opens_without_an_error_and_from_the_disk_alone(browser: Any, site: Path) -> None:
+    pages = sorted(file for file in site.rglob("*.html") if file.name != "404.html")  # which only a server shows
+    assert len(pages) > 40
+    wrong = {}
+    for page in pages:
+        browser.get(page.as_uri())
+        heading = browser.find_element(By.CSS_SELECTOR, "article h1").text
+        loaded = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+        from_elsewhere = [name for name in loaded if not name.startswith(("file:", "blob:", "data:"))]
+        if found := [*complaints(browser), *from_elsewhere, *([] if heading else ["no heading"])]:
+            wrong[str(page.relative_to(site))] = found
+    assert wrong == {}
+
+
+def test_search_finds_a_flag_without_a_server(browser: Any, site: Path) -> None:
+    browser.get((site / "index.html").as_uri())
+    field = browser.find_element(By.CSS_SELECTOR, "input[name=query]")
+    browser.execute_script("arguments[0].focus()", field)
+    field.send_keys("init_kl_coef")
+    results = ".md-search-result__item a"
+    Wait(browser, 30).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, results))
+    links = [link.get_attribute("href") for link in browser.find_elements(By.CSS_SELECTOR, results)]
+    assert any("/flags/" in link or "/algorithms/kl" in link for link in links), links
+    assert complaints(browser) == []

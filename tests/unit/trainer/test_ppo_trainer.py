@@ -1,0 +1,231 @@
+"""The loop of PPO with parts made by hand: what it reports, when, and what is left of it when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openppo.config import TrainPPOConfig, from_options
+from openppo.experience import ExperienceMaker
+from openppo.tracking import Trackers
+from openppo.trainer import PPOTrainer
+from openppo.trainer.callbacks import Callback
+from openppo.trainer.parts import Parts
+from openppo.types import (
+    Completion,
+    FinishReason,
+    Interrupted,
+    Prompt,
+    SamplingParams,
+    Score,
+    SingleProcess,
+    Trajectory,
+)
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """A tracker that keeps what is logged."""
+
+    name = "--use_recorder"
+    errors = (OSError,)
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, Mapping[str, float]]] = []
+        self.closed = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert not self.closed
+        self.logged.append((step, dict(metrics)))
+
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None: ...
+
+    log_tokens = log_histograms = log_samples
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Strategy(SimpleNamespace):
+    """One rank that logs no samples and saves nothing."""
+
+    comm, device, is_main = SingleProcess(), CPU, False
+
+    def any_rank(self, value: bool) -> bool:
+        return value
+
+    def uncompiled(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def save_pretrained(self, *_: Any) -> None: ...
+
+
+class TwoLetters:
+    """Answers each prompt with 1 or 2, in turns."""
+
+    version = 0
+
+    def awake(self, weights: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        return [Completion([1 + i % 2], [-1.0], FinishReason.EOS) for i in range(len(prompts))]
+
+
+class FailingScorer:
+    """A response earns its last token; the reward function fails on all prompts of a text in ``fails_on``."""
+
+    collective = True
+
+    def __init__(self) -> None:
+        self.fails_on: set[str] = set()
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        failed = [t.prompt.text in self.fails_on for t in trajectories]
+        earned = [0.0 if f else t.token_ids[-1] for t, f in zip(trajectories, failed, strict=True)]
+        return [Score({"a": reward}, failed=f) for reward, f in zip(earned, failed, strict=True)]
+
+
+class Policy(nn.Module):
+    """The same log-prob for everything; trained without an optimizer, as a ``TrainingEngine`` is called."""
+
+    learning_rate = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = SimpleNamespace(model=None)
+        self.level = nn.Parameter(torch.tensor(-1.0))
+
+    def forward(self, ids: Tensor, mask: Tensor, actions: Tensor, return_entropy: bool = False, **_: Any) -> Any:
+        log_probs = self.level * actions
+        return (log_probs, actions.float()) if return_entropy else log_probs
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
+
+    def step(self) -> float:
+        return 1.0
+
+
+def trainer_of(
+    n_batches: int, evaluates: bool = False, callbacks: Sequence[Callback] = (), **options: Any
+) -> PPOTrainer:
+    """A trainer of ``n_batches`` batches of two prompts, "0", "1" and so on."""
+    config = from_options(
+        TrainPPOConfig,
+        **{
+            "pretrain": "m",
+            "prompt_data": "d",
+            "reward_fn": "f.py",
+            "advantage_estimator": "reinforce",
+            "init_kl_coef": 0.0,
+            "rollout_batch_size": 2,
+            "train_batch_size": 2,
+            "self_check": False,
+            **options,
+        },
+    )
+    policy: Any = Policy()
+    evaluator = SimpleNamespace(evaluate=lambda awake: SimpleNamespace(metrics={"eval_reward": 1.0}, trajectories=[]))
+    parts: Any = Parts(
+        strategy=Strategy(),  # type: ignore[arg-type]
+        tokenizer=SimpleNamespace(),  # type: ignore[arg-type]
+        actor=policy,
+        critic=None,
+        engine=TwoLetters(),  # type: ignore[arg-type]
+        scorer=FailingScorer(),
+        maker=ExperienceMaker(policy, None, None, config, SingleProcess(), CPU, pad_token_id=0),
+        prompts=[Prompt(text=str(i), token_ids=[3]) for i in range(2 * n_batches)],
+        documents=[],
+        trackers=Trackers([Recorder()]),  # type: ignore[list-item]
+        evaluator=evaluator if evaluates else None,  # type: ignore[arg-type]
+    )
+    return PPOTrainer(config, parts, callbacks)
+
+
+def recorder_of(trainer: PPOTrainer) -> Recorder:
+    (recorder,) = trainer.parts.trackers._trackers
+    assert isinstance(recorder, Recorder)
+    return recorder
+
+
+def test_every_evaluation_is_logged_whatever_logging_steps() -> None:
+    trainer = trainer_of(7, evaluates=True, logging_steps=3, eval_steps=2)
+    recorder = recorder_of(trainer)
+    trainer.fit()
+    assert [(step, "eval_reward" in row) for step, row in recorder.logged] == [
+        *((2, True), (3, False), (4, True), (6, True)),
+        (7, True),  # the end
+    ]
+
+
+def test_without_held_out_data_only_logging_steps_and_the_end_are_logged() -> None:
+    trainer = trainer_of(5, logging_steps=3, eval_steps=2)
+    recorder = recorder_of(trainer)
+    trainer.fit()
+    assert [step for step, _ in recorder.logged] == [3, 5]
+
+
+def prompts(*texts: str) -> list[Prompt]:
+    return [Prompt(text, [3]) for text in texts]
+
+
+def test_errors_of_the_reward_function_are_counted_in_a_loop_of_ones_own() -> None:
+    trainer = trainer_of(3)
+    trainer.parts.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
+    batches = [prompts("bad", "good"), prompts("good", "good"), prompts("bad", "bad")]
+    assert [trainer.train_on(trainer.rollout(batch))["reward_errors"] for batch in batches] == [1, 0, 2]
+
+
+def test_errors_of_all_rollouts_of_a_step_are_counted_with_dynamic_sampling() -> None:
+    """Prompts on which all responses fail earn the same and are dropped; that they failed is known all the same."""
+    trainer = trainer_of(2, dynamic_sampling=True, n_samples_per_prompt=2, train_batch_size=4)
+    trainer.parts.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
+    metrics = trainer.step(prompts("bad", "bad"))
+    assert (metrics["sampled_batches"], metrics["useful_groups"]) == (2, 2)
+    assert metrics["reward_errors"] == 4
+
+
+def test_errors_of_a_step_are_those_of_its_own_responses() -> None:
+    trainer = trainer_of(3)
+    trainer.parts.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
+    batches = [prompts("good", "good"), prompts("good", "bad"), prompts("good", "good")]
+    assert [trainer.step(batch)["reward_errors"] for batch in batches] == [0, 1, 0]
+
+
+class Fault(Callback):
+    """Ends a run in its second step with ``error``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        if trainer.global_step == 2:
+            raise self.error
+
+
+def test_a_run_that_fails_closes_its_trackers_and_raises_what_ended_it() -> None:
+    trainer = trainer_of(5, callbacks=[Fault(ZeroDivisionError("planted"))])
+    recorder = recorder_of(trainer)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        trainer.fit()
+    assert ([step for step, _ in recorder.logged], recorder.closed) == ([1], 1)
+
+
+def test_a_run_that_is_interrupted_closes_its_trackers_after_its_checkpoint(tmp_path: Path) -> None:
+    trainer = trainer_of(5, callbacks=[Fault(Interrupted("SIGTERM"))])
+    recorder = recorder_of(trainer)
+    saved: list[int] = []
+    trainer._save_interrupted = lambda signal: saved.append(recorder.closed)  # type: ignore[method-assign]
+    trainer.fit()
+    assert (saved, recorder.closed) == ([0], 1)
