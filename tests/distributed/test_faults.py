@@ -219,6 +219,8 @@ def test_out_of_memory_is_reported_with_sizes_and_flags(run: Run) -> None:
     assert re.search(r"process \d+\.\d+ GiB, machine \d+\.\d+ GiB available of \d+\.\d+ GiB", memory)
     assert "address space of the process limited to" in memory
     assert "--micro_train_batch_size 2" in memory
+    for role in ("actor", "critic", "reference", "reward model"):
+        assert re.search(rf"^memory:\s+{role}\s+\d+ MiB", memory, flags=re.MULTILINE), memory
     assert "--gradient_checkpointing" in ended.row("lower")
     assert "--zero_stage 3" not in ended.row("lower"), "the run has it already"
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from openppo.config import TrainPPOConfig, TrainSFTConfig, flat_dict, from_options
-from openppo.strategy.watch import out_of_memory
+from openppo.strategy.watch import faults, out_of_memory
+from openppo.strategy.watch.peers import Beat
+from openppo.strategy.watch.report import render
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
 
@@ -79,6 +81,13 @@ def test_with_a_bound_on_tokens_that_is_what_to_lower(kind: str) -> None:
     assert f"--micro_{kind}_tokens" in bounded
     assert f"--micro_{kind}_batch_size" not in bounded
     assert "--micro_rollout_batch_size" in flags("scoring", micro_rollout_tokens=4096), "as reward models have it"
+
+
+def test_only_a_report_of_memory_says_what_each_model_takes() -> None:
+    where = Beat(rank=0, phase="training", step=3)
+    lacking, other = (faults.raised(e, where, ppo(), lambda: ["actor 3 GiB"]) for e in (MemoryError(), KeyError()))
+    assert "memory:  actor 3 GiB\n" in render(lacking, [], "")
+    assert "actor" not in render(other, [], "")
 
 
 def test_only_flags_of_the_command_are_named() -> None:
