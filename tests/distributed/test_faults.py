@@ -222,6 +222,7 @@ def test_out_of_memory_is_reported_with_sizes_and_flags(run: Run) -> None:
     for role in ("actor", "critic", "reference", "reward model"):
         assert re.search(rf"^memory:\s+{role}\s+\d+ MiB", memory, flags=re.MULTILINE), memory
     assert "--gradient_checkpointing" in ended.row("lower")
+    assert ended.output.count("estimated memory on each of 2 ranks: reward model ") == 1, "rank 0 says it at the start"
     assert "--zero_stage 3" not in ended.row("lower"), "the run has it already"
 
 

@@ -618,6 +618,36 @@ def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
+@pytest.mark.parametrize(
+    ("command", "options", "roles"),
+    [
+        (
+            "train_ppo",
+            {"reward_fn": None, "reward_pretrain": "M/reward"},
+            ["reward model", "critic", "actor", "reference"],
+        ),
+        ("train_sft", {}, ["model"]),
+        ("train_rm", {}, ["model"]),
+        ("train_prm", {}, ["model"]),
+    ],
+)
+def test_every_start_says_what_each_model_takes_before_one_is_loaded(
+    command: str,
+    options: dict[str, Any],
+    roles: list[str],
+    run_in_process: RunCommand,
+    models: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0))
+    ended = run_in_process(command, *Case("", options, [], command).arguments(models, data))
+    (line,) = [line for line in ended.stderr.splitlines() if "estimated memory: " in line]
+    places = [line.index(f"{role} 0 MiB") for role in roles]
+    assert places == sorted(places)
+    assert "at most 0 MiB, in " in line
+
+
 def test_without_a_mistake_every_command_reaches_its_training(
     run_in_process: RunCommand, models: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

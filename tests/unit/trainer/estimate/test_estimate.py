@@ -114,6 +114,14 @@ def test_the_table_has_a_line_for_each_role_and_phase(shapes: dict[str, ModelSha
         assert word in table
 
 
+def test_the_summary_is_what_each_role_lasts_at_and_the_peak(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    million = {role: replace(shape, n_parameters=2**20, n_small=0, vocabulary=0) for role, shape in shapes.items()}
+    estimate = estimate_ppo(PPORun(ppo_config(zero_stage=2), million, LENGTHS, n_ranks=4))
+    roles = "reward model 4 MiB, critic 7 MiB, actor 7 MiB, reference 4 MiB"  # 4 bytes, and (4 + 8) / 4 where trained
+    peak = f"at most {estimate.peak / 2**20:.0f} MiB, in training"
+    assert estimate.summary() == f"estimated memory on each of 4 ranks: {roles}; {peak}"
+
+
 def test_weights_that_do_not_fit_gathered_are_gathered_for_each_token(
     shapes: dict[str, ModelShape], ppo_config: Any
 ) -> None:
