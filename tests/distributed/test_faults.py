@@ -140,7 +140,7 @@ def small_ppo(tiny: Path, folder: Path) -> list[str]:
 
 @pytest.fixture
 def run(tiny: Path, tmp_path: Path) -> Iterator[Run]:
-    """``run("kill", 1, "generation", 2, "--zero_stage 3")``: a run with that fault: it must fail with a report, in time.
+    """``run("kill", 1, "generation", 2, "--zero_stage 3")``: a run with that fault, which must fail as promised.
 
     ``name`` is for the table, where the fault is in a reward function.
     """
