@@ -1,6 +1,7 @@
 """Whatever fails on one rank ends all of them, with one report that says where and why.
 
-Each test prints how long it took from the fault to the report.
+From the fault on, ``--heartbeat_timeout`` and 15 s may pass until all ranks have ended: 60 s by default. Tests print
+lines ``FAULT name, n ranks report SECONDS ended SECONDS``: ``pytest -rP | grep ^FAULT`` makes a table.
 """
 
 import os
@@ -19,10 +20,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from openppo.config import RunConfig
+
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]
 SECONDS_UNTIL_A_HANG_IS_CERTAIN = 900  # other tests run beside it
 REPORT = "OpenPPO: the run has failed"
+SECONDS_TO_END_AFTER_IT_IS_KNOWN = 15  # as --heartbeat_timeout promises
 Run = Callable[..., "Ended"]
 
 
@@ -34,6 +38,10 @@ class Ended:
     status: int
     times: list[tuple[float, str]]
     """When each line came."""
+    words: list[str]
+    """The command."""
+    left: float
+    """When the last process had ended."""
 
     @property
     def report(self) -> str:
@@ -46,10 +54,21 @@ class Ended:
         """The lines of the report that start with ``name:``."""
         return "\n".join(line for line in self.report.splitlines() if line.startswith(f"{name}:"))
 
-    def seconds_to_report(self) -> float:
-        """From the last line that says "fault at" to the report."""
-        planted = [float(line.split()[-1]) for _, line in self.times if line.startswith("fault at")]
-        return next(when for when, line in self.times if REPORT in line) - planted[-1]
+    def is_in_time(self, name: str) -> None:
+        """Whether the report came, and all ranks had ended, as soon as the options promise; prints when."""
+        planted = [float(line.split()[-1]) for _, line in self.times if line.startswith("fault at")][-1]
+        reported = next(when for when, line in self.times if REPORT in line) - planted
+        ended = self.left - planted
+        print(f"\nFAULT {name}, 2 ranks report {reported:.1f} ended {ended:.1f}")
+        promised = self._seconds("heartbeat_timeout") + SECONDS_TO_END_AFTER_IT_IS_KNOWN
+        if "made no progress" in self.row("fault"):
+            promised += self._seconds("stall_timeout")
+        assert reported <= ended <= promised, self.output
+
+    def _seconds(self, option: str) -> float:
+        flag = f"--{option}"
+        given = self.words[self.words.index(flag) + 1] if flag in self.words else getattr(RunConfig, option)
+        return float(given)
 
 
 def descendants(pid: int) -> list[int]:
@@ -78,11 +97,16 @@ OnLine = Callable[[str, "subprocess.Popen[str]"], None]
 def launch_and_watch(
     script: str, *arguments: object, cwd: Path, launcher: str = "", on_line: OnLine | None = None
 ) -> Ended:
-    """Run a script on two ranks; ``on_line`` sees each line. Fails if a process is left over at the end."""
+    """Run a script on two ranks; ``on_line`` sees each line."""
     torchrun = "torch.distributed.run --standalone --nproc_per_node 2"
     start = launcher if launcher.startswith("deepspeed") else f"{torchrun} {launcher}"
-    words = [sys.executable, "-m", *start.split(), str(HERE / script), *map(str, arguments)]
+    return watch([sys.executable, "-m", *start.split(), str(HERE / script), *map(str, arguments)], cwd, on_line)
+
+
+def watch(words: list[str], cwd: Path, on_line: OnLine | None = None, **variables: object) -> Ended:
+    """Run a command until its processes have ended; ``on_line`` sees each line. Fails if one of them is left over."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
+    environment |= {name: str(value) for name, value in variables.items()}
     process = subprocess.Popen(
         words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -105,7 +129,7 @@ def launch_and_watch(
     while (left := [pid for pid in family if alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == [], output
-    return Ended(output, status, times)
+    return Ended(output, status, times, words, time.time())
 
 
 def small_ppo(tiny: Path, folder: Path) -> list[str]:
@@ -116,15 +140,18 @@ def small_ppo(tiny: Path, folder: Path) -> list[str]:
 
 @pytest.fixture
 def run(tiny: Path, tmp_path: Path) -> Iterator[Run]:
-    """``run("kill", 1, "generation", 2, "--zero_stage 3")``: a run with that fault, which must fail with a report."""
+    """``run("kill", 1, "generation", 2, "--zero_stage 3")``: a run with that fault, which must fail as promised.
 
-    def run_with(fault: str, rank: int, phase: str, step: int, options: str) -> Ended:
+    ``name`` is for the table, where the fault is in a reward function.
+    """
+
+    def run_with(fault: str, rank: int, phase: str, step: int, options: str, name: str = "") -> Ended:
         place = (fault, rank, phase, step, "train_ppo")
         reward = [] if "--reward_fn" in options else ["--reward_pretrain", str(tiny / "reward")]
         arguments = [*small_ppo(tiny, tmp_path), *reward, *options.split()]
         ended = launch_and_watch("run_faults.py", *place, *arguments, cwd=tmp_path)
         assert ended.status != 0
-        print(f"\n{fault} of rank {rank} in {phase}: report after {ended.seconds_to_report():.1f} s")
+        ended.is_in_time(name or f"{fault} of rank {rank} in {phase}")
         return ended
 
     yield run_with
@@ -169,6 +196,7 @@ def test_without_torchrun_the_store_may_go_with_rank_0(tiny: Path, tmp_path: Pat
     assert ended.status != 0
     assert f"rank {rank} is gone: its process has ended" in ended.row("fault")
     assert f"rank {rank}: phase training, step 1" in ended.row("where")
+    ended.is_in_time(f"kill of rank {rank} in training without torchrun")
 
 
 def test_a_rank_that_crashes_in_c_leaves_its_stack(run: Run) -> None:
@@ -219,7 +247,10 @@ def test_out_of_memory_is_reported_with_sizes_and_flags(run: Run) -> None:
     assert re.search(r"process \d+\.\d+ GiB, machine \d+\.\d+ GiB available of \d+\.\d+ GiB", memory)
     assert "address space of the process limited to" in memory
     assert "--micro_train_batch_size 2" in memory
+    for role in ("actor", "critic", "reference", "reward model"):
+        assert re.search(rf"^memory:\s+{role}\s+\d+ MiB", memory, flags=re.MULTILINE), memory
     assert "--gradient_checkpointing" in ended.row("lower")
+    assert ended.output.count("estimated memory on each of 2 ranks: reward model ") == 1, "rank 0 says it at the start"
     assert "--zero_stage 3" not in ended.row("lower"), "the run has it already"
 
 
@@ -243,7 +274,8 @@ def fail(score):
 @pytest.mark.parametrize("form", REWARDS)
 def test_a_reward_function_that_raises_on_one_rank_is_reported(run: Run, form: str, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(RAISES + REWARDS[form])
-    ended = run("none", 0, "", 0, "--zero_stage 3 --reward_fn reward.py")
+    name = f"{form} reward function raises on rank 1"
+    ended = run("none", 0, "", 0, "--zero_stage 3 --reward_fn reward.py", name)
     assert "rank 1 raised RuntimeError: --reward_fn reward.py raised LookupError" in ended.row("fault")
     assert "rank 1: phase scoring, step 1" in ended.row("where")
     assert "in fail" in ended.report
@@ -255,7 +287,7 @@ def test_a_reward_function_that_raises_in_an_evaluation_of_the_average_is_report
     """The weights are swapped back by all ranks before one of them can fail."""
     (tmp_path / "reward.py").write_text(RAISES + REWARDS["batch"])
     evaluation = f"--enable_ema --eval_before_training --eval_data {tiny}/prompts.jsonl"
-    ended = run("none", 0, "", 0, f"--zero_stage 3 --reward_fn reward.py {evaluation}")
+    ended = run("none", 0, "", 0, f"--zero_stage 3 --reward_fn reward.py {evaluation}", "evaluation raises on rank 1")
     assert "rank 1 raised RuntimeError: --reward_fn reward.py raised LookupError" in ended.row("fault")
     assert "rank 1: phase evaluation" in ended.row("where")
 
@@ -273,7 +305,8 @@ def reward_fn(responses):
 
 def test_a_reward_function_that_never_returns_is_shown_where_it_stands(run: Run, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(SLEEPS)
-    ended = run("none", 0, "", 0, "--zero_stage 2 --reward_fn reward.py --stall_timeout 10")
+    options = "--zero_stage 2 --reward_fn reward.py --stall_timeout 10"
+    ended = run("none", 0, "", 0, options, "reward function never returns on rank 0")
     assert "rank 0 made no progress" in ended.row("fault")
     assert "rank 0: phase scoring, step 1" in ended.row("where")
     assert "in reward_fn" in ended.report
@@ -289,7 +322,7 @@ def test_a_failed_rank_does_not_wait_for_its_threads(run: Run, tmp_path: Path) -
 def test_ranks_that_were_all_stopped_for_a_while_go_on(tiny: Path, tmp_path: Path) -> None:
     def freeze(line: str, process: "subprocess.Popen[str]") -> None:
         if line.startswith("step 1/"):
-            ranks = [pid for pid in descendants(process.pid) if b"run_faults.py" in cmdline(pid)]
+            ranks = [pid for pid in descendants(process.pid) if b"run_faults.py" in process_file(pid, "cmdline")]
             for number, pause in ((signal.SIGSTOP, 9), (signal.SIGCONT, 0)):
                 for pid in ranks:
                     os.kill(pid, number)
@@ -310,6 +343,7 @@ def test_the_end_of_the_launcher_ends_the_ranks(tiny: Path, tmp_path: Path) -> N
     place = ("sleep", 1, "training", 1, "train_ppo", *small_ppo(tiny, tmp_path), "--reward_pretrain", tiny / "reward")
     ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, on_line=kill_launcher)
     assert "torchrun is gone" in ended.row("fault")
+    ended.is_in_time("kill of torchrun in training")
 
 
 @pytest.mark.parametrize("to", ["rank 0", "rank 1", "ranks", "torchrun", "all"])
@@ -397,10 +431,35 @@ def test_torchrun_brings_a_killed_run_back_to_the_same_end(
     assert same_weights(tmp_path / "model", undisturbed)
 
 
+def test_the_elastic_script_comes_back_from_its_last_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def kill_rank_1(line: str, process: "subprocess.Popen[str]") -> None:
+        if line.startswith("step 2/") and not killed:
+            ranks = [pid for pid in descendants(process.pid) if b"\0LOCAL_RANK=1\0" in process_file(pid, "environ")]
+            killed.append(ranks[0])
+            os.kill(ranks[0], signal.SIGKILL)
+
+    sizes = small_ppo(tiny, tmp_path)[4:-2]
+    more = [*sizes, *"--no_apply_chat_template --num_episodes 3 --actor_learning_rate 1e-3".split()]
+    script = ["bash", str(REPO / "examples" / "scripts" / "elastic.sh"), *more]
+    folders = {"MODEL": tiny / "actor", "REWARD_MODEL": tiny / "reward", "DATA": tiny / "prompts.jsonl"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {"PATH": path, "GPUS": 2, "RESTARTS": 1, "SAVE_STEPS": 1, **folders}
+    ended = watch(script, tmp_path, kill_rank_1, SAVE_PATH="disturbed", **variables)
+    assert ended.status == 0, ended.output
+    assert "rank 1 is gone: its process has ended" in ended.row("fault")
+    assert "torchrun starts all ranks again (restart 1 of 1)" in ended.row("resume")
+    (step,) = re.findall(r"going on from \S+/step_(\d+)$", ended.output, flags=re.MULTILINE)
+    assert int(step) >= 1, "it was saved before step 2 ended"
+    assert watch(script, tmp_path, SAVE_PATH="undisturbed", **variables).status == 0
+    assert same_weights(tmp_path / "disturbed", tmp_path / "undisturbed")
+
+
 def test_a_signal_to_one_rank_saves_and_the_same_command_goes_on(tiny: Path, undisturbed: Path, tmp_path: Path) -> None:
     def send(line: str, process: "subprocess.Popen[str]") -> None:
         if line.startswith("step 1/"):
-            ranks = [pid for pid in descendants(process.pid) if b"run_faults.py" in cmdline(pid)]
+            ranks = [pid for pid in descendants(process.pid) if b"run_faults.py" in process_file(pid, "cmdline")]
             os.kill(max(ranks), signal.SIGTERM)
 
     # Rank 1 waits in step 2 until the signal has come.
@@ -414,8 +473,8 @@ def test_a_signal_to_one_rank_saves_and_the_same_command_goes_on(tiny: Path, und
     assert same_weights(tmp_path / "model", undisturbed)
 
 
-def cmdline(pid: int) -> bytes:
+def process_file(pid: int, name: str) -> bytes:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""

@@ -1,4 +1,4 @@
-"""Errors are not swallowed, only commands print, and what is public says what it is."""
+"""Errors are not swallowed, only commands print, what is public says what it is, and a constant has one value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "openppo"
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+PACKAGE = REPO / "openppo"
 
 CATCH_ALL = {"Exception", "BaseException"}
 PRINTERS = {"cli", "tracking"}
@@ -57,6 +60,22 @@ def undocumented(root: Path) -> list[str]:
     ]
 
 
+def assigned_twice(root: Path) -> list[str]:
+    """Constants of modules whose value is overwritten, as a merge does that keeps the lines of both sides."""
+    found = []
+    for path, tree in trees(root):
+        known: set[str] = set()
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if isinstance(node, ast.AnnAssign) and node.value is not None:
+                targets = [node.target]
+            inside = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+            names = [name.id for name in inside if isinstance(name.ctx, ast.Store)]  # not TABLE["key"] = 1
+            found += [f"{path}:{node.lineno} {name}" for name in names if name.isupper() and name in known]
+            known.update(names)
+    return found
+
+
 def test_no_error_is_caught_without_being_named() -> None:
     assert catch_alls(PACKAGE) == []
 
@@ -67,6 +86,11 @@ def test_only_commands_and_tracking_print() -> None:
 
 def test_public_functions_and_classes_have_docstrings() -> None:
     assert undocumented(PACKAGE) == []
+
+
+@pytest.mark.parametrize("folder", ["openppo", "tests", "benchmarks"])
+def test_constants_are_assigned_once(folder: str) -> None:
+    assert assigned_twice(REPO / folder) == []
 
 
 def test_the_checker_catches_catch_alls(tmp_path: Path) -> None:
@@ -91,3 +115,12 @@ def test_the_checker_catches_missing_docstrings(tmp_path: Path) -> None:
         "def _private():\n    pass\ndef documented():\n    'It is.'\n@overload\ndef h(): ...\n"
     )
     assert undocumented(tmp_path) == ["a.py:1 A", "a.py:3 f", "a.py:5 g"]
+
+
+def test_the_checker_catches_constants_that_are_assigned_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "CASES = [1]\nFIRST, _SECOND = 1, 2\nCASES = [2]\n_SECOND: int = 3\nONCE: int\nONCE = 1\n"
+        "CASES += [3]\nname = 1\nname = 2\ndef f():\n    CASES = 1\n    CASES = 2\n"
+    )
+    (tmp_path / "b.py").write_text("FIRST = 1\nTABLE = {}\nTABLE['a'] = 1\nTABLE['b'] = 2\n")
+    assert assigned_twice(tmp_path) == ["a.py:3 CASES", "a.py:4 _SECOND"]

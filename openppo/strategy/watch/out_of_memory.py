@@ -13,13 +13,15 @@ import torch
 _TEXTS = ("DefaultCPUAllocator", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 _SIZES = """
     rollout_batch_size n_samples_per_prompt micro_rollout_batch_size prompt_max_len generate_max_len
-    train_batch_size micro_train_batch_size micro_batch_size max_len zero_stage bf16 gradient_checkpointing
-    adam_offload lora_rank load_in_4bit buffer_cpu_offload
+    train_batch_size micro_train_batch_size micro_train_tokens micro_rollout_tokens micro_batch_size max_len zero_stage
+    bf16 gradient_checkpointing adam_offload lora_rank load_in_4bit buffer_cpu_offload
 """.split()
 """Options that decide what is in memory."""
 _GENERATION = ("--max_num_seqs", "--micro_batch_size", "--generate_max_len", "--prompt_max_len")
 _SCORING = ("--micro_rollout_batch_size", "--micro_batch_size", "--generate_max_len")
+_EXPERIENCE = ("--micro_rollout_tokens", *_SCORING)
 _TRAINING = (
+    "--micro_train_tokens",
     "--micro_train_batch_size",
     "--gradient_checkpointing",
     "--generate_max_len",
@@ -32,10 +34,15 @@ _REMEDIES = {
     "generation": _GENERATION,
     "evaluation": _GENERATION,
     "scoring": _SCORING,
-    "experience": _SCORING,
+    "experience": _EXPERIENCE,
     "training": (*_TRAINING, *_STATES[2:]),
     "step": (*_TRAINING, *_STATES[2:]),  # of supervised training
 }
+_BOUND_ELSEWHERE = {
+    ("experience", "micro_rollout_tokens"): "--micro_rollout_batch_size",
+    ("training", "micro_train_tokens"): "--micro_train_batch_size",
+}
+"""Flags that bound nothing in a phase (but documents of the PTX loss) where another option has a value."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -80,14 +87,17 @@ def memory_lines(options: Mapping[str, Any]) -> list[str]:
             f"{_gib(torch.cuda.memory_reserved())} reserved, {_gib(torch.cuda.max_memory_allocated())} at the peak, "
             f"{_gib(free)} free of {_gib(total)}"
         )
-    sizes = [f"--{name} {options[name]}" for name in _SIZES if name in options]
+    sizes = [f"--{name} {options[name]}" for name in _SIZES if options.get(name) is not None]
     return [*lines, "options: " + " ".join(sizes)] if sizes else lines
 
 
 def remedies(phase: str, options: Mapping[str, Any]) -> list[str]:
     """Flags of the command that need less memory in a phase, those that change no result first."""
     flags = _REMEDIES.get(phase, (*_GENERATION, *_TRAINING, *_STATES[2:]))
-    known = [flag for flag in flags if flag[2:].split()[0] in options and not _is_set(flag, options)]
+    useless = {_BOUND_ELSEWHERE.get((phase, name)) for name, value in options.items() if value is not None}
+    known = [
+        flag for flag in flags if flag[2:].split()[0] in options and flag not in useless and not _is_set(flag, options)
+    ]
     if not known:
         return []
     first = "; the micro batch size first: it changes no result" if "--micro_" in known[0] else ""
@@ -99,6 +109,8 @@ def _is_set(flag: str, options: Mapping[str, Any]) -> bool:
     name, _, value = flag[2:].partition(" ")
     if name == "lora_rank":
         return options[name] > 0
+    if name.endswith("_tokens") and options[name] is None:
+        return True  # the run counts samples
     return str(options[name]) == value or options[name] is True or (name.startswith("micro_") and options[name] == 1)
 
 

@@ -30,7 +30,7 @@ def announce_ppo(
 ) -> Estimate | None:
     """The estimate of a train_ppo run; None if one of its models cannot be built without weights.
 
-    It is logged if it does not fit, or with ``--dry_run``.
+    It is logged on rank 0: in one line, or as a table if it does not fit, or with ``--dry_run``.
 
     ``critic`` is flag and name of the model that the critic starts from, None without one.
 
@@ -97,7 +97,8 @@ def _shape(flag: str, name: str, head: Head, targets: Sequence[str], trust: bool
 
 
 def _announce(estimate: Estimate, options: RunConfig, strategy: DeepspeedStrategy) -> Estimate:
-    for line in estimate.table() if strategy.is_main and (options.dry_run or not estimate.fits) else []:
+    lines = estimate.table() if options.dry_run or not estimate.fits else [estimate.summary()]
+    for line in lines if strategy.is_main else []:
         logger.info("%s", line)
     if not estimate.fits and strategy.is_main:
         logger.warning("the estimate exceeds the device's memory; what helps: %s", "; ".join(estimate.remedies()))

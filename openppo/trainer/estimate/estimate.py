@@ -69,6 +69,12 @@ class Estimate:
         """What each model takes, and which flags lower it."""
         return self.lines() + self.remedies()
 
+    def summary(self) -> str:
+        """What each model takes on one rank and the highest peak, in a line."""
+        where = f" on each of {self.n_ranks} ranks" if self.n_ranks > 1 else ""
+        roles = ", ".join(f"{role} {readable(sum(parts.values()))}" for role, parts in self.roles.items())
+        return f"estimated memory{where}: {roles}; at most {readable(self.peak)}, in {self.largest.name}"
+
     def table(self) -> list[str]:
         """All of the estimate, for people."""
         width = max(len(name) for name in [*self.roles, *(phase.name for phase in self.phases)])

@@ -84,15 +84,34 @@ class PPORun:
         return -(-ppo.rollout_batch_size // self.n_ranks) * ppo.n_samples_per_prompt
 
     @property
+    def share(self) -> int:
+        """Samples of an optimizer step on one rank, at most."""
+        return -(-self.config.batch.train_batch_size // self.n_ranks)
+
+    @property
+    def rows_to_train(self) -> int:
+        """The longest samples in one micro-batch of training."""
+        return self._rows(self.config.batch.micro_train_batch_size, self.config.ppo.micro_train_tokens, self.share)
+
+    @property
     def micro_batches(self) -> int:
         """Forward and backward passes of an optimizer step on one rank."""
-        batch = self.config.batch
-        return -(-batch.train_batch_size // (self.n_ranks * batch.micro_train_batch_size))
+        return -(-self.share // self.rows_to_train)
+
+    def rows_to_infer(self, role: str) -> int:
+        """The longest samples in one pass of experience making; reward models know no bound on tokens."""
+        ppo = self.config.ppo
+        return self._rows(
+            ppo.micro_rollout_batch_size, None if "reward" in role else ppo.micro_rollout_tokens, self.samples
+        )
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with the longest response."""
         return self.lengths.longest_prompt + self.config.generation.generate_max_len
+
+    def _rows(self, rows: int, tokens: int | None, most: int) -> int:
+        return min(rows if tokens is None else max(1, tokens // self.longest), most)
 
     def states(self) -> dict[str, States]:
         """By role, in the order in which models are loaded."""
@@ -118,7 +137,7 @@ def estimate_ppo(run: PPORun) -> Estimate:
         roles={role: state.device for role, state in states.items()},
         phases=[*phases, _training(run, states, lasting)],
         host=host,
-        sent=_sent(run),
+        sent=_sent(run, lasting),
         checkpoint=checkpoint_bytes(n["actor"], n.get("critic", 0), run.config.ppo.enable_ema),
         decode_rows=decode_rows(run, awake),
         n_ranks=run.n_ranks,
@@ -207,12 +226,11 @@ def _in_lockstep(run: PPORun) -> bool:
 
 def _experience(run: PPORun, states: dict[str, States], lasting: int) -> Phase:
     """The largest of all forward passes without gradients, beside the experience of all samples."""
-    rows = min(run.config.ppo.micro_rollout_batch_size, run.samples)
-    batch = Pass(rows, run.longest, run.longest - run.lengths.shortest_prompt, run.on_cpu)
-    needs = [
-        (inference_peak(shape, batch, run.setting.element), states[role].gathered_to_infer)
-        for role, shape in run.shapes.items()
-    ]
+    needs = []
+    for role, shape in run.shapes.items():
+        scored = run.longest - run.lengths.shortest_prompt
+        batch = Pass(run.rows_to_infer(role), run.longest, scored, run.on_cpu)
+        needs.append((inference_peak(shape, batch, run.setting.element), states[role].gathered_to_infer))
     activations, weights = max(needs, key=sum)
     experience = 2 * _EXPERIENCE_BYTES * run.samples * run.longest
     passing = {"gathered weights": weights, "activations and logits": activations, "experience": experience}
@@ -238,34 +256,35 @@ def _moments(run: PPORun, role: str, state: States) -> list[dict[str, int]]:
 
 def _training_passes(run: PPORun, role: str) -> list[Pass]:
     """Micro-batches of samples, and of documents for the actor's PTX loss."""
-    rows = min(run.config.batch.micro_train_batch_size, -(-run.config.batch.train_batch_size // run.n_ranks))
     scored = run.longest - (run.lengths.shortest_prompt if role == "actor" else 0)
-    passes = [Pass(rows, run.longest, scored, run.on_cpu)]
+    passes = [Pass(run.rows_to_train, run.longest, scored, run.on_cpu)]
     if role == "actor" and run.lengths.document > 0:
+        rows = min(run.config.batch.micro_train_batch_size, run.share)
         passes.append(Pass(rows, run.lengths.document, run.lengths.document, run.on_cpu))
     return passes
 
 
-def _sent(run: PPORun) -> dict[str, int]:
+def _sent(run: PPORun, lasting: int) -> dict[str, int]:
     """By phase, for one global step whose samples are logged token by token."""
     setting, ppo, batch = run.setting, run.config.ppo, run.config.batch
-    forwards = -(-run.samples // ppo.micro_rollout_batch_size)
     actor = forward_bytes(run.shapes["actor"], setting, run.lora_ranks["actor"])
     generation = actor
     if _in_lockstep(run):  # weights are gathered for each token
-        greedy = run.samples // ppo.n_samples_per_prompt if run.asks_greedy else 0
-        batches = forwards + -(-greedy // ppo.micro_rollout_batch_size)
-        generation *= run.config.generation.generate_max_len * batches
+        rows, greedy = decode_rows(run, lasting), run.samples // ppo.n_samples_per_prompt if run.asks_greedy else 0
+        generation *= run.config.generation.generate_max_len * (-(-run.samples // rows) + -(-greedy // rows))
     ranks = run.lora_ranks
-    experience = sum(forward_bytes(shape, setting, ranks.get(role, 0)) for role, shape in run.shapes.items())
-    if run.config.kl.init_kl_coef > 0:
-        experience += actor
+    forwards = {role: -(-run.samples // run.rows_to_infer(role)) for role in run.shapes}
+    experience = sum(
+        forwards[role] * forward_bytes(shape, setting, ranks.get(role, 0)) for role, shape in run.shapes.items()
+    )
+    if run.config.kl.init_kl_coef > 0:  # the reference
+        experience += forwards["actor"] * actor
     steps = batch.max_epochs * -(-run.samples * run.n_ranks // batch.train_batch_size)
     exchanged = _EXPERIENCE_BYTES * run.samples * run.n_ranks * run.longest
     training = sum(optimizer_step_bytes(run.shapes[role], setting, run.micro_batches, ranks[role]) for role in ranks)
     return {
         "generation": generation,
-        "experience": forwards * experience,
+        "experience": experience,
         "exchange of experience": all_gather_bytes(exchanged, run.n_ranks),
         "training": steps * training,
         "log of tokens": n_forwards(run.config) * actor,

@@ -26,6 +26,12 @@ def ppo_changes(config: TrainPPOConfig) -> Iterator[tuple[str, TrainPPOConfig]]:
     rows, new = ppo.micro_rollout_batch_size // 2, generation.generate_max_len // 2
     if rows > 0:
         yield f"--micro_rollout_batch_size {rows}", replace(config, ppo=replace(ppo, micro_rollout_batch_size=rows))
+    if ppo.micro_train_tokens is not None and ppo.micro_train_tokens > 1:
+        tokens = ppo.micro_train_tokens // 2
+        yield f"--micro_train_tokens {tokens}", replace(config, ppo=replace(ppo, micro_train_tokens=tokens))
+    if ppo.micro_rollout_tokens is not None and ppo.micro_rollout_tokens > 1:
+        tokens = ppo.micro_rollout_tokens // 2
+        yield f"--micro_rollout_tokens {tokens}", replace(config, ppo=replace(ppo, micro_rollout_tokens=tokens))
     if generation.rollout_engine == "vllm":
         share = round(generation.vllm_gpu_memory_utilization / 2, 3)
         less = replace(generation, vllm_gpu_memory_utilization=share)

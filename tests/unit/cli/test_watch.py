@@ -41,3 +41,49 @@ def test_only_training_can_stall_and_be_resumed(
     ((limits, resume),) = found
     assert (limits.heartbeat_timeout, limits.stall_timeout) == (heartbeat, stall)
     assert ("--load_checkpoint" in resume) is resumes
+
+
+class Recorder:
+    """Stands in for the watch, and keeps what the command gives it."""
+
+    def __init__(self, *given: object) -> None:
+        self.explain_memory: Callable[[], list[str]] = list
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def refuse(self, message: str) -> None:
+        raise AssertionError(message)
+
+
+@pytest.mark.parametrize(
+    ("command", "data", "roles"),
+    [
+        ("train_ppo", "--prompt_data {data} --reward_pretrain {models}/reward", ["actor", "critic", "reward", "refer"]),
+        ("train_sft", "--dataset {data}", ["model"]),
+    ],
+)
+def test_out_of_memory_the_watch_can_say_what_each_model_takes(
+    command: str,
+    data: str,
+    roles: list[str],
+    models: Path,
+    run_in_process: RunCommand,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for trainer in ("ppo_trainer.PPOTrainer", "supervised.loop.SupervisedTrainer"):
+        monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
+    watch = Recorder()
+    monkeypatch.setattr("openppo.strategy.watch.Watch", lambda *given: watch)
+    (tmp_path / "data.jsonl").write_text('{"input": "abc", "output": "de"}\n' * 4)
+    sizes = "--rollout_batch_size 4 --generate_max_len 8" if command == "train_ppo" else ""
+    arguments = f"--pretrain {{models}}/actor {data} --train_batch_size 4 {sizes}"
+    run_in_process(command, *arguments.format(models=models, data=tmp_path / "data.jsonl").split())
+    explained = watch.explain_memory()
+    for role in roles:
+        (line,) = [line for line in explained if line.startswith(role)]
+        assert " MiB" in line
+    assert any(line.startswith("--") and " saves " in line for line in explained)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from openppo.config import TrainPPOConfig, TrainSFTConfig, flat_dict, from_options
-from openppo.strategy.watch import out_of_memory
+from openppo.strategy.watch import faults, out_of_memory
+from openppo.strategy.watch.peers import Beat
+from openppo.strategy.watch.report import render
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
 
@@ -71,6 +73,23 @@ def test_what_the_run_has_already_is_no_remedy() -> None:
         assert f"--{name}" not in flags("training", **{name: options[name]})
 
 
+@pytest.mark.parametrize("kind", ["train", "rollout"])
+def test_with_a_bound_on_tokens_that_is_what_to_lower(kind: str) -> None:
+    phase = "training" if kind == "train" else "experience"
+    assert f"--micro_{kind}_tokens" not in flags(phase)
+    bounded = flags(phase, **{f"micro_{kind}_tokens": 4096})
+    assert f"--micro_{kind}_tokens" in bounded
+    assert f"--micro_{kind}_batch_size" not in bounded
+    assert "--micro_rollout_batch_size" in flags("scoring", micro_rollout_tokens=4096), "as reward models have it"
+
+
+def test_only_a_report_of_memory_says_what_each_model_takes() -> None:
+    where = Beat(rank=0, phase="training", step=3)
+    lacking, other = (faults.raised(e, where, ppo(), lambda: ["actor 3 GiB"]) for e in (MemoryError(), KeyError()))
+    assert "memory:  actor 3 GiB\n" in render(lacking, [], "")
+    assert "actor" not in render(other, [], "")
+
+
 def test_only_flags_of_the_command_are_named() -> None:
     sft = flat_dict(from_options(TrainSFTConfig, pretrain="m", dataset="d"))
     (line,) = out_of_memory.remedies("step", sft)
@@ -84,3 +103,5 @@ def test_sizes_are_those_of_process_machine_and_options() -> None:
     assert "GiB available of" in memory
     assert "--micro_train_batch_size 3" in options
     assert "--seed" not in options
+    assert "tokens" not in options, "no bound on tokens is given"
+    assert "--micro_train_tokens 512" in out_of_memory.memory_lines(ppo(micro_train_tokens=512))[-1]

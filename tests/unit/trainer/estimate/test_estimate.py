@@ -127,10 +127,18 @@ def test_the_table_has_a_line_for_each_role_and_phase(shapes: dict[str, ModelSha
         assert word in table
 
 
+def test_the_summary_is_what_each_role_lasts_at_and_the_peak(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    million = {role: replace(shape, n_parameters=2**20, n_small=0, vocabulary=0) for role, shape in shapes.items()}
+    estimate = estimate_ppo(PPORun(ppo_config(zero_stage=2), million, LENGTHS, n_ranks=4))
+    roles = "reward model 4 MiB, critic 7 MiB, actor 7 MiB, reference 4 MiB"  # 4 bytes, and (4 + 8) / 4 where trained
+    peak = f"at most {estimate.peak / 2**20:.0f} MiB, in training"
+    assert estimate.summary() == f"estimated memory on each of 4 ranks: {roles}; {peak}"
+
+
 def test_weights_that_do_not_fit_gathered_are_gathered_for_each_token(
     shapes: dict[str, ModelShape], ppo_config: Any
 ) -> None:
-    config = ppo_config(zero_stage=3, micro_rollout_batch_size=8)
+    config = ppo_config(zero_stage=3, max_num_seqs=8)
     large = {"actor": replace(shapes["actor"], n_parameters=10_000_000_000)} | {"critic": shapes["critic"]}
     roomy, tight = (
         estimate_ppo(PPORun(config, large, LENGTHS, n_ranks=8, device_memory=memory * 2**30)) for memory in (400, 40)
@@ -138,6 +146,49 @@ def test_weights_that_do_not_fit_gathered_are_gathered_for_each_token(
     assert roomy.phases[1].passing["gathered weights"] == 40_000_000_000
     assert tight.phases[1].passing["gathered weights"] < 1_000_000_000
     assert tight.sent["generation"] == 100 * roomy.sent["generation"]  # one batch of 8 responses of 100 tokens
+    by_threes = PPORun(ppo_config(zero_stage=3, max_num_seqs=3), large, LENGTHS, n_ranks=8, device_memory=40 * 2**30)
+    assert estimate_ppo(by_threes).sent["generation"] == 300 * roomy.sent["generation"]
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (299, 1), (300, 2), (749, 4), (10_000, 16)])
+def test_a_bound_on_tokens_is_as_many_of_the_longest_samples_as_fit(
+    shapes: dict[str, ModelShape], ppo_config: Any, tokens: int, rows: int
+) -> None:
+    """Samples have at most 50 + 100 tokens; a rank has 16 of them."""
+    bound = {"micro_train_tokens": tokens, "micro_rollout_tokens": tokens, "zero_stage": 3}
+    size = {"micro_train_batch_size": rows, "micro_rollout_batch_size": rows, "zero_stage": 3}
+    of_policy = {role: shapes[role] for role in ("actor", "critic")}
+    by_tokens, by_rows = (
+        estimate_ppo(PPORun(ppo_config(train_batch_size=64, **options), of_policy, LENGTHS, n_ranks=4))
+        for options in (bound, size)
+    )
+    for name in ("experience", "training"):
+        assert phase_total(by_tokens, name) == phase_total(by_rows, name)
+        assert by_tokens.sent[name] == by_rows.sent[name]
+
+
+def test_what_is_sent_with_a_bound_on_tokens_by_hand(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    config = ppo_config(zero_stage=3, micro_train_tokens=300, micro_rollout_tokens=450, micro_rollout_batch_size=8)
+    sent = estimate_ppo(PPORun(config, shapes, LENGTHS, n_ranks=4)).sent
+    actor, scalar = 4 * 999_000 * 3 // 4, 4 * 899_000 * 3 // 4  # one pass in float32, without small parameters
+    assert sent["experience"] == 6 * (actor + scalar + actor) + 2 * scalar  # 16 samples by 3; reward model: by 8
+    gradients = 4 * (1_000_000 + 900_000) * 3 // 4
+    assert sent["training"] == 4 * 2 * (2 * (actor + scalar) + gradients)  # 4 steps, on each rank 4 samples by 2
+
+
+def test_one_micro_batch_of_many_tokens_accumulates_no_gradient(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    config = ppo_config(micro_train_batch_size=1, micro_train_tokens=16 * 150)
+    assert PPORun(config, shapes, LENGTHS).micro_batches == 1
+    assert PPORun(ppo_config(micro_train_batch_size=1), shapes, LENGTHS).micro_batches == 16
+
+
+def test_a_bound_on_tokens_is_lowered_instead_of_a_number_of_samples(
+    shapes: dict[str, ModelShape], ppo_config: Any
+) -> None:
+    estimate = estimate_ppo(PPORun(ppo_config(micro_train_tokens=16 * 150), shapes, LENGTHS))
+    changes = [line.split(" saves ")[0] for line in estimate.remedies()]
+    assert "--micro_train_tokens 1200" in changes
+    assert not any("--micro_train_batch_size" in change for change in changes)
 
 
 def test_a_replay_buffer_on_the_device_is_there_while_training(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
