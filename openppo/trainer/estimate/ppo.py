@@ -23,6 +23,7 @@ from openppo.trainer.estimate.states import (
     trained_states,
 )
 from openppo.trainer.steps.sample_log import n_forwards
+from openppo.trainer.steps.update_step import rows_of_documents
 
 _EXPERIENCE_BYTES = 8 + 2 + 8 * 4
 """For one token: id, two masks, and eight float32 fields of ``Experience``."""
@@ -98,12 +99,10 @@ class PPORun:
         """Forward and backward passes of an optimizer step on one rank."""
         return -(-self.share // self.rows_to_train)
 
-    def rows_to_infer(self, role: str) -> int:
-        """The longest samples in one pass of experience making; reward models know no bound on tokens."""
-        ppo = self.config.ppo
-        return self._rows(
-            ppo.micro_rollout_batch_size, None if "reward" in role else ppo.micro_rollout_tokens, self.samples
-        )
+    @property
+    def rows_to_infer(self) -> int:
+        """The longest samples in one pass that trains nothing."""
+        return self._rows(self.config.ppo.micro_rollout_batch_size, self.config.ppo.micro_rollout_tokens, self.samples)
 
     @property
     def longest(self) -> int:
@@ -137,7 +136,7 @@ def estimate_ppo(run: PPORun) -> Estimate:
         roles={role: state.device for role, state in states.items()},
         phases=[*phases, _training(run, states, lasting)],
         host=host,
-        sent=_sent(run, lasting),
+        sent=_sent(run, awake),
         checkpoint=checkpoint_bytes(n["actor"], n.get("critic", 0), run.config.ppo.enable_ema),
         decode_rows=decode_rows(run, awake),
         n_ranks=run.n_ranks,
@@ -226,11 +225,11 @@ def _in_lockstep(run: PPORun) -> bool:
 
 def _experience(run: PPORun, states: dict[str, States], lasting: int) -> Phase:
     """The largest of all forward passes without gradients, beside the experience of all samples."""
-    needs = []
-    for role, shape in run.shapes.items():
-        scored = run.longest - run.lengths.shortest_prompt
-        batch = Pass(run.rows_to_infer(role), run.longest, scored, run.on_cpu)
-        needs.append((inference_peak(shape, batch, run.setting.element), states[role].gathered_to_infer))
+    batch = Pass(run.rows_to_infer, run.longest, run.longest - run.lengths.shortest_prompt, run.on_cpu)
+    needs = [
+        (inference_peak(shape, batch, run.setting.element), states[role].gathered_to_infer)
+        for role, shape in run.shapes.items()
+    ]
     activations, weights = max(needs, key=sum)
     experience = 2 * _EXPERIENCE_BYTES * run.samples * run.longest
     passing = {"gathered weights": weights, "activations and logits": activations, "experience": experience}
@@ -259,7 +258,7 @@ def _training_passes(run: PPORun, role: str) -> list[Pass]:
     scored = run.longest - (run.lengths.shortest_prompt if role == "actor" else 0)
     passes = [Pass(run.rows_to_train, run.longest, scored, run.on_cpu)]
     if role == "actor" and run.lengths.document > 0:
-        rows = min(run.config.batch.micro_train_batch_size, run.share)
+        rows = min(rows_of_documents(run.config, run.lengths.document), run.share)
         passes.append(Pass(rows, run.lengths.document, run.lengths.document, run.on_cpu))
     return passes
 
@@ -273,12 +272,10 @@ def _sent(run: PPORun, lasting: int) -> dict[str, int]:
         rows, greedy = decode_rows(run, lasting), run.samples // ppo.n_samples_per_prompt if run.asks_greedy else 0
         generation *= run.config.generation.generate_max_len * (-(-run.samples // rows) + -(-greedy // rows))
     ranks = run.lora_ranks
-    forwards = {role: -(-run.samples // run.rows_to_infer(role)) for role in run.shapes}
-    experience = sum(
-        forwards[role] * forward_bytes(shape, setting, ranks.get(role, 0)) for role, shape in run.shapes.items()
-    )
+    experience = sum(forward_bytes(shape, setting, ranks.get(role, 0)) for role, shape in run.shapes.items())
     if run.config.kl.init_kl_coef > 0:  # the reference
-        experience += forwards["actor"] * actor
+        experience += actor
+    experience *= -(-run.samples // run.rows_to_infer)
     steps = batch.max_epochs * -(-run.samples * run.n_ranks // batch.train_batch_size)
     exchanged = _EXPERIENCE_BYTES * run.samples * run.n_ranks * run.longest
     training = sum(optimizer_step_bytes(run.shapes[role], setting, run.micro_batches, ranks[role]) for role in ranks)

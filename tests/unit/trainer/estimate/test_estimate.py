@@ -157,9 +157,8 @@ def test_a_bound_on_tokens_is_as_many_of_the_longest_samples_as_fit(
     """Samples have at most 50 + 100 tokens; a rank has 16 of them."""
     bound = {"micro_train_tokens": tokens, "micro_rollout_tokens": tokens, "zero_stage": 3}
     size = {"micro_train_batch_size": rows, "micro_rollout_batch_size": rows, "zero_stage": 3}
-    of_policy = {role: shapes[role] for role in ("actor", "critic")}
     by_tokens, by_rows = (
-        estimate_ppo(PPORun(ppo_config(train_batch_size=64, **options), of_policy, LENGTHS, n_ranks=4))
+        estimate_ppo(PPORun(ppo_config(train_batch_size=64, **options), shapes, LENGTHS, n_ranks=4))
         for options in (bound, size)
     )
     for name in ("experience", "training"):
@@ -171,7 +170,7 @@ def test_what_is_sent_with_a_bound_on_tokens_by_hand(shapes: dict[str, ModelShap
     config = ppo_config(zero_stage=3, micro_train_tokens=300, micro_rollout_tokens=450, micro_rollout_batch_size=8)
     sent = estimate_ppo(PPORun(config, shapes, LENGTHS, n_ranks=4)).sent
     actor, scalar = 4 * 999_000 * 3 // 4, 4 * 899_000 * 3 // 4  # one pass in float32, without small parameters
-    assert sent["experience"] == 6 * (actor + scalar + actor) + 2 * scalar  # 16 samples by 3; reward model: by 8
+    assert sent["experience"] == 6 * 2 * (actor + scalar)  # 16 samples by 3; with reference and reward model
     gradients = 4 * (1_000_000 + 900_000) * 3 // 4
     assert sent["training"] == 4 * 2 * (2 * (actor + scalar) + gradients)  # 4 steps, on each rank 4 samples by 2
 
