@@ -82,7 +82,8 @@ def start_server() -> Iterator[Callable[..., Server]]:
             tasks = asyncio.all_tasks(loop)  # answers that nobody waits for: ended here, not by the garbage collector
             for task in tasks:
                 task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            if tasks:
+                loop.run_until_complete(asyncio.wait(tasks))
             loop.close()
 
         thread = threading.Thread(target=run, daemon=True)

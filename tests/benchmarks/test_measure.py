@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-MEASURE = Path(__file__).resolve().parents[3] / "benchmarks" / "peers" / "measure.py"
+MEASURE = Path(__file__).resolve().parents[2] / "benchmarks" / "peers" / "measure.py"
 
 
 def load() -> ModuleType:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 COMMANDS = ("cpu_peers", "decode", "gpu", "sweep")
 PARTICIPANTS = (
     "openppo_step",
