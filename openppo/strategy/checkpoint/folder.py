@@ -177,7 +177,8 @@ class CheckpointFolder:
 
     def check_space(self, n_bytes: int, remedy: str) -> None:
         """``CheckpointError`` on all ranks if there is no room for the ``n_bytes`` of all neighbours together."""
-        wanted = [self.comm.all_gather_object(n_bytes)[rank] for rank in self.neighbours]
+        everyones = self.comm.all_gather_object(n_bytes)
+        wanted = [everyones[rank] for rank in self.neighbours]
 
         def check() -> None:
             free = shutil.disk_usage(self.folder).free

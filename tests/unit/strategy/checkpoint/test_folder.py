@@ -271,6 +271,18 @@ def test_too_little_space_is_an_error_on_all_ranks_before_anything_is_written(
         assert "make room" in str(error)
 
 
+def test_space_is_checked_on_hosts_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
+    """Ranks that asked once for each neighbour waited for each other."""
+
+    def work(comm: ThreadComm) -> str:
+        folder = CheckpointFolder(tmp_path / ("a" if comm.rank < 3 else "b"), comm, keep=1)
+        folder.check_space(2**60 if comm.rank == 3 else 1, "make room")
+        return "enough"
+
+    errors = on_ranks(4, work)
+    assert all("takes 1073741824.00 GiB" in str(error) and "(rank 3)" in str(error) for error in errors)
+
+
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of one megabyte."""
