@@ -106,8 +106,10 @@ class CheckpointFolder:
         return None
 
     def set_aside(self) -> None:
-        """Rename the folder if it holds checkpoints, so that a new run's never mix with an earlier run's."""
-        if not any(self.comm.all_gather_object(bool(self._steps()))):
+        """Rename the folder if it holds checkpoints or a best model: a new run's never mix with an earlier run's."""
+        has_steps, has_best = bool(self._steps()), any(self.folder.glob("best_step_*"))
+        everyones = self.comm.all_gather_object((has_steps, has_best))
+        if not any(steps or best for steps, best in everyones):
             return
         aside = _free_name(self.folder, None)
 
@@ -124,9 +126,12 @@ class CheckpointFolder:
                 f"{error} An earlier run's checkpoints cannot be set aside: give --load_checkpoint to go on from them, "
                 "or another --ckpt_path."
             ) from error
-        logger.warning(
-            "checkpoints of an earlier run are kept in %s; --load_checkpoint would have gone on from them", aside
-        )
+        if any(steps for steps, _ in everyones):
+            logger.warning(
+                "checkpoints of an earlier run are kept in %s; --load_checkpoint would have gone on from them", aside
+            )
+        else:
+            logger.warning("the best model of an earlier run is kept in %s", aside)
 
     def earlier(self) -> list[Path]:
         """Folders of earlier runs that ``set_aside`` has renamed."""

@@ -226,6 +226,19 @@ def test_an_earlier_runs_checkpoints_are_set_aside_whole(tmp_path: Path, caplog:
     assert "--load_checkpoint would have gone on from them" in caplog.text
 
 
+def test_the_best_model_of_an_earlier_run_is_set_aside_where_it_is_all_there_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of --save_steps 0: the first evaluation of a new run would have replaced it."""
+    folder_of(tmp_path / "c").save_best(7, write("seven"))
+    folder = folder_of(tmp_path / "c")
+    folder.set_aside()
+    folder.save_best(1, write("one"))
+    assert (tmp_path / "c.1" / "best" / "a.txt").read_text() == "seven"
+    assert names(tmp_path / "c") == ["best", "best_step_00000001"]
+    assert f"the best model of an earlier run is kept in {tmp_path}/c.1" in caplog.text
+
+
 def test_hosts_without_a_shared_folder_each_hold_a_whole_checkpoint(tmp_path: Path) -> None:
     def work(comm: ThreadComm) -> list[int]:
         folder = CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3)
