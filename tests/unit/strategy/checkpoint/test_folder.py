@@ -254,6 +254,48 @@ def test_hosts_without_a_shared_folder_each_hold_a_whole_checkpoint(tmp_path: Pa
     assert [path.name for path in found] == ["step_00000001"] * 4
 
 
+@pytest.mark.parametrize("killed_at", ["before its rename", "between its renames"])
+def test_hosts_killed_while_they_replace_a_checkpoint_go_on_from_one_save(
+    tmp_path: Path, killed_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host 0 had the new save of the step already, host 1 had not."""
+
+    def folder_on(comm: ThreadComm) -> CheckpointFolder:
+        return CheckpointFolder(tmp_path / str(comm.rank), comm, keep=1)
+
+    on_ranks(2, lambda comm: folder_on(comm).save(4, write(f"old of {comm.rank}")))
+    shutil.copytree(tmp_path / "1" / "step_00000004", tmp_path / "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "_remove_replaced", lambda self: None)
+        on_ranks(2, lambda comm: folder_on(comm).save(4, write(f"new of {comm.rank}")))
+    shutil.rmtree(tmp_path / "1" / "step_00000004")
+    shutil.rmtree(tmp_path / "1" / "step_00000004.replaced")
+    place = "step_00000004" if killed_at == "before its rename" else "step_00000004.replaced"
+    (tmp_path / "old").rename(tmp_path / "1" / place)
+
+    found = on_ranks(2, lambda comm: folder_on(comm).newest())
+    assert [(path / "a.txt").read_text() for path in found] == ["old of 0", "old of 1"]
+    assert [names(tmp_path / host) for host in "01"] == [["latest", "step_00000004"]] * 2
+
+
+def test_parts_of_different_saves_are_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Host 1 was given the folder of another run with the same steps."""
+
+    def save(comm: ThreadComm) -> None:
+        folder = CheckpointFolder(tmp_path / str(comm.rank), comm, keep=3)
+        for step in (1, 2):
+            folder.save(step, write(str(comm.rank)))
+
+    on_ranks(2, save)
+    folder_of(tmp_path / "another").save(2, write("1"))
+    shutil.rmtree(tmp_path / "1" / "step_00000002")
+    shutil.copytree(tmp_path / "another" / "step_00000002", tmp_path / "1" / "step_00000002")
+    found = on_ranks(2, lambda comm: CheckpointFolder(tmp_path / str(comm.rank), comm, keep=3).newest())
+    assert [path.name for path in found] == ["step_00000001"] * 2
+    assert "is damaged (its parts on several hosts are not of one save): set aside" in caplog.text
+    assert all("step_00000002.damaged.1" in names(tmp_path / host) for host in "01")
+
+
 @pytest.mark.parametrize("name", ["global_step5/mp_rank_00_model_states.pt", "optimizer.bin", "x.ckpt"])
 def test_a_pickle_from_elsewhere_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
