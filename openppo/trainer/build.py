@@ -97,6 +97,8 @@ def build_ppo_trainer(
     trainer = PPOTrainer(config, parts, callbacks)
     if checkpointer.found is not None:
         trainer.load_checkpoint()
+    else:
+        checkpointer.set_aside_earlier()
     announce_ppo_start(config, parts, critic=_critic_start(config)[1], done=trainer.global_step)
     return trainer
 

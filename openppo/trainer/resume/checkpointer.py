@@ -35,8 +35,7 @@ class Checkpointer:
     """Saves and loads a run of the command ``kind``. All ranks call every method together.
 
     With ``--load_checkpoint`` it finds the newest checkpoint at once, ``found``, so that options that contradict it
-    are an error before models are loaded: ``contents`` are fingerprints by flag (see ``check_compatible``). Without, it
-    sets an earlier run's checkpoints aside.
+    are an error before models are loaded: ``contents`` are fingerprints by flag (see ``check_compatible``).
     """
 
     def __init__(
@@ -60,8 +59,6 @@ class Checkpointer:
         self.state: dict[str, Any] = {}
         if self.options.load_checkpoint:
             self._find()
-        else:
-            self.folder.set_aside()
 
     @property
     def found_step(self) -> int | None:
@@ -76,6 +73,14 @@ class Checkpointer:
             self.check_space()
         except CheckpointError as error:
             raise ValueError(str(error)) from error
+
+    def set_aside_earlier(self) -> None:
+        """Keep what an earlier run has saved apart from this one's; at the start of a run, once nothing can fail.
+
+        A start that fails, or was a mistake, leaves the folder as it was: ``--load_checkpoint`` still goes on from it.
+        """
+        assert self.found is None, "this run goes on from it"
+        self.folder.set_aside()
 
     def check_space(self, n_extra: int = 0) -> None:
         """Raise ``CheckpointError`` if the disk has no room for another checkpoint, ``n_extra`` bytes of it extra."""
