@@ -128,7 +128,7 @@ class Checkpointer:
                 randoms = {f"{rank}/{name}": t for rank, each in enumerate(everyones) for name, t in each.items()}
                 save_file(randoms, folder / _RANDOM)
                 save_file(dict(extra or {}), folder / _EXTRA)
-                (folder / _STATE).write_text(json.dumps(whole), encoding="utf-8", errors="surrogatepass")
+                (folder / _STATE).write_text(json.dumps(whole, default=_as_text), encoding="utf-8")
 
         path = self.folder.save(step, write)
         logger.info("saved a checkpoint of step %d to %s", step, path)
@@ -216,6 +216,12 @@ class Checkpointer:
             self.strategy.seed_everything(
                 self.strategy.config.seed + 1 + self.comm.rank + 1_000_003 * self.state["step"]
             )
+
+
+def _as_text(value: object) -> str:
+    """In place of what is no JSON, in a callback's state say: a save upon a signal must not fail for it."""
+    logger.warning("the checkpoint has %r as text: the state of a callback must be JSON", value)
+    return str(value)
 
 
 def _model_bytes(engine: TrainingEngine) -> int:
