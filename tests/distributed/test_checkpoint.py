@@ -1,8 +1,11 @@
 """Checkpoints of real runs: killed at any moment, damaged, on a full disk, for other ranks, with other options."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from safetensors.torch import load
 
 RESUME = Path(__file__).with_name("run_resume.py")
 KILLS = Path(__file__).with_name("run_kills.py")
+REPO = Path(__file__).resolve().parents[2]
 
 PPO = """--pretrain {tiny}/actor --reward_pretrain {tiny}/reward --prompt_data {tiny}/prompts.jsonl
     --pretrain_data {tiny}/documents.jsonl --rollout_batch_size 8 --train_batch_size 4 --micro_train_batch_size 2
@@ -157,6 +161,44 @@ def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(
     (small_disk / "ballast").unlink()
     shutil.rmtree(small_disk / "c" / kept[1])
     assert f"going on from {small_disk / 'c' / kept[-1]}" in launch(0, *command, "--load_checkpoint", status=1)
+
+
+HANGS = """import pathlib, sys, time
+calls = pathlib.Path(__file__).with_name("calls")
+def reward_fn(prompts, responses):
+    calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+    print("scoring")  # into a buffer, as stdout is no terminal
+    time.sleep(1000 if calls.read_text() == ".." else 0)
+    return [float(len(response)) for response in responses]
+"""
+
+
+def test_one_rank_whose_reward_function_hangs_saves_upon_a_signal_and_ends(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    more = PPO.replace("--reward_pretrain {tiny}/reward", f"--reward_fn {tmp_path}/hangs.py").replace(
+        "{tiny}", str(tiny)
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "openppo.cli.train_ppo", *more.split(), "--save_path", str(tmp_path / "model")]
+    with (
+        (tmp_path / "output").open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
+    ):
+        try:
+            limit = time.monotonic() + 120
+            while not (tmp_path / "calls").exists() or (tmp_path / "calls").read_text() != "..":
+                assert process.poll() is None and time.monotonic() < limit, (tmp_path / "output").read_text()
+                time.sleep(0.1)
+            process.terminate()
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+    said = (tmp_path / "output").read_text()
+    assert "stopped by SIGTERM after 1 of 3 steps. The same command with --load_checkpoint goes on from" in said
+    assert said.count("scoring\n") == 2, "what was printed last got lost"
+    assert (tmp_path / "model" / "checkpoints_ppo" / "latest" / "manifest.json").is_file()
+    [line] = (tmp_path / "model" / "logs" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 1
 
 
 def test_options_that_contradict_the_checkpoint_are_an_error_that_names_them(
