@@ -128,8 +128,9 @@ def _end_process() -> NoReturn:
     that never returns. All that a command writes is closed by then.
     """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads any more
+            stream.flush()
     os._exit(0)
 
 
