@@ -11,7 +11,7 @@ from typing import Any
 from openppo.config import TrainPPOConfig
 from openppo.datasets import BatchSampler
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.strategy.checkpoint.random_state import get_random_state
+from openppo.strategy.checkpoint.random_state import get_random_state, rewound_by
 from openppo.tracking import Metrics, PhaseTimer, StepProfiler, progress
 from openppo.tracking.position import begin_step, phase
 from openppo.trainer.callbacks import Callback
@@ -146,6 +146,7 @@ class PPOTrainer:
         return self._finish_step()
 
     @phase("evaluation")
+    @rewound_by(Interrupted)
     def evaluate(self) -> dict[str, float]:
         """Metrics of the responses to ``--eval_data``, the same on all ranks; empty without such data.
 

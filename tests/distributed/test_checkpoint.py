@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load
 
 RESUME = Path(__file__).with_name("run_resume.py")
+AFTER_ITS_SCORES = 3
+"""Of the checks in an evaluation: one that comes after the reward function has answered."""
 KILLS = Path(__file__).with_name("run_kills.py")
 REPO = Path(__file__).resolve().parents[2]
 
@@ -161,6 +163,29 @@ def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(
     (small_disk / "ballast").unlink()
     shutil.rmtree(small_disk / "c" / kept[1])
     assert f"going on from {small_disk / 'c' / kept[-1]}" in launch(0, *command, "--load_checkpoint", status=1)
+
+
+DRAWS = """import pathlib, random
+def reward_fn(prompts, responses):
+    with pathlib.Path(__file__).with_name("drawn").open("a") as drawn:
+        drawn.write(f"{len(prompts)}\\n")
+    return [random.random() for response in responses]
+"""
+
+
+def test_random_rewards_are_the_same_after_a_stop_in_an_evaluation(
+    tiny: Path, tmp_path: Path, run_case: Callable[..., Path], left_by: Callable[[Path], Any]
+) -> None:
+    """Also where it was stopped after the reward function had drawn its numbers."""
+    (tmp_path / "draws.py").write_text(DRAWS)
+    more = f"--reward_fn {tmp_path}/draws.py --eval_data {tiny}/sft.jsonl --eval_steps 1 --save_steps 1"
+    whole = run_case(1, "whole", more, tmp_path / "whole")
+    (tmp_path / "drawn").unlink()
+    parts = run_case(1, "first", more, tmp_path / "parts", stop_at=AFTER_ITS_SCORES, place=(2, "evaluation"))
+    assert not (parts / "config.json").exists(), "the run was not stopped"
+    assert (tmp_path / "drawn").read_text().split() == ["8", "26"] * 2, "it was stopped elsewhere"
+    run_case(1, "rest", more, tmp_path / "parts")
+    assert left_by(parts) == left_by(whole)
 
 
 HANGS = """import pathlib, sys, time
