@@ -165,6 +165,49 @@ def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(
     assert f"going on from {small_disk / 'c' / kept[-1]}" in launch(0, *command, "--load_checkpoint", status=1)
 
 
+FILLS = """import pathlib
+def reward_fn(prompts, responses):
+    disk = pathlib.Path(r"{disk}")
+    try:
+        if not disk.with_name("was full").exists():
+            (disk / "ballast").write_bytes(bytes(2**25))
+    except OSError:
+        pass
+    return [float(len(response)) for response in responses]
+"""
+
+
+def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_trained(
+    tiny: Path, tmp_path: Path, small_disk: Path, launch: Callable[..., str], left_by: Callable[[Path], Any]
+) -> None:
+    (tmp_path / "fills.py").write_text(FILLS.replace("{disk}", str(small_disk)))
+    more = PPO.replace("--reward_pretrain {tiny}/reward", f"--reward_fn {tmp_path}/fills.py").replace(
+        "{tiny}", str(tiny)
+    )
+    command = ["-m", "openppo.cli.train_ppo", *more.split(), "--save_steps", "0", "--ckpt_path", tmp_path / "c"]
+    output = launch(2, *command, "--save_path", small_disk / "model", status=1)
+    kept = tmp_path / "c" / "step_00000003"
+    assert f"the model cannot be written to {small_disk}/model" in output
+    assert f"All that was trained is in {kept}: make room, or choose another --save_path" in output
+    (small_disk / "ballast").unlink()
+    (tmp_path / "was full").touch()
+    output = launch(2, *command, "--save_path", small_disk / "model", "--load_checkpoint")
+    assert f"going on from {kept}" in output
+    assert "step 3/3" not in output
+    launch(2, *command[:-1], tmp_path / "undisturbed", "--save_path", tmp_path / "whole")
+    trained, whole = (folder / "model.safetensors" for folder in (small_disk / "model", tmp_path / "whole"))
+    assert trained.read_bytes() == whole.read_bytes()
+
+
+def test_too_little_room_for_the_trained_model_is_an_error_before_training(
+    tiny: Path, tmp_path: Path, small_disk: Path, launch: Callable[..., str]
+) -> None:
+    (small_disk / "ballast").write_bytes(bytes(2**23))
+    command = ["-m", "openppo.cli.train_ppo", *arguments(tiny, "--save_steps 0"), "--ckpt_path", tmp_path / "c"]
+    output = launch(0, *command, "--save_path", small_disk / "model", status=2)
+    assert f"error: --save_path {small_disk}: the trained model takes 0.02 GiB and" in output
+
+
 DRAWS = """import pathlib, random
 def reward_fn(prompts, responses):
     with pathlib.Path(__file__).with_name("drawn").open("a") as drawn:

@@ -187,17 +187,22 @@ class CheckpointFolder:
             new.write_text(f"{target.name}\n")
         new.replace(self.folder / name)
 
-    def check_space(self, n_bytes: int, remedy: str) -> None:
-        """``CheckpointError`` on all ranks if there is no room for the ``n_bytes`` of all neighbours together."""
+    def check_space(
+        self, n_bytes: int, remedy: str, what: str = "a checkpoint takes", place: tuple[str, Path] | None = None
+    ) -> None:
+        """``CheckpointError`` on all ranks if there is no room for the ``n_bytes`` of all neighbours together.
+
+        ``place`` is another folder than this one, with its flag.
+        """
         everyones = self.comm.all_gather_object(n_bytes)
-        wanted = [everyones[rank] for rank in self.neighbours]
+        wanted = sum(everyones[rank] for rank in self.neighbours)
+        flag, folder = place or (self.flag, self.folder)
 
         def check() -> None:
-            free = shutil.disk_usage(self.folder).free
-            if free < sum(wanted):
+            free = shutil.disk_usage(folder).free
+            if free < wanted:
                 raise CheckpointError(
-                    f"{self.flag} {self.folder}: a checkpoint takes {_gib(sum(wanted))} and {_gib(free)} are free "
-                    f"there: {remedy}"
+                    f"{flag} {folder}: {what} {_gib(wanted)} and {_gib(free)} are free there: {remedy}"
                 )
 
         self.together(check)
