@@ -83,8 +83,8 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) 
         if ended.code:
             _let_first_rank_speak()
         raise
-    _run(config, build)
-    if _world_size() > 1:
+    was_stopped = _run(config, build)
+    if was_stopped or _world_size() > 1:
         _end_process()
 
 
@@ -97,7 +97,8 @@ def greet(command: str) -> None:
         print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
 
 
-def _run(config: Config, build: Callable[[Config], Runnable]) -> None:
+def _run(config: Config, build: Callable[[Config], Runnable]) -> bool:
+    """Whether a signal has ended the work before its end."""
     from openppo.strategy import interrupt
     from openppo.strategy.watch import Watch  # with torch: after parsing
     from openppo.tracking.position import phase, position
@@ -117,16 +118,19 @@ def _run(config: Config, build: Callable[[Config], Runnable]) -> None:
         with work:
             job.fit()
         job.close()
+    return interrupt.requested() is not None
 
 
 def _end_process() -> NoReturn:
-    """End without the interpreter's shutdown: threads of gloo outlive the process group and may abort in it.
+    """End without the interpreter's shutdown.
 
-    All that a command writes is closed by then.
+    Threads of gloo outlive the process group and may abort in it; after a signal it would wait for a reward function
+    that never returns. All that a command writes is closed by then.
     """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads any more
+            stream.flush()
     os._exit(0)
 
 

@@ -27,7 +27,7 @@ _MOST_CHARACTERS_PER_TOKEN = 100
 
 
 class RewardServer:
-    """Answers POST / and /get_reward with rewards, and GET /health, which needs no token.
+    """Answers POST / and /get_reward with rewards, and GET /health, which needs no token to say that it is there.
 
     The texts of all requests wait in one line. ``score`` gets up to ``config.max_batch_size`` of them at a time, each
     as ``encode`` makes it token ids, on one thread. ``listener`` is bound to the address. With ``token``, requests
@@ -100,7 +100,8 @@ class RewardServer:
                     reward.set_exception(error)
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "model": self.config.reward_pretrain})
+        known = {"model": self.config.reward_pretrain} if self._may_ask(request) else {}  # a path says much
+        return web.json_response({"status": "ok", **known})
 
     async def _rewards(self, request: web.Request) -> web.Response:
         rows = [self.encode(text) for text in _queries(await request.read(), self.config.max_len)]

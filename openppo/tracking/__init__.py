@@ -16,6 +16,7 @@ from openppo.tracking.trackers import (
     Trackers,
     WandbTracker,
     check_trackers,
+    json_form,
     make_trackers,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "environment",
     "get_logger",
     "histogram",
+    "json_form",
     "make_trackers",
     "progress",
     "save_config",

@@ -43,10 +43,31 @@ def set_aside_logs(folder: Path) -> None:
 
 
 def cut_logs(folder: Path, step: int) -> None:
-    """Remove the lines after ``step`` from every JSON Lines file: a run that goes on from there writes them again."""
-    for file in folder.glob("*.jsonl"):
-        lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    """Remove the lines after ``step`` from every JSON Lines file: a run that goes on from there writes them again.
+
+    A line that a killed process left unfinished goes too. One that says no step, as in a file of somebody else's, stays
+    and is warned about.
+    """
+    for file in sorted(folder.glob("*.jsonl")):
+        *lines, last = file.read_bytes().split(b"\n")  # only there: a logged text may hold U+2028 as it is
+        steps = [_step_of(line) for line in lines]
+        unknown = [number for number, found in enumerate(steps, start=1) if found is None and lines[number - 1].strip()]
+        if unknown:
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            logger.warning("%s, line %d%s: no JSON with a number as 'step'; kept as it is", file, unknown[0], more)
+        kept = [line for line, found in zip(lines, steps, strict=True) if found is None or found <= step]
+        if last and (found := _step_of(last)) is not None and found <= step:
+            kept.append(last)  # whole but for its end
         new = file.with_name(f".{file.name}.new")
-        new.write_text("".join(kept), encoding="utf-8", errors="surrogateescape")
+        new.write_bytes(b"".join(line + b"\n" for line in kept))
         new.replace(file)
+
+
+def _step_of(line: bytes) -> float | None:
+    """What a line of a log gives as its step, if it does."""
+    try:
+        row = json.loads(line.decode(errors="surrogateescape"))
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int | float) and not isinstance(step, bool) else None

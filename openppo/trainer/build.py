@@ -35,7 +35,7 @@ from openppo.trainer.parts import Parts
 from openppo.trainer.ppo_data import PPOData, load_ppo_data
 from openppo.trainer.ppo_trainer import HEADLINE, PPOTrainer
 from openppo.trainer.resume.checkpointer import Checkpointer
-from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint, prompts_fingerprint
+from openppo.trainer.resume.compatible import model_fingerprint, prompts_fingerprint
 from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.startup import check_options, naming_model, on_all_ranks, start_trackers
 from openppo.trainer.steps.update_step import frozen_actor_steps
@@ -100,6 +100,8 @@ def build_ppo_trainer(
     trainer = PPOTrainer(config, parts, callbacks)
     if checkpointer.found is not None:
         trainer.load_checkpoint()
+    else:
+        checkpointer.set_aside_earlier()
     announce_ppo_start(config, parts, critic=_critic_start(config)[1], done=trainer.global_step)
     return trainer
 
@@ -174,7 +176,7 @@ def _contents(config: TrainPPOConfig, data: PPOData) -> dict[str, str]:
     contents = {flag: model_fingerprint(name) for flag, name in models.items() if name is not None}
     contents["--prompt_data"] = prompts_fingerprint(data.prompts)
     if data.documents:
-        contents["--pretrain_data"] = examples_fingerprint(data.documents)
+        contents["--pretrain_data"] = data.fingerprint
     return contents
 
 

@@ -35,7 +35,7 @@ class Callback:
         """After a model was written to ``folder``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback, as JSON; alike on all ranks."""
+        """What a checkpoint keeps of this callback, as JSON; alike on all ranks. It is found again by its class."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

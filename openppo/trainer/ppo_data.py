@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo.config import PPODataConfig, TrainPPOConfig, parse_probs
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, render_prompt
 from openppo.datasets.templates import as_messages
+from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_context, check_same, log_dropped, on_all_ranks
 from openppo.types import Comm, Prompt
 
@@ -17,12 +18,14 @@ from openppo.types import Comm, Prompt
 class PPOData:
     """``held_out`` is empty without ``--eval_data``, ``documents`` without ``--pretrain_data``.
 
-    ``longest`` is the most tokens that a prompt and its response can have; documents are cut there.
+    ``longest`` is the most tokens that a prompt and its response can have; documents are cut there, and their
+    ``fingerprint`` is of what they were before, so that a run may go on with another ``--generate_max_len``.
     """
 
     prompts: list[Prompt]
     held_out: list[Prompt]
     documents: list[TokenExample]
+    fingerprint: str
     longest: int
 
 
@@ -49,7 +52,7 @@ def _load(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, actor_conf
     longest_prompt = max(len(prompt.token_ids) for prompt in [*prompts, *held_out])
     check_context(actor_config, config.model.pretrain, longest_prompt, new_tokens)
     longest = longest_prompt + new_tokens
-    return PPOData(prompts, held_out, _documents(config, tokenizer, longest), longest)
+    return PPOData(prompts, held_out, *_documents(config, tokenizer, longest), longest)
 
 
 def _prompts(
@@ -69,10 +72,13 @@ def _prompts(
     return loaded.prompts
 
 
-def _documents(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, max_len: int) -> list[TokenExample]:
+def _documents(
+    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, max_len: int
+) -> tuple[list[TokenExample], str]:
+    """Documents and their fingerprint."""
     data = config.data
     if data.pretrain_data is None or config.ppo.ptx_coef == 0:
-        return []
+        return [], ""
     rows = load_mixed_rows(
         parse_probs(data.pretrain_data, data.pretrain_data_probs, "pretrain_data"),
         flag="--pretrain_data",
@@ -80,7 +86,9 @@ def _documents(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, max_l
         max_samples=data.max_samples,
         seed=config.deepspeed.seed,
     )
-    return load_documents(rows, tokenizer, data.pretrain_key or data.input_key, max_len)
+    key = data.pretrain_key or data.input_key
+    documents = load_documents(rows, tokenizer, key, max_len)
+    return documents, examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
 
 
 def as_prompt(prompt: str | Prompt, tokenizer: PreTrainedTokenizerBase, data: PPODataConfig) -> Prompt:

@@ -11,7 +11,7 @@ from typing import Any
 from openppo.config import TrainPPOConfig
 from openppo.datasets import BatchSampler
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.strategy.checkpoint.random_state import get_random_state
+from openppo.strategy.checkpoint.random_state import get_random_state, rewound_by
 from openppo.tracking import Metrics, PhaseTimer, StepProfiler, progress
 from openppo.tracking.position import begin_step, phase
 from openppo.trainer.callbacks import Callback
@@ -19,6 +19,7 @@ from openppo.trainer.overview.step_view import StepView
 from openppo.trainer.parts import Parts, Progress, StepInProgress
 from openppo.trainer.ppo_data import as_prompt
 from openppo.trainer.resume.checkpointer import STOPPED
+from openppo.trainer.resume.final_save import keeping_what_was_trained
 from openppo.trainer.resume.ppo_state import StartOfStep, ppo_state, restore_ppo, state_to_save
 from openppo.trainer.steps.rollout_step import RolloutStep
 from openppo.trainer.steps.sample_log import SampleLog
@@ -147,6 +148,7 @@ class PPOTrainer:
         return self._finish_step()
 
     @phase("evaluation")
+    @rewound_by(Interrupted)
     def evaluate(self) -> dict[str, float]:
         """Metrics of the responses to ``--eval_data``, the same on all ranks; empty without such data.
 
@@ -184,10 +186,11 @@ class PPOTrainer:
     def save(self) -> None:
         """Write the actor (its average with ``--enable_ema``), and the critic if asked for, as Hugging Face folders."""
         folder = Path(self.config.run.save_path).resolve()
-        self._write_model(folder)
-        if self.config.model.save_value_network and self.parts.critic is not None:
-            beside = folder.with_name(folder.name + "_critic")
-            self.parts.strategy.save_pretrained(self.parts.critic.module.model, beside, self.parts.tokenizer)
+        with keeping_what_was_trained(self.parts.checkpointer, self.global_step, self.save_checkpoint):
+            self._write_model(folder)
+            if self.config.model.save_value_network and self.parts.critic is not None:
+                beside = folder.with_name(folder.name + "_critic")
+                self.parts.strategy.save_pretrained(self.parts.critic.module.model, beside, self.parts.tokenizer)
         logger.info("saved the trained model to %s", folder)
         self._call("on_save", folder)
 

@@ -1,5 +1,6 @@
 """Inputs small enough to train on a laptop's CPU in a second, and a way to start several ranks."""
 
+import datetime
 import json
 import os
 import random
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -57,7 +60,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the models ``actor`` and ``reward``, both with tokenizer, and JSON lines of each kind of data.
 
     ``prompts`` (input, label), ``documents`` (input), ``sft`` (input, output), ``preference`` (prompt, chosen,
-    rejected, margin): texts of unequal length. Chosen texts say "a" more often than rejected ones.
+    rejected, margin): texts of unequal length. Chosen texts say "a" more often than rejected ones. ``dated`` are
+    prompts with dates as labels, in Parquet.
     """
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(7)
@@ -81,6 +85,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for i in range(26)
         ],
     )
+    dated = [{"input": text(1, 9), "label": datetime.date(2026, 11, 1 + i)} for i in range(24)]
+    pq.write_table(pa.Table.from_pylist(dated), folder / "dated.parquet")
     return folder
 
 

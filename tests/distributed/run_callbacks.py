@@ -1,6 +1,7 @@
-"""Launched by torchrun: ``run_callbacks.py OUT ARGUMENTS`` trains twice with callbacks and writes what they saw.
+"""Launched by torchrun: ``run_callbacks.py OUT ARGUMENTS`` trains three times with callbacks and writes what they saw.
 
-``OUT/early.json`` is of a run that ``EarlyStopping`` ends, ``OUT/one_rank.json`` of one that a single rank ends.
+``OUT/early.json`` is of a run that ``EarlyStopping`` ends, ``OUT/one_rank.json`` of one that a single rank ends,
+``OUT/again.json`` of the first one resumed from its last checkpoint, as after a kill while its model was saved.
 """
 
 from __future__ import annotations
@@ -48,12 +49,18 @@ class Recorder(Callback):
 
 
 def main() -> None:
-    """Both runs."""
+    """All runs."""
     out = Path(sys.argv[1])
-    recorder = Recorder()
-    runs = {"early": [recorder, EarlyStopping("eval_reward", patience=2)], "one_rank": [Recorder(stop_after=1)]}
-    for name, callbacks in runs.items():
-        config = parse_options(TrainPPOConfig, [*sys.argv[2:], "--save_path", str(out / name)])
+    runs = {
+        "early": ([Recorder(), EarlyStopping("eval_reward", patience=2)], ["--save_path", f"{out}/early"]),
+        "one_rank": ([Recorder(stop_after=1)], ["--save_path", f"{out}/one_rank"]),
+        "again": (
+            [Recorder(), EarlyStopping("eval_reward", patience=2)],
+            ["--save_path", f"{out}/early", "--load_checkpoint"],
+        ),
+    }
+    for name, (callbacks, more) in runs.items():
+        config = parse_options(TrainPPOConfig, [*sys.argv[2:], *more])
         trainer = build_ppo_trainer(config, DeepspeedStrategy(config.deepspeed, timedelta(seconds=100)), callbacks)
         trainer.fit()
         of_ranks = trainer.comm.all_gather_object(callbacks[0].calls)  # type: ignore[attr-defined]

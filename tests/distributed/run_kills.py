@@ -22,7 +22,7 @@ from openppo.config import TrainPPOConfig
 from openppo.strategy import DeepspeedStrategy
 from openppo.trainer.build import build_ppo_trainer
 
-N_RANDOM, N_WHILE_SAVING = 13, 7
+N_RANDOM, N_WHILE_SAVING, N_WHILE_STARTING = 9, 7, 4
 RANKS = 2
 
 
@@ -91,30 +91,37 @@ def end(pids: list[int], killed: list[int]) -> list[int]:
 
 
 def main() -> None:
-    """Kills at random moments after training has begun, and at moments while a checkpoint is half written."""
+    """Kills at random moments of training, of a save that is half written, and of a start, which loads the last save."""
     arguments, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     checkpoints = out / "model" / "checkpoints_ppo"
     rng, kills = random.Random(int(os.environ.get("SEED", "1"))), []
-    kinds = ["random"] * N_RANDOM + ["while saving"] * N_WHILE_SAVING
+    kinds = ["while starting"] * N_WHILE_STARTING + ["random"] * (N_RANDOM - 1) + ["while saving"] * N_WHILE_SAVING
     rng.shuffle(kinds)
-    for kind in kinds:
+    seconds_to_start = 0.0
+    for kind in ["random", *kinds]:  # the first tells how long a start takes
         pids, started = start(arguments)
-        heard = b""
-        while (waiting := RANKS - len(heard)) and (more := os.read(started, waiting)):  # until all train, or are gone
-            heard += more
-        os.close(started)
+        begin, heard = time.monotonic(), b""
+        if kind == "while starting":
+            time.sleep(rng.uniform(0.1, 0.9) * seconds_to_start)
+        else:
+            while (waiting := RANKS - len(heard)) and (
+                more := os.read(started, waiting)
+            ):  # until all train, or are gone
+                heard += more
+            seconds_to_start = time.monotonic() - begin
         if kind == "random":  # counted in steps: a fast machine has as many kills in its run as a slow one
             wait_for(checkpoints, "step_*", rng.choice([0, 1, 2]), pids)
             time.sleep(rng.uniform(0, 0.1))
-        else:
+        elif kind == "while saving":
             for _ in range(10):  # until a save outlasts the wait
                 wait_for(checkpoints, ".step_*.partial", 1, pids)
                 time.sleep(rng.uniform(0, 0.02))
                 if list(checkpoints.glob(".step_*.partial")):
                     break
         half = [path.name for path in checkpoints.glob(".step_*.partial")]
-        victims = rng.choice([pids, pids[:1], pids[1:]])
+        victims = pids if kind == "while starting" else rng.choice([pids, pids[:1], pids[1:]])
         statuses = end(pids, victims)
+        os.close(started)
         found = sorted(path.name for path in checkpoints.glob("step_*"))
         kills.append({"kind": kind, "victims": len(victims), "statuses": statuses, "half": half, "found": found})
         print(kills[-1], flush=True)

@@ -20,7 +20,7 @@ def calls(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable
         --verifiable_reward length --verify_length 3 --init_kl_coef 0 --advantage_estimator reinforce
         --rollout_batch_size 4 --train_batch_size 4 --actor_learning_rate 0"""
     launch(2, SCRIPT, folder, *arguments.split())
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("early", "one_rank")}
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("early", "one_rank", "again")}
 
 
 @pytest.mark.parametrize("run", ["early", "one_rank"])
@@ -45,3 +45,8 @@ def test_one_rank_can_end_the_run_for_all(calls: dict[str, list[Calls]]) -> None
     for seen in calls["one_rank"]:
         assert [call[1] for call in seen if call[0] == "on_step_end"] == [1]
         assert seen[-1] == ["on_fit_end"]
+
+
+def test_a_run_that_stopped_by_itself_does_not_go_on_when_it_is_resumed(calls: dict[str, list[Calls]]) -> None:
+    for seen in calls["again"]:
+        assert [call[0] for call in seen] == ["on_fit_start", "on_save", "on_fit_end"]

@@ -1,8 +1,11 @@
 """Checkpoints of real runs: killed at any moment, damaged, on a full disk, for other ranks, with other options."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,10 @@ import torch
 from safetensors.torch import load
 
 RESUME = Path(__file__).with_name("run_resume.py")
+AFTER_ITS_SCORES = 3
+"""Of the checks in an evaluation: one that comes after the reward function has answered."""
 KILLS = Path(__file__).with_name("run_kills.py")
+REPO = Path(__file__).resolve().parents[2]
 
 PPO = """--pretrain {tiny}/actor --reward_pretrain {tiny}/reward --prompt_data {tiny}/prompts.jsonl
     --pretrain_data {tiny}/documents.jsonl --rollout_batch_size 8 --train_batch_size 4 --micro_train_batch_size 2
@@ -76,7 +82,8 @@ def test_twenty_kills_at_random_moments_change_nothing(
     assert killed["last"] == [0, 0]
     hits = [kill for kill in killed["kills"] if -9 in kill["statuses"]]
     assert len(hits) == 20, "the run ended before all kills were made"
-    assert sum(bool(kill["half"]) for kill in hits) >= 5, "too few hit a save"
+    assert sum(bool(kill["half"]) and kill["kind"] != "while starting" for kill in hits) >= 5, "too few hit a save"
+    assert sum(kill["kind"] == "while starting" for kill in hits) == 4
     assert len({kill["found"][-1] for kill in hits if kill["found"]}) >= 5, "they were not spread over the run"
 
     assert left_by(save_path) == left_by(run_case(2, "whole", more, tmp_path / "whole"))
@@ -159,6 +166,110 @@ def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(
     assert f"going on from {small_disk / 'c' / kept[-1]}" in launch(0, *command, "--load_checkpoint", status=1)
 
 
+FILLS = """import pathlib
+def reward_fn(prompts, responses):
+    disk = pathlib.Path(r"{disk}")
+    try:
+        if not disk.with_name("was full").exists():
+            (disk / "ballast").write_bytes(bytes(2**25))
+    except OSError:
+        pass
+    return [float(len(response)) for response in responses]
+"""
+
+
+def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_trained(
+    tiny: Path, tmp_path: Path, small_disk: Path, launch: Callable[..., str], left_by: Callable[[Path], Any]
+) -> None:
+    (tmp_path / "fills.py").write_text(FILLS.replace("{disk}", str(small_disk)))
+    more = PPO.replace("--reward_pretrain {tiny}/reward", f"--reward_fn {tmp_path}/fills.py").replace(
+        "{tiny}", str(tiny)
+    )
+    command = ["-m", "openppo.cli.train_ppo", *more.split(), "--save_steps", "0", "--ckpt_path", tmp_path / "c"]
+    output = launch(2, *command, "--save_path", small_disk / "model", status=1)
+    kept = tmp_path / "c" / "step_00000003"
+    assert f"the model cannot be written to {small_disk}/model" in output
+    assert f"All that was trained is in {kept}: make room, or choose another --save_path" in output
+    (small_disk / "ballast").unlink()
+    (tmp_path / "was full").touch()
+    output = launch(2, *command, "--save_path", small_disk / "model", "--load_checkpoint")
+    assert f"going on from {kept}" in output
+    assert "step 3/3" not in output
+    launch(2, *command[:-1], tmp_path / "undisturbed", "--save_path", tmp_path / "whole")
+    trained, whole = (folder / "model.safetensors" for folder in (small_disk / "model", tmp_path / "whole"))
+    assert trained.read_bytes() == whole.read_bytes()
+
+
+def test_too_little_room_for_the_trained_model_is_an_error_before_training(
+    tiny: Path, tmp_path: Path, small_disk: Path, launch: Callable[..., str]
+) -> None:
+    (small_disk / "ballast").write_bytes(bytes(2**23))
+    command = ["-m", "openppo.cli.train_ppo", *arguments(tiny, "--save_steps 0"), "--ckpt_path", tmp_path / "c"]
+    output = launch(0, *command, "--save_path", small_disk / "model", status=2)
+    assert f"error: --save_path {small_disk}: the trained model takes 0.02 GiB and" in output
+
+
+DRAWS = """import pathlib, random
+def reward_fn(prompts, responses):
+    with pathlib.Path(__file__).with_name("drawn").open("a") as drawn:
+        drawn.write(f"{len(prompts)}\\n")
+    return [random.random() for response in responses]
+"""
+
+
+def test_random_rewards_are_the_same_after_a_stop_in_an_evaluation(
+    tiny: Path, tmp_path: Path, run_case: Callable[..., Path], left_by: Callable[[Path], Any]
+) -> None:
+    """Also where it was stopped after the reward function had drawn its numbers."""
+    (tmp_path / "draws.py").write_text(DRAWS)
+    more = f"--reward_fn {tmp_path}/draws.py --eval_data {tiny}/sft.jsonl --eval_steps 1 --save_steps 1"
+    whole = run_case(1, "whole", more, tmp_path / "whole")
+    (tmp_path / "drawn").unlink()
+    parts = run_case(1, "first", more, tmp_path / "parts", stop_at=AFTER_ITS_SCORES, place=(2, "evaluation"))
+    assert not (parts / "config.json").exists(), "the run was not stopped"
+    assert (tmp_path / "drawn").read_text().split() == ["8", "26"] * 2, "it was stopped elsewhere"
+    run_case(1, "rest", more, tmp_path / "parts")
+    assert left_by(parts) == left_by(whole)
+
+
+HANGS = """import pathlib, sys, time
+calls = pathlib.Path(__file__).with_name("calls")
+def reward_fn(prompts, responses):
+    calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+    print("scoring")  # into a buffer, as stdout is no terminal
+    time.sleep(1000 if calls.read_text() == ".." else 0)
+    return [float(len(response)) for response in responses]
+"""
+
+
+def test_one_rank_whose_reward_function_hangs_saves_upon_a_signal_and_ends(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    more = PPO.replace("--reward_pretrain {tiny}/reward", f"--reward_fn {tmp_path}/hangs.py").replace(
+        "{tiny}", str(tiny)
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "openppo.cli.train_ppo", *more.split(), "--save_path", str(tmp_path / "model")]
+    with (
+        (tmp_path / "output").open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
+    ):
+        try:
+            limit = time.monotonic() + 120
+            while not (tmp_path / "calls").exists() or (tmp_path / "calls").read_text() != "..":
+                assert process.poll() is None and time.monotonic() < limit, (tmp_path / "output").read_text()
+                time.sleep(0.1)
+            process.terminate()
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+    said = (tmp_path / "output").read_text()
+    assert "stopped by SIGTERM after 1 of 3 steps. The same command with --load_checkpoint goes on from" in said
+    assert said.count("scoring\n") == 2, "what was printed last got lost"
+    assert (tmp_path / "model" / "checkpoints_ppo" / "latest" / "manifest.json").is_file()
+    [line] = (tmp_path / "model" / "logs" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 1
+
+
 def test_options_that_contradict_the_checkpoint_are_an_error_that_names_them(
     tiny: Path, tmp_path: Path, run_case: Callable[..., Path], launch: Callable[..., str]
 ) -> None:
@@ -173,5 +284,9 @@ def test_options_that_contradict_the_checkpoint_are_an_error_that_names_them(
     )
     for part in ("--lora_rank was 0, is 4", "--seed was 42, is 7", "--prompt_data was", "with another --ckpt_path."):
         assert part in error
-    output = launch(0, *command, "--max_ckpt_num", "7", "--micro_train_batch_size", "1")
-    assert "in force from now on: --micro_train_batch_size 2 -> 1, --max_ckpt_num 3 -> 7" in output
+    output = launch(0, *command, "--prompt_max_len", "8", status=2)
+    assert ": --prompt_max_len was 1024, is 8, which gives other rows of --prompt_data. Give" in output
+    harmless = ["--generate_max_len", "9", "--eval_data", tiny / "sft.jsonl"]  # documents are cut elsewhere then
+    output = launch(0, *command, *harmless, "--max_ckpt_num", "7", "--micro_train_batch_size", "1")
+    assert "in force from now on: --micro_train_batch_size 2 -> 1, --generate_max_len 6 -> 9, --eval_data" in output
+    assert "--max_ckpt_num 3 -> 7" in output

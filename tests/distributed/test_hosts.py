@@ -144,6 +144,33 @@ def test_two_hosts_train_what_one_host_trains(
     assert "step " not in second.output and "[openppo]" not in second.output
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_hosts_without_a_shared_folder_go_on_from_the_newest_checkpoint_that_both_have(
+    hosts: Hosts, folders: list[Path], stage: int
+) -> None:
+    """Bit for bit: what comes after it is thrown away, as after a kill while one host saved, and made again."""
+    flags = f"{FILES} {PPO.replace('--zero_stage 3', f'--zero_stage {stage}')} --save_path model --save_steps 1"
+    ended = hosts.train(1, folders, [flags, flags])
+    assert [host.status for host in ended] == [0, 0], ended[0].output + ended[1].output
+    first, second = (folder / "model" / "checkpoints_ppo" for folder in folders)
+    whole, metrics = (folders[0] / "model" / "model.safetensors").read_bytes(), logged(folders[0] / "model")
+    assert [[file.name for file in each.glob("latest/actor-*")] for each in (first, second)] == [
+        ["actor-00000.safetensors"],
+        ["actor-00001.safetensors"],
+    ]
+    shutil.rmtree(second / "step_00000003")
+    (folders[0] / "model" / "model.safetensors").unlink()
+
+    ended = hosts.train(1, folders, [f"{flags} --load_checkpoint"] * 2)
+    assert [host.status for host in ended] == [0, 0], ended[0].output + ended[1].output
+    assert f"going on from {first / 'step_00000002'}" in ended[0].output
+    assert "step 3/3" in ended[0].output
+    assert "step 2/3" not in ended[0].output
+    assert (first / "step_00000003.damaged.1").is_dir()
+    assert (folders[0] / "model" / "model.safetensors").read_bytes() == whole
+    assert logged(folders[0] / "model") == metrics
+
+
 def test_data_that_one_host_lacks_end_both_with_its_name(hosts: Hosts, folders: list[Path]) -> None:
     (folders[1] / "prompts.jsonl").unlink()
     ended = hosts.train(1, folders, [f"{FILES} {PPO}"] * 2)

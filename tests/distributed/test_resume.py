@@ -68,6 +68,8 @@ CASES = [
         "train_sft",
     ),
     Case("reward-model", f"{SUPERVISED} --dataset {{tiny}}/preference.jsonl --zero_stage 3", 0.3, "train_rm"),
+    # Stopped in training, when samples with their labels wait to be logged.
+    Case("labels-are-dates", f"{PPO.replace('prompts.jsonl', 'dated.parquet')} {REWARD}", 0.605, ranks=(1,)),
     # The places of one global step: generation, experience, micro-batches of actor and critic, evaluation.
     *(
         Case(

@@ -64,18 +64,20 @@ class CheckpointFolder:
         """
         final = self.folder / f"step_{step:08d}"
         partial = self.folder / f".{final.name}.partial"
+        save_id = self.comm.all_gather_object(secrets.token_hex(8))[0]  # hosts may hold different saves of one step
         try:
             self.together(lambda: _make_empty(partial) if self.leads else None)
             self.together(lambda: write(partial))
             mine = sorted(path for path in partial.rglob("*") if path.is_file())[self.place :: len(self.neighbours)]
             described = self.together(lambda: {str(file.relative_to(partial)): _describe(file) for file in mine})
             files = {name: what for rank in self.neighbours for name, what in described[rank].items()}
-            self.together(lambda: self._publish(partial, final, {"step": step, "files": files}))
+            self.together(lambda: self._publish(partial, final, {"step": step, "save": save_id, "files": files}))
         except CheckpointError:
             if self.leads:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         self._remove_old()
+        self._remove_replaced()
         return final
 
     def newest(self) -> Path | None:
@@ -89,8 +91,13 @@ class CheckpointFolder:
             for message in self.comm.all_gather_object(_unreadable(path)):
                 if message is not None:
                     raise ValueError(f"{self.flag} {path}: {message}")
-            faults = [fault for fault in self.comm.all_gather_object(self._fault(path)) if fault is not None]
+            self._take_the_save_of_all(path)
+            found = self.comm.all_gather_object((self._fault(path), _save_id(path)))
+            faults = [fault for fault, _ in found if fault is not None]
+            if not faults and len({save_id for _, save_id in found}) > 1:
+                faults = ["its parts on several hosts are not of one save"]
             if not faults:
+                self._remove_replaced()
                 return path
             logger.warning("%s is damaged (%s): set aside, the one before it is used", path, faults[0])
             if self.leads and path.exists():
@@ -106,8 +113,10 @@ class CheckpointFolder:
         return None
 
     def set_aside(self) -> None:
-        """Rename the folder if it holds checkpoints, so that a new run's never mix with an earlier run's."""
-        if not any(self.comm.all_gather_object(bool(self._steps()))):
+        """Rename the folder if it holds checkpoints or a best model: a new run's never mix with an earlier run's."""
+        has_steps, has_best = bool(self._steps()), any(self.folder.glob("best_step_*"))
+        everyones = self.comm.all_gather_object((has_steps, has_best))
+        if not any(steps or best for steps, best in everyones):
             return
         aside = _free_name(self.folder, None)
 
@@ -124,9 +133,12 @@ class CheckpointFolder:
                 f"{error} An earlier run's checkpoints cannot be set aside: give --load_checkpoint to go on from them, "
                 "or another --ckpt_path."
             ) from error
-        logger.warning(
-            "checkpoints of an earlier run are kept in %s; --load_checkpoint would have gone on from them", aside
-        )
+        if any(steps for steps, _ in everyones):
+            logger.warning(
+                "checkpoints of an earlier run are kept in %s; --load_checkpoint would have gone on from them", aside
+            )
+        else:
+            logger.warning("the best model of an earlier run is kept in %s", aside)
 
     def earlier(self) -> list[Path]:
         """Folders of earlier runs that ``set_aside`` has renamed."""
@@ -175,16 +187,22 @@ class CheckpointFolder:
             new.write_text(f"{target.name}\n")
         new.replace(self.folder / name)
 
-    def check_space(self, n_bytes: int, remedy: str) -> None:
-        """``CheckpointError`` on all ranks if there is no room for the ``n_bytes`` of all neighbours together."""
-        wanted = [self.comm.all_gather_object(n_bytes)[rank] for rank in self.neighbours]
+    def check_space(
+        self, n_bytes: int, remedy: str, what: str = "a checkpoint takes", place: tuple[str, Path] | None = None
+    ) -> None:
+        """``CheckpointError`` on all ranks if there is no room for the ``n_bytes`` of all neighbours together.
+
+        ``place`` is another folder than this one, with its flag.
+        """
+        everyones = self.comm.all_gather_object(n_bytes)
+        wanted = sum(everyones[rank] for rank in self.neighbours)
+        flag, folder = place or (self.flag, self.folder)
 
         def check() -> None:
-            free = shutil.disk_usage(self.folder).free
-            if free < sum(wanted):
+            free = shutil.disk_usage(folder).free
+            if free < wanted:
                 raise CheckpointError(
-                    f"{self.flag} {self.folder}: a checkpoint takes {_gib(sum(wanted))} and {_gib(free)} are free "
-                    f"there: {remedy}"
+                    f"{flag} {folder}: {what} {_gib(wanted)} and {_gib(free)} are free there: {remedy}"
                 )
 
         self.together(check)
@@ -244,8 +262,9 @@ class CheckpointFolder:
         file.write_text(json.dumps({"format": _FORMAT, **manifest}, indent=1))
         for path in (file, *(p for p in partial.rglob("*") if p.is_dir()), partial):
             _flush(path)
-        replaced = final.with_name(final.name + _REPLACED)
+        replaced = _replaced(final)
         if final.exists():  # of the same step: it was stopped in the next, or resumed from an older one
+            shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         try:
             partial.rename(final)
@@ -255,7 +274,21 @@ class CheckpointFolder:
             raise
         self.link("latest", final)
         _flush(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _take_the_save_of_all(self, path: Path) -> None:
+        """After a kill between the renames of two hosts: those that were first go back to the save that all have."""
+        mine = _save_id(path), _save_id(_replaced(path))
+        everyones = self.comm.all_gather_object(mine)
+        common = set.intersection(*map(set, everyones)) - {None}
+        if self.leads and common and mine[0] not in common:
+            shutil.rmtree(path)
+            _replaced(path).rename(path)
+        self.comm.all_gather_object(None)
+
+    def _remove_replaced(self) -> None:
+        """Older saves of a step, once all hosts have the new one."""
+        for path in self.folder.glob(f"step_*{_REPLACED}") if self.leads else ():
+            shutil.rmtree(path, ignore_errors=True)
 
     def _remove_old(self) -> None:
         """Keep the newest ``keep``; a folder that is being removed has another name, so it is never taken for one."""
@@ -270,7 +303,6 @@ class CheckpointFolder:
         for path in self.folder.glob(f"step_*{_REPLACED}") if self.leads else ():
             if not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
-            shutil.rmtree(path, ignore_errors=True)
         for path in (*self.folder.glob("step_*.old.*"), *self.folder.glob(".*.partial")) if self.leads else ():
             shutil.rmtree(path, ignore_errors=True)
 
@@ -311,6 +343,20 @@ def _unreadable(path: Path) -> str | None:
     if not isinstance(written, int) or written == _FORMAT:
         return None
     return f"format {written} is of another version of OpenPPO; this one reads {_FORMAT}. Go on with that version."
+
+
+def _replaced(path: Path) -> Path:
+    """Where the checkpoint at ``path`` is kept until another of its step is there on all hosts."""
+    return path.with_name(path.name + _REPLACED)
+
+
+def _save_id(path: Path) -> str | None:
+    """Of the save that wrote a checkpoint, the same on all hosts; None where nothing readable is."""
+    try:
+        saved = json.loads((path / _MANIFEST).read_text())["save"]
+        return saved if isinstance(saved, str) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _make_empty(folder: Path) -> None:

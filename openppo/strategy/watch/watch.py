@@ -302,14 +302,15 @@ class Watch:
             self._peers.exchange(self._beat(time.monotonic()))
 
     def _write(self, text: str) -> None:
-        """To stderr in one piece, after what Python has buffered; a blocked stdout must not keep us."""
+        """To stderr in one piece, after what Python has buffered; a blocked stdout or a dead log must not keep us."""
         for stream in (sys.stdout, sys.stderr):
             flushing = threading.Thread(target=stream.flush, daemon=True)
             flushing.start()
             flushing.join(timeout=1)
         rest = text.encode(errors="replace")
-        while rest:
-            rest = rest[os.write(2, rest) :]
+        with contextlib.suppress(OSError):  # nobody reads any more
+            while rest:
+                rest = rest[os.write(2, rest) :]
 
     def _exit(self, status: int) -> NoReturn:
         """End the process whatever its threads do: a collective that waits, a reward function that sleeps."""

@@ -1,7 +1,7 @@
 """Where metrics, samples and histograms go: console, JSON lines, TensorBoard, Weights & Biases."""
 
 from openppo.tracking.trackers.console import ConsoleTracker
-from openppo.tracking.trackers.jsonl import JSONLTracker
+from openppo.tracking.trackers.jsonl import JSONLTracker, json_form
 from openppo.tracking.trackers.make import check_trackers, make_trackers
 from openppo.tracking.trackers.tensorboard import TensorBoardTracker
 from openppo.tracking.trackers.tracker import Tracker, Trackers
@@ -15,5 +15,6 @@ __all__ = [
     "Trackers",
     "WandbTracker",
     "check_trackers",
+    "json_form",
     "make_trackers",
 ]

@@ -46,6 +46,11 @@ class JSONLTracker:
             file.writelines(lines)
 
 
+def json_form(value: Any) -> Any:
+    """``value`` as it is after it was written as JSON here and read again: what JSON does not know has become text."""
+    return json.loads(json.dumps(_finite(value), allow_nan=False, default=str))
+
+
 def _json_line(step: int, content: Mapping[str, Any]) -> str:
     clash = content.keys() & {"step", "time"}
     assert not clash, f"{clash} are names of the line itself"

@@ -35,8 +35,7 @@ class Checkpointer:
     """Saves and loads a run of the command ``kind``. All ranks call every method together.
 
     With ``--load_checkpoint`` it finds the newest checkpoint at once, ``found``, so that options that contradict it
-    are an error before models are loaded: ``contents`` are fingerprints by flag (see ``check_compatible``). Without, it
-    sets an earlier run's checkpoints aside.
+    are an error before models are loaded: ``contents`` are fingerprints by flag (see ``check_compatible``).
     """
 
     def __init__(
@@ -57,11 +56,11 @@ class Checkpointer:
         self.ema: ParameterAverage | None = None
         self.best: float | None = None
         self.found: Path | None = None
+        self.last: tuple[int, Path] | None = None
+        self.save_path = Path(config.run.save_path).resolve()
         self.state: dict[str, Any] = {}
         if self.options.load_checkpoint:
             self._find()
-        else:
-            self.folder.set_aside()
 
     @property
     def found_step(self) -> int | None:
@@ -69,15 +68,26 @@ class Checkpointer:
         return None if self.found is None else int(self.state["step"])
 
     def attach(self, engines: Mapping[str, TrainingEngine | None], ema: ParameterAverage | None = None) -> None:
-        """Say what to save and load, by role. Raises ``ValueError`` if the disk has no room for one checkpoint."""
+        """Say what to save and load, by role.
+
+        Raises ``ValueError`` if the disk has no room for one checkpoint and the trained model.
+        """
         self.engines = {role: engine for role, engine in engines.items() if engine is not None}
         self.ema = ema
         try:
-            self.check_space()
+            self._check_space_at_start()
         except CheckpointError as error:
             raise ValueError(str(error)) from error
 
-    def check_space(self, n_extra: int = 0) -> None:
+    def set_aside_earlier(self) -> None:
+        """Keep what an earlier run has saved apart from this one's; at the start of a run, once nothing can fail.
+
+        A start that fails, or was a mistake, leaves the folder as it was: ``--load_checkpoint`` still goes on from it.
+        """
+        assert self.found is None, "this run goes on from it"
+        self.folder.set_aside()
+
+    def check_space(self, n_extra: int = 0, what: str = "a checkpoint takes") -> None:
         """Raise ``CheckpointError`` if the disk has no room for another checkpoint, ``n_extra`` bytes of it extra."""
         n_bytes = sum(self._share(fragment_bytes(engine), engine) for engine in self.engines.values())
         if self.ema is not None:
@@ -87,7 +97,12 @@ class Checkpointer:
         self.folder.check_space(
             n_bytes + (n_extra if self.folder.leads else 0) + _SLACK_BYTES // self.comm.world_size,
             "make room, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped",
+            what,
         )
+
+    def kept(self, step: int) -> Path | None:
+        """The checkpoint of ``step`` that this session has saved or gone on from, if any."""
+        return self.last[1] if self.last is not None and self.last[0] == step else None
 
     def due(self, step: int, pass_ended: bool) -> bool:
         """Whether ``--save_steps`` asks for a checkpoint after ``step``."""
@@ -123,9 +138,10 @@ class Checkpointer:
                 randoms = {f"{rank}/{name}": t for rank, each in enumerate(everyones) for name, t in each.items()}
                 save_file(randoms, folder / _RANDOM)
                 save_file(dict(extra or {}), folder / _EXTRA)
-                (folder / _STATE).write_text(json.dumps(whole), encoding="utf-8", errors="surrogatepass")
+                (folder / _STATE).write_text(json.dumps(whole, default=_as_text), encoding="utf-8")
 
         path = self.folder.save(step, write)
+        self.last = step, path
         logger.info("saved a checkpoint of step %d to %s", step, path)
         return path
 
@@ -145,6 +161,7 @@ class Checkpointer:
         if self.state["options"]["keep_best"] == self.options.keep_best:
             self.best = self.state["best"]
         self._load_random()
+        self.last = int(self.state["step"]), self.found
         logger.info("going on from %s", self.found)
         return self.state["trainer"], load_file(self.found / _EXTRA)
 
@@ -165,6 +182,24 @@ class Checkpointer:
         self.best = value
         self.folder.save_best(step, write_model)
         logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)
+
+    def _check_space_at_start(self) -> None:
+        """Room for a checkpoint, and for the trained model, which may go to another disk."""
+        n_bytes, place = 0, self.save_path
+        while not place.exists():
+            place = place.parent
+        if self.strategy.is_main:
+            saved = [self.engines[role] for role in ("actor", "model") if role in self.engines]
+            saved += [self.engines["critic"]] if self.identity["options"].get("save_value_network") else []
+            replaced = sum(file.stat().st_size for file in self.save_path.glob("*.safetensors"))
+            n_bytes = max(0, sum(map(_model_bytes, saved)) - replaced) + _SLACK_BYTES
+        if self.comm.all_gather_object(place.stat().st_dev == self.folder.folder.stat().st_dev)[0]:
+            self.check_space(n_bytes, "a checkpoint and the trained model take")
+            return
+        self.check_space()
+        self.folder.check_space(
+            n_bytes, "make room, or give another --save_path", "the trained model takes", ("--save_path", place)
+        )
 
     def _find(self) -> None:
         self.found = self.folder.newest()
@@ -213,7 +248,15 @@ class Checkpointer:
             )
 
 
+def _as_text(value: object) -> str:
+    """In place of what is no JSON, in a callback's state say: a save upon a signal must not fail for it."""
+    logger.warning("the checkpoint has %r as text: the state of a callback must be JSON", value)
+    return str(value)
+
+
 def _model_bytes(engine: TrainingEngine) -> int:
-    """What the model takes as a Hugging Face folder; of adapters less."""
+    """What the model takes as a Hugging Face folder; where it has adapters, those alone are written."""
     parameters: list[Any] = list(engine.module.parameters())  # with the attributes of ZeRO-3
+    if hasattr(engine.module.model, "peft_config"):
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
     return sum(p.element_size() * (p.ds_numel if hasattr(p, "ds_numel") else p.numel()) for p in parameters)

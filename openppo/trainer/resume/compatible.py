@@ -20,7 +20,7 @@ MUST_MATCH = frozenset(
     {
         # models: other weights or shapes
         *("pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "value_head_prefix", "save_value_network"),
-        *("lora_rank", "critic_lora_rank", "target_modules", "load_in_4bit", "enable_ema"),
+        *("lora_rank", "lora_alpha", "critic_lora_rank", "target_modules", "load_in_4bit", "enable_ema"),
         # algorithm: another critic, other samples in a group
         *("advantage_estimator", "policy_loss_type", "n_samples_per_prompt", "dynamic_sampling"),
         # data and their order
@@ -30,6 +30,17 @@ MUST_MATCH = frozenset(
     }
 )
 """Options that contradict a checkpoint when they differ; any other may change from one session to the next."""
+
+_ORDER = ("max_samples", "dataset_class", "seed")
+_PROMPTS = ("data_format", "input_key", "label_key", "input_template", "apply_chat_template", "prompt_max_len")
+_COLUMNS = ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key", "margin_key", "label_key")
+_TOKENS = ("input_template", "apply_chat_template", "max_len", "placeholder_token", "reward_tokens")
+SHAPES = {
+    "--prompt_data": ("prompt_data_probs", "prompt_split", *_ORDER, *_PROMPTS),
+    "--pretrain_data": ("pretrain_data_probs", "pretrain_split", *_ORDER, "pretrain_key", "input_key"),
+    "--dataset": ("dataset_probs", "dataset_split", *_ORDER, "data_format", *_COLUMNS, *_TOKENS),
+}
+"""Which options decide what is read from the same files."""
 
 _ENDS = 1 << 16
 """Bytes at either end of a file of weights that stand for the file."""
@@ -46,9 +57,18 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
     differ = {name: (old.get(name), value) for name, value in new.items() if name in old and old[name] != value}
     wrong = [f"--{name} was {a}, is {b}" for name, (a, b) in differ.items() if name in MUST_MATCH - moved]
     for flag, fingerprint in now["contents"].items():
-        if saved["contents"].get(flag) != fingerprint:
-            was, name = old.get(flag.removeprefix("--")), flag.removeprefix("--")
-            wrong.append(f"{flag} was {was}, is {new[name]}" if name in differ else f"{flag} {was} has other contents")
+        before, name = saved["contents"].get(flag), flag.removeprefix("--")
+        if before == fingerprint or (before is None and name not in differ):  # not read then: --ptx_coef was 0
+            continue
+        shaping = [option for option in SHAPES.get(flag, ()) if option in differ]
+        if name in differ:
+            wrong.append(f"{flag} was {old.get(name)}, is {new[name]}")
+        elif not shaping:
+            wrong.append(f"{flag} {new[name]} has other contents")
+        for option in shaping:
+            said = f"--{option} was {differ[option][0]}, is {differ[option][1]}"
+            if said not in wrong:
+                wrong.append(f"{said}, which gives other rows of {flag}")
     if wrong:
         raise ValueError(
             f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(wrong)}. Give them as they "

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.tracking import Metrics
+from openppo.trainer.callbacks import Callback
 from openppo.trainer.parts import Progress, StepInProgress
 from openppo.types import Comm
 
 if TYPE_CHECKING:
     from openppo.trainer.ppo_trainer import PPOTrainer
+
+logger = logging.getLogger("openppo")
 
 StartOfStep = tuple[dict[str, Any], RandomState]
 """What ``ppo_state`` and the random numbers were before a step took its prompts."""
@@ -28,7 +33,8 @@ def ppo_state(trainer: PPOTrainer) -> dict[str, Any]:
         "moments": trainer.maker.moments.state_dict(),
         "skipped": trainer.update_step.skipped.state_dict(),
         "unreported": trainer.unreported,
-        "callbacks": [callback.state_dict() for callback in trainer.callbacks],
+        "should_stop": trainer.should_stop,
+        "callbacks": [{"class": type(each).__name__, "state": each.state_dict()} for each in trainer.callbacks],
         "in_progress": None if step is None else _step_state(step, trainer.comm),
     }
 
@@ -50,11 +56,31 @@ def restore_ppo(trainer: PPOTrainer, state: dict[str, Any], experience: dict[str
     trainer.maker.moments.load_state_dict(state["moments"])
     trainer.update_step.skipped.load_state_dict(state["skipped"])
     trainer.unreported = state["unreported"]
-    for callback, saved in zip(trainer.callbacks, state["callbacks"], strict=False):  # there may be others now
-        callback.load_state_dict(saved)
+    are_the_same = restore_callbacks(trainer.callbacks, state["callbacks"])
+    if are_the_same and state.get("should_stop", False):
+        trainer.should_stop = True
+        logger.info("the run had stopped early: its model is saved, and it does not go on")
     if state["in_progress"] is not None:
         trainer.in_progress = _step_of(state["in_progress"], trainer.comm)
         trainer.replay_buffer.load_state_dict(experience)
+
+
+def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[dict[str, Any]]) -> bool:
+    """Give each callback the state of the next one of its class in ``saved``. Whether they are the same as then."""
+    left = list(saved)
+    for callback in callbacks:
+        found = next((each for each in left if each["class"] == type(callback).__name__), None)
+        if found is not None:
+            left.remove(found)
+            callback.load_state_dict(found["state"])
+    were, are = [each["class"] for each in saved], [type(callback).__name__ for callback in callbacks]
+    if were != are:
+        logger.warning(
+            "callbacks were %s and are %s: those of one class go on in their order, others begin anew",
+            ", ".join(were) or "none",
+            ", ".join(are) or "none",
+        )
+    return were == are
 
 
 def _step_state(step: StepInProgress, comm: Comm) -> dict[str, Any]:

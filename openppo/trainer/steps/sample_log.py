@@ -14,6 +14,7 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.collate import idle_experience, join_rows
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.models.loss import policy_ratio
+from openppo.tracking import json_form
 from openppo.trainer.parts import Parts
 from openppo.types import Experience, Trajectory
 
@@ -139,7 +140,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, weights
     return {
         "prompt": trajectory.prompt.text,
         "response": tokenizer.decode(trajectory.response_ids),
-        "label": trajectory.prompt.label,
+        "label": json_form(trajectory.prompt.label),  # Parquet has dates and bytes, which no checkpoint could hold
         "finish_reason": trajectory.finish_reason.value,
         "reward": trajectory.total_reward(weights),
         "rewards": trajectory.scores,

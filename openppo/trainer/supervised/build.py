@@ -129,8 +129,11 @@ def _checkpointer(
 def _resumed(trainer: Trainer) -> Trainer:
     """The trainer, where its checkpoint left off if it goes on from one; and what it is going to do, as a log."""
     checkpointer = trainer.parts.checkpointer
-    if checkpointer is not None and checkpointer.found is not None:
+    assert checkpointer is not None, "the builders make one"
+    if checkpointer.found is not None:
         trainer.load_checkpoint()
+    else:
+        checkpointer.set_aside_earlier()
     announce_supervised_start(trainer)
     return trainer
 

@@ -23,6 +23,7 @@ from openppo.tracking.position import begin_step, phase
 from openppo.trainer.estimate import Estimate
 from openppo.trainer.overview.supervised_check import show_examples
 from openppo.trainer.resume.checkpointer import STOPPED, Checkpointer
+from openppo.trainer.resume.final_save import keeping_what_was_trained
 from openppo.trainer.skipped import SkippedSteps
 from openppo.types import Interrupted, NeverStops, StopCheck
 
@@ -194,7 +195,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def save(self) -> None:
         """Write the model as a Hugging Face folder with tokenizer."""
         folder = Path(self.config.run.save_path)
-        self.write_model(folder)
+        with keeping_what_was_trained(self.parts.checkpointer, self.global_step, self.save_checkpoint):
+            self.write_model(folder)
         logger.info("saved the trained model to %s", folder)
 
     @phase("saving")

@@ -131,7 +131,9 @@ def test_our_client_and_our_server_agree(
 def test_a_server_says_how_it_is_and_asks_for_its_token(
     server: tuple[str, subprocess.Popen[str]], normal_model: Path
 ) -> None:
-    assert ask(f"{server[0]}/health", token=None) == (200, {"status": "ok", "model": str(normal_model)})
+    assert ask(f"{server[0]}/health") == (200, {"status": "ok", "model": str(normal_model)})
+    for token in (None, "wrong"):
+        assert ask(f"{server[0]}/health", token=token) == (200, {"status": "ok"}), "a path is nobody else's business"
     assert ask(f"{server[0]}/get_reward", {"query": ["a"]}, token=None)[0] == 401
     assert ask(f"{server[0]}/get_reward", {"query": ["a"]}, token="wrong")[0] == 401
     assert ask(f"{server[0]}/get_reward", {"queries": ["a"]})[0] == 400

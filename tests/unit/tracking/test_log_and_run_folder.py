@@ -19,6 +19,7 @@ from rich.text import Text
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.tracking import cut_logs, get_logger, save_config, set_aside_logs, setup_logging
 from openppo.tracking.terminal import announce
+from openppo.tracking.trackers import JSONLTracker
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +121,32 @@ def test_logs_of_a_run_that_goes_on_end_at_its_checkpoint(tmp_path: Path) -> Non
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:3])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl"]
     cut_logs(tmp_path / "none", 2)
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\x0b", "\x1c", "\r", "\ud800"])
+def test_a_logged_text_may_hold_any_character_that_ends_a_line_elsewhere(tmp_path: Path, character: str) -> None:
+    tracker = JSONLTracker(tmp_path)
+    for step in (1, 2, 3):
+        tracker.log_samples(step, [{"response": f"a{character}b"}])
+    before = (tmp_path / "samples.jsonl").read_bytes().split(b"\n")
+    cut_logs(tmp_path, 2)
+    assert (tmp_path / "samples.jsonl").read_bytes().split(b"\n") == [*before[:2], b""]
+
+
+def test_lines_that_say_no_step_stay_and_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = ['{"note": "mine"}', "no JSON", '{"step": "two"}', "[1]", "", "\udcff", "[" * 100_000]
+    lines = [*own, '{"step": 2}', '{"step": 3}']
+    (tmp_path / "own.jsonl").write_text("\n".join(lines) + "\n", errors="surrogateescape")
+    with caplog.at_level(logging.WARNING, "openppo"):
+        cut_logs(tmp_path, 2)
+    kept = (tmp_path / "own.jsonl").read_text(errors="surrogateescape")
+    assert kept == "\n".join([*own, '{"step": 2}']) + "\n"
+    [record] = caplog.records
+    expected = f"{tmp_path}/own.jsonl, line 1 and 5 more: no JSON with a number as 'step'; kept as it is"
+    assert record.getMessage() == expected
+
+
+def test_a_last_line_that_lacks_its_end_only_stays(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
+    cut_logs(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'

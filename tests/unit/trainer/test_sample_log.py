@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime
 import json
 import math
 import os
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.trainer.steps.sample_log import MAX_TOKENS, SampleLog, choose, n_forwards, token_rows, token_texts
+from openppo.tracking import JSONLTracker
+from openppo.trainer.steps.sample_log import (
+    MAX_TOKENS,
+    SampleLog,
+    choose,
+    n_forwards,
+    readable,
+    token_rows,
+    token_texts,
+)
 from openppo.types import Experience, FinishReason, Prompt, Trajectory
 
 ASSETS = Path(os.environ.get("OPENPPO_ASSETS", Path(__file__).parents[3].parent / "shared" / "assets"))
@@ -75,6 +87,31 @@ def test_of_groups_two_responses_each_are_chosen() -> None:
     assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
     assert choose([]) == []
     assert choose([response_to([1], 0)]) == [0]
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "text",
+        {"a": [1, 2.5, None, True]},
+        datetime.date(2026, 11, 22),
+        datetime.datetime(2026, 11, 22, 4, 5, tzinfo=datetime.UTC),
+        Decimal("1.10"),
+        b"\xff",
+        (1, {datetime.date(2026, 1, 1): math.nan, 2: "b"}),
+    ],
+)
+def test_a_label_of_any_type_goes_into_a_checkpoint_and_comes_back_as_it_is_logged(
+    label: Any, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    trajectory = response_to([1, 2], 0)
+    trajectory = dataclasses.replace(trajectory, prompt=dataclasses.replace(trajectory.prompt, label=label))
+    sample = readable(trajectory, byte_tokenizer, {})
+    assert json.loads(json.dumps(sample)) == sample
+    tracker = JSONLTracker(tmp_path)
+    tracker.log_samples(1, [sample, sample | {"label": label}])
+    resumed, as_it_was = map(json.loads, (tmp_path / "samples.jsonl").read_text().split("\n")[:-1])
+    assert resumed["label"] == as_it_was["label"]
 
 
 def test_token_texts_put_together_are_the_text_and_half_characters_wait_for_their_end(

@@ -226,6 +226,19 @@ def test_an_earlier_runs_checkpoints_are_set_aside_whole(tmp_path: Path, caplog:
     assert "--load_checkpoint would have gone on from them" in caplog.text
 
 
+def test_the_best_model_of_an_earlier_run_is_set_aside_where_it_is_all_there_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of --save_steps 0: the first evaluation of a new run would have replaced it."""
+    folder_of(tmp_path / "c").save_best(7, write("seven"))
+    folder = folder_of(tmp_path / "c")
+    folder.set_aside()
+    folder.save_best(1, write("one"))
+    assert (tmp_path / "c.1" / "best" / "a.txt").read_text() == "seven"
+    assert names(tmp_path / "c") == ["best", "best_step_00000001"]
+    assert f"the best model of an earlier run is kept in {tmp_path}/c.1" in caplog.text
+
+
 def test_hosts_without_a_shared_folder_each_hold_a_whole_checkpoint(tmp_path: Path) -> None:
     def work(comm: ThreadComm) -> list[int]:
         folder = CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3)
@@ -239,6 +252,48 @@ def test_hosts_without_a_shared_folder_each_hold_a_whole_checkpoint(tmp_path: Pa
     shutil.rmtree(tmp_path / "1" / "step_00000002")  # what one host lacks is of no use to the others
     found = on_ranks(4, lambda comm: CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3).newest())
     assert [path.name for path in found] == ["step_00000001"] * 4
+
+
+@pytest.mark.parametrize("killed_at", ["before its rename", "between its renames"])
+def test_hosts_killed_while_they_replace_a_checkpoint_go_on_from_one_save(
+    tmp_path: Path, killed_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host 0 had the new save of the step already, host 1 had not."""
+
+    def folder_on(comm: ThreadComm) -> CheckpointFolder:
+        return CheckpointFolder(tmp_path / str(comm.rank), comm, keep=1)
+
+    on_ranks(2, lambda comm: folder_on(comm).save(4, write(f"old of {comm.rank}")))
+    shutil.copytree(tmp_path / "1" / "step_00000004", tmp_path / "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "_remove_replaced", lambda self: None)
+        on_ranks(2, lambda comm: folder_on(comm).save(4, write(f"new of {comm.rank}")))
+    shutil.rmtree(tmp_path / "1" / "step_00000004")
+    shutil.rmtree(tmp_path / "1" / "step_00000004.replaced")
+    place = "step_00000004" if killed_at == "before its rename" else "step_00000004.replaced"
+    (tmp_path / "old").rename(tmp_path / "1" / place)
+
+    found = on_ranks(2, lambda comm: folder_on(comm).newest())
+    assert [(path / "a.txt").read_text() for path in found] == ["old of 0", "old of 1"]
+    assert [names(tmp_path / host) for host in "01"] == [["latest", "step_00000004"]] * 2
+
+
+def test_parts_of_different_saves_are_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Host 1 was given the folder of another run with the same steps."""
+
+    def save(comm: ThreadComm) -> None:
+        folder = CheckpointFolder(tmp_path / str(comm.rank), comm, keep=3)
+        for step in (1, 2):
+            folder.save(step, write(str(comm.rank)))
+
+    on_ranks(2, save)
+    folder_of(tmp_path / "another").save(2, write("1"))
+    shutil.rmtree(tmp_path / "1" / "step_00000002")
+    shutil.copytree(tmp_path / "another" / "step_00000002", tmp_path / "1" / "step_00000002")
+    found = on_ranks(2, lambda comm: CheckpointFolder(tmp_path / str(comm.rank), comm, keep=3).newest())
+    assert [path.name for path in found] == ["step_00000001"] * 2
+    assert "is damaged (its parts on several hosts are not of one save): set aside" in caplog.text
+    assert all("step_00000002.damaged.1" in names(tmp_path / host) for host in "01")
 
 
 @pytest.mark.parametrize("name", ["global_step5/mp_rank_00_model_states.pt", "optimizer.bin", "x.ckpt"])
@@ -269,6 +324,18 @@ def test_too_little_space_is_an_error_on_all_ranks_before_anything_is_written(
         assert isinstance(error, CheckpointError)
         assert "a checkpoint takes 4.00 GiB and 3.00 GiB are free there: make room" in str(error)
         assert "make room" in str(error)
+
+
+def test_space_is_checked_on_hosts_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
+    """Ranks that asked once for each neighbour waited for each other."""
+
+    def work(comm: ThreadComm) -> str:
+        folder = CheckpointFolder(tmp_path / ("a" if comm.rank < 3 else "b"), comm, keep=1)
+        folder.check_space(2**60 if comm.rank == 3 else 1, "make room")
+        return "enough"
+
+    errors = on_ranks(4, work)
+    assert all("takes 1073741824.00 GiB" in str(error) and "(rank 3)" in str(error) for error in errors)
 
 
 @pytest.fixture

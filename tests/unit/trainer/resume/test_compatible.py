@@ -14,6 +14,7 @@ from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainS
 from openppo.datasets import TokenExample
 from openppo.trainer.resume.compatible import (
     MUST_MATCH,
+    SHAPES,
     check_compatible,
     examples_fingerprint,
     model_fingerprint,
@@ -34,6 +35,7 @@ def identity(contents: dict[str, str] | None = None, **options: Any) -> dict[str
     ("changed", "said"),
     [
         ({"lora_rank": 8}, "--lora_rank was 0, is 8"),
+        ({"lora_alpha": 32}, "--lora_alpha was 16, is 32"),
         ({"target_modules": ("q_proj",)}, "--target_modules was ['all-linear'], is ['q_proj']"),
         ({"advantage_estimator": "rloo"}, "--advantage_estimator was gae, is rloo"),
         ({"seed": 1}, "--seed was 42, is 1"),
@@ -74,6 +76,38 @@ def test_a_folder_that_has_moved_is_the_same_and_another_under_its_name_is_not()
         check_compatible(PATH, identity(), identity({"--prompt_data": "other rows"}, prompt_data="e"))
     with pytest.raises(ValueError, match="--reward_pretrain was None, is r"):
         check_compatible(PATH, identity(), identity({"--reward_pretrain": "reward"}, reward_pretrain="r"))
+
+
+def test_options_that_give_other_rows_of_the_same_data_are_named() -> None:
+    """Not the data, which nobody has touched."""
+    other, same = {"--prompt_data": "other rows"}, identity()
+    with pytest.raises(ValueError, match="contradicts") as error:
+        check_compatible(PATH, same, identity(other, apply_chat_template=True, prompt_max_len=8, gamma=0.5))
+    assert "--apply_chat_template was False, is True, which gives other rows of --prompt_data" in str(error.value)
+    assert "--prompt_max_len was 1024, is 8, which gives other rows of --prompt_data" in str(error.value)
+    assert "other contents" not in str(error.value)
+    assert "gamma" not in str(error.value)
+    check_compatible(PATH, same, identity(apply_chat_template=True, prompt_max_len=2048))  # the same rows all the same
+    with pytest.raises(ValueError, match="contradicts") as error:
+        check_compatible(PATH, same, identity(other, max_samples=5))
+    assert str(error.value).count("--max_samples") == 1
+    with pytest.raises(ValueError, match="--pretrain m has other contents; --input_template was None, is Q: {}, which"):
+        check_compatible(PATH, same, identity(other | {"--pretrain": "other"}, input_template="Q: {}"))
+
+
+def test_documents_that_were_not_read_before_may_come_in() -> None:
+    with_documents = identity({"--pretrain_data": "texts"}, pretrain_data="t", ptx_coef=0.05)
+    check_compatible(PATH, identity(pretrain_data="t", ptx_coef=0.0), with_documents)
+    check_compatible(PATH, with_documents, identity(pretrain_data="t", ptx_coef=0.0))
+    with pytest.raises(ValueError, match="--pretrain_data was None, is t"):
+        check_compatible(PATH, identity(), with_documents)
+
+
+def test_options_that_shape_data_exist() -> None:
+    known = flat_dict(from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py")).keys()
+    for command in (TrainSFTConfig, TrainRMConfig, TrainPRMConfig):
+        known |= flat_dict(from_options(command, pretrain="m", dataset="d")).keys()
+    assert {name for names in SHAPES.values() for name in names} <= known
 
 
 def test_options_that_must_match_exist() -> None:
