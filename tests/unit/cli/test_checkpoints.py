@@ -13,7 +13,10 @@ RunCommand = Callable[..., Any]
 PPO = "train_ppo --prompt_data data.jsonl --generate_max_len 4 --rollout_batch_size 1 --train_batch_size 1"
 STARTS = {
     "weights of train_sft": ("train_sft --pretrain {models}/broken_weights --dataset data.jsonl", "--pretrain"),
-    "weights of train_ppo": (PPO + " --pretrain {models}/broken_weights --reward_pretrain {models}/reward", "--pretrain"),
+    "weights of train_ppo": (
+        PPO + " --pretrain {models}/broken_weights --reward_pretrain {models}/reward",
+        "--pretrain",
+    ),
     "reward server": (
         PPO + " --pretrain {models}/actor --remote_rm_url http://127.0.0.1:9 --remote_rm_retries 0",
         "--remote_rm_url",
