@@ -45,9 +45,8 @@ WaitForScores = Callable[[], int] | None
 class PPOTrainer:
     """PPO over prompts. ``fit()`` runs it all; ``step(prompts)`` is one global step for loops of one's own.
 
-    All ranks call every method together and with the same arguments: a trainer deals prompts out to its ranks
-    by itself. ``build_ppo_trainer(config)`` makes one from options. A callback, or a loop of one's own, ends
-    ``fit()`` after the step under way by setting ``should_stop``, alike on all ranks.
+    ``build_ppo_trainer(config)`` makes one from options. All ranks call every method together and with the same arguments:
+    a trainer deals prompts out by itself. ``should_stop``, set alike on all ranks, ends ``fit()`` after the step under way.
     """
 
     def __init__(self, config: TrainPPOConfig, parts: Parts, callbacks: Sequence[Callback] = ()) -> None:

@@ -91,7 +91,7 @@ def end(pids: list[int], killed: list[int]) -> list[int]:
 
 
 def main() -> None:
-    """Kills at random moments of training, of a save that is half written, and of a start, which loads the last save."""
+    """Kills at random moments of training, of a save half written, and of a start, which loads the last save."""
     arguments, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     checkpoints = out / "model" / "checkpoints_ppo"
     rng, kills = random.Random(int(os.environ.get("SEED", "1"))), []

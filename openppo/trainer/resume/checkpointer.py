@@ -57,6 +57,7 @@ class Checkpointer:
         self.best: float | None = None
         self.found: Path | None = None
         self.last: tuple[int, Path] | None = None
+        self.saves_critic = isinstance(config, TrainPPOConfig) and config.model.save_value_network
         self.save_path = Path(config.run.save_path).resolve()
         self.state: dict[str, Any] = {}
         if self.options.load_checkpoint:
@@ -190,7 +191,7 @@ class Checkpointer:
             place = place.parent
         if self.strategy.is_main:
             saved = [self.engines[role] for role in ("actor", "model") if role in self.engines]
-            saved += [self.engines["critic"]] if self.identity["options"].get("save_value_network") else []
+            saved += [self.engines["critic"]] if self.saves_critic else []
             replaced = sum(file.stat().st_size for file in self.save_path.glob("*.safetensors"))
             n_bytes = max(0, sum(map(_model_bytes, saved)) - replaced) + _SLACK_BYTES
         if self.comm.all_gather_object(place.stat().st_dev == self.folder.folder.stat().st_dev)[0]:

@@ -39,6 +39,7 @@ def test_mean_and_std_are_those_of_both_sides_of_held_out_or_else_training_pairs
         train_examples=PAIRS,
         eval_examples=PAIRS[:n_held_out],
         stop=NeverStops(),
+        checkpointer=None,
     )
     config = TrainRMConfig(SupervisedConfig("model", "data"), batch=BatchConfig(4, micro_train_batch_size=3))
     RewardModelTrainer(config, parts).save()
