@@ -45,8 +45,8 @@ WaitForScores = Callable[[], int] | None
 class PPOTrainer:
     """PPO over prompts. ``fit()`` runs it all; ``step(prompts)`` is one global step for loops of one's own.
 
-    ``build_ppo_trainer(config)`` makes one from options. All ranks call every method together and with the same arguments:
-    a trainer deals prompts out by itself. ``should_stop``, set alike on all ranks, ends ``fit()`` after the step under way.
+    ``build_ppo_trainer(config)`` makes one from options. All ranks call every method together, with the same arguments:
+    prompts are dealt out inside. ``should_stop``, set alike on all ranks, ends ``fit()`` after the step under way.
     """
 
     def __init__(self, config: TrainPPOConfig, parts: Parts, callbacks: Sequence[Callback] = ()) -> None:
