@@ -26,7 +26,7 @@ from openppo.types import Comm
 logger = logging.getLogger("openppo")
 T = TypeVar("T")
 
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST = "manifest.json"
 _REPLACED = ".replaced"
 _NAME = re.compile(r"step_(\d{8,})")

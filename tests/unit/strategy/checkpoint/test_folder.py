@@ -417,7 +417,7 @@ def test_a_checkpoint_of_another_version_is_no_damaged_one(tmp_path: Path) -> No
     folder = folder_of(tmp_path)
     folder.save(1, write("one"))
     (tmp_path / "step_00000001" / "manifest.json").write_text('{"format": 99, "files": {}}')
-    with pytest.raises(ValueError, match="format 99 is of another version of OpenPPO; this one reads 1"):
+    with pytest.raises(ValueError, match="format 99 is of another version of OpenPPO; this one reads 2"):
         folder.newest()
     assert names(tmp_path) == ["latest", "step_00000001"]
 
