@@ -85,7 +85,10 @@ class DecodeGraphs:
 
 
 class CUDARecorder:
-    """Records forwards as CUDA graphs that share their memory: they never run at the same time."""
+    """Records forwards as CUDA graphs that share their memory: they never run at the same time.
+
+    Its graphs are let go together: torch takes a pool of memory for dead that no graph uses any more.
+    """
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()

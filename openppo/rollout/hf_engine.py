@@ -47,8 +47,8 @@ class HFEngine:
 
     ``any_rank_busy`` puts several ranks in lockstep, for partitioned weights that cannot be gathered: it is
     asked before each step and combines the ranks' ``busy``; a rank with nothing to do then runs along. ``stop`` is
-    asked likewise, and makes ``generate`` raise ``Interrupted``. ``recorder`` records decode steps to
-    replay them, see ``DecodeGraphs``; not in lockstep.
+    asked likewise, and makes ``generate`` raise ``Interrupted``. ``new_recorder`` makes what
+    records decode steps to replay them, see ``DecodeGraphs``; not in lockstep.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class HFEngine:
         any_rank_busy: Callable[[bool], bool] | None = None,
         show_progress: bool = False,
         stop: StopCheck | None = None,
-        recorder: Recorder | None = None,
+        new_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
-        if recorder is not None:
+        if new_recorder is not None:
             check_layers(model.config)
         self.model = model
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -71,7 +71,7 @@ class HFEngine:
         self.any_rank_busy = any_rank_busy
         self.show_progress = show_progress
         self.stop = stop or NeverStops()
-        self.recorder = recorder
+        self.new_recorder = new_recorder
         self.version = 0
         self._numbers = count()
         self._filling = False
@@ -189,9 +189,9 @@ class HFEngine:
         """One forward over the last token of each row."""
         assert self._cache is not None
         last = [request.token_ids[-1] for request in self._running]
-        if self.recorder is not None:
+        if self.new_recorder is not None:
             if self._graphs is None or not self._graphs.fit(self._cache):
-                self._graphs = DecodeGraphs(self.model, self._cache, self._device, self.recorder)
+                self._graphs = DecodeGraphs(self.model, self._cache, self._device, self.new_recorder())
             logits = self._graphs(last)
         else:
             mask, positions = self._cache.next_column()

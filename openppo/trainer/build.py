@@ -139,7 +139,7 @@ def _engine(
         any_rank_busy=strategy.any_rank if in_lockstep else None,
         show_progress=strategy.is_main,
         stop=stop,
-        recorder=CUDARecorder() if generation.cuda_graphs and not in_lockstep else None,
+        new_recorder=CUDARecorder if generation.cuda_graphs and not in_lockstep else None,
     )
 
 

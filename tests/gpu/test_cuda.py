@@ -56,7 +56,7 @@ def test_recorded_decode_steps_give_the_responses_of_those_launched_one_by_one(a
     prompts = [[1 + i % 60] * (1 + i % 7) for i in range(40)]
     arguments = (prompts, SamplingParams(300), list(range(40)))
     launched = HFEngine(actor.model, [2], 0, 16).generate(*arguments)
-    recorded = HFEngine(actor.model, [2], 0, 16, recorder=CUDARecorder()).generate(*arguments)
+    recorded = HFEngine(actor.model, [2], 0, 16, new_recorder=CUDARecorder).generate(*arguments)
     assert len({len(completion.token_ids) for completion in launched}) > 3, "rows leave at different times"
     assert [c.token_ids for c in recorded] == [c.token_ids for c in launched]
     for one, other in zip(recorded, launched, strict=True):

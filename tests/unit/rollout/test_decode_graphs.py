@@ -85,7 +85,7 @@ def _tracing() -> AbstractContextManager:
 
 
 def engine(model: PreTrainedModel, recorder: RunsAgain | None, rows: int = 8, eos: Sequence[int] = EOS_IDS) -> HFEngine:
-    return HFEngine(model, eos, 0, rows, recorder=recorder)
+    return HFEngine(model, eos, 0, rows, new_recorder=None if recorder is None else lambda: recorder)
 
 
 def generate(model: PreTrainedModel, prompts: Prompts, recorder: RunsAgain | None, rows: int = 8) -> list[Completion]:
