@@ -30,6 +30,9 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Named rewards", ("reward/*", "eval_reward/*"), "Each part of the reward, before its weight."),
         Chart("Reward that training gets", ("shaped_reward", "sampled_reward"), "After normalization and clipping."),
         Chart(
+            "Mean of all scores", ("reward_mean", "eval_reward_mean"), "Of a reward model, whatever the side of a pair."
+        ),
+        Chart(
             "Chosen and rejected", ("chosen_reward", "rejected_reward", "eval_chosen_reward", "eval_rejected_reward")
         ),
         Chart("Reward errors", ("reward_errors", "eval_reward_errors"), "Samples on which the reward function raised."),
