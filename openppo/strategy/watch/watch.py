@@ -149,7 +149,9 @@ class Watch:
                 self._announce(self._peers.signal)
         self._obey_signal()
         if 0 < self._patience() < now - self._progress[1] and self._is_behind():
-            self._report(faults.stalled(self._beat(now)))
+            beat = self._beat(time.monotonic())
+            if beat.idle > self._patience():  # else it has gone on since ``now``
+                self._report(faults.stalled(beat))
 
     def _look_at_main_thread(self, now: float) -> None:
         if self._failure is not None:
