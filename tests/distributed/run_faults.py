@@ -40,7 +40,8 @@ def sleep() -> None:
 
 
 def hold() -> None:
-    ctypes.PyDLL(None).sleep(10_000)  # PyDLL keeps the lock
+    while True:
+        ctypes.PyDLL(None).sleep(10_000)  # PyDLL keeps the lock; a signal ends the sleep
 
 
 def exhaust() -> None:

@@ -11,7 +11,7 @@ from torch.distributed import DistError
 
 from openppo.strategy.watch.out_of_memory import causes, is_out_of_memory, memory_lines, remedies
 from openppo.strategy.watch.peers import SILENT, Beat
-from openppo.strategy.watch.stacks import stacks_of_threads, written_stacks
+from openppo.strategy.watch.stacks import stacks_of_threads
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Fault:
     where: Sequence[Beat]
     details: str = ""
     """Traceback, or the stacks of all threads."""
+    lost: bool = False
+    """The ranks themselves can say no more: what stacks they leave is read where the report is written."""
     memory: Sequence[str] = ()
     look_at: Sequence[str] = ()
     lower: Sequence[str] = ()
@@ -34,7 +36,7 @@ def raised(error: BaseException, where: Beat, options: Mapping[str, Any], models
     what = f"rank {where.rank} raised {traceback.format_exception_only(error)[-1].splitlines()[0]}"
     if is_out_of_memory(error):
         memory = [*memory_lines(options), *models()]
-        return Fault(what, [where], text, memory, lower=remedies(where.phase, options))
+        return Fault(what, [where], text, memory=memory, lower=remedies(where.phase, options))
     look_at = []
     if is_consequence(error):
         look_at = ["the network between the ranks: a connection broke, and all ranks are alive"]
@@ -53,10 +55,7 @@ def is_consequence(error: BaseException) -> bool:
 
 def lost(ranks: Mapping[int, str], beats: Mapping[int, Beat]) -> Fault:
     """Other ranks are gone: how, by rank, and what all of them said last."""
-    where, stacks = [beats[rank] for rank in ranks], ""
-    for beat in where:
-        if written := written_stacks(beat):
-            stacks += f"Stacks of rank {beat.rank}:\n{written}\n"
+    where = [beats[rank] for rank in ranks]
     memory = [f"of rank {beat.rank} when last heard of: {beat.memory}" for beat in where if beat.memory]
     look_at = (
         "the exit code in the launcher's summary below: -11 is a crash in C code, -6 an abort, -9 SIGKILL: of a "
@@ -68,7 +67,7 @@ def lost(ranks: Mapping[int, str], beats: Mapping[int, Beat]) -> Fault:
             "only slow, raise --heartbeat_timeout"
         )
     what = "; ".join(f"rank {rank} is gone: {how}" for rank, how in ranks.items())
-    return Fault(what, where, stacks, memory, [look_at])
+    return Fault(what, where, memory=memory, look_at=[look_at], lost=True)
 
 
 def stalled(where: Beat) -> Fault:

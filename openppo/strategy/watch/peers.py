@@ -18,11 +18,23 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 SILENT = "no sign of life"
+STACKS_SIGNAL = signal.SIGRTMIN + 8
+"""A process that gets it writes the stacks of its threads into ``Beat.stacks``, whatever holds Python's lock."""
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
 class StoreLostError(Exception):
     """The store does not answer: its host, or the process that hosts it, is gone."""
+
+
+@cache
+def this_machine() -> str | None:
+    """Kernel and PID namespace, within which process ids mean something; None where the system does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux: a rank that vanishes is noticed by its silence
+        return None
 
 
 @dataclass(frozen=True)
@@ -45,20 +57,15 @@ class Beat:
     """The rank has ended its work and may leave."""
     host: str = socket.gethostname()
     machine: str | None = None
-    """Kernel and PID namespace, within which process ids mean something; None where the system does not say."""
+    """As ``this_machine`` says there."""
     pid: int = 0
     stacks: str = ""
-    """File on its host into which a crash writes the Python stacks."""
+    """File on its host into which a crash writes the Python stacks, and ``STACKS_SIGNAL``."""
 
-
-@cache
-def this_machine() -> str | None:
-    """``Beat.machine`` of this process."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux: a rank that vanishes is noticed by its silence
-        return None
+    @property
+    def is_here(self) -> bool:
+        """Whether the process id means something in this process."""
+        return self.machine is not None and self.machine == this_machine()
 
 
 def process_lives(pid: int) -> bool:
@@ -122,30 +129,31 @@ class Peers:
         """Ranks that have not said anything yet."""
         return [rank for rank in self.others if rank not in self.beats]
 
-    def lost(self) -> dict[int, str]:
-        """Ranks that cannot end well any more, and what of them is known."""
+    def lost(self, now: float) -> dict[int, str]:
+        """Ranks that cannot end well any more, and what of them is known.
+
+        ``now`` is of before the last ``exchange``: had this process been stopped since, it would find all ranks silent.
+        """
         found = {}
         for rank, beat in self.beats.items():
-            silent = time.monotonic() - self._heard[rank]
+            silent = now - self._heard[rank]
             if beat.done:
                 continue
-            if self.on_this_machine(beat) and not process_lives(beat.pid):
+            if beat.is_here and not process_lives(beat.pid):
                 if not self._last_words(rank).done:
                     found[rank] = "its process has ended"
             elif silent > self.silence:
                 found[rank] = f"{SILENT} for {silent:.0f} s (--heartbeat_timeout)"
         return found
 
-    def on_this_machine(self, beat: Beat) -> bool:
-        """Whether a rank's process id means something here."""
-        return beat.machine is not None and beat.machine == this_machine()
-
     def kill(self, ranks: Sequence[int]) -> None:
-        """End processes of this machine that give no sign of life; a launcher would wait for them."""
-        for rank in ranks:
-            beat = self.beats[rank]
-            if self.on_this_machine(beat) and process_lives(beat.pid):
-                os.kill(beat.pid, signal.SIGKILL)
+        """End processes of this machine that give no sign of life: a launcher would wait for them. Their stacks go."""
+        for beat in (self.beats[rank] for rank in ranks):
+            if beat.is_here:
+                if process_lives(beat.pid):
+                    os.kill(beat.pid, signal.SIGKILL)
+                if beat.stacks:
+                    Path(beat.stacks).unlink(missing_ok=True)
 
     def start_clocks_again(self) -> None:
         """Forget how long ranks have been silent: this process was stopped itself."""
@@ -153,7 +161,7 @@ class Peers:
 
     def alone_on_machine(self) -> bool:
         """Whether no other rank could end the process of this one."""
-        return not any(self.on_this_machine(beat) for beat in self.beats.values())
+        return not any(beat.is_here for beat in self.beats.values())
 
     def tell_signal(self, name: str) -> None:
         """All ranks shall know of the signal that this one got."""
@@ -172,7 +180,7 @@ class Peers:
 
     def speaks_without_store(self) -> bool:
         """True on the first living rank of each machine."""
-        here = [rank for rank, beat in self.beats.items() if self.on_this_machine(beat) and process_lives(beat.pid)]
+        here = [rank for rank, beat in self.beats.items() if beat.is_here and process_lives(beat.pid)]
         return self.rank < min(here, default=self.rank + 1)
 
     def _last_words(self, rank: int) -> Beat:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from openppo.strategy.watch.faults import Fault
 from openppo.strategy.watch.peers import Beat
+from openppo.strategy.watch.stacks import written_stacks
 
 _WIDTH = 100
 
 
 def render(fault: Fault, others: Sequence[Beat], resume: str) -> str:
-    """The report; ``others`` are the ranks that are well."""
+    """The report; ``others`` are the ranks that are well. Lost ranks that still run are made to write their stacks."""
     ranks = [*fault.where, *others]
     several_hosts = len({beat.host for beat in ranks}) > 1
 
@@ -29,7 +30,9 @@ def render(fault: Fault, others: Sequence[Beat], resume: str) -> str:
     rows += [("resume", line) for line in (resume, _restart()) if line]
     text = "".join(f"{name + ':':<9}{line}\n" for name, line in rows)
     title = " OpenPPO: the run has failed "
-    details = f"{fault.details.rstrip()}\n\n" if fault.details else ""
+    stacks = {beat.rank: written_stacks(beat) for beat in fault.where} if fault.lost else {}
+    details = fault.details + "".join(f"Stacks of rank {rank}:\n{text}\n" for rank, text in stacks.items() if text)
+    details = f"{details.rstrip()}\n\n" if details else ""
     return f"\n{title:=^{_WIDTH}}\n{details}{text}{'':=^{_WIDTH}}\n"
 
 

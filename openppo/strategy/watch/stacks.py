@@ -1,17 +1,20 @@
-"""Where threads stand: of this process now, and of another one when it crashed."""
+"""Where threads stand: of this process now; of another one now, or when it crashed."""
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from openppo.strategy.watch.peers import Beat
+from openppo.strategy.watch.peers import STACKS_SIGNAL, Beat, process_lives
 
+_SECONDS_TO_WRITE = 1.0
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -44,11 +47,29 @@ def _files(frame: FrameType | None) -> Iterator[str]:
         frame = frame.f_back
 
 
-def written_stacks(beat: Beat) -> str:
-    """The Python stacks that a crash left, once; empty without any, or on another host."""
+def _is_written(file: Path) -> bool:
+    """Whether something is there, and no more comes."""
     try:
-        lines = Path(beat.stacks).read_text().splitlines()
-        Path(beat.stacks).unlink()
+        size = file.stat().st_size
+        time.sleep(_SECONDS_TO_WRITE / 10)
+        return 0 < size == file.stat().st_size
+    except OSError:
+        return True
+
+
+def written_stacks(beat: Beat) -> str:
+    """The Python stacks that a crash left, or that a process writes now; empty without any, or on another host.
+
+    A process that still runs may crash while it writes: only for one that will be killed.
+    """
+    file = Path(beat.stacks)
+    if beat.is_here and process_lives(beat.pid):
+        os.kill(beat.pid, STACKS_SIGNAL)
+        deadline = time.monotonic() + _SECONDS_TO_WRITE
+        while time.monotonic() < deadline and not _is_written(file):
+            pass
+    try:
+        lines = file.read_text().splitlines()
     except OSError:
         return ""
     return "\n".join(line for line in lines if not line.startswith("Extension modules:"))

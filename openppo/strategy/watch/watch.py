@@ -20,7 +20,7 @@ from openppo.strategy import interrupt
 from openppo.strategy.watch import faults
 from openppo.strategy.watch.faults import Fault
 from openppo.strategy.watch.out_of_memory import host_memory
-from openppo.strategy.watch.peers import Beat, Peers, StoreLostError, this_machine
+from openppo.strategy.watch.peers import STACKS_SIGNAL, Beat, Peers, StoreLostError, this_machine
 from openppo.strategy.watch.report import render
 from openppo.strategy.watch.stacks import in_collective
 
@@ -77,15 +77,17 @@ class Watch:
         self._refusal: tuple[str, float] | None = None
         self._signal: tuple[str, float] | None = None
         self._announced = False
+        self._lost: Sequence[int] = ()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
         self._pipe = interrupt.SignalPipe()
-        descriptor, self._stacks = tempfile.mkstemp(prefix="openppo_stacks_") if self._peers else (2, "")
-        self._crash_file = descriptor
+        self._crash_file, self._stacks = tempfile.mkstemp(prefix="openppo_stacks_") if self._peers else (2, "")
         if not faulthandler.is_enabled():
-            faulthandler.enable(descriptor)
+            faulthandler.enable(self._crash_file)
+        if self._stacks:
+            faulthandler.register(STACKS_SIGNAL, self._crash_file)
         self._thread.start()
         return self
 
@@ -100,6 +102,7 @@ class Watch:
         self._thread.join()  # after an error it ends the process
         self._pipe.close()
         if self._stacks:
+            faulthandler.unregister(STACKS_SIGNAL)
             faulthandler.disable()
             os.close(self._crash_file)
             os.unlink(self._stacks)
@@ -133,17 +136,22 @@ class Watch:
             if self._peers is not None:
                 self._peers.start_clocks_again()
         self._looked = now
+        mine = self._beat(now)
         if self._peers is not None:
-            # A thread that holds Python's lock stops this one too: then C writes the stacks, and another rank ends us.
-            alone = self._peers.alone_on_machine()
-            faulthandler.dump_traceback_later(0.9 * limit, exit=alone, file=self._crash_file)
-            self._peers.exchange(self._beat(now))
+            # A thread that holds Python's lock stops this one too. Then another rank of this machine has C write our
+            # stacks, and ends us; without one a timer does, which also ends a process that was stopped for so long.
+            if self._peers.alone_on_machine():
+                faulthandler.dump_traceback_later(0.9 * limit, exit=True, file=self._crash_file)
+            else:
+                faulthandler.cancel_dump_traceback_later()
+            self._peers.exchange(mine)
             if self._peers.ended is not None:
                 self._follow()
         self._look_at_main_thread(now)
         if self._peers is not None:
-            if lost := self._peers.lost():
-                self._report(faults.lost(lost, self._peers.beats), kill=list(lost))
+            if lost := self._peers.lost(now):
+                self._lost = list(lost)
+                self._report(faults.lost(lost, self._peers.beats))
             if self._peers.signal is not None:
                 interrupt.request(self._peers.signal)
                 self._announce(self._peers.signal)
@@ -166,7 +174,7 @@ class Watch:
             message, since = self._refusal
             if self._rank == 0 or now - since > _SECONDS_FOR_RANK_0:
                 who = "" if self._rank == 0 else f" on rank {self._rank}"
-                self._end(f"error{who}: {message}\n", 2)
+                self._end(lambda: f"error{who}: {message}\n", 2)
 
     def _take(self, names: Sequence[str]) -> None:
         for name in names:
@@ -175,7 +183,7 @@ class Watch:
                 self._signal = (name, now)
                 interrupt.request(name)
             elif now - self._signal[1] > (_ECHO if self._launched else 0):
-                self._end(f"{name} again: ended at once in phase {self._where.phase}\n", _status(name))
+                self._end_by_signal(name, f"{name} again: ended at once in phase {self._where.phase}\n")
 
     def _obey_signal(self) -> None:
         if self._signal is None or self._announced:
@@ -188,7 +196,10 @@ class Watch:
             return
         missing = self._peers.missing() if self._peers is not None else []
         not_there = f"; not yet started: rank {', '.join(map(str, missing))}" if missing else ""
-        self._end(f"{name}: ended in phase {self._where.phase}{not_there}\n", _status(name))
+        self._end_by_signal(name, f"{name}: ended in phase {self._where.phase}{not_there}\n")
+
+    def _end_by_signal(self, name: str, text: str) -> NoReturn:
+        self._end(lambda: text, _status(name))
 
     def _announce(self, name: str) -> None:
         if not self._announced and self._rank == 0:
@@ -228,25 +239,24 @@ class Watch:
     def _raised(self, error: BaseException) -> Fault:
         return faults.raised(error, self._beat(time.monotonic()), self._options, self.explain_memory)
 
-    def _report(self, fault: Fault, kill: Sequence[int] = ()) -> NoReturn:
+    def _report(self, fault: Fault) -> NoReturn:
         others = []
         if self._peers is not None:
-            self._peers.kill(kill)
             with contextlib.suppress(StoreLostError):  # what is known already will do
                 time.sleep(_INTERVAL)  # where the others stopped
                 self._peers.exchange(self._beat(time.monotonic()))
             known = {self._rank: self._beat(time.monotonic()), **self._peers.beats}
             failed = {beat.rank for beat in fault.where}
             others = [beat for rank, beat in sorted(known.items()) if rank not in failed]
-        self._end(render(fault, others, self._resume), 1)
+        self._end(lambda: render(fault, others, self._resume), 1)
 
-    def _end(self, text: str, status: int) -> NoReturn:
+    def _end(self, text: Callable[[], str], status: int) -> NoReturn:
         """Say it, unless another rank does, and end this process and by that the run."""
         faulthandler.cancel_dump_traceback_later()
         if self._peers is None:
-            self._write(text)
+            self._write(text())
         elif self._peers.may_speak():
-            self._write(text)
+            self._write(text())
             with contextlib.suppress(StoreLostError):  # it is said, and nobody is left to know
                 self._peers.tell_end(status)
             time.sleep(_LINGER)
@@ -277,7 +287,7 @@ class Watch:
             owner = "torchrun" if not self._peers.hosts_store and "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
             what = f"{owner} is gone, or out of reach: its store at {host} does not answer ({error})"
             fault = Fault(what, [self._beat(time.monotonic())], look_at=["what ended it, on that host"])
-            if lost := self._peers.lost():
+            if lost := self._peers.lost(self._looked):
                 fault = faults.lost(lost, self._peers.beats)
             elif self._failure is not None and not faults.is_consequence(self._failure[0]):
                 fault = self._raised(self._failure[0])
@@ -316,6 +326,8 @@ class Watch:
 
     def _exit(self, status: int) -> NoReturn:
         """End the process whatever its threads do: a collective that waits, a reward function that sleeps."""
+        if self._peers is not None:
+            self._peers.kill(self._lost)
         if self._stacks:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._stacks)

@@ -2,11 +2,14 @@
 
 import socket
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from openppo.strategy.watch.peers import Beat, Peers, process_lives, this_machine
+from openppo.strategy.watch.peers import STACKS_SIGNAL, Beat, Peers, process_lives, this_machine
+from openppo.strategy.watch.stacks import written_stacks
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked at in /proc")
 
@@ -36,7 +39,7 @@ def test_a_rank_whose_process_has_ended_is_lost(peers: tuple[Peers, Peers], ende
     first, second = peers
     second.tell(Beat(rank=1, count=1, machine=this_machine(), pid=ended_process))
     first.exchange(Beat(rank=0))
-    assert first.lost() == {1: "its process has ended"}
+    assert first.lost(time.monotonic()) == {1: "its process has ended"}
 
 
 def test_a_rank_that_said_it_is_done_and_ended_since_it_was_heard_is_not_lost(
@@ -46,4 +49,45 @@ def test_a_rank_that_said_it_is_done_and_ended_since_it_was_heard_is_not_lost(
     second.tell(Beat(rank=1, count=1, machine=this_machine(), pid=ended_process))
     first.exchange(Beat(rank=0))
     second.tell(Beat(rank=1, count=2, machine=this_machine(), pid=ended_process, done=True))
-    assert first.lost() == {}
+    assert first.lost(time.monotonic()) == {}
+
+
+def test_a_process_that_was_stopped_in_the_middle_of_a_look_finds_nobody_silent(peers: tuple[Peers, Peers]) -> None:
+    first, _ = peers
+    first.silence = 0.2
+    first.exchange(Beat(rank=0))
+    before = time.monotonic()
+    time.sleep(0.4)
+    first.exchange(Beat(rank=0))
+    assert first.lost(before) == {}
+    assert first.lost(time.monotonic()).keys() == {1}
+
+
+HOLDS = f"""
+import ctypes, faulthandler, sys
+faulthandler.register({STACKS_SIGNAL}, open(sys.argv[1], "w"))
+def hold():
+    while True:
+        ctypes.PyDLL(None).sleep(300)  # PyDLL keeps Python's lock; a signal ends the sleep
+print("holds", flush=True)
+hold()
+"""
+
+
+def test_a_process_that_holds_the_lock_of_python_writes_where_it_stands_and_is_ended(
+    peers: tuple[Peers, Peers], tmp_path: Path
+) -> None:
+    first, second = peers
+    stacks = tmp_path / "stacks"
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(stacks)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "holds\n"
+            second.tell(Beat(rank=1, count=1, machine=this_machine(), pid=process.pid, stacks=str(stacks)))
+            first.exchange(Beat(rank=0))
+            assert "in hold" in written_stacks(first.beats[1])
+            first.kill([1])
+            assert process.wait(timeout=20) == -9
+            assert not stacks.exists()
+        finally:
+            process.kill()
