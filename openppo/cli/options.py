@@ -29,8 +29,7 @@ from openppo.config.tracking import KEY_FROM_ELSEWHERE
 
 _SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
-
-
+_ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
 _HOW_TO_RESUME = "the same command with --load_checkpoint goes on from the newest checkpoint"
 
 
@@ -157,10 +156,18 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
         return tyro.cli(
             config_type,
             args=arguments,
+            prog=_command(),
+            description=f"{config_type.__doc__}\n{_ABOUT_FILES}",
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes, *markers),
             console_outputs=speaks,
         )
+
+
+def _command() -> str:
+    """As it was called: ``openppo train_ppo``, or ``python -m openppo.cli.train_ppo``."""
+    called = sys.argv[0]
+    return f"python -m openppo.cli.{Path(called).stem}" if called.endswith(".py") else called
 
 
 def option_names(config_type: type) -> dict[str, dataclasses.Field]:

@@ -477,6 +477,7 @@ def test_help_shows_every_flag(command: type, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     for name in option_names(command):
         assert f"--{name}" in printed
+    assert "--config FILE.yaml" in printed
 
 
 # YAML files
