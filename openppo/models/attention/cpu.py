@@ -33,26 +33,15 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Heads (B, H, L, D) to outputs (B, L, H, D), as transformers calls it."""
-    if attention_mask is None and _is_plain(module, query, key, value, options):
+    length = query.shape[2]
+    if attention_mask is None and length > 1 and length == key.shape[2] and not options.get("dropout"):
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         return causal_attention(query, key, value, scale, learns)[0], None
-    if query.dtype is not torch.bfloat16 or query.shape[2] == 1:  # one token: its whole cache would be converted
+    if query.dtype is not torch.bfloat16 or length == 1:  # one token: its whole cache would be converted
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     output, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
     return output.bfloat16(), None
-
-
-def _is_plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether nothing is asked for but that tokens see themselves and those before them."""
-    causal = options.get("is_causal")
-    return (
-        bool(getattr(module, "is_causal", True) if causal is None else causal)
-        and 1 < query.shape[2] == key.shape[2]
-        and key.shape == value.shape
-        and not options.get("dropout")
-        and all(options.get(name) is None for name in ("position_bias", "softcap", "cache"))
-    )
 
 
 @torch.library.custom_op("openppo::causal_attention", mutates_args=())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from openppo.models.attention import cpu
 from openppo.models.attention.cpu import causal_attention, n_weights
@@ -151,24 +151,6 @@ def test_what_is_not_causal_over_all_tokens_goes_to_torch(saved: Path, torch_att
     mask[0, :5] = 0
     model(input_ids=ids, attention_mask=mask)
     assert torch_attention == [torch.bfloat16] * 2 + [torch.float32] * 2
-
-
-@pytest.mark.parametrize(
-    "asked", [{"is_causal": False}, {"dropout": 0.5}, {"position_bias": torch.zeros(1, 4, 20, 20)}]
-)
-def test_what_more_is_asked_for_goes_to_torch(
-    saved: Path, torch_attention: list[torch.dtype], asked: dict[str, object]
-) -> None:
-    model = load_causal_lm(str(saved), bf16=True, flash_attn=False)
-    query, key, value = heads(2, 4, 2, 20, 16, torch.bfloat16)
-    attention = AttentionInterface()[model.config._attn_implementation]
-    layer = model.model.layers[0].self_attn
-    attention(layer, query, key, value, None, scaling=SCALE, **asked)
-    assert torch_attention == [torch.float32]
-    output, _ = attention(layer, query, key, value, None, scaling=SCALE)
-    assert torch_attention == [torch.float32] and torch.equal(
-        output, causal_attention(query, key, value, SCALE, True)[0]
-    )
 
 
 def test_a_saved_model_knows_nothing_of_it(saved: Path, tmp_path: Path) -> None:
