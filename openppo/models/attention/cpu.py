@@ -1,4 +1,4 @@
-"""Causal attention of bfloat16 models on CPUs, in blocks that stay in the cache: faster there than torch's SDPA."""
+"""Causal attention on CPUs, in blocks that stay in the cache: faster there than torch's SDPA, forward and backward."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SCORES = 1 << 20
 
 
 def use_cpu_attention(model: PreTrainedModel) -> None:
-    """Replace SDPA in a bfloat16 model on CPUs without AMX. In float32 it would not be faster."""
-    if torch.cuda.is_available() or torch.cpu.get_capabilities().get("amx_bf16", False):
+    """Replace SDPA where the model has it and the work is on CPUs; not for bfloat16 on CPUs with AMX, untried there."""
+    if torch.cuda.is_available() or model.config._attn_implementation != "sdpa":
         return
-    if model.dtype is not torch.bfloat16 or model.config._attn_implementation != "sdpa":
+    if model.dtype is torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16", False):
         return
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, sdpa_mask)

@@ -94,7 +94,6 @@ def test_what_attention_keeps_on_cpus_is_counted(
     cpu, gpu = (
         saved_by_layers(shape, Pass(ROWS, length, length, on_cpu), s, checkpointing=False) for on_cpu in (True, False)
     )
-    assert (cpu > gpu) == (dtype is torch.bfloat16)
     assert cpu - gpu == pytest.approx(saved_bytes(Actor(model).train(), *inputs) - by_torch, rel=0.06)
 
 
