@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from openppo.models.attention.cpu import use_cpu_attention
+from openppo.models.cpu_attention import use_cpu_attention
 from openppo.models.lora.folder import base_model_of, is_peft_folder, merge_adapters
 from openppo.models.trust import RefusedError, refusing_code
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from openppo.config import LoRAConfig
-from openppo.models.attention.cpu import use_cpu_attention
+from openppo.models.cpu_attention import use_cpu_attention
 from openppo.models.loading import disable_dropout, load_config, load_options
 from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
 from openppo.models.lora.folder import base_model_of, has_head, is_peft_folder, merge_adapters

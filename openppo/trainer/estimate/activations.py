@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openppo.models.attention.cpu import n_weights
+from openppo.models.cpu_attention import n_weights
 from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
 from openppo.rollout.hf_engine import PREFILL_TOKENS
 from openppo.rollout.row_cache import SLACK_COLUMNS

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from openppo.models.attention import cpu
-from openppo.models.attention.cpu import causal_attention, n_weights
+from openppo.models import cpu_attention
+from openppo.models.cpu_attention import causal_attention, n_weights
 from openppo.models.loading import load_causal_lm
 
 SCALE = 0.3
@@ -52,8 +52,8 @@ def test_outputs_and_gradients_are_those_of_torch(length: int, queries: int, key
 def test_pieces_of_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = heads(5, 4, 2, 40, 8, torch.float64)
     whole = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
-    monkeypatch.setattr(cpu, "_BLOCK", 7)
-    monkeypatch.setattr(cpu, "_SCORES", 4 * 7 * 40 * 2)  # two rows at a time, and one is left
+    monkeypatch.setattr(cpu_attention, "_BLOCK", 7)
+    monkeypatch.setattr(cpu_attention, "_SCORES", 4 * 7 * 40 * 2)  # two rows at a time, and one is left
     pieces = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
     for one, other in zip(whole, pieces, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from openppo.models import Actor
-from openppo.models.attention.cpu import use_cpu_attention
+from openppo.models.cpu_attention import use_cpu_attention
 from openppo.rollout.row_cache import PromptCache, RowCache
 from openppo.trainer.estimate.activations import (
     Pass,
