@@ -20,7 +20,6 @@ def shape() -> ModelShape:
         layers=4,
         hidden=100,
         queries=100,
-        heads=5,
         keys=50,
         intermediate=300,
         gated=True,
