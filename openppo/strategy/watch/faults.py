@@ -22,12 +22,12 @@ class Fault:
     where: Sequence[Beat]
     details: str = ""
     """Traceback, or the stacks of all threads."""
-    lost: bool = False
-    """The ranks themselves can say no more: what stacks they leave is read where the report is written."""
     memory: Sequence[str] = ()
     look_at: Sequence[str] = ()
     lower: Sequence[str] = ()
     """What to do about memory."""
+    lost: bool = False
+    """The ranks themselves can say no more: what stacks they leave is read where the report is written."""
 
 
 def raised(error: BaseException, where: Beat, options: Mapping[str, Any], models: Callable[[], Sequence[str]]) -> Fault:
@@ -36,7 +36,7 @@ def raised(error: BaseException, where: Beat, options: Mapping[str, Any], models
     what = f"rank {where.rank} raised {traceback.format_exception_only(error)[-1].splitlines()[0]}"
     if is_out_of_memory(error):
         memory = [*memory_lines(options), *models()]
-        return Fault(what, [where], text, memory=memory, lower=remedies(where.phase, options))
+        return Fault(what, [where], text, memory, lower=remedies(where.phase, options))
     look_at = []
     if is_consequence(error):
         look_at = ["the network between the ranks: a connection broke, and all ranks are alive"]
