@@ -288,6 +288,7 @@ class Watch:
             what = f"{owner} is gone, or out of reach: its store at {host} does not answer ({error})"
             fault = Fault(what, [self._beat(time.monotonic())], look_at=["what ended it, on that host"])
             if lost := self._peers.lost(self._looked):
+                self._lost = list(lost)
                 fault = faults.lost(lost, self._peers.beats)
             elif self._failure is not None and not faults.is_consequence(self._failure[0]):
                 fault = self._raised(self._failure[0])
