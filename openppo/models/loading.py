@@ -13,10 +13,8 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from huggingface_hub.errors import HFValidationError
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,16 +23,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from openppo.models.attention.cpu import use_cpu_attention
 from openppo.models.lora.folder import base_model_of, is_peft_folder, merge_adapters
 from openppo.models.trust import RefusedError, refusing_code
 
 logger = logging.getLogger("openppo")
 
 _HUB_TIMEOUT_SECONDS = 10
-_FLOAT32_SDPA = "sdpa_float32"
 
 
 def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -105,30 +101,6 @@ def attention_implementation(flash_attn: bool) -> str | None:
     return "flash_attention_2"
 
 
-def use_fast_cpu_attention(model: PreTrainedModel) -> None:
-    """On CPUs without AMX, have SDPA compute in float32 where the model is in bfloat16.
-
-    torch's bfloat16 kernel takes three times as long there in the backward pass. A decode step stays as it is: it would
-    convert the whole cache.
-    """
-    if torch.cuda.is_available() or torch.cpu.get_capabilities().get("amx_bf16", False):
-        return
-    if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(_FLOAT32_SDPA, _sdpa_in_float32)
-        AttentionMaskInterface.register(_FLOAT32_SDPA, sdpa_mask)
-        model.set_attn_implementation(_FLOAT32_SDPA)
-
-
-def _sdpa_in_float32(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Heads (B, H, L, D) to outputs (B, L, H, D), as transformers calls it."""
-    if query.dtype is not torch.bfloat16 or query.shape[2] == 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    output, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
-    return output.bfloat16(), None
-
-
 def quantization(load_in_4bit: bool, bf16: bool) -> BitsAndBytesConfig | None:
     """How weights but for heads are kept in 4 bits (NF4, quantized scales, arXiv 2305.14314); None without them.
 
@@ -182,7 +154,7 @@ def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTr
             f"{name} is no whole causal language model: it lacks {', '.join(missing[:5])}, which would be random. "
             "Give a checkpoint that has them."
         )
-    use_fast_cpu_attention(model)
+    use_cpu_attention(model)
     return merge_adapters(model, name) if is_peft_folder(name) else model
 
 

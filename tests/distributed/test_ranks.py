@@ -31,9 +31,12 @@ BF16_ALONE_TOLERANCE = 5e-3
 Every forward is then the same on any number of ranks. Gradients are added in float32, in another order, which may
 move a weight over an edge of rounding.
 """
-BF16_LORA_STAGE_3_TOLERANCE = 2e-2
-"""The same for LoRA under ZeRO-3 against the other stages; at most 8e-3 was measured. DeepSpeed's hooks make autograd
-add the gradients that reach an activation through weights and adapters in another order, and in bfloat16."""
+BF16_LORA_STAGE_3_TOLERANCE = 0.2
+"""The same for LoRA under ZeRO-3 against the other stages; at most 0.11 was measured, over six sets of random weights,
+where bfloat16 was 0.06 to 0.19 from float32. DeepSpeed's hooks make autograd add the gradients that reach an activation
+through weights and adapters in another order, and in bfloat16; Adam turns a gradient near zero that changes its sign
+into a full step the other way.
+"""
 BF16_TOLERANCE = math.sqrt(2)
 """Otherwise, in bfloat16, of the distance to the result in float32; at most 0.85 was measured.
 

@@ -1,14 +1,17 @@
 """What forward and backward passes take above the states, in bytes.
 
 Tensors that transformers' Llama-like layers save for the backward pass are counted one by one, as in arXiv 2205.05198
-(section 4.1), for attention that does not materialize its scores (SDPA, FlashAttention). s is the bytes of an element,
-a token is a place of the padded (B, L) batch.
+(section 4.1), for attention that does not materialize its scores (SDPA, FlashAttention), and for our own of
+bfloat16 models on CPUs. s is the bytes of an element, a token is a place of the padded (B, L) batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from openppo.models.attention.cpu import kept_in_bfloat16
 from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
 from openppo.rollout.hf_engine import PREFILL_TOKENS
 from openppo.rollout.row_cache import SLACK_COLUMNS
@@ -64,6 +67,8 @@ def passing_per_token(shape: ModelShape, s: int) -> int:
 def saved_by_layers(shape: ModelShape, batch: Pass, s: int, checkpointing: bool, lora_rank: int = 0) -> int:
     """What all layers save; with ``checkpointing`` their inputs, and all of the one that is computed again."""
     layer = saved_per_layer(shape, s, lora_rank) * batch.tokens
+    if batch.on_cpu and s == torch.bfloat16.itemsize:
+        layer += kept_in_bfloat16(batch.rows, shape.heads, batch.length)
     if checkpointing:
         return shape.layers * s * shape.hidden * batch.tokens + layer
     return shape.layers * layer

@@ -33,6 +33,7 @@ class ModelShape:
     hidden: int
     queries: int
     """Attention heads x their width."""
+    heads: int
     keys: int
     """Key-value heads x their width."""
     intermediate: int
@@ -88,6 +89,7 @@ def model_shape(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         queries=heads * width,
+        heads=heads,
         keys=(getattr(text, "num_key_value_heads", None) or heads) * width,
         intermediate=intermediate,
         gated=_width_of_mlps(linears, intermediate) >= 2 * intermediate * text.num_hidden_layers,

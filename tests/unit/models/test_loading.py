@@ -14,14 +14,13 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from openppo.models import loading
 from openppo.models.loading import (
     check_model,
     disable_dropout,
     eos_token_ids,
-    load_causal_lm,
     load_tokenizer,
     pad_token_id,
 )
@@ -173,42 +172,3 @@ def test_dropout_is_removed_from_modules_and_from_plain_attributes() -> None:
 def test_a_name_that_the_hub_would_refuse_is_an_error_that_names_the_flag(name: str) -> None:
     with pytest.raises(ValueError, match="--pretrain .*no such local folder.*Check the path"):
         check_model(name, "--pretrain")
-
-
-def test_attention_of_bfloat16_models_is_more_exact_on_cpus_and_trains_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SDPA in float32, but for decode steps; nothing of it is saved."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path / "saved")
-    ours = load_causal_lm(str(tmp_path / "saved"), bf16=True, flash_attn=False)
-    plain = LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
-    exact = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
-    for mine, theirs in zip(exact.parameters(), ours.parameters(), strict=True):
-        mine.data.copy_(theirs.data)  # rounded to bfloat16
-    called: list[torch.dtype] = []
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "scaled_dot_product_attention",
-        lambda query, *rest, **more: called.append(query.dtype) or sdpa(query, *rest, **more),
-    )
-    ids = torch.randint(0, 50, (3, 20))
-    gradients, outputs = [], []
-    for model in (ours, plain, exact):
-        logits = model(input_ids=ids).logits.float()
-        logits.logsumexp(-1).sum().backward()
-        gradients.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
-        outputs.append(logits.detach())
-    assert called == [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float32] * 2
-    assert (outputs[0] - outputs[2]).norm() <= 1.05 * (outputs[1] - outputs[2]).norm()
-    assert (gradients[0] - gradients[2]).norm() <= 1.05 * (gradients[1] - gradients[2]).norm()
-    called.clear()
-    cache = ours(input_ids=ids, use_cache=True).past_key_values
-    ours(input_ids=ids[:, :1], past_key_values=cache)
-    assert called == [torch.float32] * 2 + [torch.bfloat16] * 2
-    ours.save_pretrained(tmp_path / "again")
-    assert "sdpa" not in (tmp_path / "again" / "config.json").read_text()

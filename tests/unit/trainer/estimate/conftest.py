@@ -20,6 +20,7 @@ def shape() -> ModelShape:
         layers=4,
         hidden=100,
         queries=100,
+        heads=5,
         keys=50,
         intermediate=300,
         gated=True,

@@ -1,5 +1,6 @@
 """Activations, against the tensors that real models save and caches that they fill."""
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import (
 )
 
 from openppo.models import Actor
+from openppo.models.attention.cpu import use_cpu_attention
 from openppo.rollout.row_cache import PromptCache, RowCache
 from openppo.trainer.estimate.activations import (
     Pass,
@@ -74,6 +76,26 @@ def test_what_a_forward_saves_is_counted(
         counted -= saved_per_layer(shape, s, lora_rank) * asked.tokens
     counted += s * ROWS * (LENGTH - PROMPT) * VOCABULARY
     assert counted == pytest.approx(saved_bytes(Actor(model, lora_rank=lora_rank).train(), *batch), rel=0.03)
+
+
+@pytest.mark.parametrize("length", [96, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_attention_keeps_on_cpus_is_counted(
+    dtype: torch.dtype, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[0]), dtype=dtype)  # which it writes into
+    everything = torch.ones(ROWS, length, dtype=torch.bool)
+    inputs = torch.zeros(ROWS, length, dtype=torch.int64), everything, everything
+    by_torch = saved_bytes(Actor(model).train(), *inputs)
+    use_cpu_attention(model)
+    shape, s = model_shape(CONFIGS[0], "vocabulary"), dtype.itemsize
+    cpu, gpu = (
+        saved_by_layers(shape, Pass(ROWS, length, length, on_cpu), s, checkpointing=False) for on_cpu in (True, False)
+    )
+    assert (cpu > gpu) == (dtype is torch.bfloat16)
+    assert cpu - gpu == pytest.approx(saved_bytes(Actor(model).train(), *inputs) - by_torch, rel=0.06)
 
 
 def test_the_cache_of_generation_is_the_engines() -> None:

@@ -1,0 +1,1 @@
+"""Attention written here, where the libraries have none that is fast."""

@@ -1,0 +1,196 @@
+"""Attention in blocks is attention: the outputs and gradients of torch's own, for any length and grouping of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from openppo.models.attention import cpu
+from openppo.models.attention.cpu import causal_attention, kept_in_bfloat16
+from openppo.models.loading import load_causal_lm
+
+SCALE = 0.3
+
+
+def heads(rows: int, queries: int, keys: int, length: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values as models hand them over: views of (B, L, H, D)."""
+    generator = torch.Generator().manual_seed(length)
+    return [
+        torch.randn(rows, length, n, width, generator=generator).to(dtype).transpose(1, 2).requires_grad_()
+        for n in (queries, keys, keys)
+    ]
+
+
+def of_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """(B, L, H, D)"""
+    return F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=SCALE, enable_gqa=query.shape[1] != key.shape[1]
+    ).transpose(1, 2)
+
+
+def outputs_and_gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, inputs, weights)]
+
+
+@pytest.mark.parametrize("length", [2, 31, 128, 129, 300])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (6, 2), (4, 1)])
+def test_outputs_and_gradients_are_those_of_torch(length: int, queries: int, keys: int) -> None:
+    inputs = heads(3, queries, keys, length, 8, torch.float32)
+    ours = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
+    theirs = outputs_and_gradients(of_torch(*inputs), inputs)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-5)
+
+
+def test_pieces_of_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = heads(5, 4, 2, 40, 8, torch.float64)
+    whole = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
+    monkeypatch.setattr(cpu, "_BLOCK", 7)
+    monkeypatch.setattr(cpu, "_SCORES", 4 * 7 * 40 * 2)  # two rows at a time, and one is left
+    pieces = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
+    for one, other in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    inputs = heads(2, 4, 2, 5, 3, torch.float64)
+    assert torch.autograd.gradcheck(lambda *tensors: causal_attention(*tensors, SCALE, True)[0], inputs)
+
+
+def test_later_tokens_are_not_seen() -> None:
+    query, key, value = heads(1, 2, 2, 200, 4, torch.float32)
+    before = causal_attention(query, key, value, SCALE, False)[0]
+    key.data[:, :, 150:], value.data[:, :, 150:] = torch.nan, torch.nan
+    after = causal_attention(query, key, value, SCALE, False)[0]
+    assert torch.equal(after[:, :100], before[:, :100])  # of the block with 150 it is 0 * nan
+
+
+def test_bfloat16_is_about_as_exact_as_torch_has_it() -> None:
+    inputs = heads(4, 8, 4, 170, 32, torch.bfloat16)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    reference = outputs_and_gradients(of_torch(*exact), exact)
+    ours = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
+    theirs = outputs_and_gradients(of_torch(*inputs), inputs)
+    for mine, other, truth in zip(ours, theirs, reference, strict=True):
+        assert (mine - truth).norm() <= 2 * (other - truth).norm()
+        assert (mine - truth).norm() <= 0.01 * truth.norm()
+
+
+@pytest.fixture
+def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPU and AMX."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+
+
+@pytest.mark.usefixtures("plain_cpu")
+def test_weights_are_kept_for_the_backward_pass_only() -> None:
+    inputs = heads(2, 4, 2, 130, 8, torch.float32)
+    assert len(causal_attention(*inputs, SCALE, False)[1]) == 0
+    kept = causal_attention(*inputs, SCALE, True)[1]
+    assert 2 * len(kept) == kept_in_bfloat16(2, 4, 130) < 2 * 2 * 4 * 130 * 130
+    used = kept.detach()[: 2 * 4 * (65 * 65 + 65 * 130)].view(-1, 65)
+    assert len(kept) == used.numel(), "two blocks of 65 queries"
+
+
+def test_operators_are_described_well_enough_to_be_compiled() -> None:
+    inputs = heads(2, 4, 2, 20, 8, torch.float32)
+    torch.library.opcheck(causal_attention, (*inputs, SCALE, True))
+
+
+@pytest.fixture
+def saved(tmp_path: Path, plain_cpu: None) -> Path:
+    """A Llama with random weights."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.fixture
+def torch_attention(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Of each call of torch's own attention."""
+    called: list[torch.dtype] = []
+    sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
+
+    def noted(query: Tensor, *rest: object, **options: object) -> Tensor:
+        called.append(query.dtype)
+        return sdpa(query, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    return called
+
+
+def test_models_in_bfloat16_are_about_as_exact_with_it(saved: Path, torch_attention: list[torch.dtype]) -> None:
+    ours = load_causal_lm(str(saved), bf16=True, flash_attn=False)
+    plain = LlamaForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
+    exact = LlamaForCausalLM.from_pretrained(saved)
+    for mine, theirs in zip(exact.parameters(), ours.parameters(), strict=True):
+        mine.data.copy_(theirs.data)  # rounded to bfloat16
+    ids = torch.randint(0, 50, (3, 20))
+    gradients, outputs = [], []
+    for model in (ours, plain, exact):
+        logits = model(input_ids=ids).logits.float()
+        logits.logsumexp(-1).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
+        outputs.append(logits.detach())
+    assert torch_attention == [torch.bfloat16] * 2 + [torch.float32] * 2, "not of the first model"
+    for mine, other, truth in (outputs, gradients):
+        assert (mine - truth).norm() <= 1.2 * (other - truth).norm()
+
+
+def test_what_is_not_causal_over_all_tokens_goes_to_torch(saved: Path, torch_attention: list[torch.dtype]) -> None:
+    """In float32 where prompts are padded; as it is in decode steps, whose caches would be converted."""
+    model = load_causal_lm(str(saved), bf16=True, flash_attn=False)
+    ids, mask = torch.randint(0, 50, (3, 20)), torch.ones(3, 20, dtype=torch.int64)
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    assert torch_attention == []
+    model(input_ids=ids[:, :1], past_key_values=cache)
+    assert torch_attention == [torch.bfloat16] * 2
+    mask[0, :5] = 0
+    model(input_ids=ids, attention_mask=mask)
+    assert torch_attention == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
+@pytest.mark.parametrize(
+    "asked", [{"is_causal": False}, {"dropout": 0.5}, {"position_bias": torch.zeros(1, 4, 20, 20)}]
+)
+def test_what_more_is_asked_for_goes_to_torch(
+    saved: Path, torch_attention: list[torch.dtype], asked: dict[str, object]
+) -> None:
+    model = load_causal_lm(str(saved), bf16=True, flash_attn=False)
+    query, key, value = heads(2, 4, 2, 20, 16, torch.bfloat16)
+    attention = AttentionInterface()[model.config._attn_implementation]
+    layer = model.model.layers[0].self_attn
+    attention(layer, query, key, value, None, scaling=SCALE, **asked)
+    assert torch_attention == [torch.float32]
+    output, _ = attention(layer, query, key, value, None, scaling=SCALE)
+    assert torch_attention == [torch.float32] and torch.equal(
+        output, causal_attention(query, key, value, SCALE, True)[0]
+    )
+
+
+def test_long_rows_go_to_torch_whose_attention_keeps_no_weights(
+    saved: Path, torch_attention: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "_LONGEST", 20)
+    model = load_causal_lm(str(saved), bf16=True, flash_attn=False)
+    model(input_ids=torch.zeros(3, 20, dtype=torch.int64))
+    assert torch_attention == [] and kept_in_bfloat16(3, 4, 20) > 0
+    model(input_ids=torch.zeros(3, 21, dtype=torch.int64))
+    assert torch_attention == [torch.float32] * 2 and kept_in_bfloat16(3, 4, 21) == 0
+
+
+def test_a_saved_model_knows_nothing_of_it(saved: Path, tmp_path: Path) -> None:
+    assert load_causal_lm(str(saved), bf16=False, flash_attn=False).config._attn_implementation == "sdpa"
+    model = load_causal_lm(str(saved), bf16=True, flash_attn=False)
+    assert model.config._attn_implementation == "openppo_cpu"
+    model.save_pretrained(tmp_path / "again")
+    assert "openppo" not in (tmp_path / "again" / "config.json").read_text()
