@@ -67,7 +67,12 @@ def main() -> None:
     turns.use_threads()
     dtype = torch.float32 if arguments.dtype == "float32" else torch.bfloat16
     policy = arguments.assets / arguments.workload / "policy"
-    model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=dtype).eval()
+    if arguments.engine == "openppo":
+        from openppo.models.loading import load_causal_lm
+
+        model = load_causal_lm(str(policy), bf16=dtype is torch.bfloat16, flash_attn=False).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=dtype).eval()
     with open(arguments.assets / "prompts.jsonl", encoding="utf-8") as file:
         rows = [json.loads(next(file))["ids"] for _ in range(turns.BATCH)]
     make = engine_decoder if arguments.engine == "openppo" else transformers_decoder

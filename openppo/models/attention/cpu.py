@@ -1,4 +1,4 @@
-"""Causal attention of bfloat16 models on CPUs, in blocks that stay in the cache: faster there than torch's SDPA."""
+"""Attention on CPUs where it is faster than torch's SDPA: of decode steps in float32, causal in bfloat16."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SCORES = 1 << 20
 
 
 def use_cpu_attention(model: PreTrainedModel) -> None:
-    """Replace SDPA in a bfloat16 model on CPUs without AMX. In float32 it would not be faster."""
-    if _is_of_use(model.dtype) and model.config._attn_implementation == "sdpa":
+    """Replace SDPA in a model on CPUs."""
+    if not torch.cuda.is_available() and model.config._attn_implementation == "sdpa":
         AttentionInterface.register(_NAME, _attend)
         AttentionMaskInterface.register(_NAME, sdpa_mask)
         model.set_attn_implementation(_NAME)
@@ -30,39 +30,60 @@ def use_cpu_attention(model: PreTrainedModel) -> None:
 
 def kept_in_bfloat16(n_rows: int, heads: int, length: int) -> int:
     """Bytes that a layer keeps of (B, L) tokens for the backward pass on this CPU, above SDPA's; at most."""
-    used = _is_of_use(torch.bfloat16) and length <= _LONGEST
+    used = not _has_amx() and length <= _LONGEST
     return torch.bfloat16.itemsize * _n_weights(n_rows, heads, length) if used else 0
-
-
-def _is_of_use(dtype: torch.dtype) -> bool:
-    has_amx = torch.cpu.get_capabilities().get("amx_bf16", False)
-    return dtype is torch.bfloat16 and not torch.cuda.is_available() and not has_amx
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Heads (B, H, L, D) to outputs (B, L, H, D), as transformers calls it."""
-    if attention_mask is None and _is_plain(module, query, key, value, options):
-        scale = options.get("scaling") or query.shape[-1] ** -0.5
+    decodes = query.shape[2] == 1
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    if decodes and query.dtype is torch.float32 and _is_plain(options) and _is_of_columns(attention_mask):
+        return _attend_once(query, key, value, attention_mask, scale), None
+    if decodes or query.dtype is not torch.bfloat16 or _has_amx():
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if attention_mask is None and _is_plain(options) and _is_causal(module, query, key, value, options):
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         return causal_attention(query, key, value, scale, learns)[0], None
-    if query.dtype is not torch.bfloat16 or query.shape[2] == 1:  # one token: its whole cache would be converted
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     output, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **options)
     return output.bfloat16(), None
 
 
-def _is_plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether nothing is asked for but that tokens see themselves and those before them."""
-    causal = options.get("is_causal")
-    return (
-        bool(getattr(module, "is_causal", True) if causal is None else causal)
-        and 1 < query.shape[2] == key.shape[2] <= _LONGEST
-        and key.shape == value.shape
-        and not options.get("dropout")
-        and all(options.get(name) is None for name in ("position_bias", "softcap", "cache"))
+def _has_amx() -> bool:
+    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+
+
+def _is_plain(options: dict[str, Any]) -> bool:
+    """Whether nothing is asked for but a softmax."""
+    return not options.get("dropout") and all(
+        options.get(name) is None for name in ("position_bias", "softcap", "cache")
     )
+
+
+def _is_causal(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether tokens see themselves and those before them, and are not too many to keep the weights."""
+    causal = options.get("is_causal")
+    asked = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    return asked and query.shape[2] == key.shape[2] <= _LONGEST and key.shape == value.shape
+
+
+def _is_of_columns(mask: Tensor | None) -> bool:
+    """Whether a mask says no more than which keys a row sees, (B, 1, 1, L)."""
+    return mask is None or (mask.dtype is torch.bool and mask.shape[1] == 1)
+
+
+def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D)."""
+    n_rows, heads, _, width = query.shape
+    groups, length = key.shape[1:3]
+    queries = query.reshape(n_rows * groups, -1, width)  # by the head of their keys
+    scores = torch.bmm(queries, key.flatten(0, 1).transpose(1, 2)).mul(scale).view(n_rows, heads, length)
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, 0], -torch.inf)
+    weights = torch.softmax(scores, -1).view(n_rows * groups, -1, length)
+    return torch.bmm(weights, value.flatten(0, 1)).view(n_rows, 1, heads, -1)
 
 
 @torch.library.custom_op("openppo::causal_attention", mutates_args=())

@@ -128,6 +128,12 @@ def torch_attention(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     return called
 
 
+def attend(model: LlamaForCausalLM, inputs: list[Tensor], mask: Tensor | None, **asked: object) -> Tensor:
+    """As transformers calls it."""
+    attention = AttentionInterface()[model.config._attn_implementation]
+    return attention(model.model.layers[0].self_attn, *inputs, mask, scaling=SCALE, **asked)[0]
+
+
 def test_models_in_bfloat16_are_about_as_exact_with_it(saved: Path, torch_attention: list[torch.dtype]) -> None:
     ours = load_causal_lm(str(saved), bf16=True, flash_attn=False)
     plain = LlamaForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
@@ -166,15 +172,11 @@ def test_what_more_is_asked_for_goes_to_torch(
     saved: Path, torch_attention: list[torch.dtype], asked: dict[str, object]
 ) -> None:
     model = load_causal_lm(str(saved), bf16=True, flash_attn=False)
-    query, key, value = heads(2, 4, 2, 20, 16, torch.bfloat16)
-    attention = AttentionInterface()[model.config._attn_implementation]
-    layer = model.model.layers[0].self_attn
-    attention(layer, query, key, value, None, scaling=SCALE, **asked)
+    inputs = heads(2, 4, 2, 20, 16, torch.bfloat16)
+    attend(model, inputs, None, **asked)
     assert torch_attention == [torch.float32]
-    output, _ = attention(layer, query, key, value, None, scaling=SCALE)
-    assert torch_attention == [torch.float32] and torch.equal(
-        output, causal_attention(query, key, value, SCALE, True)[0]
-    )
+    output = attend(model, inputs, None)
+    assert torch_attention == [torch.float32] and torch.equal(output, causal_attention(*inputs, SCALE, True)[0])
 
 
 def test_long_rows_go_to_torch_whose_attention_keeps_no_weights(
@@ -188,9 +190,65 @@ def test_long_rows_go_to_torch_whose_attention_keeps_no_weights(
     assert torch_attention == [torch.float32] * 2 and kept_in_bfloat16(3, 4, 21) == 0
 
 
-def test_a_saved_model_knows_nothing_of_it(saved: Path, tmp_path: Path) -> None:
-    assert load_causal_lm(str(saved), bf16=False, flash_attn=False).config._attn_implementation == "sdpa"
+def test_with_amx_torch_is_faster_in_bfloat16(
+    saved: Path, torch_attention: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     model = load_causal_lm(str(saved), bf16=True, flash_attn=False)
+    model(input_ids=torch.zeros(3, 20, dtype=torch.int64))
+    assert torch_attention == [torch.bfloat16] * 2 and kept_in_bfloat16(3, 4, 20) == 0
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (6, 2), (4, 1)])
+def test_decode_steps_in_float32_are_those_of_torch(
+    saved: Path, torch_attention: list[torch.dtype], queries: int, keys: int, masked: bool
+) -> None:
+    """Over keys and values that are a part of larger buffers, as in the engine's cache."""
+    model = load_causal_lm(str(saved), bf16=False, flash_attn=False)
+    torch.manual_seed(0)
+    buffers = torch.randn(2, 5, keys, 30, 8)
+    inputs = [torch.randn(5, 1, queries, 8).transpose(1, 2), *buffers[:, :4, :, 3:20]]
+    inputs[0] = inputs[0][:4]
+    mask = torch.arange(17)[None, None, None] >= torch.tensor([0, 3, 16, 5])[:, None, None, None]  # (B, 1, 1, L)
+    ours = attend(model, inputs, mask if masked else None)
+    assert torch_attention == []
+    theirs = F.scaled_dot_product_attention(
+        *inputs, attn_mask=mask if masked else None, scale=SCALE, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"dropout": 0.5}, {"position_bias": torch.zeros(1, 4, 1, 20)}, {"mask": torch.zeros(3, 1, 1, 20)}]
+)
+def test_decode_steps_of_which_more_is_asked_go_to_torch(
+    saved: Path, torch_attention: list[torch.dtype], asked: dict[str, object]
+) -> None:
+    model = load_causal_lm(str(saved), bf16=False, flash_attn=False)
+    query, key, value = heads(3, 4, 2, 20, 16, torch.float32)
+    attend(model, [query[:, :, :1], key, value], **{"mask": None, **asked})  # type: ignore[arg-type]
+    assert torch_attention == [torch.float32]
+
+
+def test_a_model_in_float32_is_what_it_was_with_torch_alone(saved: Path, torch_attention: list[torch.dtype]) -> None:
+    ours = load_causal_lm(str(saved), bf16=False, flash_attn=False)
+    plain = LlamaForCausalLM.from_pretrained(saved)
+    ids, mask = torch.randint(0, 50, (3, 20)), torch.ones(3, 20, dtype=torch.int64)
+    mask[0, :5] = 0
+    outputs = []
+    for model in (ours, plain):
+        read = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
+        decoded = model(input_ids=ids[:, -1:], attention_mask=mask, past_key_values=read.past_key_values)
+        outputs.append((read.logits[1:], decoded.logits))
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    torch.testing.assert_close(outputs[0][1], outputs[1][1], rtol=1e-5, atol=1e-5)
+    assert torch_attention == [torch.float32] * (2 + 4), "of the first model, when it reads only"
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_saved_model_knows_nothing_of_it(saved: Path, tmp_path: Path, bf16: bool) -> None:
+    model = load_causal_lm(str(saved), bf16=bf16, flash_attn=False)
     assert model.config._attn_implementation == "openppo_cpu"
     model.save_pretrained(tmp_path / "again")
     assert "openppo" not in (tmp_path / "again" / "config.json").read_text()
