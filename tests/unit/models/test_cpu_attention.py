@@ -247,6 +247,14 @@ def test_a_model_in_float32_is_what_it_was_with_torch_alone(saved: Path, torch_a
 
 
 @pytest.mark.parametrize("bf16", [False, True])
+def test_models_are_compiled_in_one_piece(saved: Path, bf16: bool) -> None:
+    model = load_causal_lm(str(saved), bf16=bf16, flash_attn=False)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    ids = torch.randint(0, 50, (3, 20))
+    torch.testing.assert_close(compiled(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
 def test_a_saved_model_knows_nothing_of_it(saved: Path, tmp_path: Path, bf16: bool) -> None:
     model = load_causal_lm(str(saved), bf16=bf16, flash_attn=False)
     assert model.config._attn_implementation == "openppo_cpu"
