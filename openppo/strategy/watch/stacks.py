@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import sys
+import re
 import sysconfig
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from openppo.strategy.watch.peers import STACKS_SIGNAL, Beat, process_lives
 
 _SECONDS_TO_WRITE = 1.0
+_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+) ")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -22,29 +24,43 @@ def stacks_of_threads() -> str:
     """Of this process, without the thread that asks and those that wait for work inside libraries."""
     names = {thread.ident: thread.name for thread in threading.enumerate() if thread is not threading.current_thread()}
     found = []
-    for ident, frame in sys._current_frames().items():
-        if ident in names and (ident == threading.main_thread().ident or _is_at_work(frame)):
-            found.append(f"Thread {names[ident]}:\n{''.join(traceback.format_stack(frame))}")
+    for ident, stack in _stacks().items():
+        if ident in names and (ident == threading.main_thread().ident or _is_at_work(stack)):
+            found.append(f"Thread {names[ident]}:\n{''.join(traceback.format_list(stack))}")
     return "\n".join(found)
 
 
 def in_collective() -> bool:
     """Whether a thread of this process is inside a collective of torch."""
     return any(
-        file.endswith("torch/distributed/distributed_c10d.py")
-        for frame in sys._current_frames().values()
-        for file in _files(frame)
+        frame.filename.endswith("torch/distributed/distributed_c10d.py")
+        for stack in _stacks().values()
+        for frame in stack
     )
 
 
-def _is_at_work(frame: FrameType) -> bool:
-    return any(not file.startswith((*_LIBRARIES, "<frozen")) for file in _files(frame))
+def _stacks() -> dict[int, list[traceback.FrameSummary]]:
+    """Of each thread by its ident, the innermost 100 frames, outermost first.
+
+    C reads them here, under Python's lock. Asking a running thread's frame for ``f_back`` makes a frame object, which
+    may collect garbage and let that thread run on and leave the frame: CPython 3.11 then crashes.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        lines = file.read().decode(errors="replace").splitlines()
+    stacks: dict[int, list[traceback.FrameSummary]] = {}
+    stack: list[traceback.FrameSummary] = []
+    for line in lines:
+        if thread := _THREAD.match(line):
+            stack = stacks[int(thread[1], 16)] = []
+        elif frame := _FRAME.match(line):
+            stack.insert(0, traceback.FrameSummary(frame[1], int(frame[2]), frame[3]))
+    return stacks
 
 
-def _files(frame: FrameType | None) -> Iterator[str]:
-    while frame is not None:
-        yield frame.f_code.co_filename
-        frame = frame.f_back
+def _is_at_work(stack: list[traceback.FrameSummary]) -> bool:
+    return any(not frame.filename.startswith((*_LIBRARIES, "<frozen")) for frame in stack)
 
 
 def _is_written(file: Path) -> bool:
