@@ -130,7 +130,7 @@ class ReplayBuffer:
         plans = [micro_batches([item.sequences.shape[1] for item in share], limit) for share in shares]
         mine = shares[self.comm.rank]
         joined = [join_rows([mine[i] for i in rows]) for rows in plans[self.comm.rank]]
-        joined += [idle_experience(like=step[0])] * (max(map(len, plans)) - len(joined))
+        joined += [idle_experience(like=step[0]) for _ in range(max(map(len, plans)) - len(joined))]
         actions = [int(item.action_mask.sum()) for item in step]
         return MiniBatch(joined, n_tokens=sum(actions), n_sequences=sum(n > 0 for n in actions))
 

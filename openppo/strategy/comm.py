@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +22,9 @@ def init_process_group(timeout: timedelta) -> torch.device:
     ``ValueError`` if there are fewer GPUs than ranks on this machine, if a rank does not come, or if the launcher's
     restarts cannot work.
     """
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    alone = "RANK" not in os.environ
+    if alone:  # the other variables of torchrun would make ranks of the programs that this one starts
+        os.environ["LOCAL_RANK"] = "0"
     local_rank = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.is_available()
     if cuda:
@@ -34,8 +34,12 @@ def init_process_group(timeout: timedelta) -> torch.device:
                 "as many, or set CUDA_VISIBLE_DEVICES= to run on CPUs."
             )
         torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if not dist.is_initialized():
         backend, patience = "cpu:gloo,cuda:nccl" if cuda else "gloo", min(timeout, _LONGEST_START)
+        if alone:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            return device
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         try:
             store = _store_of_restarts(patience) or next(dist.rendezvous("env://", timeout=patience))[0]
@@ -47,7 +51,7 @@ def init_process_group(timeout: timedelta) -> torch.device:
             ) from error
         _wait_for_all(store, rank, world_size, patience)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    return device
 
 
 def _wait_for_all(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -83,12 +87,6 @@ def _store_of_restarts(timeout: timedelta) -> dist.Store | None:
         )
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     return dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 class TorchComm:

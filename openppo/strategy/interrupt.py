@@ -62,7 +62,9 @@ class SignalPipe:
     def __init__(self) -> None:
         global _requested, _pipe
         _requested, _pipe = None, self
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
         self._handlers = {number: signal.signal(number, _leave_to_the_pipe) for number in _SIGNALS}
         for number in _SIGNALS:
             signal.siginterrupt(number, False)  # system calls of C++ libraries go on

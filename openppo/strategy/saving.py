@@ -32,10 +32,13 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
                 logger.warning("%s: full weights of an earlier run lie beside the adapters written there now", stale)
             model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
             _save_config(model, folder)
+            _open_to_whom_the_config_is(folder / "adapter_model.safetensors", folder / "adapter_config.json")
         return
     weights = _gather(tensors, keep=is_main)
     if is_main:
         model.save_pretrained(folder, state_dict=weights)
+        for file in folder.glob("model*.safetensors"):
+            _open_to_whom_the_config_is(file, folder / "config.json")
         for stale in (folder / name for name in _ADAPTER_FILES):
             if stale.exists():
                 logger.warning("%s: adapters of an earlier run, removed for the full weights written there now", stale)
@@ -46,7 +49,15 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write a tokenizer to ``folder``, by a copy: on a full disk its own writer raises no ``OSError``."""
     with tempfile.TemporaryDirectory() as written:
         tokenizer.save_pretrained(written)
-        shutil.copytree(written, folder, dirs_exist_ok=True)
+        for file in (path for path in Path(written).rglob("*") if path.is_file()):
+            target = folder / file.relative_to(written)  # which keeps its own mode, and so does its folder
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+
+
+def _open_to_whom_the_config_is(weights: Path, config: Path) -> None:
+    """safetensors 0.8 writes files for their owner only, whatever the umask; a model is read by others too."""
+    shutil.copymode(config, weights)
 
 
 def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:

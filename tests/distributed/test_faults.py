@@ -325,19 +325,24 @@ def test_a_failed_rank_does_not_wait_for_its_threads(run: Run, tmp_path: Path) -
     assert "rank 1 raised RuntimeError: planted" in ended.row("fault")
 
 
-def test_ranks_that_were_all_stopped_for_a_while_go_on(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("who", "seconds", "heartbeat"), [("ranks", 9, 6), ("torchrun", 13, 30)])
+def test_processes_that_were_stopped_for_a_while_go_on(
+    tiny: Path, tmp_path: Path, who: str, seconds: int, heartbeat: int
+) -> None:
+    """Of torchrun, as Ctrl-Z does, or of all its ranks."""
+
     def freeze(line: str, process: "subprocess.Popen[str]") -> None:
         if line.startswith("step 1/"):
             # Not what ranks start in between: a rank does not stop while it waits for a child that was stopped
             # between fork and exec.
             ranks = children()[process.pid]
             assert len(ranks) == 2
-            for number, pause in ((signal.SIGSTOP, 9), (signal.SIGCONT, 0)):
-                for pid in ranks:
+            for number, pause in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0)):
+                for pid in ranks if who == "ranks" else [process.pid]:
                     os.kill(pid, number)
                 time.sleep(pause)
 
-    options = [*small_ppo(tiny, tmp_path), "--reward_pretrain", tiny / "reward", "--heartbeat_timeout", 6]
+    options = [*small_ppo(tiny, tmp_path), "--reward_pretrain", tiny / "reward", "--heartbeat_timeout", heartbeat]
     place = ("none", 0, "", 0, "train_ppo", *options, "--stall_timeout", 8, "--num_episodes", 5)
     ended = launch_and_watch("run_faults.py", *place, cwd=tmp_path, on_line=freeze)
     assert ended.status == 0, ended.output
@@ -378,15 +383,17 @@ def test_a_signal_to_any_process_is_known_on_all_ranks(tmp_path: Path, to: str) 
     assert ended.status == (0 if "rank" in to else 1), "torchrun that got the signal itself ends with 1"
 
 
-def test_a_second_signal_ends_all_ranks_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("second", "seconds_later"), [("rank 0", 3), ("rank 1", 12)])
+def test_a_second_signal_ends_all_ranks_at_once(tmp_path: Path, second: str, seconds_later: int) -> None:
+    """A rank that got no first one itself takes the next few seconds' for an echo of it."""
     pids: dict[str, int] = {}
 
     def send(line: str, process: "subprocess.Popen[str]") -> None:
         if found := re.match(r"(rank \d) (\d+) works", line):
             pids[found[1]] = int(found[2])
         elif re.match(r"rank 1 \d+ was asked", line):
-            time.sleep(3)
-            os.kill(pids["rank 0"], signal.SIGTERM)
+            time.sleep(seconds_later)
+            os.kill(pids[second], signal.SIGTERM)
         if len(pids) == 2 and "works" in line:
             os.kill(pids["rank 0"], signal.SIGTERM)
 

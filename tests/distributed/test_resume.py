@@ -67,7 +67,13 @@ CASES = [
         0.6,
         "train_sft",
     ),
-    Case("reward-model", f"{SUPERVISED} --dataset {{tiny}}/preference.jsonl --zero_stage 3", 0.3, "train_rm"),
+    Case(
+        "reward-model",
+        f"{SUPERVISED} --dataset {{tiny}}/preference.jsonl --zero_stage 3 --save_hf_ckpt "
+        "--eval_dataset {tiny}/preference.jsonl --keep_best eval_accuracy",
+        0.3,
+        "train_rm",
+    ),
     # Stopped in training, when samples with their labels wait to be logged.
     Case("labels-are-dates", f"{PPO.replace('prompts.jsonl', 'dated.parquet')} {REWARD}", 0.605, ranks=(1,)),
     # The places of one global step: generation, experience, micro-batches of actor and critic, evaluation.

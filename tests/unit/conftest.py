@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def environment_as_before() -> Iterator[None]:
-    """A process group writes RANK and MASTER_PORT, which processes of later tests would take for theirs."""
+    """A process group writes LOCAL_RANK, libraries write more; processes of later tests would take it for theirs."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from openppo.rollout.rewards.calling import RewardFunction, Sample, make_samples
@@ -47,7 +48,7 @@ class FunctionScorer:
         self.step_separator = step_separator
         self.token_weight = token_weight
         self.n_scored = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward_fn")
+        self._thread = ThreadPoolExecutor(1, "reward_fn", _use_gpu, (_current_gpu(),))
         self._loop = asyncio.new_event_loop() if function.is_async else None  # kept: clients belong to their loop
 
     def __str__(self) -> str:
@@ -153,3 +154,13 @@ class FunctionScorer:
         for end, reward in zip(ends, rewards, strict=True):
             placed[end] += reward  # a token may end two steps
         return placed
+
+
+def _current_gpu() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def _use_gpu(gpu: int | None) -> None:
+    """On a new thread "cuda" is GPU 0, whatever the thread that loaded the function has chosen."""
+    if gpu is not None:
+        torch.cuda.set_device(gpu)

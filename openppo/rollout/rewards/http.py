@@ -250,7 +250,7 @@ def read_token(file: str, flag: str) -> str:
 
 def _cause(error: BaseException, seconds: float) -> str:
     if isinstance(error, asyncio.TimeoutError):
-        return f"no answer within {seconds:g} s" if not str(error) else str(error)
+        return f"no answer within {seconds:g} s" if not str(error) else mask_credentials(str(error))
     return mask_credentials(f"{type(error).__name__}: {error}")
 
 

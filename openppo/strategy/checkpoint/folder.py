@@ -7,10 +7,7 @@ all ranks, and renamed. ``manifest.json`` in it has the size and SHA-256 of each
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -21,13 +18,20 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError
 
 from openppo.strategy.checkpoint.lock import FolderLock
+from openppo.strategy.checkpoint.manifest import (
+    MANIFEST,
+    UnreadableError,
+    describe,
+    fault,
+    flush,
+    save_id,
+    write_manifest,
+)
 from openppo.types import Comm
 
 logger = logging.getLogger("openppo")
 T = TypeVar("T")
 
-_FORMAT = 2
-_MANIFEST = "manifest.json"
 _REPLACED = ".replaced"
 _NAME = re.compile(r"step_(\d{8,})")
 
@@ -64,14 +68,14 @@ class CheckpointFolder:
         """
         final = self.folder / f"step_{step:08d}"
         partial = self.folder / f".{final.name}.partial"
-        save_id = self.comm.all_gather_object(secrets.token_hex(8))[0]  # hosts may hold different saves of one step
+        this_save = self.comm.all_gather_object(secrets.token_hex(8))[0]  # hosts may hold different saves of one step
         try:
             self.together(lambda: _make_empty(partial) if self.leads else None)
             self.together(lambda: write(partial))
             mine = sorted(path for path in partial.rglob("*") if path.is_file())[self.place :: len(self.neighbours)]
-            described = self.together(lambda: {str(file.relative_to(partial)): _describe(file) for file in mine})
+            described = self.together(lambda: {str(file.relative_to(partial)): describe(file) for file in mine})
             files = {name: what for rank in self.neighbours for name, what in described[rank].items()}
-            self.together(lambda: self._publish(partial, final, {"step": step, "save": save_id, "files": files}))
+            self.together(lambda: self._publish(partial, final, step, this_save, files))
         except CheckpointError:
             if self.leads:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -81,39 +85,42 @@ class CheckpointFolder:
         return final
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole on all hosts; None if there is none. Damaged ones are set aside.
+        """The newest checkpoint that is whole on all hosts; None if there is none. Damaged newer ones are set aside.
 
-        ``ValueError`` if all are damaged, or one cannot be read here: another format, or no permission.
+        ``ValueError`` if all are damaged, or one cannot be read here: another format, no permission. Then all stay as
+        they are: a disk may only be missing.
         """
         steps = sorted(set.union(*self.comm.all_gather_object(self._steps())), reverse=True)
+        damaged: list[tuple[Path, str]] = []
         for step in steps:
             path = self.folder / f"step_{step:08d}"
-            for message in self.comm.all_gather_object(_unreadable(path)):
-                if message is not None:
-                    raise ValueError(f"{self.flag} {path}: {message}")
             self._take_the_save_of_all(path)
-            found = self.comm.all_gather_object((self._fault(path), _save_id(path)))
-            faults = [fault for fault, _ in found if fault is not None]
-            if not faults and len({save_id for _, save_id in found}) > 1:
-                faults = ["its parts on several hosts are not of one save"]
-            if not faults:
-                self._remove_replaced()
-                return path
-            logger.warning("%s is damaged (%s): set aside, the one before it is used", path, faults[0])
-            if self.leads and path.exists():
-                path.rename(_free_name(path, "damaged"))
-                (self.folder / "latest").unlink(missing_ok=True)
+            if (what := self._damage(path)) is not None:
+                damaged.append((path, what))
+                continue
+            for worse, what in damaged:
+                logger.warning("%s is damaged (%s): set aside, the one before it is used", worse, what)
+                if self.leads and worse.exists():
+                    worse.rename(_free_name(worse, "damaged"))
+            if damaged and self.leads:
+                self.link("latest", path)
             self.comm.all_gather_object(None)
-        if steps:
+            self._remove_replaced()
+            return path
+        if damaged:
             raise ValueError(
-                f"{self.flag} {self.folder}: all checkpoints there are damaged; they are kept as *.damaged.1. Start "
-                "from the beginning without --load_checkpoint, or with another --ckpt_path."
+                f"{self.flag} {self.folder}: all checkpoints there are damaged (the newest: {damaged[0][1]}). If a "
+                "disk is missing, start again with it. To begin anew, start without --load_checkpoint, which keeps "
+                "them in a folder of their own, or with another --ckpt_path."
             )
         self._refuse_foreign()
         return None
 
     def set_aside(self) -> None:
-        """Rename the folder if it holds checkpoints or a best model: a new run's never mix with an earlier run's."""
+        """Move what an earlier run has left here, checkpoints or a best model, into a folder beside this one.
+
+        A new run's never mix with them. Whatever else lies here stays.
+        """
         has_steps, has_best = bool(self._steps()), any(self.folder.glob("best_step_*"))
         everyones = self.comm.all_gather_object((has_steps, has_best))
         if not any(steps or best for steps, best in everyones):
@@ -122,12 +129,13 @@ class CheckpointFolder:
 
         def move() -> None:
             if self.leads:
-                self.folder.rename(aside)
-                self.folder.mkdir()
+                aside.mkdir()
+                ours = (self.folder.glob(pattern) for pattern in ("step_*", "best_step_*", "latest", "best"))
+                for path in sorted({path for found in ours for path in found}):
+                    path.rename(aside / path.name)
 
         try:
             self.together(move)
-            self._lock_folder()
         except CheckpointError as error:
             raise ValueError(
                 f"{error} An earlier run's checkpoints cannot be set aside: give --load_checkpoint to go on from them, "
@@ -159,7 +167,7 @@ class CheckpointFolder:
             if not writes:
                 return
             for path in (*partial.rglob("*"), partial):
-                _flush(path)
+                flush(path)
             if final.exists():  # of the same step, by a run that went on from before it
                 shutil.rmtree(final.rename(_free_name(final, "old")), ignore_errors=True)
             partial.rename(final)
@@ -255,13 +263,12 @@ class CheckpointFolder:
         names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
         return {int(name[1]) for name in names if name}
 
-    def _publish(self, partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+    def _publish(self, partial: Path, final: Path, step: int, this_save: str, files: dict[str, Any]) -> None:
         if not self.leads:
             return
-        file = partial / _MANIFEST
-        file.write_text(json.dumps({"format": _FORMAT, **manifest}, indent=1))
-        for path in (file, *(p for p in partial.rglob("*") if p.is_dir()), partial):
-            _flush(path)
+        write_manifest(partial, step, this_save, files)
+        for path in (partial / MANIFEST, *(p for p in partial.rglob("*") if p.is_dir()), partial):
+            flush(path)
         replaced = _replaced(final)
         if final.exists():  # of the same step: it was stopped in the next, or resumed from an older one
             shutil.rmtree(replaced, ignore_errors=True)
@@ -273,11 +280,11 @@ class CheckpointFolder:
                 replaced.rename(final)
             raise
         self.link("latest", final)
-        _flush(self.folder)
+        flush(self.folder)
 
     def _take_the_save_of_all(self, path: Path) -> None:
         """After a kill between the renames of two hosts: those that were first go back to the save that all have."""
-        mine = _save_id(path), _save_id(_replaced(path))
+        mine = save_id(path), save_id(_replaced(path))
         everyones = self.comm.all_gather_object(mine)
         common = set.intersection(*map(set, everyones)) - {None}
         if self.leads and common and mine[0] not in common:
@@ -306,19 +313,21 @@ class CheckpointFolder:
         for path in (*self.folder.glob("step_*.old.*"), *self.folder.glob(".*.partial")) if self.leads else ():
             shutil.rmtree(path, ignore_errors=True)
 
-    def _fault(self, path: Path) -> str | None:
-        """What is wrong with this rank's share of a checkpoint's files."""
+    def _damage(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint on any host; ``ValueError`` on all ranks where one cannot read it."""
+        mine, unreadable = None, None
         try:
-            manifest = json.loads((path / _MANIFEST).read_text())
-            for name in sorted(manifest["files"])[self.place :: len(self.neighbours)]:
-                file, wanted = path / name, manifest["files"][name]
-                if not file.is_file() or file.stat().st_size != wanted["bytes"]:
-                    return f"{name} is missing or cut"
-                if _sha256(file) != wanted["sha256"]:
-                    return f"{name} has another checksum"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return f"{_MANIFEST}: {error!r}"
-        return None
+            mine = fault(path, self.place, len(self.neighbours))
+        except UnreadableError as error:
+            unreadable = str(error)
+        everyones = self.comm.all_gather_object((mine, unreadable, save_id(path)))
+        for _, message, _ in everyones:
+            if message is not None:
+                raise ValueError(f"{self.flag} {path}: {message}")
+        damage = next((what for what, _, _ in everyones if what is not None), None)
+        if damage is None and len({this_save for _, _, this_save in everyones}) > 1:
+            return "its parts on several hosts are not of one save"
+        return damage
 
     def _refuse_foreign(self) -> None:
         """Checkpoints of DeepSpeed and others are pickles: reading one runs whatever code it holds."""
@@ -331,57 +340,14 @@ class CheckpointFolder:
             )
 
 
-def _unreadable(path: Path) -> str | None:
-    """Why a checkpoint that may be whole cannot be read."""
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text())
-    except PermissionError as error:
-        return f"{error}. Start as the user who wrote it, or give another --ckpt_path."
-    except (OSError, ValueError):
-        return None  # damaged
-    written = manifest.get("format") if isinstance(manifest, dict) else None
-    if not isinstance(written, int) or written == _FORMAT:
-        return None
-    return f"format {written} is of another version of OpenPPO; this one reads {_FORMAT}. Go on with that version."
-
-
 def _replaced(path: Path) -> Path:
     """Where the checkpoint at ``path`` is kept until another of its step is there on all hosts."""
     return path.with_name(path.name + _REPLACED)
 
 
-def _save_id(path: Path) -> str | None:
-    """Of the save that wrote a checkpoint, the same on all hosts; None where nothing readable is."""
-    try:
-        saved = json.loads((path / _MANIFEST).read_text())["save"]
-        return saved if isinstance(saved, str) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-
-
-def _describe(file: Path) -> dict[str, Any]:
-    """Size and checksum of a file, read back and on the disk for good."""
-    _flush(file)
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free_name(path: Path, kind: str | None) -> Path:

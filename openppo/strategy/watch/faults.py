@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed import DistError
 
+from openppo.config import mask_credentials
 from openppo.strategy.watch.out_of_memory import causes, is_out_of_memory, memory_lines, remedies
 from openppo.strategy.watch.peers import SILENT, Beat
 from openppo.strategy.watch.stacks import stacks_of_threads
@@ -32,8 +33,9 @@ class Fault:
 
 def raised(error: BaseException, where: Beat, options: Mapping[str, Any], models: Callable[[], Sequence[str]]) -> Fault:
     """This rank raised. Out of memory, the sizes of ``options`` and the lines of what ``models`` take are told too."""
-    text = "".join(traceback.format_exception(error))
-    what = f"rank {where.rank} raised {traceback.format_exception_only(error)[-1].splitlines()[0]}"
+    text = mask_credentials("".join(traceback.format_exception(error)))
+    said = mask_credentials(traceback.format_exception_only(error)[-1])
+    what = f"rank {where.rank} raised {said.splitlines()[0]}"
     if is_out_of_memory(error):
         memory = [*memory_lines(options), *models()]
         return Fault(what, [where], text, memory, lower=remedies(where.phase, options))
@@ -47,7 +49,7 @@ def raised(error: BaseException, where: Beat, options: Mapping[str, Any], models
 
 def is_consequence(error: BaseException) -> bool:
     """Whether it may come from a connection that another rank has closed."""
-    return any(
+    return not is_out_of_memory(error) and any(
         isinstance(cause, DistError) or ("gloo/transport" in str(cause) and "enforce fail" not in str(cause))
         for cause in causes(error)
     )

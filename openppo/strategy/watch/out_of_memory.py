@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +12,10 @@ from typing import Any
 
 import torch
 
-_TEXTS = ("DefaultCPUAllocator", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+_TEXTS = (
+    *("DefaultCPUAllocator", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory"),
+    *("Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'"),  # of NCCL, whose buffers are its own
+)
 _SIZES = """
     rollout_batch_size n_samples_per_prompt micro_rollout_batch_size prompt_max_len generate_max_len
     train_batch_size micro_train_batch_size micro_train_tokens micro_rollout_tokens micro_batch_size max_len zero_stage
@@ -81,12 +86,17 @@ def memory_lines(options: Mapping[str, Any]) -> list[str]:
     """Sizes in use on this rank, and the ``options`` of the command that decide them."""
     lines = [host_memory()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        free, total = torch.cuda.mem_get_info()
-        lines.append(
-            f"GPU {torch.cuda.current_device()}: {_gib(torch.cuda.memory_allocated())} allocated, "
-            f"{_gib(torch.cuda.memory_reserved())} reserved, {_gib(torch.cuda.max_memory_allocated())} at the peak, "
-            f"{_gib(free)} free of {_gib(total)}"
+        # Not the current device: that of a thread which never set it, such as the watch's, is GPU 0.
+        gpu = int(os.environ.get("LOCAL_RANK", "0"))
+        peak = torch.cuda.max_memory_allocated(gpu)
+        line = (
+            f"GPU {gpu}: {_gib(torch.cuda.memory_allocated(gpu))} allocated, "
+            f"{_gib(torch.cuda.memory_reserved(gpu))} reserved, {_gib(peak)} at the peak"
         )
+        with contextlib.suppress(RuntimeError):  # a full GPU may refuse to say more
+            free, total = torch.cuda.mem_get_info(gpu)
+            line += f", {_gib(free)} free of {_gib(total)}"
+        lines.append(line)
     sizes = [f"--{name} {options[name]}" for name in _SIZES if options.get(name) is not None]
     return [*lines, "options: " + " ".join(sizes)] if sizes else lines
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 SILENT = "no sign of life"
-STACKS_SIGNAL = signal.SIGRTMIN + 8
+STACKS_SIGNAL = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2  # macOS has no SIGRTMIN
 """A process that gets it writes the stacks of its threads into ``Beat.stacks``, whatever holds Python's lock."""
-_STORE_TIMEOUT = timedelta(seconds=10)
+_STORE_TIMEOUT = 10.0
+"""Seconds, or 0.8 of the silence that is allowed: a launcher that was stopped for a while answers again."""
 
 
 class StoreLostError(Exception):
@@ -72,8 +73,10 @@ def process_lives(pid: int) -> bool:
     """Whether a process of this machine still runs."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:  # no file can be opened just now: what it is silent about will tell
+        return True
     return state not in "ZX"
 
 
@@ -150,7 +153,7 @@ class Peers:
         """End processes of this machine that give no sign of life: a launcher would wait for them. Their stacks go."""
         for beat in (self.beats[rank] for rank in ranks):
             if beat.is_here:
-                if process_lives(beat.pid):
+                with contextlib.suppress(ProcessLookupError):  # another rank was faster
                     os.kill(beat.pid, signal.SIGKILL)
                 if beat.stacks:
                     Path(beat.stacks).unlink(missing_ok=True)
@@ -197,8 +200,9 @@ class Peers:
                 socket.create_connection((host, port), timeout=1).close()
             except OSError:
                 return False
+        patience = timedelta(seconds=max(_STORE_TIMEOUT, 0.8 * self.silence))
         self._store = TCPStore(
-            host, port, is_master=self.hosts_store, timeout=_STORE_TIMEOUT, wait_for_workers=False, multi_tenant=True
+            host, port, is_master=self.hosts_store, timeout=patience, wait_for_workers=False, multi_tenant=True
         )
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -31,24 +32,32 @@ def stacks_of_threads() -> str:
 
 
 def in_collective() -> bool:
-    """Whether a thread of this process is inside a collective of torch."""
-    return any(
-        frame.filename.endswith("torch/distributed/distributed_c10d.py")
-        for stack in _stacks().values()
-        for frame in stack
+    """Whether a thread of this process waits for other ranks: in a collective, for one under ZeRO-3, or for its GPU."""
+    return any(_waits_for_others(frame) for stack in _stacks().values() for frame in stack)
+
+
+def _waits_for_others(frame: traceback.FrameSummary) -> bool:
+    file = frame.filename
+    return (
+        file.endswith("torch/distributed/distributed_c10d.py")
+        or ("deepspeed/runtime/zero/" in file and frame.name == "wait")
+        or (file.endswith("torch/cuda/__init__.py") and frame.name == "synchronize")
     )
 
 
 def _stacks() -> dict[int, list[traceback.FrameSummary]]:
-    """Of each thread by its ident, the innermost 100 frames, outermost first.
+    """Of each thread by its ident, the innermost 100 frames, outermost first; nothing where no file can be opened.
 
     C reads them here, under Python's lock. Asking a running thread's frame for ``f_back`` makes a frame object, which
     may collect garbage and let that thread run on and leave the frame: CPython 3.11 then crashes.
     """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        lines = file.read().decode(errors="replace").splitlines()
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return {}
     stacks: dict[int, list[traceback.FrameSummary]] = {}
     stack: list[traceback.FrameSummary] = []
     for line in lines:
@@ -80,7 +89,8 @@ def written_stacks(beat: Beat) -> str:
     """
     file = Path(beat.stacks)
     if beat.is_here and process_lives(beat.pid):
-        os.kill(beat.pid, STACKS_SIGNAL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(beat.pid, STACKS_SIGNAL)
         deadline = time.monotonic() + _SECONDS_TO_WRITE
         while time.monotonic() < deadline and not _is_written(file):
             pass

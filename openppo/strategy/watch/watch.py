@@ -11,7 +11,9 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -38,6 +40,13 @@ _SIGNALLED = 128
 """Exit status of a process that a signal ended, less the signal's number, as shells have it."""
 _ECHO = 2.0
 """Launchers pass signals on: of one signal to all processes (Slurm, Ctrl-C) a rank sees two, with little between."""
+
+
+_LATE_ECHO = 8.0
+"""A launcher may pass on to this rank, so much later, the signal that another rank got before."""
+_SECONDS_FOR_NEIGHBOURS = 2.0
+"""For a rank beside the lost one to speak first: it can read the stacks that the lost one leaves."""
+_STUMBLES = 60
 
 
 class Where(Protocol):
@@ -75,8 +84,9 @@ class Watch:
         self._looked = time.monotonic()
         self._failure: tuple[BaseException, float] | None = None
         self._refusal: tuple[str, float] | None = None
-        self._signal: tuple[str, float] | None = None
+        self._signal: tuple[str, float] | None = None  # first heard of, and when
         self._announced = False
+        self._stumbled = 0
         self._lost: Sequence[int] = ()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -105,7 +115,7 @@ class Watch:
             faulthandler.unregister(STACKS_SIGNAL)
             faulthandler.disable()
             os.close(self._crash_file)
-            os.unlink(self._stacks)
+            Path(self._stacks).unlink(missing_ok=True)  # in a run of weeks /tmp may have been cleaned
 
     def refuse(self, message: str) -> NoReturn:
         """A mistake of the user, found before training: one line on stderr for all ranks, and exit status 2."""
@@ -120,14 +130,29 @@ class Watch:
     def _run(self) -> None:
         try:
             while not self._leaving.is_set():
-                self._take(self._pipe.wait(_INTERVAL))
-                self._look()
+                try:
+                    self._take(self._pipe.wait(_INTERVAL))
+                    self._look()
+                    self._stumbled = 0
+                except (OSError, RuntimeError, MemoryError) as error:
+                    self._stumble(error)
             self._take_leave()
         except StoreLostError as error:
             if not self._leaving.is_set():  # a store may end before a run that ended well
                 self._end_without_store(error)
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    def _stumble(self, error: Exception) -> None:
+        """A look failed: no file or thread to be had, say. That is no end of the run, but cannot go on for ever."""
+        self._stumbled += 1
+        text = "".join(traceback.format_exception(error))
+        if self._stumbled == 1:
+            self._write(f"{text}The watch of rank {self._rank} could not look; it goes on.\n")
+        if self._stumbled == _STUMBLES:
+            self._write(f"{text}The watch of rank {self._rank} could not look {_STUMBLES} times: it ends the run.\n")
+            self._exit(1)
+        time.sleep(_INTERVAL)
 
     def _look(self) -> None:
         now, limit = time.monotonic(), self._limits.heartbeat_timeout
@@ -141,18 +166,22 @@ class Watch:
             # A thread that holds Python's lock stops this one too. Then another rank of this machine has C write our
             # stacks, and ends us; without one a timer does, which also ends a process that was stopped for so long.
             if self._peers.alone_on_machine():
-                faulthandler.dump_traceback_later(0.9 * limit, exit=True, file=self._crash_file)
+                faulthandler.dump_traceback_later(0.9 * limit, exit=True, file=2)
             else:
                 faulthandler.cancel_dump_traceback_later()
             self._peers.exchange(mine)
             if self._peers.ended is not None:
+                self._lost = list(self._peers.lost(now))
                 self._follow()
         self._look_at_main_thread(now)
         if self._peers is not None:
             if lost := self._peers.lost(now):
                 self._lost = list(lost)
+                if not any(self._peers.beats[rank].is_here for rank in lost):
+                    self._pipe.wait(_SECONDS_FOR_NEIGHBOURS)
                 self._report(faults.lost(lost, self._peers.beats))
             if self._peers.signal is not None:
+                self._signal = self._signal or (self._peers.signal, now + _LATE_ECHO)
                 interrupt.request(self._peers.signal)
                 self._announce(self._peers.signal)
         self._obey_signal()
@@ -318,8 +347,9 @@ class Watch:
         """To stderr in one piece, after what Python has buffered; a blocked stdout or a dead log must not keep us."""
         for stream in (sys.stdout, sys.stderr):
             flushing = threading.Thread(target=stream.flush, daemon=True)
-            flushing.start()
-            flushing.join(timeout=1)
+            with contextlib.suppress(RuntimeError):  # no more threads
+                flushing.start()
+                flushing.join(timeout=1)
         rest = text.encode(errors="replace")
         with contextlib.suppress(OSError):  # nobody reads any more
             while rest:
@@ -330,8 +360,7 @@ class Watch:
         if self._peers is not None:
             self._peers.kill(self._lost)
         if self._stacks:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._stacks)
+            Path(self._stacks).unlink(missing_ok=True)
         os._exit(status)
 
 

@@ -14,26 +14,30 @@ from openppo.tracking.report.run_data import LogLine, Row, RunData, short_names
 
 MAX_POINTS = 2000
 """Points of a curve, over all runs of a page."""
-MAX_SAMPLE_BYTES = 3_600_000
-"""What samples and their tokens may take of a page."""
+MAX_NUMBERS = 180_000
+"""Of all curves together; one takes 8 bytes or so."""
+MAX_BYTES = 4_800_000
+"""Of all this as JSON. Beside it the page has its scripts and styles."""
 
 
 def payload(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Everything that the page shows, as JSON knows it."""
+    """Everything that the page shows, as JSON knows it: samples as far as curves and options leave room."""
     names = {name for run in runs for row in run.metrics for name in row}
-    most_points, most_bytes = max(50, MAX_POINTS // len(runs)), MAX_SAMPLE_BYTES // len(runs)
+    most_points = max(10, min(MAX_POINTS, MAX_NUMBERS // max(1, len(names))) // len(runs))
     labels = short_names([run.folder for run in runs])
-    return {
-        "charts": charts_of(names),
-        "runs": [_run(label, run, most_points, most_bytes) for label, run in zip(labels, runs, strict=True)],
-    }
+    made = [_run(label, run, most_points) for label, run in zip(labels, runs, strict=True)]
+    content = {"charts": charts_of(names), "runs": made}
+    room = max(0, MAX_BYTES - len(as_json(content))) // len(runs)
+    for described, run in zip(made, runs, strict=True):
+        samples = sample_rows(run.samples, run.tokens, room)
+        described["samples"], described["sample_steps"], described["all_sample_steps"] = samples
+    return content
 
 
-def _run(label: str, run: RunData, most_points: int, most_bytes: int) -> dict[str, Any]:
+def _run(label: str, run: RunData, most_points: int) -> dict[str, Any]:
     health = Health(run.config)
     for row in run.metrics:
         health.look(row["step"], row)
-    samples, n_steps, n_all_steps = sample_rows(run.samples, run.tokens, most_bytes)
     return {
         "name": label,
         "folder": str(run.folder),
@@ -41,9 +45,6 @@ def _run(label: str, run: RunData, most_points: int, most_bytes: int) -> dict[st
         "evaluations": curves(run.metrics, most_points, evaluation=True),
         "last_step": max((row["step"] for row in run.metrics), default=0),
         "findings": [vars(finding) for finding in health.findings],
-        "samples": samples,
-        "sample_steps": n_steps,
-        "all_sample_steps": n_all_steps,
         "config": run.config,
         "environment": run.environment,
         "unreadable": run.unreadable,
@@ -72,7 +73,7 @@ def curves(rows: Sequence[Row], most_points: int, evaluation: bool) -> dict[str,
 def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_bytes: int) -> tuple[list[Row], int, int]:
     """Samples with their ``tokens``, the number of steps they are of, and the number of steps that have any.
 
-    Where tokens were logged, only steps that have them count. If they are too many bytes, steps are taken evenly;
+    Where tokens were logged, only steps that have them are taken. If they are too many bytes, steps are taken evenly;
     evaluations, which show the same prompts each time, may take half of the room first.
     """
     described = {(line.step, line.evaluation) for line in tokens}
@@ -80,7 +81,7 @@ def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_byte
     for line in [*samples, *tokens]:
         key = line.step, line.evaluation
         if key in described or not described:
-            sizes[key] = sizes.get(key, 0) + len(line.text.encode("ascii", "backslashreplace"))
+            sizes[key] = sizes.get(key, 0) + json_size(line.text)
     chosen: set[tuple[int, bool]] = set()
     room = most_bytes
     for evaluation, share in ((True, most_bytes // 2), (False, room)):
@@ -101,7 +102,7 @@ def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_byte
         if found is not None:
             row["tokens"] = {k: v for k, v in found.items() if k not in ("step", "time", "evaluation", "sample")}
         row.pop("time", None)
-    return rows, len({step for step, _ in chosen}), len({step for step, _ in sizes})
+    return rows, len({step for step, _ in chosen}), len({line.step for line in samples})
 
 
 def evenly(keys: Sequence[Any]) -> Iterable[Any]:
@@ -128,6 +129,13 @@ def as_json(content: Mapping[str, Any]) -> str:
     except ValueError:  # an option may be infinite, and logs of others may have NaN
         text = json.dumps(_finite(content), separators=(",", ":"), default=str, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def json_size(text: str) -> int:
+    """Bytes that a line of JSON takes as ``as_json`` writes it, spaces between its parts counted."""
+    ascii = len(text.encode("ascii", "ignore"))
+    others = len(text.encode("utf-16-le", "surrogatepass")) // 2 - ascii  # each is written as \\u and four digits
+    return ascii + 6 * others + 5 * sum(map(text.count, "<>&"))
 
 
 def _point(name: str, bucket: Sequence[Row]) -> float | None:

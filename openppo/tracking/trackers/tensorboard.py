@@ -18,14 +18,14 @@ class TensorBoardTracker:
     """
 
     name = "--use_tensorboard"
+    errors: tuple[type[Exception], ...] = (Exception,)
+    """It may write to a cloud, whose clients raise what they like."""
 
     def __init__(self, folder: str | Path, go_on_from: int | None = None) -> None:
         try:
-            from tensorboard.compat import tf
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(_NEEDED) from error
-        self.errors: tuple[type[Exception], ...] = (OSError, tf.errors.OpError)  # the latter of buckets in a cloud
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=None if go_on_from is None else go_on_from + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -17,7 +17,7 @@ class Tracker(Protocol):
     name: str
     """What a warning calls it, best the flag that it came from."""
     errors: tuple[type[Exception], ...]
-    """What it may raise for reasons outside this program: a full disk, a lost connection."""
+    """What it may raise for reasons outside this program: a full disk, a lost connection. Of a service, anything."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""

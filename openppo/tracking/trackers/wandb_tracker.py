@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from openppo.config import TrackingConfig
+from openppo.config import TrackingConfig, mask_credentials
 from openppo.config.tracking import KEY_FROM_ELSEWHERE
 from openppo.tracking.histogram import Histogram
 from openppo.tracking.log import get_logger
@@ -31,6 +31,8 @@ class WandbTracker:
     """
 
     name = "--use_wandb"
+    errors: tuple[type[Exception], ...] = (Exception,)
+    """Its service and its protocol are others', and raise more than they say."""
 
     def __init__(self, folder: Path, tracking: TrackingConfig, options: Mapping[str, Any], goes_on: bool) -> None:
         try:
@@ -39,7 +41,7 @@ class WandbTracker:
         except ImportError as error:
             raise ValueError(NEEDED) from error
         self._wandb = wandb
-        self.errors: tuple[type[Exception], ...] = (OSError, wandb.Error, HandleAbandonedError, MailboxClosedError)
+        refused = (OSError, wandb.Error, HandleAbandonedError, MailboxClosedError)
         key = None if tracking.use_wandb == KEY_FROM_ELSEWHERE else tracking.use_wandb
         id_file = folder / "wandb_run_id"
         settings = wandb.Settings(
@@ -63,7 +65,7 @@ class WandbTracker:
                     settings=settings,
                 )
             id_file.write_text(self._run.id)
-        except self.errors as error:
+        except refused as error:
             raise ValueError(
                 f"--use_wandb cannot start a run ({type(error).__name__}: {error}). Check key and names, or use "
                 "--wandb_mode offline."
@@ -104,9 +106,9 @@ class WandbTracker:
 
 @contextmanager
 def _discreet(key: str | None) -> Iterator[None]:
-    """Inside, W&B sees a command line without ``key``, which it would send with the run, and nobody to ask for one."""
+    """Inside, W&B sees a command line without secrets, which it would send along, and nobody to ask for a key."""
     argv, stdin = sys.argv, sys.stdin
-    sys.argv = argv if key is None else [argument.replace(key, "***") for argument in argv]
+    sys.argv = [mask_credentials(word if key is None else word.replace(key, "***")) for word in argv]
     sys.stdin = io.StringIO()
     try:
         yield

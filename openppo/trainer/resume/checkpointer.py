@@ -16,6 +16,7 @@ from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder, Fragment, FragmentReader, write_fragments
 from openppo.strategy.checkpoint.engine_state import engine_fragments, engine_numbers, fragment_bytes, load_engine
+from openppo.strategy.checkpoint.manifest import MODEL
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state, set_random_state
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
@@ -26,7 +27,12 @@ from openppo.trainer.startup import on_all_ranks
 logger = logging.getLogger("openppo")
 
 STOPPED = "stopped by %s after %d of %d steps. The same command with --load_checkpoint goes on from %s"
-_STATE, _RANDOM, _EXTRA, _MODEL = "state.json", "random.safetensors", "extra.safetensors", "model"
+_STATE, _RANDOM, _EXTRA = "state.json", "random.safetensors", "extra.safetensors"
+_EVALUATED_BY = (
+    *("eval_data", "eval_dataset", "eval_split", "eval_temperature", "eval_n_samples_per_prompt", "generate_max_len"),
+    *("reward_fn", "verifiable_reward", "reward_weights", "pass_reward"),
+)
+"""Options that decide what a score of an evaluation means."""
 _SLACK_BYTES = 16 * 2**20
 """For what is small: random numbers, the trainer's state, a tokenizer."""
 
@@ -51,7 +57,7 @@ class Checkpointer:
         path = self.options.ckpt_path or str(Path(config.run.save_path) / f"checkpoints_{kind}")
         flag = "--ckpt_path" if self.options.ckpt_path else "--save_path"
         self.folder = CheckpointFolder(Path(path).resolve(), self.comm, self.options.max_ckpt_num, flag)
-        self.identity = {"kind": kind, "options": flat_dict(config), "contents": contents}
+        self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents}
         self.engines: dict[str, TrainingEngine] = {}
         self.ema: ParameterAverage | None = None
         self.best: float | None = None
@@ -130,7 +136,7 @@ class Checkpointer:
 
         def write(folder: Path) -> None:
             if self.options.save_hf_ckpt:
-                write_model(folder / _MODEL)
+                write_model(folder / MODEL)
             for role, engine in self.engines.items():
                 write_fragments(folder / f"{role}-{self.comm.rank:05d}.safetensors", self._mine(engine))
             if self.ema is not None:
@@ -159,8 +165,7 @@ class Checkpointer:
             with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
                 for name, fragment in self.ema.fragments().items():
                     reader.read_into(name, fragment)
-        if self.state["options"]["keep_best"] == self.options.keep_best:
-            self.best = self.state["best"]
+        self._take_best()
         self._load_random()
         self.last = int(self.state["step"]), self.found
         logger.info("going on from %s", self.found)
@@ -180,8 +185,8 @@ class Checkpointer:
             return
         n_bytes = _model_bytes(next(iter(self.engines.values()))) + _SLACK_BYTES if self.strategy.is_main else 0
         self.folder.check_space(n_bytes, "make room, or leave out --keep_best")
-        self.best = value
         self.folder.save_best(step, write_model)
+        self.best = value  # now: a signal while it was written must not leave the score without its model
         logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)
 
     def _check_space_at_start(self) -> None:
@@ -222,6 +227,22 @@ class Checkpointer:
                 f"train_{self.identity['kind']}: give another --ckpt_path."
             )
         check_compatible(self.found, self.state, self.identity)
+
+    def _take_best(self) -> None:
+        """The best score so far, if those to come are comparable."""
+        before, now = self.state["options"], self.identity["options"]
+        if before["keep_best"] != self.options.keep_best or self.state["best"] is None:
+            return
+        changed = [n for n in _EVALUATED_BY if n in now and before.get(n) != json.loads(json.dumps(now[n]))]
+        if changed:
+            logger.warning(
+                "--keep_best: %s differ from the checkpoint's, so the best score until then, %.4g, is no measure for "
+                "those to come and is forgotten; its model stays until a new one is saved",
+                ", ".join(f"--{name}" for name in changed),
+                self.state["best"],
+            )
+            return
+        self.best = self.state["best"]
 
     def _mine(self, engine: TrainingEngine) -> dict[str, Fragment]:
         """What this rank writes. Without ZeRO every rank has everything, so neighbours share the work."""

@@ -159,18 +159,20 @@ class SupervisedTrainer(ABC, Generic[Example]):
         skipped = {"skipped_steps": float(self.skipped.total)}
         return metrics.reduced(self.comm) | skipped | timer.metrics(self.comm)
 
-    @torch.no_grad()
     @phase("evaluation")
     def evaluate(self, examples: Sequence[Example] | None = None) -> dict[str, float]:
         """Metrics of ``examples``, the same on all ranks (default: all held-out ones), with the prefix ``eval_``."""
-        examples = self.parts.eval_examples if examples is None else examples
+        return self._measure(self.parts.eval_examples if examples is None else examples, self.parts.stop)
+
+    @torch.no_grad()
+    def _measure(self, examples: Sequence[Example], stop: StopCheck) -> dict[str, float]:
         metrics, size = Metrics(), self.config.batch.train_batch_size
         self.parts.engine.train(False)
         starts = range(0, len(examples), size)
         for start in progress(starts, "evaluation", enabled=self.parts.strategy.is_main):
             batch = self.make_batch(examples[start : start + size])
             for micro in batch.micro_batches:
-                self.parts.stop()
+                stop()
                 self.loss(self.parts.engine, batch, micro, metrics, prefix="eval_")
         return metrics.reduced(self.comm)
 

@@ -20,6 +20,7 @@ from openppo.models.padding import pad_right
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.loop import ModelCall, SupervisedParts, SupervisedTrainer
 from openppo.trainer.token_batches import equal_micro_batches
+from openppo.types import NeverStops
 
 logger = logging.getLogger("openppo")
 
@@ -84,7 +85,8 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         unbiased one, as in OpenRLHF.
         """
         pairs = self.parts.eval_examples or spread(self.parts.train_examples, _MOST_PAIRS_FOR_STATISTICS)
-        metrics, n = self.evaluate(pairs), 2 * len(pairs)
+        metrics = self._measure(pairs, NeverStops())  # a checkpoint upon a signal is written whole
+        n = 2 * len(pairs)
         model: Any = self.parts.engine.module.model
         config = model.config
         config.mean = metrics["eval_reward_mean"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -309,3 +310,20 @@ def test_ranks_get_nearly_equally_many_tokens(on_ranks: OnRanks) -> None:
     (batches,) = zip(*on_ranks(2, work), strict=True)
     tokens = [sum(int(micro.attention_mask.sum()) for micro in batch.micro_batches) for batch in batches]
     assert abs(tokens[0] - tokens[1]) <= 7
+
+
+def test_idle_micro_batches_share_no_memory() -> None:
+    """A step that is skipped saves its batch, and safetensors writes no tensors that share memory."""
+    step = [like(sample(0), length) for length in (10, 12, 3, 9, 16)]
+    shares = [ReplayBuffer(SimpleNamespace(rank=r, world_size=2))._share(step, 8, 32) for r in range(2)]
+    rows = [[micro.sequences for micro in share.micro_batches] for share in shares]
+    assert sorted(sum(row.shape[1] == 2 for row in of_rank) for of_rank in rows) == [0, 2]
+    for of_rank in rows:
+        assert len({row.data_ptr() for row in of_rank}) == len(of_rank)
+
+
+def like(one: Experience, length: int) -> Experience:
+    """A sample of another length."""
+    return one.with_fields(
+        **{name: t[:, :1].expand(1, length) for name, t in one.tensors().items() if t.dim() == 2},
+    )

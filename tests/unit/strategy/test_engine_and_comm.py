@@ -91,6 +91,20 @@ def test_more_ranks_than_gpus_is_an_error_that_says_how_many_there_are(monkeypat
         init_process_group(timedelta(seconds=1))
 
 
+def test_a_single_process_makes_no_rank_of_the_programs_that_it_starts() -> None:
+    program = """
+import os
+from datetime import timedelta
+from openppo.strategy.comm import TorchComm, init_process_group
+before = dict(os.environ)
+init_process_group(timedelta(seconds=60))
+print(TorchComm().all_gather_object("here"), sorted(os.environ.keys() - before.keys()))
+"""
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    done = subprocess.run([sys.executable, "-c", program], env=alone, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "['here'] ['LOCAL_RANK']\n", done.stderr
+
+
 def start_joining(rank: str, **environment: str) -> subprocess.Popen[str]:
     """A process that joins a group of three on this machine, for up to three seconds."""
     program = "from openppo.strategy.comm import *; init_process_group(timedelta(seconds=3))"

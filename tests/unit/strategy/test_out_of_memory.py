@@ -105,3 +105,33 @@ def test_sizes_are_those_of_process_machine_and_options() -> None:
     assert "--seed" not in options
     assert "tokens" not in options, "no bound on tokens is given"
     assert "--micro_train_tokens 512" in out_of_memory.memory_lines(ppo(micro_train_tokens=512))[-1]
+
+
+NCCL = "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+
+
+def test_memory_that_nccl_lacks_is_no_broken_connection() -> None:
+    error = torch.distributed.DistBackendError(NCCL)
+    assert out_of_memory.is_out_of_memory(error)
+    assert not faults.is_consequence(error)
+    assert faults.is_consequence(torch.distributed.DistBackendError("ncclRemoteError: connection closed by peer"))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_gpu_is_that_of_the_rank_whatever_thread_asks(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+    """CUDA's current device is one of each thread; asked without a number, the watch's would be GPU 0."""
+
+    def info(gpu: int) -> tuple[int, int]:
+        if full:
+            raise RuntimeError("CUDA error: out of memory")
+        return gpu << 30, 80 << 30
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", info)
+    for name, gib in (("memory_allocated", 10), ("memory_reserved", 20), ("max_memory_allocated", 30)):
+        monkeypatch.setattr(torch.cuda, name, lambda gpu, gib=gib: (gib + gpu) << 30)
+    line = out_of_memory.memory_lines({})[1]
+    assert line.startswith("GPU 3: 13.00 GiB allocated, 23.00 GiB reserved, 33.00 GiB at the peak")
+    assert line.endswith("at the peak" if full else ", 3.00 GiB free of 80.00 GiB")

@@ -1,5 +1,7 @@
 """What ranks know of each other, through a real store within one process."""
 
+import errno
+import os
 import socket
 import subprocess
 import sys
@@ -42,6 +44,20 @@ def test_a_rank_whose_process_has_ended_is_lost(peers: tuple[Peers, Peers], ende
     assert first.lost(time.monotonic()) == {1: "its process has ended"}
 
 
+def test_a_process_that_cannot_open_a_file_takes_no_other_for_dead(
+    peers: tuple[Peers, Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = peers
+    second.tell(Beat(rank=1, count=1, machine=this_machine(), pid=os.getpid()))
+    first.exchange(Beat(rank=0))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert first.lost(time.monotonic()) == {}
+
+
 def test_a_rank_that_said_it_is_done_and_ended_since_it_was_heard_is_not_lost(
     peers: tuple[Peers, Peers], ended_process: int
 ) -> None:
@@ -67,9 +83,9 @@ HOLDS = f"""
 import ctypes, faulthandler, sys
 faulthandler.register({STACKS_SIGNAL}, open(sys.argv[1], "w"))
 def hold():
+    print("holds", flush=True)
     while True:
         ctypes.PyDLL(None).sleep(300)  # PyDLL keeps Python's lock; a signal ends the sleep
-print("holds", flush=True)
 hold()
 """
 

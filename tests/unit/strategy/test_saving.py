@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,23 @@ def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_file_system(tmp_p
         save_tokenizer(tokenizer, tmp_path / "out")
     save_tokenizer(tokenizer, tmp_path / "folder")
     assert AutoTokenizer.from_pretrained(tmp_path / "folder").unk_token == "<unk>"
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["weights", "adapters"])
+def test_a_saved_folder_is_as_open_as_the_umask_and_the_folder_itself_say(
+    base: Path, tmp_path: Path, lora: dict[str, int]
+) -> None:
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    folder.chmod(0o2775)
+    before = os.umask(0o027)
+    try:
+        save_model(Actor(str(base), **lora).model, folder, is_main=True)
+        save_tokenizer(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>"), folder)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o7777 == 0o2775
+    modes = {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir() if file.is_file()}
+    assert len(modes) >= 4
+    assert set(modes.values()) == {0o640}

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+
+import pytest
 
 from openppo.strategy.watch.stacks import in_collective, stacks_of_threads
 
@@ -55,11 +58,11 @@ def test_threads_are_looked_at_while_they_run() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _while_a_thread_waits_in(filename: str, look: Callable[[], object]) -> object:
+def _while_a_thread_waits_in(filename: str, look: Callable[[], object], name: str = "hold") -> object:
     waits, may_go = threading.Event(), threading.Event()
     names: dict[str, Callable[..., None]] = {}
-    exec(compile("def hold(waits, may_go):\n    waits.set()\n    may_go.wait()", filename, "exec"), names)
-    thread = threading.Thread(target=names["hold"], args=(waits, may_go), name="holder")
+    exec(compile(f"def {name}(waits, may_go):\n    waits.set()\n    may_go.wait()", filename, "exec"), names)
+    thread = threading.Thread(target=names[name], args=(waits, may_go), name="holder")
     thread.start()
     waits.wait()
     try:
@@ -69,10 +72,29 @@ def _while_a_thread_waits_in(filename: str, look: Callable[[], object]) -> objec
         thread.join()
 
 
-def test_a_thread_inside_a_collective_is_seen() -> None:
+@pytest.mark.parametrize(
+    ("file", "function", "waits"),
+    [
+        ("torch/distributed/distributed_c10d.py", "barrier", True),
+        ("deepspeed/runtime/zero/partition_parameters.py", "wait", True),
+        ("deepspeed/runtime/zero/partition_parameters.py", "gather", False),
+        ("torch/cuda/__init__.py", "synchronize", True),
+        ("torch/cuda/__init__.py", "set_device", False),
+        ("torch/other.py", "wait", False),
+    ],
+)
+def test_a_thread_that_waits_for_other_ranks_is_seen(file: str, function: str, waits: bool) -> None:
     assert not in_collective()
-    assert not _while_a_thread_waits_in("/site-packages/torch/other.py", in_collective)
-    assert _while_a_thread_waits_in("/site-packages/torch/distributed/distributed_c10d.py", in_collective)
+    assert _while_a_thread_waits_in(f"/site-packages/{file}", in_collective, function) == waits
+
+
+def test_where_no_file_can_be_opened_nothing_is_known_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    assert not in_collective()
+    assert stacks_of_threads() == ""
 
 
 def test_stacks_name_the_thread_and_its_frames_outermost_first() -> None:

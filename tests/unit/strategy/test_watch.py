@@ -25,6 +25,33 @@ with Watch(RunConfig(stall_timeout=1), position, {{}}):
     print("went on", flush=True)
     time.sleep(300)
 """
+STUMBLES = f"""{START}
+from openppo.strategy.watch import watch
+
+def stumble(number):
+    raise OSError(24, "Too many open files", str(number))
+
+looks = watch.host_memory
+watch._INTERVAL, watch._STUMBLES, times = 0.01, 20, int(__import__("sys").argv[1])
+numbers = iter(range(times))
+watch.host_memory = lambda: next((stumble(number) for number in numbers), None) or looks()
+with Watch(RunConfig(), position, {{}}):
+    time.sleep(100 if times > 20 else 1)
+    assert next(numbers, None) is None
+print("ended well", flush=True)
+"""
+
+
+def test_a_look_that_fails_ends_no_run_and_no_look_for_long_does() -> None:
+    """No file or thread may be had for a moment."""
+    for times, status in ((10, 0), (10**9, 1)):
+        ended = subprocess.run(
+            [sys.executable, "-c", STUMBLES, str(times)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert ended.returncode == status, ended.stderr
+        assert ended.stderr.count("could not look; it goes on") == 1
+        assert ended.stderr.count("it ends the run") == status
+        assert ended.stdout == ("ended well\n" if status == 0 else "")
 
 
 def test_a_log_that_nobody_reads_any_more_keeps_no_process_alive() -> None:

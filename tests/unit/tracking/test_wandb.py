@@ -137,6 +137,26 @@ def test_the_key_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [file for file in files if KEY.encode() in file.read_bytes()] == []
 
 
+def test_secrets_in_addresses_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "http://user:swordfish@host:5000/r?key=swordfish"
+    monkeypatch.setattr(sys, "argv", [sys.argv[0], "--remote_rm_url", url])
+    tracker_in(tmp_path).close()
+    arguments = [list(r.environment.args) for r in records_of(tmp_path) if r.HasField("environment")]
+    assert ["--remote_rm_url", "http://***@host:5000/r?***"] in arguments
+    assert [file for file in tmp_path.rglob("*") if file.is_file() and b"swordfish" in file.read_bytes()] == []
+
+
+def test_whatever_its_service_raises_switches_it_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = tracker_in(tmp_path)
+    monkeypatch.setattr(tracker._run, "log", lambda _: (_ for _ in ()).throw(AttributeError("of a new release")))
+    with Trackers([tracker]) as trackers:
+        trackers.log(1, {"reward": 1.0})
+        trackers.log(2, {"reward": 1.0})
+    assert caplog.text.count("--use_wandb: AttributeError: of a new release; it is switched off, the run goes on") == 1
+
+
 def test_without_a_key_an_online_run_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^--use_wandb cannot start a run .*--wandb_mode offline"):
         tracker_in(tmp_path, wandb_mode="online")

@@ -180,6 +180,20 @@ def test_a_function_that_runs_a_loop_of_its_own_may_do_so(scorer_of: MakeScorer,
     assert numbers(scorer_of(lambda response: asyncio.run(judge())).score(two)) == [3.0, 3.0]
 
 
+def test_the_thread_of_a_function_has_the_gpu_of_the_rank(
+    scorer_of: MakeScorer, two: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: dict[int, int] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.update({threading.get_ident(): gpu}))
+
+    def reward(prompt: str, response: str) -> float:
+        return chosen[threading.get_ident()]
+
+    assert numbers(scorer_of(reward).score(two)) == [3, 3]
+
+
 def test_a_function_always_runs_on_the_same_thread(scorer_of: MakeScorer, two: list[Trajectory]) -> None:
     threads = []
 

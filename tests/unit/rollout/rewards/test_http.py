@@ -319,6 +319,13 @@ def test_a_timeout_is_named_as_one(start_server: StartServer, scorer_of: ScorerO
         scorer_of(start_server(answer), timeout=0.2, retries=0).score(two)
 
 
+def test_what_failed_names_no_secret_of_the_address() -> None:
+    """aiohttp's ConnectionTimeoutError has the address in it, and is a TimeoutError."""
+    url = "http://user:swordfish@10.255.255.1/r?key=swordfish"
+    for error in (TimeoutError(f"Connection timeout to host {url}"), OSError(f"no route to {url}")):
+        assert "swordfish" not in http._cause(error, 1.0)
+
+
 # Answers that are wrong
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import shutil
 import subprocess
@@ -127,7 +128,7 @@ def test_a_process_killed_while_it_publishes_leaves_a_whole_checkpoint(
     folder = folder_of(tmp_path)
     folder.save(1, write("one"))
     if step == "manifest":
-        monkeypatch.setattr("openppo.strategy.checkpoint.folder.json.dumps", killed)
+        monkeypatch.setattr("openppo.strategy.checkpoint.manifest.json.dumps", killed)
     elif step == "rename":
         monkeypatch.setattr(Path, "rename", killed)
     else:
@@ -408,9 +409,77 @@ def test_when_all_are_damaged_the_run_does_not_start_over_in_silence(tmp_path: P
     for step in (1, 2):
         folder.save(step, write_both)
         cut(tmp_path / f"step_{step:08d}")
-    with pytest.raises(ValueError, match="all checkpoints there are damaged.*without --load_checkpoint"):
-        folder.newest()
-    assert [name for name in names(tmp_path) if "damaged" in name] == [f"step_0000000{n}.damaged.1" for n in (1, 2)]
+    for _ in range(2):  # torchrun --max_restarts starts again with the same command
+        with pytest.raises(ValueError, match="all checkpoints there are damaged.*without --load_checkpoint"):
+            folder.newest()
+        assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"], "they stay as they are"
+
+
+def test_checkpoints_stay_when_the_disk_of_one_host_is_missing(tmp_path: Path) -> None:
+    def save(comm: ThreadComm) -> None:
+        folder = CheckpointFolder(tmp_path / str(comm.rank), comm, keep=3)
+        for step in (1, 2):
+            folder.save(step, write(str(comm.rank)))
+
+    def newest(comm: ThreadComm) -> Path | None:
+        return CheckpointFolder(tmp_path / str(comm.rank), comm, keep=3).newest()
+
+    on_ranks(2, save)
+    (tmp_path / "1").rename(tmp_path / "unmounted")
+    assert all("If a disk is missing" in str(error) for error in on_ranks(2, newest))
+    shutil.rmtree(tmp_path / "1")
+    (tmp_path / "unmounted").rename(tmp_path / "1")
+    assert on_ranks(2, newest) == [tmp_path / "0" / "step_00000002", tmp_path / "1" / "step_00000002"]
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), OSError(errno.ESTALE, "Stale")])
+@pytest.mark.parametrize("name", ["manifest.json", "a.txt"])
+def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(
+    tmp_path: Path, name: str, error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path)
+    for step in (1, 2):
+        folder.save(step, write("text"))
+    real = io.open
+
+    def open_or_fail(file: Any, *arguments: Any, **options: Any) -> Any:
+        if str(file) == str(tmp_path / "step_00000002" / name):
+            raise error
+        return real(file, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", open_or_fail)
+        with pytest.raises(ValueError, match="step_00000002: cannot be read .*another --ckpt_path"):
+            folder.newest()
+    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
+    assert folder.newest() == tmp_path / "step_00000002"
+
+
+def test_what_becomes_of_the_model_in_a_checkpoint_damages_nothing(tmp_path: Path) -> None:
+    def write_with_model(partial: Path) -> None:
+        write_both(partial)
+        (partial / "model").mkdir()
+        (partial / "model" / "config.json").write_text("{}")
+
+    folder = folder_of(tmp_path)
+    folder.save(1, write_with_model)
+    (tmp_path / "step_00000001" / "model" / "config.json").write_text('{"edited": true}')
+    assert folder.newest() == tmp_path / "step_00000001"
+    shutil.rmtree(tmp_path / "step_00000001" / "model")
+    assert folder.newest() == tmp_path / "step_00000001"
+
+
+def test_setting_aside_leaves_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+    """With --ckpt_path at or above --save_path models, logs and data lie there too."""
+    folder = folder_of(tmp_path / "c")
+    folder.save(4, write("four"))
+    folder.save_best(3, write("three"))
+    (tmp_path / "c" / "logs").mkdir()
+    (tmp_path / "c" / "config.json").write_text("{}")
+    folder.set_aside()
+    assert names(tmp_path / "c") == ["config.json", "logs"]
+    assert names(tmp_path / "c.1") == ["best", "best_step_00000003", "latest", "step_00000004"]
+    assert (tmp_path / "c.1" / "latest" / "a.txt").read_text() == "four"
 
 
 def test_a_checkpoint_of_another_version_is_no_damaged_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from openppo.tracking.report import payload as payload_module
 from openppo.tracking.report.catalog import charts_of
 from openppo.tracking.report.page import render
-from openppo.tracking.report.payload import as_json, curves, evenly, payload, sample_rows
+from openppo.tracking.report.payload import as_json, curves, evenly, json_size, payload, sample_rows
 from openppo.tracking.report.run_data import LogLine, RunData, find_logs, read_run, short_names
 
 MakeRun = Callable[..., Path]
@@ -89,7 +89,7 @@ def test_samples_get_their_own_tokens() -> None:
 def test_samples_of_steps_without_tokens_are_left_out_where_others_have_them() -> None:
     rows, n_steps, n_all = sample_rows([line(s, 80) for s in range(10)], [line(3, 80), line(6, 80)], 10**6)
     assert [row["step"] for row in rows] == [3, 6]
-    assert (n_steps, n_all) == (2, 2)
+    assert (n_steps, n_all) == (2, 10)
     rows, n_steps, n_all = sample_rows([line(s, 80) for s in range(10)], [], 10**6)
     assert (len(rows), n_steps, n_all) == (10, 10, 10)
 
@@ -124,6 +124,29 @@ def test_a_page_of_a_long_run_with_long_responses_stays_below_5_mb(make_run: Mak
     for chosen in (runs[:1], runs):
         page = render(chosen)
         assert 1_000_000 < len(page.encode()) < 5_000_000
+
+
+@pytest.mark.parametrize("text", ["<b>&amp;</b>", "\u00e9\u0416", "\U0001f600", "plain"])
+@pytest.mark.parametrize("n_metrics", [10, 1000])
+def test_a_page_stays_below_5_mb_whatever_is_written_and_however_much_is_measured(
+    make_run: MakeRun, text: str, n_metrics: int
+) -> None:
+    row = dict.fromkeys([f"metric_{i}" for i in range(n_metrics)], -0.00123456)
+    samples = [
+        {"step": s, "sample": n, "prompt": "p", "response": text * 300, "reward": 1.0}
+        for s in range(300)
+        for n in range(8)
+    ]
+    page = render([read_run(make_run("a", [{"step": s, "time": 1.0, **row} for s in range(300)], samples, []))])
+    assert 1_000_000 < len(page.encode()) < 5_000_000
+
+
+@pytest.mark.parametrize("text", ["<b>&amp;</b>", "\u00e9\u0416", "\U0001f600", '"\\\n', "plain"])
+@pytest.mark.parametrize("ascii", [True, False])
+def test_the_size_of_a_line_is_what_the_page_writes_of_it(text: str, ascii: bool) -> None:
+    content = {"a": text, "b": [1, 2.5]}
+    line = json.dumps(content, separators=(",", ":"), ensure_ascii=ascii)
+    assert json_size(line) == len(as_json(content))
 
 
 def test_json_ends_no_script_and_has_no_number_that_json_has_not() -> None:

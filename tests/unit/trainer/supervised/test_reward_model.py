@@ -13,9 +13,13 @@ from openppo.config import BatchConfig, SupervisedConfig, TrainRMConfig
 from openppo.datasets import PreferenceExample
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.trainer.supervised.reward_model import RewardModelTrainer, spread
-from openppo.types import NeverStops, SingleProcess
+from openppo.types import Interrupted, SingleProcess
 
 PAIRS = [PreferenceExample([3 + i] * (2 + i), [9 - i, 4]) for i in range(5)]
+
+
+def already_asked_to_stop() -> None:
+    raise Interrupted("SIGTERM")
 
 
 @pytest.mark.parametrize("n_held_out", [0, 2])
@@ -38,7 +42,7 @@ def test_mean_and_std_are_those_of_both_sides_of_held_out_or_else_training_pairs
         tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=None),
         train_examples=PAIRS,
         eval_examples=PAIRS[:n_held_out],
-        stop=NeverStops(),
+        stop=already_asked_to_stop,  # a checkpoint upon a signal has the model whole
         checkpointer=None,
     )
     config = TrainRMConfig(SupervisedConfig("model", "data"), batch=BatchConfig(4, micro_train_batch_size=3))
