@@ -27,7 +27,7 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     options, flag, name = config.server, "--reward_pretrain", config.server.reward_pretrain
     token = None if options.token_file is None else read_token(options.token_file, "--token_file")
     listener = listen(options.host, options.port)
-    attention_implementation(options.flash_attn)
+    attention_implementation(options.flash_attn, options.bf16)
     model_config = check_model(name, flag, options.trust_remote_code)
     tokenizer = load_tokenizer(name, flag, trust_remote_code=options.trust_remote_code)
     if tokenizer.eos_token_id is None:

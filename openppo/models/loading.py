@@ -89,10 +89,12 @@ def _check_on_hub(name: str, flag: str) -> None:
         raise ValueError(nowhere + f"the hub cannot be reached ({error}). Check the path.") from error
 
 
-def attention_implementation(flash_attn: bool) -> str | None:
+def attention_implementation(flash_attn: bool, bf16: bool) -> str | None:
     """Name for ``attn_implementation``: None lets transformers take SDPA wherever the model has it."""
     if not flash_attn:
         return None
+    if not bf16:
+        raise ValueError("--flash_attn needs --bf16: FlashAttention-2 does not compute in float32.")
     if importlib.util.find_spec("flash_attn") is None:
         raise ValueError(
             "--flash_attn needs the package flash-attn, which is not installed: "
@@ -128,7 +130,7 @@ def load_options(
     """Keyword arguments for ``from_pretrained``: dtype, attention, 4 bits, code. Dropout: see ``disable_dropout``."""
     options: dict[str, Any] = {
         "dtype": torch.bfloat16 if bf16 else torch.float32,
-        "attn_implementation": attention_implementation(flash_attn),
+        "attn_implementation": attention_implementation(flash_attn, bf16),
         "quantization_config": quantization(load_in_4bit, bf16),
         "trust_remote_code": trust_remote_code,
     }
@@ -200,7 +202,8 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
     """Every id that ends a response: those of the generation config, the model config and the tokenizer."""
     found: set[int] = set()
-    sources = [model.generation_config.eos_token_id, model.config.eos_token_id]
+    configs = model.generation_config, model.config, model.config.get_text_config()
+    sources = [getattr(part, "eos_token_id", None) for part in configs]  # of images and text it may be in one only
     if tokenizer is not None:
         sources.append(tokenizer.eos_token_id)
     for source in sources:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import PolicyWeights, run_to_end
-from openppo.rollout.row_cache import PromptCache, RowCache
+from openppo.rollout.row_cache import PromptCache, RowCache, check_cache
 from openppo.rollout.sampling import request_uniforms, sample
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
 
@@ -62,6 +62,7 @@ class HFEngine:
         stop: StopCheck | None = None,
         new_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
+        check_cache(model.config)
         if new_recorder is not None:
             check_layers(model.config)
         self.model = model
@@ -265,7 +266,7 @@ def _attention_of_padded_rows(model: PreTrainedModel) -> Iterator[None]:
     if before != "flash_attention_2":
         yield
         return
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 SLACK_COLUMNS = 64
@@ -102,6 +103,22 @@ class _PromptLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """No maximum."""
         return -1
+
+
+_WITHOUT_KEYS = frozenset({"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"})
+
+
+def check_cache(config: PreTrainedConfig) -> None:
+    """``ValueError`` for models that keep something else than keys and values of their own in each layer."""
+    text = config.get_text_config()
+    kinds = sorted(_WITHOUT_KEYS & set(getattr(text, "layer_types", None) or ()))
+    if (getattr(text, "num_kv_shared_layers", None) or 0) > 0:
+        kinds.append("shared keys and values")
+    if kinds:
+        raise ValueError(
+            f"{text.model_type} has layers with {', '.join(kinds)}, from which OpenPPO's engine cannot sample: take a "
+            "model whose layers all have attention of their own."
+        )
 
 
 class PromptCache(Cache):

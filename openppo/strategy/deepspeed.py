@@ -75,6 +75,7 @@ class DeepspeedStrategy:
             self.zero_stage = 1
             logger.info("--bf16 with --zero_stage 0: optimizer states are partitioned as with --zero_stage 1, since "
                         "DeepSpeed accumulates bf16 gradients in float32 only from there on.")  # fmt: skip
+        self._prepared: list[TrainingEngine] = []
         self.seed_everything(config.seed)
 
     @property
@@ -112,7 +113,12 @@ class DeepspeedStrategy:
         n_trained, on_gpu = sum(p.numel() for p in trained), self.device.type == "cuda"
         options = train_config(self.config, self.zero_stage, n_trained, on_gpu)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=merge(options, self.overrides))
-        return TrainingEngine(engine, scheduler)
+        if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+            # Else each parameter gets views of Adam's moments, for DeepSpeed's own checkpoints only, and they would
+            # hold the memory of moments that rest on the host.
+            engine.optimizer._hp_optimizer_states_linked = True
+        self._prepared.append(TrainingEngine(engine, scheduler))
+        return self._prepared[-1]
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
         """A module for evaluation only: on the device, in the run's dtype, partitioned under ZeRO-3 alone."""
@@ -128,13 +134,18 @@ class DeepspeedStrategy:
         engine.eval()
         return engine
 
-    def fits_gathered(self, engine: TrainingEngine) -> bool:
-        """Whether every rank has memory for the full weights of a ZeRO-3 model; the same answer on all ranks."""
+    def fits_gathered(self, engine: TrainingEngine, moments_rest: bool = False) -> bool:
+        """Whether every rank has memory for the full weights of a ZeRO-3 model; the same answer on all ranks.
+
+        Adam's moments come with the first step, and take theirs for good, unless they rest on the host meanwhile.
+        """
         if self.zero_stage < 3 or self.device.type == "cpu":
             return True
         parameters: list[Any] = list(engine.module.parameters())  # with the attributes of ZeRO-3
         needed = sum(p.ds_numel * p.element_size() for p in parameters)
         free, _ = torch.cuda.mem_get_info(self.device)
+        if not (moments_rest or self.config.adam_offload):
+            free -= sum(prepared.bytes_of_moments for prepared in self._prepared)
         fits = not self.any_rank(needed > _SHARE_FOR_GATHERED_WEIGHTS * free)
         if not fits and self.is_main:
             logger.warning(

@@ -36,6 +36,12 @@ class TrainingEngine:
         """The learning rate of the next optimizer step."""
         return float(self.scheduler.get_last_lr()[0])
 
+    @property
+    def bytes_of_moments(self) -> int:
+        """Of Adam on this rank under ZeRO-3, whether or not it has made them yet."""
+        trained: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
+        return sum(2 * 4 * p.ds_tensor.numel() for p in trained)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.deepspeed(*args, **kwargs)
 

@@ -20,6 +20,7 @@ from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_reg
 from openppo.rollout.decode_graphs import CUDARecorder, check_layers
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.row_cache import check_cache
 from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions, check_vllm
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
@@ -58,8 +59,7 @@ def build_ppo_trainer(
     )
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     _check_gpu_options(config, actor_config, strategy)
-    if config.generation.rollout_engine == "vllm":
-        on_all_ranks(strategy.comm, check_vllm)
+    _check_engine(config, actor_config, strategy)
     tokenizer = load_tokenizer(model.pretrain, "--pretrain", trust_remote_code=model.trust_remote_code)
     _check_critic_tokens(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config, strategy.comm)
@@ -128,7 +128,7 @@ def _engine(
             max_rows=generation.max_num_seqs,
         )
         return VLLMEngine(base_model_of(model.pretrain), options, eos, show_progress=strategy.is_main, stop=stop)
-    in_lockstep = not strategy.fits_gathered(actor)
+    in_lockstep = not strategy.fits_gathered(actor, config.ppo.offload_idle)
     if generation.cuda_graphs and in_lockstep:
         logger.warning("--cuda_graphs: ranks that generate in lockstep cannot replay steps; they are launched as usual")
     return HFEngine(
@@ -146,6 +146,13 @@ def _engine(
 def _packed_row_length(actor: TrainingEngine, data: PPOData, strategy: DeepspeedStrategy) -> int | None:
     with strategy.uncompiled():
         return packed_row_length(actor, data.documents, data.longest, strategy.device)
+
+
+def _check_engine(config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy) -> None:
+    if config.generation.rollout_engine == "vllm":
+        on_all_ranks(strategy.comm, check_vllm)
+    else:
+        check_cache(actor_config)
 
 
 def _check_gpu_options(config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy) -> None:

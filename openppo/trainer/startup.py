@@ -163,12 +163,24 @@ def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
 
 def check_context(model_config: PreTrainedConfig, name: str, longest_prompt: int, new_tokens: int) -> None:
     """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``--pretrain name``."""
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)  # absent for some models
+    text = model_config.get_text_config()
+    context, of = getattr(text, "max_position_embeddings", None), "context"  # absent for some models
+    for rope in _rope_parameters(text):
+        if rope.get("rope_type") in ("longrope", "dynamic"):
+            # Beyond it transformers turns all rows of a batch otherwise, also those that are short: log-probs would
+            # depend on what is beside them, and on keys that were turned the other way.
+            context, of = rope.get("original_max_position_embeddings") or context, "original context"
     if context is not None and longest_prompt + new_tokens > context:
         raise ValueError(
             f"The longest prompt has {longest_prompt} tokens; with --generate_max_len {new_tokens} that exceeds the "
-            f"context of {context} tokens of --pretrain {name}. Lower --generate_max_len or --prompt_max_len."
+            f"{of} of {context} tokens of --pretrain {name}. Lower --generate_max_len or --prompt_max_len."
         )
+
+
+def _rope_parameters(text: PreTrainedConfig) -> list[dict[str, Any]]:
+    """How positions are turned: one description, or one for each kind of layer."""
+    found = getattr(text, "rope_parameters", None) or {}
+    return [found, *(value for value in found.values() if isinstance(value, dict))]
 
 
 @contextmanager

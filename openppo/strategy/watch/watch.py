@@ -120,7 +120,7 @@ class Watch:
     def refuse(self, message: str) -> NoReturn:
         """A mistake of the user, found before training: one line on stderr for all ranks, and exit status 2."""
         if self._peers is None:
-            self._write(f"error: {message}\n")
+            _write(f"error: {message}\n")
             sys.exit(2)
         self._refusal = (message, time.monotonic())
         self._pipe.wake()
@@ -148,9 +148,9 @@ class Watch:
         self._stumbled += 1
         text = "".join(traceback.format_exception(error))
         if self._stumbled == 1:
-            self._write(f"{text}The watch of rank {self._rank} could not look; it goes on.\n")
+            _write(f"{text}The watch of rank {self._rank} could not look; it goes on.\n")
         if self._stumbled == _STUMBLES:
-            self._write(f"{text}The watch of rank {self._rank} could not look {_STUMBLES} times: it ends the run.\n")
+            _write(f"{text}The watch of rank {self._rank} could not look {_STUMBLES} times: it ends the run.\n")
             self._exit(1)
         time.sleep(_INTERVAL)
 
@@ -283,9 +283,9 @@ class Watch:
         """Say it, unless another rank does, and end this process and by that the run."""
         faulthandler.cancel_dump_traceback_later()
         if self._peers is None:
-            self._write(text())
+            _write(text())
         elif self._peers.may_speak():
-            self._write(text())
+            _write(text())
             with contextlib.suppress(StoreLostError):  # it is said, and nobody is left to know
                 self._peers.tell_end(status)
             time.sleep(_LINGER)
@@ -324,9 +324,9 @@ class Watch:
             if self._signal is None:
                 failed = {beat.rank for beat in fault.where}
                 others = [beat for rank, beat in self._peers.beats.items() if rank not in failed]
-                self._write(render(fault, others, self._resume))
+                _write(render(fault, others, self._resume))
             else:
-                self._write(f"{self._signal[0]}: ended with {owner} in phase {self._where.phase}\n")
+                _write(f"{self._signal[0]}: ended with {owner} in phase {self._where.phase}\n")
         time.sleep(_LINGER)  # a rank that ends now would look like the cause, or leave the word to the next
         self._exit(status)
 
@@ -343,18 +343,6 @@ class Watch:
             time.sleep(_INTERVAL / 5)
             self._peers.exchange(self._beat(time.monotonic()))
 
-    def _write(self, text: str) -> None:
-        """To stderr in one piece, after what Python has buffered; a blocked stdout or a dead log must not keep us."""
-        for stream in (sys.stdout, sys.stderr):
-            flushing = threading.Thread(target=stream.flush, daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads
-                flushing.start()
-                flushing.join(timeout=1)
-        rest = text.encode(errors="replace")
-        with contextlib.suppress(OSError):  # nobody reads any more
-            while rest:
-                rest = rest[os.write(2, rest) :]
-
     def _exit(self, status: int) -> NoReturn:
         """End the process whatever its threads do: a collective that waits, a reward function that sleeps."""
         if self._peers is not None:
@@ -362,6 +350,19 @@ class Watch:
         if self._stacks:
             Path(self._stacks).unlink(missing_ok=True)
         os._exit(status)
+
+
+def _write(text: str) -> None:
+    """To stderr in one piece, after what Python has buffered; a blocked stdout or a dead log must not keep us."""
+    for stream in (sys.stdout, sys.stderr):
+        flushing = threading.Thread(target=stream.flush, daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads
+            flushing.start()
+            flushing.join(timeout=1)
+    rest = text.encode(errors="replace")
+    with contextlib.suppress(OSError):  # nobody reads any more
+        while rest:
+            rest = rest[os.write(2, rest) :]
 
 
 def _status(name: str) -> int:

@@ -195,8 +195,7 @@ def _generation(run: PPORun, states: dict[str, States], lasting: int) -> Phase:
     prompt, new = run.lengths.longest_prompt, options.generate_max_len
     warps = options.top_p < 1 or options.top_k is not None
     cache, beside = generation_peaks(shape, rows, prompt, new, run.setting.element, warps)
-    weights = states["actor"].gathered_to_infer if _in_lockstep(run) else states["actor"].gathered_to_generate
-    passing = {"gathered weights": weights, "key-value cache": cache, "sampling": beside}
+    passing = {"gathered weights": _gathered_to_generate(run), "key-value cache": cache, "sampling": beside}
     return Phase("generation", lasting, passing)
 
 
@@ -208,8 +207,14 @@ def decode_rows(run: PPORun, lasting: int) -> int:
     if run.device_memory is None:
         return rows
     shape, prompt = run.shapes["actor"], run.lengths.longest_prompt
+    free = run.device_memory - lasting - _gathered_to_generate(run)
     of_one, _ = generation_peaks(shape, 1, prompt, run.config.generation.generate_max_len, run.setting.element, False)
-    return max(1, min(rows, int(_SHARE_FOR_CACHE * (run.device_memory - lasting)) // of_one))
+    return max(1, min(rows, int(_SHARE_FOR_CACHE * free) // of_one))
+
+
+def _gathered_to_generate(run: PPORun) -> int:
+    actor = run.states()["actor"]
+    return actor.gathered_to_infer if _in_lockstep(run) else actor.gathered_to_generate
 
 
 def _in_lockstep(run: PPORun) -> bool:
@@ -217,7 +222,7 @@ def _in_lockstep(run: PPORun) -> bool:
     if run.config.generation.rollout_engine == "vllm":
         return False
     states = run.states()
-    lasting = sum(state.total - state.device.get("Adam moments", 0) for state in states.values())
+    lasting = sum(state.total for state in states.values()) - _resting(run, states)
     if run.on_cpu or run.device_memory is None:
         return False
     return states["actor"].gathered_to_generate > _SHARE_FOR_GATHERED_WEIGHTS * (run.device_memory - lasting)

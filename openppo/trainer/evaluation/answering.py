@@ -11,6 +11,7 @@ from openppo.datasets import load_mixed_rows, load_prompts
 from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, check_model, eos_token_ids, load_tokenizer, pad_token_id
 from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.row_cache import check_cache
 from openppo.strategy.inference import InferenceStrategy
 from openppo.trainer.startup import check_context, log_dropped, naming_model
 from openppo.types import Prompt, SamplingParams, Trajectory
@@ -24,7 +25,8 @@ def sampling_params(options: PromptsConfig) -> SamplingParams:
 def load_questions(options: PromptsConfig) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
     """The tokenizer and the rendered prompts; ``ValueError`` names the flag of what cannot work."""
     model_config = check_model(options.pretrain, "--pretrain", options.trust_remote_code)
-    attention_implementation(options.flash_attn)
+    check_cache(model_config)
+    attention_implementation(options.flash_attn, options.bf16)
     tokenizer = load_tokenizer(options.pretrain, "--pretrain", trust_remote_code=options.trust_remote_code)
     rows = load_mixed_rows(
         parse_probs(options.prompt_data, None, "prompt_data"),

@@ -322,7 +322,8 @@ MODELS = [
         {"critic_pretrain": "M/other_vocabulary"},
         ["--critic_pretrain M/other_vocabulary", "another vocabulary than --pretrain M/actor", "same family"],
     ),
-    Case("flash-attn not installed", {"flash_attn": True}, ["--flash_attn", "pip install flash-attn"]),
+    Case("flash-attn not installed", {"flash_attn": True, "bf16": True}, ["--flash_attn", "pip install flash-attn"]),
+    Case("flash-attn in float32", {"flash_attn": True}, ["--flash_attn needs --bf16"]),
     Case("vllm not installed", {"rollout_engine": "vllm"}, ["--rollout_engine vllm", "pip install openppo[vllm]"]),
     Case(
         "folder cannot be written", {"save_path": "D/notes.txt"}, ["--save_path D/notes.txt", "choose another folder"]

@@ -223,6 +223,8 @@ def test_flash_attn_without_the_package_says_how_to_install_it(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install flash-attn"):
+        Actor(str(llama_folder), flash_attn=True, bf16=True)
+    with pytest.raises(ValueError, match="--flash_attn needs --bf16"):
         Actor(str(llama_folder), flash_attn=True)
 
 
@@ -234,6 +236,6 @@ def test_flash_attn_is_never_imported_unless_asked_for(
     monkeypatch.syspath_prepend(str(tmp_path))
     Actor(str(llama_folder))(padded(ROWS, 7), attention())
     assert "flash_attn" not in sys.modules
-    assert attention_implementation(flash_attn=False) is None
-    assert attention_implementation(flash_attn=True) == "flash_attention_2"  # found, not imported
+    assert attention_implementation(flash_attn=False, bf16=False) is None
+    assert attention_implementation(flash_attn=True, bf16=True) == "flash_attention_2"  # found, not imported
     assert "flash_attn" not in sys.modules

@@ -36,9 +36,8 @@ def tokenizer(**special: str) -> PreTrainedTokenizerBase:
 
 
 def model_with_eos(generation: int | list[int] | None, config: int | list[int] | None) -> SimpleNamespace:
-    return SimpleNamespace(
-        generation_config=SimpleNamespace(eos_token_id=generation), config=SimpleNamespace(eos_token_id=config)
-    )
+    of_model = SimpleNamespace(eos_token_id=config, get_text_config=lambda: of_model)
+    return SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=generation), config=of_model)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Gemma3Config, PreTrainedModel
 
 from openppo.experience import compute_reward, get_advantages_and_returns
 from openppo.experience.collate import collate
@@ -275,10 +275,15 @@ def test_advantages_of_a_cut_response_in_plain_numbers(tokenizer: Any, trajector
 def test_all_eos_ids_of_generation_config_model_config_and_tokenizer_end_a_response(
     in_generation: Any, in_config: Any, eos: str | None, expected: list[int], make_tokenizer: Callable[..., Any]
 ) -> None:
-    model = SimpleNamespace(
-        generation_config=SimpleNamespace(eos_token_id=in_generation), config=SimpleNamespace(eos_token_id=in_config)
-    )
+    config = SimpleNamespace(eos_token_id=in_config, get_text_config=lambda: config)
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=in_generation), config=config)
     assert eos_token_ids(model, make_tokenizer(eos=eos)) == expected
+
+
+def test_eos_ids_of_a_model_of_images_and_text_may_be_those_of_its_text_part_only() -> None:
+    config = Gemma3Config(text_config={"eos_token_id": [1, 7]})
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=106), config=config)
+    assert eos_token_ids(model) == [1, 7, 106]
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import (
+    FalconH1Config,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    Lfm2Config,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 
 from openppo.models.actor import Actor
 from openppo.models.padding import pad_right
 from openppo.rollout import hf_engine, row_cache
 from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, FinishReason, SamplingParams
 
@@ -144,7 +153,8 @@ def test_buffers_never_have_more_rows_than_may_be_decoded(models: Models) -> Non
     assert engine._cache.shape[0] == 4
 
 
-def test_flash_attention_stands_back_while_the_engine_is_awake(models: Models) -> None:
+@pytest.mark.parametrize(("has_sdpa", "instead"), [(True, "sdpa"), (False, "eager")])
+def test_flash_attention_stands_back_while_the_engine_is_awake(models: Models, has_sdpa: bool, instead: str) -> None:
     """It would gather the keys and values of padded rows in each layer of each step."""
 
     class Weights:
@@ -154,9 +164,25 @@ def test_flash_attention_stands_back_while_the_engine_is_awake(models: Models) -
     model, chosen = copy.deepcopy(models["llama"]), []
     model.config._attn_implementation = "flash_attention_2"
     model.set_attn_implementation = chosen.append
+    model._supports_sdpa = has_sdpa
     with engine_of(model).awake(Weights()):  # type: ignore[arg-type]
-        assert chosen == ["sdpa"]
-    assert chosen == ["sdpa", "flash_attention_2"]
+        assert chosen == [instead]
+    assert chosen == [instead, "flash_attention_2"]
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (Qwen3NextConfig(), "qwen3_next has layers with linear_attention"),
+        (FalconH1Config(), "hybrid"),
+        (Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2), "lfm2 has layers with conv"),
+        (Gemma3nTextConfig(num_kv_shared_layers=15), "shared keys and values"),
+    ],
+)
+def test_models_without_keys_of_their_own_in_each_layer_are_refused_by_name(config: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        check_cache(config)
+    check_cache(Gemma3TextConfig())
 
 
 def test_equal_prompts_get_responses_of_their_own_seeds(models: Models) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import subprocess
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from openppo.config import DeepSpeedConfig
+from openppo.config import AdamConfig, DeepSpeedConfig
+from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.comm import init_process_group
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.engine import MOMENTS, TrainingEngine
@@ -66,6 +69,24 @@ def test_training_goes_on_as_if_moments_had_never_rested_on_the_host() -> None:
                 assert [moment() for moment in held] == [None, None]
         results.append(weight.detach())
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_nothing_in_deepspeed_holds_on_to_moments_that_rest_on_the_host(stage: int, bf16: bool) -> None:
+    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=stage, bf16=bf16))
+    trained = strategy.prepare(nn.Linear(64, 64), AdamConfig(), learning_rate=1e-3, total_steps=10)
+    batch = torch.randn(4, 64, dtype=torch.bfloat16 if bf16 else torch.float32)
+    for _ in range(2):
+        trained.load_moments()
+        trained.backward(trained(batch).float().square().mean(), last=True)
+        trained.step()
+        states = trained._adam_states()
+        held = [StorageWeakRef(state[name].untyped_storage()) for state in states for name in MOMENTS]
+        assert held
+        trained.offload_moments()
+        gc.collect()
+        assert all(storage.expired() for storage in held)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -1 * math.inf])

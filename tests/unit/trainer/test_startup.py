@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig, flat_dict, from_options
 from openppo.datasets import TokenExample
-from openppo.trainer.startup import PLACES, check_options, check_same, on_all_ranks
+from openppo.trainer.startup import PLACES, check_context, check_options, check_same, on_all_ranks
 
 HOST = socket.gethostname()
 
@@ -139,3 +140,25 @@ def test_examples_are_compared_by_what_they_hold() -> None:
         check_same(comm, {"--dataset": [TokenExample([1, 2, 3 + comm.rank], [False, True, True])]})
 
     assert all("--dataset holds something else" in message for message in run(2, check))
+
+
+@pytest.mark.parametrize(
+    ("rope", "fits"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, False),
+        ({"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64}, False),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, True),
+        ({"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, False),
+        ({"rope_type": "default"}, True),
+    ],
+)
+def test_positions_that_turn_short_rows_otherwise_beside_long_ones_end_at_the_original_context(
+    rope: dict[str, Any], fits: bool
+) -> None:
+    config: Any = SimpleNamespace(max_position_embeddings=256, rope_parameters=rope, get_text_config=lambda: config)
+    check_context(config, "model", 40, 24)
+    if fits:
+        check_context(config, "model", 100, 156)
+        return
+    with pytest.raises(ValueError, match="exceeds the original context of 64 tokens of --pretrain model. Lower"):
+        check_context(config, "model", 40, 25)
