@@ -150,19 +150,19 @@ def test_weights_that_do_not_fit_gathered_are_gathered_for_each_token(
     assert estimate_ppo(by_threes).sent["generation"] == 300 * roomy.sent["generation"]
 
 
-@pytest.mark.parametrize("memory", [70, 90, 110, 200])
+@pytest.mark.parametrize("memory", [70, 115, 130, 200])
 @pytest.mark.parametrize("rests", [False, True])
 def test_cache_and_gathered_weights_fit_beside_what_lasts_whenever_that_does(
     shapes: dict[str, ModelShape], ppo_config: Any, memory: int, rests: bool
 ) -> None:
     """Adam's moments come with the first step: what fits the first rollout must fit the second."""
-    config = ppo_config(zero_stage=3, generate_max_len=1000, offload_idle=rests)
-    large = shapes | {"actor": replace(shapes["actor"], n_parameters=10_000_000_000, layers=200, keys=5_000)}
+    config = ppo_config(zero_stage=3, rollout_batch_size=2048, generate_max_len=1000, offload_idle=rests)
+    large = shapes | {"actor": replace(shapes["actor"], n_parameters=10_000_000_000, layers=200, keys=200)}
     run = PPORun(config, large, LENGTHS, n_ranks=4, device_memory=memory * 2**30)
     estimate = estimate_ppo(run)
     generation = estimate.phases[1]
     assert generation.lasting < run.device_memory
-    assert estimate.decode_rows > 1 or memory < 110
+    assert estimate.decode_rows > 1
     gathered, cache = (generation.passing[name] for name in ("gathered weights", "key-value cache"))
     assert generation.lasting + gathered + cache < run.device_memory
 
