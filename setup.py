@@ -41,7 +41,7 @@ setup(
         "Typing :: Typed",
     ],
     keywords=["PPO", "RLHF", "GRPO", "reinforcement learning", "language models", "DeepSpeed", "LoRA"],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["openppo", "openppo.*"]),
     package_data={"": ["py.typed", "**/*.html", "**/*.css", "**/*.js"]},
     entry_points={"console_scripts": ["openppo=openppo.__main__:main"]},

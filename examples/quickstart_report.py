@@ -92,6 +92,7 @@ def main() -> None:
     logging.set_verbosity_error()
     (before, after), (first, second), prompts = compare(run)
     logged = [json.loads(line) for line in (run / "ppo" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    logged = [row for row in logged if "reward" in row]  # not the evaluation before training
 
     print(f"\n{'held-out prompts: ' + str(len(prompts)):<34}{'before PPO':>12}{'after PPO':>12}")
     print(f"{'exact match (greedy), %':<34}{before['exact match']:>12.1f}{after['exact match']:>12.1f}")

@@ -30,6 +30,7 @@ $launch -m openppo.cli.train_rm --seed "$seed" \
 echo "4/4 PPO: actor, critic, reward and reference model"
 $launch -m openppo.cli.train_ppo --seed "$seed" \
     --pretrain "$run/sft" --reward_pretrain "$run/rm" --prompt_data "$run/data/prompts.jsonl" \
+    --eval_data "$run/data/heldout.jsonl" --eval_before_training \
     --save_path "$run/ppo" --use_tensorboard "$run/tensorboard/ppo" --logging_steps 4 \
     --zero_stage 2 --generate_max_len 16 --rollout_batch_size 256 --micro_rollout_batch_size 128 \
     --train_batch_size 128 --micro_train_batch_size 64 --max_epochs 2 \

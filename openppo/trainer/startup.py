@@ -164,16 +164,16 @@ def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
 def check_context(model_config: PreTrainedConfig, name: str, longest_prompt: int, new_tokens: int) -> None:
     """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``--pretrain name``."""
     text = model_config.get_text_config()
-    context, of = getattr(text, "max_position_embeddings", None), "context"  # absent for some models
+    context, why = getattr(text, "max_position_embeddings", None), ""  # absent for some models
     for rope in _rope_parameters(text):
-        if rope.get("rope_type") in ("longrope", "dynamic"):
-            # Beyond it transformers turns all rows of a batch otherwise, also those that are short: log-probs would
-            # depend on what is beside them, and on keys that were turned the other way.
-            context, of = rope.get("original_max_position_embeddings") or context, "original context"
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") in ("longrope", "dynamic") and original is not None:
+            context = original
+            why = f" Beyond it, {rope['rope_type']} positions make log-probs depend on what else is in a batch."
     if context is not None and longest_prompt + new_tokens > context:
         raise ValueError(
             f"The longest prompt has {longest_prompt} tokens; with --generate_max_len {new_tokens} that exceeds the "
-            f"{of} of {context} tokens of --pretrain {name}. Lower --generate_max_len or --prompt_max_len."
+            f"context of {context} tokens of --pretrain {name}. Lower --generate_max_len or --prompt_max_len.{why}"
         )
 
 

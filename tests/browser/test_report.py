@@ -75,12 +75,15 @@ def make_run(folder: Path, learned: float, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Addresses of the page of one run, of two, and of three with two targets between them."""
+    """Addresses of the page of one run, of two, of three with two targets between them, and of one evaluated once."""
     folder = tmp_path_factory.mktemp("report")
     slow = make_run(folder / "slow", 0.01, actor_learning_rate=1e-6)
     quick = make_run(folder / "quick", 0.02, actor_learning_rate=1e-5)
     targets = [make_run(folder / f"target{i}", 0.01, kl_target=target) for i, target in enumerate((0.1, 0.2, 0.1))]
-    runs = {"one": [slow], "two": [slow, quick], "targets": targets}
+    once = make_run(folder / "once", 0.01)
+    metrics = once / "logs" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[1:]))
+    runs = {"one": [slow], "two": [slow, quick], "targets": targets, "once": [once]}
     made = {name: write_report(some, folder / f"{name}.html") for name, some in runs.items()}
     return {name: page.as_uri() for name, page in made.items()}
 
@@ -229,6 +232,16 @@ def test_only_what_is_better_for_being_higher_is_coloured_so(page: Any) -> None:
         ["eval_reward", "0.25", "0.5", "+0.25", "0.5"],
     ]
     assert [row[3].get_attribute("class").split() for row in rows] == [["number"], ["number", "better"]]
+
+
+def test_a_run_that_was_evaluated_once_claims_no_change(page: Any) -> None:
+    driver = page("once")
+    evaluation = one(driver, "#evaluation")
+    assert one(evaluation, "table thead").text == "Metric step 30"
+    assert [row.text for row in all_of(evaluation, "tbody tr")] == ["eval_rejected_reward 0.5", "eval_reward 0.5"]
+    assert "--eval_before_training" in one(evaluation, ".note").text
+    tile = next(tile for tile in all_of(driver, ".tile") if "eval_reward" in tile.get_attribute("title"))
+    assert tile.text.splitlines() == ["Held-out reward", "0.5", "one evaluation"]
 
 
 def test_evaluations_of_several_runs_stand_beside_each_other(page: Any) -> None:

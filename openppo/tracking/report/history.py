@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -53,6 +53,11 @@ class History:
         """Step of the ``back``-th last value."""
         steps = self.series[name][0]
         return steps[max(len(steps) - back, 0)]
+
+    def first(self, name: str, back: int, passes: Callable[[float], bool]) -> int:
+        """Step of the first of the last ``back`` values that ``passes``; where only their mean does, of the first."""
+        found = zip(*(series[-back:] for series in self.series[name]), strict=True)
+        return next((int(step) for step, value in found if passes(value)), self.step(name, back))
 
     def option(self, name: str, otherwise: Any = None) -> Any:
         """An option of the run; ``otherwise`` where logs of an older version do not have it."""

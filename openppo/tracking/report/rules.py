@@ -75,7 +75,7 @@ def kl_above_target(history: History) -> Found | None:
     target, kl = history.option("kl_target"), history.mean("kl", LEVEL)
     if target is None or not kl > 2 * target:
         return None
-    since = history.step("kl", LEVEL)
+    since = history.first("kl", LEVEL, lambda value: value > 2 * target)
     return Found(
         f"KL is {kl / target:.1f} times --kl_target {target:g} since step {{since}}: make --kl_horizon shorter so "
         "that the coefficient follows sooner, raise --init_kl_coef, or lower --actor_learning_rate.",
@@ -89,7 +89,7 @@ def kl_far(history: History) -> Found | None:
     whole, kl = history.mean("kl_per_response", FEW), history.mean("kl", FEW)
     if not (whole > 30 and kl > 0.5):
         return None
-    since = history.step("kl_per_response", FEW)
+    since = history.first("kl_per_response", FEW, lambda value: value > 30)
     return Found(
         f"The policy is far from the reference since step {{since}} (KL {whole:.0f} nats per response, {kl:.2g} per "
         "token): read the samples before you believe the reward, which may be exploited. Raise --init_kl_coef or lower "
@@ -104,7 +104,7 @@ def kl_negative(history: History) -> Found | None:
     kl = history.mean("kl", LEVEL)
     if not kl < -0.01:
         return None
-    since = history.step("kl", LEVEL)
+    since = history.first("kl", LEVEL, lambda value: value < -0.01)
     return Found(
         f"KL (k1) is {kl:.3g} since step {{since}}, and a KL is never below 0: the responses are not sampled from the "
         "policy whose log-probs are compared. Leave out --top_p and --top_k, and look at rollout_log_prob_gap.",
@@ -139,7 +139,7 @@ def entropy_collapse(history: History) -> Found | None:
     start, now = history.start("entropy"), history.mean("entropy", FEW)
     if not now < 0.2 * start or not flat_reward(history):
         return None
-    since = history.step("entropy", FEW)
+    since = history.first("entropy", FEW, lambda value: value < 0.2 * start)
     return Found(
         f"Entropy has fallen to {now / start:.0%} of its start by step {{since}} and the reward is flat: the policy "
         "hardly explores any more. If the reward is not yet where you want it, raise --eps_clip_high (0.28), "
@@ -152,9 +152,10 @@ def entropy_collapse(history: History) -> Found | None:
 def entropy_grows(history: History) -> Found | None:
     """Entropy twice its start, and half a nat more."""
     start, now = history.start("entropy"), history.mean("entropy", FEW)
-    if not now > max(2 * start, start + 0.5):
+    bound = max(2 * start, start + 0.5)
+    if not now > bound:
         return None
-    since = history.step("entropy", FEW)
+    since = history.first("entropy", FEW, lambda value: value > bound)
     coef = "lower --entropy_coef" if history.option("entropy_coef", 0) else "raise --init_kl_coef"
     return Found(
         f"Entropy is {now:.2g} nats since step {{since}}, {start:.2g} at the start: the policy drifts towards noise. "
@@ -169,7 +170,7 @@ def many_clipped(history: History) -> Found | None:
     share = history.mean("clip_fraction", LEVEL)
     if history.option("policy_loss_type", "ppo") != "ppo" or not share > 0.3:
         return None
-    since = history.step("clip_fraction", LEVEL)
+    since = history.first("clip_fraction", LEVEL, lambda value: value > 0.3)
     return Found(
         f"{share:.0%} of the tokens leave the clip range since step {{since}}: the updates are too large. Lower "
         "--actor_learning_rate or --max_epochs, or raise --train_batch_size.",
@@ -249,7 +250,7 @@ def reward_fails(history: History) -> Found | None:
     errors = history.last("reward_errors", FEW)
     if not errors or not sum(errors):
         return None
-    since = history.step("reward_errors", FEW)
+    since = history.first("reward_errors", FEW, lambda value: value > 0)
     return Found(
         f"The reward function raised on {sum(errors):.0f} samples since step {{since}}, which got --reward_error_value "
         "instead: the log shows the first errors.",
@@ -263,7 +264,8 @@ def many_truncated(history: History) -> Found | None:
     share = history.mean("truncated_fraction", FEW)
     if not share > 0.5:
         return None
-    since, most = history.step("truncated_fraction", FEW), history.option("generate_max_len")
+    since = history.first("truncated_fraction", FEW, lambda value: value > 0.5)
+    most = history.option("generate_max_len")
     what = "scored unfinished: raise it, or leave such responses out with --overlong_filter"
     if history.option("overlong_filter", False):
         what = "left out by --overlong_filter, so that nothing is learned from them: raise it, or ask for less"
@@ -280,7 +282,7 @@ def lengths_run_away(history: History) -> Found | None:
     start, now = history.start("response_length"), history.mean("response_length", FEW)
     if not now > 2 * start or not flat_reward(history):
         return None
-    since = history.step("response_length", FEW)
+    since = history.first("response_length", FEW, lambda value: value > 2 * start)
     return Found(
         f"Responses have grown from {start:.0f} to {now:.0f} tokens by step {{since}} without more reward: penalize "
         "length with --overlong_buffer_len, and look whether the reward likes length for its own sake.",
@@ -294,7 +296,8 @@ def lengths_collapse(history: History) -> Found | None:
     start, now = history.start("response_length"), history.mean("response_length", FEW)
     if not now < 0.25 * start:
         return None
-    since, remedy = history.step("response_length", FEW), "lower --actor_learning_rate"
+    since = history.first("response_length", FEW, lambda value: value < 0.25 * start)
+    remedy = "lower --actor_learning_rate"
     if history.option("init_kl_coef", 1) and not history.option("use_kl_loss", False):
         remedy = "lower --init_kl_coef, as the KL penalty is paid per token and short answers pay less"
     return Found(
@@ -340,7 +343,8 @@ def engine_differs(history: History) -> Found | None:
     kl = history.mean("rollout_kl", FEW)
     if not kl > 0.01:
         return None
-    since, causes = history.step("rollout_kl", FEW), []
+    since = history.first("rollout_kl", FEW, lambda value: value > 0.01)
+    causes = []
     if history.option("top_p", 1) < 1:
         causes.append("--top_p")
     if history.option("top_k") is not None:

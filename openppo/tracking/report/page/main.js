@@ -32,15 +32,17 @@ function drawSummary() {
       el("thead", {}, el("tr", {}, el("th", {}, "Start to now"), RUNS.map((run, r) => el("th", { class: "number" }, swatch(color(r)), run.name)))),
       el("tbody", {}, found.map(([label, name]) => el("tr", {}, el("td", {}, label), RUNS.map((run) => {
         const pair = ends(run, name);
-        return el("td", { class: "number" }, pair ? [`${written(name, pair[0])} → `, el("b", {}, written(name, pair[1]))] : "–");
+        const once = name.startsWith("eval") && known(run.evaluations, name).length === 1;
+        return el("td", { class: "number" }, pair ? [once ? "" : `${written(name, pair[0])} → `, el("b", {}, written(name, pair[1]))] : "–");
       })))))));
     return;
   }
   section.append(el("div", { class: "tiles" }, found.map(([label, name]) => {
     const [start, now, n] = ends(RUNS[0], name);
     const span = name.startsWith("eval") ? "first and last evaluation" : n > 1 ? `means of the first and last ${n} reports` : "first and last report";
-    return el("div", { class: "tile card", title: `${name}: ${span}` }, el("div", { class: "name" }, label),
-      el("div", { class: "now number" }, written(name, now)), el("div", { class: "before number" }, `from ${written(name, start)}`));
+    const once = name.startsWith("eval") && known(RUNS[0].evaluations, name).length === 1;
+    return el("div", { class: "tile card", title: `${name}: ${once ? "the only evaluation" : span}` }, el("div", { class: "name" }, label),
+      el("div", { class: "now number" }, written(name, now)), el("div", { class: "before number" }, once ? "one evaluation" : `from ${written(name, start)}`));
   })));
 }
 
@@ -66,20 +68,23 @@ function drawEvaluation() {
   const good = (name) => (/loss|truncated|errors/.test(name) ? -1 : /reward|pass|accuracy/.test(name) && !/std|rejected|reward_mean/.test(name) ? 1 : 0);
   const head = RUNS.map((run, r) => {
     const steps = run.evaluations.steps, title = RUNS.length > 1 ? [swatch(color(r)), run.name, el("br")] : [];
+    if (steps.length === 1) return el("th", { class: "number", colspan: 4 }, title, `step ${steps[0]}`);
     return steps.length ? [el("th", { class: "number" }, title, `step ${steps[0]}`), el("th", { class: "number" }, `step ${steps[steps.length - 1]}`), el("th", { class: "number" }, "change"), el("th", { class: "number" }, "best")]
       : el("th", { colspan: 4 }, title, "no evaluation");
   });
   const cells = (run, name) => {
     const values = known(run.evaluations, name);
     if (!values.length) return el("td", { colspan: 4 }, "–");
+    if (run.evaluations.steps.length === 1) return el("td", { class: "number", colspan: 4 }, short(values[0]));
     const [first, last] = [values[0], values[values.length - 1]], gain = good(name) * (last - first);
     const best = good(name) ? short(good(name) > 0 ? Math.max(...values) : Math.min(...values)) : "";
     return [short(first), short(last)].map((text) => el("td", { class: "number" }, text)).concat(
       el("td", { class: `number ${gain > 0 ? "better" : gain < 0 ? "worse" : ""}` }, `${last > first ? "+" : ""}${short(last - first)}`), el("td", { class: "number" }, best));
   };
-  section.querySelector(".body").append(el("div", { class: "card scroll" }, el("table", {},
+  const once = RUNS.some((run) => run.evaluations.steps.length === 1) ? el("p", { class: "note" }, withFlags("A run was evaluated once only, so nothing shows what changed: --eval_before_training and --eval_steps add evaluations.")) : null;
+  fill(section.querySelector(".body"), {}, [once, el("div", { class: "card scroll" }, el("table", {},
     el("thead", {}, el("tr", {}, el("th", {}, "Metric"), head)),
-    el("tbody", {}, names.map((name) => el("tr", {}, el("td", {}, name), RUNS.map((run) => cells(run, name))))))));
+    el("tbody", {}, names.map((name) => el("tr", {}, el("td", {}, name), RUNS.map((run) => cells(run, name)))))))]);
 }
 
 const plain = (value) => (value == null ? "" : typeof value === "object" ? JSON.stringify(value) : String(value));

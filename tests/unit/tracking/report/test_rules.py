@@ -170,6 +170,15 @@ def test_a_warning_names_the_step_from_which_on_it_shows() -> None:
     assert not finding.ended
 
 
+def test_a_level_shows_from_its_first_report_on_not_from_the_start_of_the_window() -> None:
+    health = Health({})
+    for step, whole in enumerate([1.0, 2.0, 3.0, 2.0, 400.0, 500.0], start=1):
+        health.look(step, {"kl_per_response": whole, "kl": whole / 10})
+    (finding,) = health.findings
+    assert finding.since == 5
+    assert "far from the reference since step 5" in finding.text
+
+
 def test_numbers_of_a_warning_are_those_of_its_last_report_and_its_beginning_stays() -> None:
     health = Health({"generate_max_len": 8})
     for step in range(1, 31):
