@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -69,7 +70,10 @@ class SignalPipe:
         for number in _SIGNALS:
             signal.siginterrupt(number, False)  # system calls of C++ libraries go on
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._after_fork)
+        self._masks = threading.local()
+        os.register_at_fork(
+            before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork_in_child
+        )
 
     def wait(self, seconds: float) -> list[str]:
         """Names of the signals that came; none after so many ``seconds``, or a ``wake`` from another thread."""
@@ -95,10 +99,21 @@ class SignalPipe:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
+    def _before_fork(self) -> None:
+        """Let signals of the child wait until they are its own: ``multiprocessing`` may end it at once, by SIGTERM."""
+        if _pipe is self:
+            self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
     def _after_fork(self) -> None:
-        """A child would write its signals into our pipe; ``multiprocessing`` ends its children with SIGTERM."""
+        mask = vars(self._masks).pop("before", None)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _after_fork_in_child(self) -> None:
+        """A child would write its signals into our pipe."""
         if _pipe is self:
             self.close()
+        self._after_fork()
 
 
 def _leave_to_the_pipe(number: int, frame: FrameType | None) -> None:

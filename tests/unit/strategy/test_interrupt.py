@@ -6,6 +6,8 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -63,6 +65,31 @@ def test_child_processes_end_by_signals_of_their_own(pipe: interrupt.SignalPipe)
         pool.terminate()  # with SIGTERM
         pool.join()
     assert pipe.wait(0.5) == [], "the signal of a child is none of ours"
+
+
+SIGNALLED_AT_BIRTH = """
+import os, signal
+from openppo.strategy.interrupt import SignalPipe
+
+def end_by_signal():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+os.register_at_fork(after_in_child=end_by_signal)  # before the pipe's own hooks
+pipe = SignalPipe()
+child = os.fork()
+if child == 0:
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, status
+assert pipe.wait(0.5) == []
+os.kill(os.getpid(), signal.SIGTERM)
+assert pipe.wait(60) == ["SIGTERM"], "the parent still hears its own"
+"""
+
+
+def test_a_child_that_is_ended_as_it_begins_ends_and_its_signal_is_none_of_ours() -> None:
+    done = subprocess.run([sys.executable, "-c", SIGNALLED_AT_BIRTH], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_first_request_counts_until_the_next_pipe(pipe: interrupt.SignalPipe) -> None:
