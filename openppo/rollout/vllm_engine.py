@@ -196,7 +196,7 @@ def _start(name: str, options: VLLMOptions, sleeps: bool) -> Any:
         "max_num_seqs": options.max_rows,
     }
     try:
-        with _same_threads():
+        with _same_threads(), _rank_in_environment():
             llm = LLM(model=name, **arguments)
     except ValueError as error:
         raise ValueError(
@@ -208,6 +208,18 @@ def _start(name: str, options: VLLMOptions, sleeps: bool) -> Any:
             value.detach()
     gc.unfreeze()  # vLLM exempts all that is there from garbage collection, the trainer's objects too
     return llm
+
+
+@contextmanager
+def _rank_in_environment() -> Iterator[None]:
+    """vLLM asks it of torchrun's variable, which a process that nobody launched has not."""
+    launched = "RANK" in os.environ
+    os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
+    try:
+        yield
+    finally:
+        if not launched:
+            del os.environ["RANK"]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from openppo.strategy.checkpoint.lock import FolderLock
 from openppo.strategy.checkpoint.manifest import (
     MANIFEST,
     UnreadableError,
+    check_readable,
     describe,
     fault,
     flush,
@@ -94,6 +95,7 @@ class CheckpointFolder:
         damaged: list[tuple[Path, str]] = []
         for step in steps:
             path = self.folder / f"step_{step:08d}"
+            self._read(path, check_readable)  # before anything is renamed
             self._take_the_save_of_all(path)
             if (what := self._damage(path)) is not None:
                 damaged.append((path, what))
@@ -126,16 +128,8 @@ class CheckpointFolder:
         if not any(steps or best for steps, best in everyones):
             return
         aside = _free_name(self.folder, None)
-
-        def move() -> None:
-            if self.leads:
-                aside.mkdir()
-                ours = (self.folder.glob(pattern) for pattern in ("step_*", "best_step_*", "latest", "best"))
-                for path in sorted({path for found in ours for path in found}):
-                    path.rename(aside / path.name)
-
         try:
-            self.together(move)
+            self.together(lambda: _move(self.folder, aside) if self.leads else None)
         except CheckpointError as error:
             raise ValueError(
                 f"{error} An earlier run's checkpoints cannot be set aside: give --load_checkpoint to go on from them, "
@@ -315,19 +309,24 @@ class CheckpointFolder:
 
     def _damage(self, path: Path) -> str | None:
         """What is wrong with a checkpoint on any host; ``ValueError`` on all ranks where one cannot read it."""
-        mine, unreadable = None, None
-        try:
-            mine = fault(path, self.place, len(self.neighbours))
-        except UnreadableError as error:
-            unreadable = str(error)
-        everyones = self.comm.all_gather_object((mine, unreadable, save_id(path)))
-        for _, message, _ in everyones:
-            if message is not None:
-                raise ValueError(f"{self.flag} {path}: {message}")
-        damage = next((what for what, _, _ in everyones if what is not None), None)
-        if damage is None and len({this_save for _, _, this_save in everyones}) > 1:
+        found = self._read(path, lambda it: fault(it, self.place, len(self.neighbours)))
+        damage = next((what for what in found if what is not None), None)
+        if damage is None and len(set(self.comm.all_gather_object(save_id(path)))) > 1:
             return "its parts on several hosts are not of one save"
         return damage
+
+    def _read(self, path: Path, work: Callable[[Path], T]) -> list[T | None]:
+        """The results of all ranks; ``ValueError`` on all where a checkpoint that may be whole cannot be read."""
+        result, unreadable = None, None
+        try:
+            result = work(path)
+        except UnreadableError as error:
+            unreadable = str(error)
+        everyones = self.comm.all_gather_object((result, unreadable))
+        for _, message in everyones:
+            if message is not None:
+                raise ValueError(f"{self.flag} {path}: {message}")
+        return [value for value, _ in everyones]
 
     def _refuse_foreign(self) -> None:
         """Checkpoints of DeepSpeed and others are pickles: reading one runs whatever code it holds."""
@@ -343,6 +342,21 @@ class CheckpointFolder:
 def _replaced(path: Path) -> Path:
     """Where the checkpoint at ``path`` is kept until another of its step is there on all hosts."""
     return path.with_name(path.name + _REPLACED)
+
+
+def _move(folder: Path, aside: Path) -> None:
+    """What runs have left in ``folder``, all of it or nothing."""
+    aside.mkdir()
+    ours = (folder.glob(pattern) for pattern in ("step_*", "best_step_*", "latest", "best"))
+    moved: list[Path] = []
+    try:
+        for path in sorted({path for found in ours for path in found}):
+            moved.append(path.rename(aside / path.name))
+    except OSError:  # a mount point, say: its neighbour is another disk
+        for path in moved:
+            path.rename(folder / path.name)
+        aside.rmdir()
+        raise
 
 
 def _make_empty(folder: Path) -> None:

@@ -38,12 +38,7 @@ def fault(path: Path, place: int, n_places: int) -> str | None:
     ``UnreadableError`` where it cannot be looked at: another format, no permission, a network disk that is silent.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        written = manifest.get("format") if isinstance(manifest, dict) else None
-        if isinstance(written, int) and written != _FORMAT:
-            raise UnreadableError(
-                f"format {written} is of another version of OpenPPO; this one reads {_FORMAT}. Go on with that version."
-            )
+        manifest = _read(path)
         names = [name for name in sorted(manifest["files"]) if Path(name).parts[0] != MODEL]
         for name in names[place::n_places]:
             file, wanted = path / name, manifest["files"][name]
@@ -52,15 +47,41 @@ def fault(path: Path, place: int, n_places: int) -> str | None:
             if _sha256(file) != wanted["sha256"]:
                 return f"{name} has another checksum"
     except OSError as error:
-        if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or error.errno == errno.EIO:
-            return f"{MANIFEST}: {error!r}" if MANIFEST in str(error) else repr(error)
-        raise UnreadableError(
-            f"cannot be read ({error}). Start as the user who wrote it and with its disk in place, or give another "
-            "--ckpt_path."
-        ) from error
+        _refuse_unless_damage(error)
+        return f"{MANIFEST}: {error!r}" if MANIFEST in str(error) else repr(error)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         return f"{MANIFEST}: {error!r}"
     return None
+
+
+def check_readable(path: Path) -> None:
+    """Raise ``UnreadableError`` as ``fault`` does, after a look at the manifest alone."""
+    try:
+        _read(path)
+    except OSError as error:
+        _refuse_unless_damage(error)
+    except ValueError:
+        pass  # damaged
+
+
+def _read(path: Path) -> Any:
+    manifest = json.loads((path / MANIFEST).read_text())
+    written = manifest.get("format") if isinstance(manifest, dict) else None
+    if isinstance(written, int) and written != _FORMAT:
+        raise UnreadableError(
+            f"format {written} is of another version of OpenPPO; this one reads {_FORMAT}. Go on with that version."
+        )
+    return manifest
+
+
+def _refuse_unless_damage(error: OSError) -> None:
+    """What is not there, or on a bad sector, is damaged; whatever else may be readable later, or by another user."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or error.errno == errno.EIO:
+        return
+    raise UnreadableError(
+        f"cannot be read ({error}). Start as the user who wrote it and with its disk in place, or give another "
+        "--ckpt_path."
+    ) from error
 
 
 def save_id(path: Path) -> str | None:

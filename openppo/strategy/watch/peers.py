@@ -9,11 +9,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 from torch.distributed import TCPStore
 
@@ -21,7 +23,8 @@ SILENT = "no sign of life"
 STACKS_SIGNAL = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2  # macOS has no SIGRTMIN
 """A process that gets it writes the stacks of its threads into ``Beat.stacks``, whatever holds Python's lock."""
 _STORE_TIMEOUT = 10.0
-"""Seconds, or 0.8 of the silence that is allowed: a launcher that was stopped for a while answers again."""
+"""Seconds to wait for the store, or 0.8 of the silence that is allowed: a launcher that was stopped may go on."""
+T = TypeVar("T")
 
 
 class StoreLostError(Exception):
@@ -94,6 +97,9 @@ class Peers:
         """Exit status of a run that ends, once somebody has said why."""
         self._heard: dict[int, float] = {}  # when the beat of a rank last changed, on our clock
         self._store: TCPStore | None = None
+        self._patience = max(_STORE_TIMEOUT, 0.8 * silence)
+        self._asking = ThreadPoolExecutor(1, "store")
+        self._answer: Future[Any] | None = None
         # The keys of a restarted run are others, where torchrun keeps the store: on one host (see strategy/comm.py).
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
         self._prefix = f"openppo/{restart}"
@@ -103,30 +109,11 @@ class Peers:
 
     def tell(self, mine: Beat) -> bool:
         """Say it to the others; False while there is no store yet. ``StoreLostError`` if it does not answer."""
-        try:
-            if self._store is None and not self._connect():
-                return False
-            assert self._store is not None
-            self._store.set(self._key(self.rank), json.dumps(dataclasses.asdict(mine)))
-        except RuntimeError as error:  # of torch's store, in several classes
-            raise StoreLostError(str(error).splitlines()[0]) from error
-        return True
+        return self._ask(lambda: self._tell(mine))
 
     def exchange(self, mine: Beat) -> None:
         """Say it to the others, and hear what they say. Errors as in ``tell``."""
-        if not self.tell(mine):
-            return
-        assert self._store is not None
-        try:
-            for rank in self.others:
-                if rank in self.beats or self._store.check([self._key(rank)]):
-                    self._hear(Beat(**json.loads(self._store.get(self._key(rank)))))
-            if self.signal is None and self._store.check([self._key("signal")]):
-                self.signal = self._store.get(self._key("signal")).decode()
-            if self.ended is None and self._store.check([self._key("end")]):
-                self.ended = int(self._store.get(self._key("end")))
-        except RuntimeError as error:
-            raise StoreLostError(str(error).splitlines()[0]) from error
+        self._ask(lambda: self._exchange(mine))
 
     def missing(self) -> list[int]:
         """Ranks that have not said anything yet."""
@@ -173,8 +160,9 @@ class Peers:
     def may_speak(self) -> bool:
         """True on one rank only, the first that asks: it says why the run ends."""
         try:
-            return self._store is None or self._store.add(self._key("speaker"), 1) == 1
-        except RuntimeError:
+            store = self._store
+            return store is None or self._ask(lambda: store.add(self._key("speaker"), 1)) == 1
+        except StoreLostError:
             return self.speaks_without_store()
 
     def tell_end(self, status: int) -> None:
@@ -186,11 +174,43 @@ class Peers:
         here = [rank for rank, beat in self.beats.items() if beat.is_here and process_lives(beat.pid)]
         return self.rank < min(here, default=self.rank + 1)
 
+    def _ask(self, question: Callable[[], T]) -> T:
+        """On a thread of its own: torch waits without end for a store whose host is silent, whatever its time-outs."""
+        if self._answer is not None and not self._answer.done():
+            raise StoreLostError("it has not answered before")
+        answer = self._answer = self._asking.submit(question)
+        try:
+            return answer.result(self._patience)
+        except TimeoutError as error:
+            raise StoreLostError(f"no answer within {self._patience:.0f} s") from error
+        except RuntimeError as error:  # of torch's store, in several classes
+            raise StoreLostError(str(error).splitlines()[0]) from error
+
+    def _tell(self, mine: Beat) -> bool:
+        if self._store is None and not self._connect():
+            return False
+        assert self._store is not None
+        self._store.set(self._key(self.rank), json.dumps(dataclasses.asdict(mine)))
+        return True
+
+    def _exchange(self, mine: Beat) -> None:
+        if not self._tell(mine):
+            return
+        assert self._store is not None
+        for rank in self.others:
+            if rank in self.beats or self._store.check([self._key(rank)]):
+                self._hear(Beat(**json.loads(self._store.get(self._key(rank)))))
+        if self.signal is None and self._store.check([self._key("signal")]):
+            self.signal = self._store.get(self._key("signal")).decode()
+        if self.ended is None and self._store.check([self._key("end")]):
+            self.ended = int(self._store.get(self._key("end")))
+
     def _last_words(self, rank: int) -> Beat:
         """Of a rank whose process has ended: it may have said that it is done since it was heard, and then ended."""
-        with contextlib.suppress(RuntimeError):  # the store went with it: what is known counts
-            if self._store is not None:
-                self._hear(Beat(**json.loads(self._store.get(self._key(rank)))))
+        with contextlib.suppress(StoreLostError):  # the store went with it: what is known counts
+            store = self._store
+            if store is not None:
+                self._ask(lambda: self._hear(Beat(**json.loads(store.get(self._key(rank))))))
         return self.beats[rank]
 
     def _connect(self) -> bool:
@@ -200,7 +220,7 @@ class Peers:
                 socket.create_connection((host, port), timeout=1).close()
             except OSError:
                 return False
-        patience = timedelta(seconds=max(_STORE_TIMEOUT, 0.8 * self.silence))
+        patience = timedelta(seconds=self._patience)
         self._store = TCPStore(
             host, port, is_master=self.hosts_store, timeout=patience, wait_for_workers=False, multi_tenant=True
         )
@@ -212,11 +232,9 @@ class Peers:
         self.beats[beat.rank] = beat
 
     def _set(self, name: str, value: str) -> None:
-        if self._store is not None:
-            try:
-                self._store.set(self._key(name), value)
-            except RuntimeError as error:
-                raise StoreLostError(str(error).splitlines()[0]) from error
+        store = self._store
+        if store is not None:
+            self._ask(lambda: store.set(self._key(name), value))
 
     def _key(self, name: int | str) -> str:
         return f"{self._prefix}/{name}"

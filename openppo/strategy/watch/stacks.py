@@ -24,10 +24,12 @@ _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib",
 def stacks_of_threads() -> str:
     """Of this process, without the thread that asks and those that wait for work inside libraries."""
     names = {thread.ident: thread.name for thread in threading.enumerate() if thread is not threading.current_thread()}
-    found = []
-    for ident, stack in _stacks().items():
+    found, stacks = [], _stacks()
+    for ident, stack in stacks.items():
         if ident in names and (ident == threading.main_thread().ident or _is_at_work(stack)):
             found.append(f"Thread {names[ident]}:\n{''.join(traceback.format_list(stack))}")
+    if stacks and threading.main_thread().ident not in stacks:
+        found.append(f"of {threading.active_count()} threads the newest, more were not to be had")
     return "\n".join(found)
 
 

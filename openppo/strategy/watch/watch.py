@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from openppo.config import RunConfig
+from openppo.config import RunConfig, mask_credentials
 from openppo.strategy import interrupt
 from openppo.strategy.watch import faults
 from openppo.strategy.watch.faults import Fault
@@ -42,8 +42,6 @@ _ECHO = 2.0
 """Launchers pass signals on: of one signal to all processes (Slurm, Ctrl-C) a rank sees two, with little between."""
 
 
-_LATE_ECHO = 8.0
-"""A launcher may pass on to this rank, so much later, the signal that another rank got before."""
 _SECONDS_FOR_NEIGHBOURS = 2.0
 """For a rank beside the lost one to speak first: it can read the stacks that the lost one leaves."""
 _STUMBLES = 60
@@ -84,9 +82,10 @@ class Watch:
         self._looked = time.monotonic()
         self._failure: tuple[BaseException, float] | None = None
         self._refusal: tuple[str, float] | None = None
-        self._signal: tuple[str, float] | None = None  # first heard of, and when
+        self._signal: tuple[str, float] | None = None
         self._announced = False
         self._stumbled = 0
+        self._reports = False
         self._lost: Sequence[int] = ()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -147,6 +146,10 @@ class Watch:
         """A look failed: no file or thread to be had, say. That is no end of the run, but cannot go on for ever."""
         self._stumbled += 1
         text = "".join(traceback.format_exception(error))
+        if self._reports:
+            failure = "" if self._failure is None else "".join(traceback.format_exception(self._failure[0]))
+            _write(f"{mask_credentials(failure)}{text}The watch of rank {self._rank} could not report it.\n")
+            self._exit(1)
         if self._stumbled == 1:
             _write(f"{text}The watch of rank {self._rank} could not look; it goes on.\n")
         if self._stumbled == _STUMBLES:
@@ -181,7 +184,6 @@ class Watch:
                     self._pipe.wait(_SECONDS_FOR_NEIGHBOURS)
                 self._report(faults.lost(lost, self._peers.beats))
             if self._peers.signal is not None:
-                self._signal = self._signal or (self._peers.signal, now + _LATE_ECHO)
                 interrupt.request(self._peers.signal)
                 self._announce(self._peers.signal)
         self._obey_signal()
@@ -266,9 +268,11 @@ class Watch:
         return min(beats, key=lambda beat: (beat.waits, beat.phases, -beat.idle, beat.rank)) is mine
 
     def _raised(self, error: BaseException) -> Fault:
+        self._reports = True
         return faults.raised(error, self._beat(time.monotonic()), self._options, self.explain_memory)
 
     def _report(self, fault: Fault) -> NoReturn:
+        self._reports = True
         others = []
         if self._peers is not None:
             with contextlib.suppress(StoreLostError):  # what is known already will do

@@ -28,11 +28,6 @@ logger = logging.getLogger("openppo")
 
 STOPPED = "stopped by %s after %d of %d steps. The same command with --load_checkpoint goes on from %s"
 _STATE, _RANDOM, _EXTRA = "state.json", "random.safetensors", "extra.safetensors"
-_EVALUATED_BY = (
-    *("eval_data", "eval_dataset", "eval_split", "eval_temperature", "eval_n_samples_per_prompt", "generate_max_len"),
-    *("reward_fn", "verifiable_reward", "reward_weights", "pass_reward"),
-)
-"""Options that decide what a score of an evaluation means."""
 _SLACK_BYTES = 16 * 2**20
 """For what is small: random numbers, the trainer's state, a tokenizer."""
 
@@ -57,7 +52,7 @@ class Checkpointer:
         path = self.options.ckpt_path or str(Path(config.run.save_path) / f"checkpoints_{kind}")
         flag = "--ckpt_path" if self.options.ckpt_path else "--save_path"
         self.folder = CheckpointFolder(Path(path).resolve(), self.comm, self.options.max_ckpt_num, flag)
-        self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents}
+        self.identity = {"kind": kind, "options": flat_dict(config), "contents": contents}
         self.engines: dict[str, TrainingEngine] = {}
         self.ema: ParameterAverage | None = None
         self.best: float | None = None
@@ -165,7 +160,8 @@ class Checkpointer:
             with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
                 for name, fragment in self.ema.fragments().items():
                     reader.read_into(name, fragment)
-        self._take_best()
+        if self.state["options"]["keep_best"] == self.options.keep_best:
+            self.best = self.state["best"]
         self._load_random()
         self.last = int(self.state["step"]), self.found
         logger.info("going on from %s", self.found)
@@ -227,22 +223,6 @@ class Checkpointer:
                 f"train_{self.identity['kind']}: give another --ckpt_path."
             )
         check_compatible(self.found, self.state, self.identity)
-
-    def _take_best(self) -> None:
-        """The best score so far, if those to come are comparable."""
-        before, now = self.state["options"], self.identity["options"]
-        if before["keep_best"] != self.options.keep_best or self.state["best"] is None:
-            return
-        changed = [n for n in _EVALUATED_BY if n in now and before.get(n) != json.loads(json.dumps(now[n]))]
-        if changed:
-            logger.warning(
-                "--keep_best: %s differ from the checkpoint's, so the best score until then, %.4g, is no measure for "
-                "those to come and is forgotten; its model stays until a new one is saved",
-                ", ".join(f"--{name}" for name in changed),
-                self.state["best"],
-            )
-            return
-        self.best = self.state["best"]
 
     def _mine(self, engine: TrainingEngine) -> dict[str, Fragment]:
         """What this rank writes. Without ZeRO every rank has everything, so neighbours share the work."""

@@ -11,6 +11,7 @@ from openppo.datasets import cyclic_batches
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer
 from openppo.models.loading import pad_token_id
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
+from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import progress
 from openppo.trainer.parts import Parts, Progress, StepInProgress
 from openppo.trainer.skipped import SkippedSteps
@@ -51,9 +52,7 @@ class UpdateStep:
         ``FloatingPointError`` after ``--max_skipped_steps`` steps in a row that had to be skipped.
         """
         self.parts.train()
-        engines = [engine for engine in (self.parts.actor, self.parts.critic) if engine is not None]
-        resting = engines if self.config.ppo.offload_idle else []
-        for engine in resting:
+        for engine in self._resting:
             engine.load_moments()
         batch, epochs, done = self.config.batch, self.config.batch.max_epochs, step.optimizer_steps
         seed = self.config.deepspeed.seed + self.position.global_step
@@ -69,13 +68,21 @@ class UpdateStep:
                     self._train_critic(mini_batch, step)
                 step.optimizer_steps, step.actor_done = step.optimizer_steps + 1, False
                 bar.update()
-        for engine in resting:
+        for engine in self._resting:
             engine.offload_moments()
 
     def go_on_from(self, position: Progress) -> None:
-        """Continue where ``position`` says, which replaces the old one."""
+        """Continue where ``position`` says, which replaces the old one; engines have their state again."""
         self.position = position
+        for engine in self._resting:
+            engine.offload_moments()
         self._documents, self._next_documents = self._document_batches(), None
+
+    @property
+    def _resting(self) -> list[TrainingEngine]:
+        """Those whose moments are on the host while nothing is trained."""
+        engines = self.parts.actor, self.parts.critic
+        return [engine for engine in engines if engine is not None] if self.config.ppo.offload_idle else []
 
     def _train_actor(self, batch: MiniBatch, step: StepInProgress, kl_coef: float) -> None:
         if self.parts.documents and self._next_documents is None:

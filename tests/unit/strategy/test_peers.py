@@ -2,15 +2,17 @@
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from openppo.strategy.watch.peers import STACKS_SIGNAL, Beat, Peers, process_lives, this_machine
+from openppo.strategy.watch.peers import STACKS_SIGNAL, Beat, Peers, StoreLostError, process_lives, this_machine
 from openppo.strategy.watch.stacks import written_stacks
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked at in /proc")
@@ -77,6 +79,38 @@ def test_a_process_that_was_stopped_in_the_middle_of_a_look_finds_nobody_silent(
     first.exchange(Beat(rank=0))
     assert first.lost(before) == {}
     assert first.lost(time.monotonic()).keys() == {1}
+
+
+STORE = """
+from torch.distributed import TCPStore
+import time
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_store_that_is_silent_is_waited_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own time-outs do not bound that: the connection is there, and nobody answers."""
+    monkeypatch.setattr("openppo.strategy.watch.peers._STORE_TIMEOUT", 2.0)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True) as host:
+        try:
+            assert host.stdout is not None
+            monkeypatch.setenv("MASTER_PORT", host.stdout.readline().strip())
+            peers = Peers(0, world_size=2, silence=1)
+            peers.exchange(Beat(rank=0))
+            host.send_signal(signal.SIGSTOP)
+            threading.Timer(0.5, host.send_signal, [signal.SIGCONT]).start()
+            peers.exchange(Beat(rank=0))  # it goes on, and so does this
+            host.send_signal(signal.SIGSTOP)
+            for _ in range(2):
+                with pytest.raises(StoreLostError):
+                    peers.exchange(Beat(rank=0))
+            assert peers.may_speak(), "without a store the first rank of a machine"
+        finally:
+            host.kill()
 
 
 HOLDS = f"""

@@ -54,6 +54,26 @@ def test_a_look_that_fails_ends_no_run_and_no_look_for_long_does() -> None:
         assert ended.stdout == ("ended well\n" if status == 0 else "")
 
 
+CANNOT_REPORT = f"""{START}
+
+def fail():
+    raise RuntimeError("no memory to say so")
+
+with Watch(RunConfig(), position, {{}}) as watch:
+    watch.explain_memory = fail
+    raise MemoryError("of the user")
+"""
+
+
+def test_an_error_that_cannot_be_reported_as_it_should_is_shown_at_once() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", CANNOT_REPORT], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert ended.returncode == 1
+    assert "MemoryError: of the user" in ended.stderr
+    assert "RuntimeError: no memory to say so" in ended.stderr
+
+
 def test_a_log_that_nobody_reads_any_more_keeps_no_process_alive() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WAITS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -507,3 +507,44 @@ def test_a_second_run_in_the_folder_of_a_living_one_is_refused(tmp_path: Path) -
         finally:
             other.kill()
     folder_of(tmp_path).save(1, write("one"))
+
+
+def test_what_cannot_be_moved_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount point: its neighbour is another disk."""
+    folder = folder_of(tmp_path / "c")
+    for step in (1, 2):
+        folder.save(step, write("text"))
+    before, real = names(tmp_path / "c"), Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == "step_00000002" and target.parent.name == "c.1":
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return real(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(ValueError, match="cannot be set aside"):
+            folder.set_aside()
+    assert names(tmp_path / "c") == before
+    assert names(tmp_path) == ["c"]
+
+
+def test_nothing_is_replaced_by_an_older_save_because_the_newer_cannot_be_read_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path)
+    folder.save(4, write("old"))
+    monkeypatch.setattr(CheckpointFolder, "_remove_replaced", lambda self: None)
+    folder.save(4, write("new"))
+    real = io.open
+
+    def open_or_fail(file: Any, *arguments: Any, **options: Any) -> Any:
+        if str(file) == str(tmp_path / "step_00000004" / "manifest.json"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(file, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", open_or_fail)
+        with pytest.raises(ValueError, match="cannot be read"):
+            folder.newest()
+    assert (tmp_path / "step_00000004" / "a.txt").read_text() == "new"
