@@ -3,7 +3,7 @@
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
 if [ -z "${VIRTUAL_ENV:-}" ] && { [ -z "${CONDA_PREFIX:-}" ] || [ "${CONDA_DEFAULT_ENV:-}" = base ]; }; then
-    if ! "$repo/.venv/bin/python" -m pip --version > /dev/null 2>&1; then
+    if ! "$repo/.venv/bin/python" --version > /dev/null 2>&1; then
         python="${PYTHON:-$(command -v python3.11 || command -v python3 || true)}"
         if ! "${python:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
             echo "error: Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2
@@ -20,6 +20,7 @@ install() {
     stamp="$(python -c 'import sys; print(sys.prefix)')/.openppo-$(basename "${!#}" .txt)"
     want="$(cd "$repo" && cat "$@" setup.py | cksum) $repo"
     [ "$(cat "$stamp" 2> /dev/null)" = "$want" ] && return
+    python -m pip --version > /dev/null 2>&1 || python -m ensurepip > /dev/null # environments of uv have none
     echo "Installing $* (once; a minute or two, longer where pip takes the CUDA build of PyTorch) ..."
     "${pip[@]}" "$(grep '^torch==' "$repo/requirements.txt")" # first, or others fetch a build of their own choice
     for file in "$@"; do

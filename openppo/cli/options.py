@@ -145,6 +145,8 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
     arguments, file = _take_config_file([_underscored(argument) for argument in arguments])
     if config_type is TrainPPOConfig:
         arguments = _without_foreign_flags(arguments)
+    else:  # DeepSpeed's launcher adds it and says the same in LOCAL_RANK
+        arguments = [argument for argument in arguments if not argument.startswith("--local_rank=")]
     arguments = _with_key_of_wandb(arguments)
     known = option_names(config_type)
     _check_flags(arguments, known)
@@ -224,6 +226,14 @@ def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> l
         if not isinstance(value, bool):
             raise ValueError(f"--config {file}: --{name} must be true or false, got {value!r}.")
         return [f"--{name}" if value else f"--no_{name}"]
+    if isinstance(value, bool) and not any(kind in str(option.type) for kind in ("float", "int", "tuple")):
+        chosen = "on" if value else "off"  # which YAML reads as bools
+        if f"'{chosen}'" in str(option.type):
+            return [f"--{name}={chosen}"]
+        if not value and option.default is None:
+            return []
+        if not value or name != "use_wandb":
+            raise ValueError(f"--config {file}: --{name} is no switch, got {value}; write a text as '{value}'.")
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
     return [f"--{name}={value}"]  # in one piece, because a text may start with dashes

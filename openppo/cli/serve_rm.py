@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from openppo.cli.options import Runnable, run_command
 from openppo.config import ServeRMConfig
+
+logger = logging.getLogger("openppo")
 
 
 def main() -> None:
@@ -32,6 +35,10 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     tokenizer = load_tokenizer(name, flag, trust_remote_code=options.trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {name}: its tokenizer has no EOS token, at which a text is scored.")
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)  # absent for some models
+    max_len = options.max_len if context is None else min(options.max_len, context)
+    if max_len < options.max_len:
+        logger.warning("%s %s: --max_len %d is cut to its context, %d tokens", flag, name, options.max_len, max_len)
     normalization = Normalization()
     if options.normalize_reward:
         remedy = "Train it with openppo.cli.train_rm, which stores them, or leave --normalize_reward out."
@@ -49,7 +56,7 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     model.eval().to(device)
     return RewardServer(
         score=lambda rows: normalization(forward_scores(model, rows, pad, device)),
-        encode=partial(encode_conversation, tokenizer, max_len=options.max_len),
+        encode=partial(encode_conversation, tokenizer, max_len=max_len),
         listener=listener,
         config=options,
         token=token,

@@ -126,6 +126,10 @@ class RewardShapingConfig:
     """Largest penalty of --overlong_buffer_len."""
 
     def validate(self) -> None:
+        require(
+            self.normalize_reward or self.reward_normalizer == "model",
+            "--reward_normalizer running has no effect without --normalize_reward: add it.",
+        )
         low, high = self.reward_clip_range
         require(low < high, f"--reward_clip_range needs two rising numbers, got {low} {high}.")
         for name, value in (

@@ -20,6 +20,14 @@ def mask_credentials(text: str) -> str:
     return re.sub(r"(\w://[^\s?]*\?)[^\s,]+", r"\1***", text)
 
 
+def refuse_home(name: str, path: str | None) -> None:
+    """Raise ``ValueError`` for a path that begins with ~, which would become a folder of that name."""
+    require(
+        path is None or not path.startswith("~"),
+        f"--{name} {path}: no shell has put a home folder in place of ~ here (in a file, or behind =): write it out.",
+    )
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Where results go and how often they are reported."""
@@ -43,6 +51,7 @@ class RunConfig:
     """With --dry_run: estimate for GPUs of this many GiB (default: the devices of this machine)."""
 
     def validate(self) -> None:
+        refuse_home("save_path", self.save_path)
         require(self.logging_steps >= 1, f"--logging_steps must be at least 1, got {self.logging_steps}.")
         require(self.max_skipped_steps >= 1, f"--max_skipped_steps must be at least 1, got {self.max_skipped_steps}.")
         ranks, memory = self.dry_run_ranks, self.dry_run_memory
@@ -78,6 +87,7 @@ class CheckpointConfig:
     """Metric of evaluation, such as eval_reward or eval_loss, whose best model is kept as 'best' in --ckpt_path."""
 
     def validate(self) -> None:
+        refuse_home("ckpt_path", self.ckpt_path)
         require(self.save_steps >= -1, f"--save_steps must be -1, 0 or more, got {self.save_steps}.")
         require(self.max_ckpt_num >= 1, f"--max_ckpt_num must be at least 1, got {self.max_ckpt_num}.")
         require(

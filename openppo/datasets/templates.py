@@ -150,11 +150,11 @@ def require_some_left(examples: Sequence[object], n_rows: int, lengths: Sequence
 def encode_start(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that something may follow: special tokens as the tokenizer adds them, but no EOS after it."""
     ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
-    if ids and ids[-1] == tokenizer.eos_token_id:
-        bare = encode_bare(tokenizer, text)
-        if ids[-1 - len(bare) : -1] == bare:  # the EOS is not part of the text itself
-            return ids[:-1]
-    return ids
+    bare = encode_bare(tokenizer, text)
+    if ids and ids[-1] == tokenizer.eos_token_id and ids[-1 - len(bare) : -1] == bare:  # no EOS of the text itself
+        ids = ids[:-1]
+    front = ids[: len(ids) - len(bare)]
+    return bare if front and bare[: len(front)] == front else ids  # text that was rendered before has its BOS
 
 
 def encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

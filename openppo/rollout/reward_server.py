@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import json
 import logging
-import re
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -152,9 +151,12 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, text: str, max_len: 
 
     PAD around the text is dropped; a BOS stands before it if the tokenizer wants one. The last ``max_len`` are kept.
     """
-    pad, eos = (re.escape(token) if token else "(?!)" for token in (tokenizer.pad_token, tokenizer.eos_token))
-    text = re.sub(rf"^(?:{pad})+", "", text)
-    text = re.sub(rf"(?:(?:{pad}|{eos})\s*)+$", "", text)
+    pad, ends = tokenizer.pad_token, [token for token in (tokenizer.pad_token, tokenizer.eos_token) if token]
+    while pad and text.startswith(pad):
+        text = text.removeprefix(pad)
+    # No regular expression: one of alternatives takes exponentially long for a text that was made for it.
+    while token := next((token for token in ends if text.rstrip().endswith(token)), ""):
+        text = text.rstrip().removesuffix(token)
     return [*encode_text(tokenizer, text), tokenizer.eos_token_id][-max_len:]
 
 

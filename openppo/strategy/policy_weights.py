@@ -71,15 +71,4 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Layers with adapters, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # a PEFT model is there, so it is loaded already
 
-    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for shared in (of_one for of_one in names.values() if len(of_one) > 1):
-        for name in shared:
-            if name.removesuffix(".base_layer.weight") in layers:
-                raise ValueError(
-                    f"--target_modules puts an adapter on {name}, which is also {', '.join(set(shared) - {name})}: "
-                    "vLLM has one weight for both. Leave it out, or use --rollout_engine hf."
-                )
-    return layers
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}

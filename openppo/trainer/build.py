@@ -14,7 +14,7 @@ from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import ExperienceMaker, forward_size
 from openppo.models.actor import Actor
 from openppo.models.loading import check_model, eos_token_ids, load_options, load_tokenizer, pad_token_id
-from openppo.models.lora.adapters import AdapterOffReference
+from openppo.models.lora.adapters import AdapterOffReference, refuse_stacked_adapters
 from openppo.models.lora.folder import base_model_of
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.rollout.decode_graphs import CUDARecorder, check_layers
@@ -57,6 +57,7 @@ def build_ppo_trainer(
     actor_config = on_all_ranks(
         strategy.comm, lambda: check_model(model.pretrain, "--pretrain", model.trust_remote_code)
     )
+    _check_lora(config)
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     _check_gpu_options(config, actor_config, strategy)
     _check_engine(config, actor_config, strategy)
@@ -146,6 +147,15 @@ def _engine(
 def _packed_row_length(actor: TrainingEngine, data: PPOData, strategy: DeepspeedStrategy) -> int | None:
     with strategy.uncompiled():
         return packed_row_length(actor, data.documents, data.longest, strategy.device)
+
+
+def _check_lora(config: TrainPPOConfig) -> None:
+    """Before other models are loaded, which takes long."""
+    if config.lora.lora_rank > 0:
+        try:
+            refuse_stacked_adapters(config.model.pretrain)
+        except ValueError as error:
+            raise ValueError(f"--pretrain {error}") from error
 
 
 def _check_engine(config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy) -> None:

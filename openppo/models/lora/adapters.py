@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from openppo.config import LoRAConfig
 from openppo.models.lora.folder import is_peft_folder, quiet_peft
+from openppo.models.lora.tied import refuse_tied
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 
@@ -43,6 +44,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
     try:
         with quiet_peft():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # DeepSpeed keeps float32 masters
+        refuse_tied(adapted)
     except ValueError as error:
         raise ValueError(f"--target_modules {' '.join(targets)}: {error}") from error
     base = Path(model.name_or_path or "")

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from openppo.models.lora.tied import refuse_tied
 from openppo.models.trust import RefusedError, refusing_code
 
 logger = logging.getLogger("openppo")
@@ -63,11 +64,14 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         raise ValueError(f"{folder}: its adapters are of type {config.peft_type}; only LoRA adapters can be merged.")
     if config.task_type == HEAD_TASK and not _is_classifier(model):
         raise ValueError(f"{folder} holds the adapters of a reward model or critic; give those of a language model.")
+    if config.megatron_config is not None:  # names a module that some releases of peft import
+        raise ValueError(f"{folder}: its adapters name code of Megatron, which is not run here.")
     config.task_type = None
     config.inference_mode = True
     try:
         with quiet_peft():
             adapted = PeftModel(model, config)
+        refuse_tied(adapted)
         with refusing_code(folder):
             weights = load_peft_weights(folder, device="cpu")
         result: Any = set_peft_model_state_dict(adapted, weights)

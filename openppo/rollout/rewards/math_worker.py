@@ -1,4 +1,5 @@
-"""A process that compares mathematical answers: JSON lines [label, response] in, true, false or null out.
+"""A process that compares mathematical answers: JSON lines [label, readings] in; out true if one of the readings
+equals the label, false, or null.
 
 It is one because math-verify bounds its time by signals, which reach main threads only, and because what signals
 cannot interrupt must be killed. null: the label is no mathematical expression. math-verify is an optional package.
@@ -25,9 +26,11 @@ def main() -> None:
     sys.stdout.write(READY)
     sys.stdout.flush()
     for line in sys.stdin:
-        label, response = json.loads(line)
-        gold = parse(label, parsing_timeout=_SECONDS)
-        same = verify(gold, parse(response, parsing_timeout=_SECONDS), timeout_seconds=_SECONDS) if gold else None
+        label, readings = json.loads(line)
+        gold, same = parse(label, parsing_timeout=_SECONDS), None
+        if gold:
+            read = (parse(reading, parsing_timeout=_SECONDS) for reading in readings)
+            same = any(verify(gold, answer, timeout_seconds=_SECONDS) for answer in read)
         sys.stdout.write(json.dumps(same) + "\n")
         sys.stdout.flush()
 

@@ -26,6 +26,9 @@ Verify = Callable[[str, Trajectory], float]
 """The reward of a response's text, special tokens left out."""
 
 _ANSWER_MARK = "####"
+_LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)
+"""Marked as such; an escaped dollar is money."""
+_THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _SECONDS_FOR_ONE_ANSWER = 20.0
 _LONGEST_QUOTE = 200
 
@@ -92,8 +95,12 @@ def final_answer(text: str) -> str:
 
 
 def exact_match(response: str, trajectory: Trajectory) -> float:
-    """1 if the final answers of response and label are the same text, else 0."""
-    return float(final_answer(response) == label_of(trajectory.prompt, "exact_match"))
+    """1 if the final answers of response and label are the same text but for commas between thousands, else 0."""
+    return float(_plain(final_answer(response)) == _plain(label_of(trajectory.prompt, "exact_match")))
+
+
+def _plain(answer: str) -> str:
+    return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
 
 
 class RegexReward:
@@ -119,6 +126,19 @@ class LengthReward:
         return 1.0 - abs(len(trajectory.response_ids) - self.target) / self.target
 
 
+def _as_latex(text: str) -> str:
+    """math-verify reads LaTeX only where it is marked as such."""
+    return text if _LATEX.search(text) else f"\\boxed{{{text}}}"
+
+
+def _readings(response: str) -> list[str]:
+    """What the final answer may mean: words around a number, or what a label holds, unmarked LaTeX."""
+    answer = final_answer(response)
+    if _ANSWER_MARK not in response or _LATEX.search(answer):
+        return [answer]
+    return [_as_latex(answer)] if "\\" in answer else [answer, _as_latex(answer)]
+
+
 class MathReward:
     """1 if the final answers of response and label are equal as mathematics, else 0; math-verify decides, in a process.
 
@@ -136,9 +156,7 @@ class MathReward:
 
     def __call__(self, response: str, trajectory: Trajectory) -> float:
         label = label_of(trajectory.prompt, "math")
-        # math-verify reads LaTeX only where it is marked as such.
-        gold = label if "$" in label or "\\boxed" in label else f"\\boxed{{{label}}}"
-        same = self._ask(json.dumps([gold, final_answer(response)]))
+        same = self._ask(json.dumps([_as_latex(label), _readings(response)]))
         if same in ("", "null"):
             why = "the answer took too long" if same == "" else f"the label {label!r} is no mathematics"
             logger.warning(

@@ -75,5 +75,5 @@ class EvaluateJob:
         return response_row(response, sample, self.tokenizer) | {
             "rewards": response.scores,
             "reward": reward,
-            "passed": reward >= self.evaluator.pass_reward,
+            "passed": self.evaluator.passes(reward),
         }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from math import comb
 from pathlib import PurePath
 
 from openppo.datasets import shard
@@ -24,7 +24,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} cannot be estimated from {n} responses of which {c} pass.")
-    return 1.0 - comb(n - c, k) / comb(n, k)
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def pass_ks(n: int) -> list[int]:
@@ -105,9 +105,13 @@ class Evaluator:
             metrics.add("eval_reward_errors", n_failed, reduce="sum")
         return metrics.reduced(self.comm)
 
+    def passes(self, reward: float) -> bool:
+        """Whether ``reward`` is at least that of ``--pass_reward``, but for the rounding of a weighted sum."""
+        return reward >= self.pass_reward or math.isclose(reward, self.pass_reward, rel_tol=1e-9)
+
     def _measure_prompt(self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str) -> None:
         rewards = [response.total_reward(self.reward_weights) for response in responses]
-        n_passed = sum(reward >= self.pass_reward for reward in rewards)
+        n_passed = sum(map(self.passes, rewards))
         for reward in rewards:
             metrics.add(f"{prefix}reward", reward)
             metrics.add(f"{prefix}reward_std", reward, reduce="std")

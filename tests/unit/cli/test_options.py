@@ -558,6 +558,8 @@ def test_a_file_may_hold_the_required_options(config_file: Path) -> None:
         ("xyzzy: 1", "unknown option in --config {file}: xyzzy; see --help for all options."),
         ("3: 4", "unknown option in --config {file}: 3; see --help for all options."),
         ("bf16: 'true'", "--config {file}: --bf16 must be true or false, got 'true'."),
+        ("use_tensorboard: true", "--config {file}: --use_tensorboard is no switch, got True; write a text as 'True'."),
+        ("loss_agg: on", "--config {file}: --loss_agg is no switch, got True; write a text as 'True'."),
         ("bf16: 1", "--config {file}: --bf16 must be true or false, got 1."),
         ("- gamma", "--config {file}: it must hold 'option: value' lines."),
         ("gamma", "--config {file}: it must hold 'option: value' lines."),
@@ -740,3 +742,18 @@ def test_an_error_of_ours_and_an_error_while_running_keep_their_tracebacks(
     assert "Traceback" in report
     assert "fault:   rank 0 raised KeyError: 'ours'" in report
     assert "fault:   rank 0 raised ValueError: while running" in report
+
+
+def test_switches_of_yaml_turn_off_what_is_off_by_default_and_spell_on_and_off(config_file: Path) -> None:
+    config_file.write_text("use_wandb: false\nuse_tensorboard: off\nnormalize_advantages: on\n")
+    options = ppo("--config", str(config_file))
+    assert (options["use_wandb"], options["use_tensorboard"], options["normalize_advantages"]) == (None, None, "on")
+    config_file.write_text("use_wandb: true\nnormalize_advantages: off\n")
+    options = ppo("--config", str(config_file))
+    assert (options["use_wandb"], options["normalize_advantages"]) == ("True", "off")
+
+
+@pytest.mark.parametrize("config_type", [TrainSFTConfig, TrainRMConfig])
+def test_the_rank_that_deepspeeds_launcher_adds_is_dropped_by_every_command(config_type: Any) -> None:
+    arguments = ["--local_rank=1", "--pretrain", "m", "--dataset", "d"]
+    assert "local_rank" not in flat_dict(parse_options(config_type, arguments))

@@ -5,6 +5,7 @@ import pytest
 from openppo import datasets
 from openppo.config import PPODataConfig, PromptsConfig
 from openppo.datasets import number_rows, render_prompt
+from openppo.datasets.templates import encode_start
 
 BOS, EOS, USER, ASSISTANT = 2, 3, 4, 5
 
@@ -166,3 +167,13 @@ def test_a_missing_column_names_its_flag(tokenizer, options, flag):
 def test_a_missing_chat_template_is_reported_before_any_row(make_tokenizer):
     with pytest.raises(ValueError, match=r"^--apply_chat_template: "):
         load_prompts([{"input": "a"}], make_tokenizer(chat_template=None), config(apply_chat_template=True))
+
+
+def test_a_beginning_that_the_text_has_already_is_not_doubled(make_tokenizer):
+    """Prompts that were rendered before, for Llama 3 or Mistral say."""
+    tokenizer = make_tokenizer(bos=True)
+    assert encode_start(tokenizer, "<bos>ab") == encode_start(tokenizer, "ab")
+    assert encode_start(tokenizer, "a<bos>b").count(tokenizer.bos_token_id) == 2
+    both = make_tokenizer(bos=True, eos=True)
+    assert encode_start(both, "<bos>ab") == encode_start(tokenizer, "ab")
+    assert encode_start(both, "<bos>ab<eos>")[-1] == both.eos_token_id

@@ -230,6 +230,12 @@ def test_a_conversation_ends_with_one_eos_and_has_no_padding(
     assert encode_conversation(make_tokenizer(), text, max_len=5) == ids
 
 
+def test_a_text_made_to_take_long_does_not(make_tokenizer: Callable[..., Any]) -> None:
+    """With PAD as EOS a regular expression took twice as long for each EOS more."""
+    text = "a" + "<eos>" * 2000 + "<"
+    assert encode_conversation(make_tokenizer(pad="<eos>"), text, 3)[-1] == 1
+
+
 def test_pad_may_be_eos_or_missing(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> None:
     assert encode_conversation(make_tokenizer(pad="<eos>"), "<eos>ab<eos><eos>", 9) == [4, 5, 1]
     assert encode_conversation(make_tokenizer(pad=None), "ab<eos>", 9) == [4, 5, 1]

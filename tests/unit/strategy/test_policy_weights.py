@@ -71,6 +71,10 @@ def test_in_bfloat16_the_sum_is_rounded_once() -> None:
 
 
 def test_an_adapter_on_a_tied_weight_is_refused() -> None:
-    policy = adapted(llama(tie_word_embeddings=True), target_modules=["lm_head"])
-    with pytest.raises(ValueError, match=r"--target_modules .*lm_head.*--rollout_engine hf"):
-        list(merged_weights(policy))
+    """Merged, by whom ever, it would change the embeddings as well."""
+    for target in ("lm_head", "embed_tokens"):
+        with pytest.raises(
+            ValueError, match=rf"--target_modules {target}: .*lm_head.*embed_tokens|embed_tokens.*lm_head"
+        ):
+            adapted(llama(tie_word_embeddings=True), target_modules=[target])
+    adapted(llama(), target_modules=["lm_head"])

@@ -220,7 +220,7 @@ def test_a_weight_for_a_reward_that_does_not_occur_is_an_error() -> None:
 def test_a_response_passes_at_exactly_the_reward_asked_for() -> None:
     run = evaluator(prompts_of(""), SingleProcess(), n_samples=1).evaluate(nullcontext())
     reward = run.trajectories[0].total_reward(WEIGHTS)
-    for pass_reward, expected in ((reward, 1.0), (reward + 1e-9, 0.0)):
+    for pass_reward, expected in ((reward, 1.0), (reward + 1e-6, 0.0)):
         metrics = evaluator(prompts_of(""), SingleProcess(), 1, pass_reward).evaluate(nullcontext()).metrics
         assert metrics["eval_pass@1"] == expected
 
@@ -263,3 +263,10 @@ def test_weights_are_held_while_responses_are_generated_and_not_while_they_are_s
     asked.scorer.score = spying("score", asked.scorer.score)
     asked.evaluate(weights())
     assert seen == [("generate", True), ("score", False)]
+
+
+def test_a_weighted_sum_that_rounding_leaves_below_the_reward_of_a_pass_passes() -> None:
+    rounded = 1.0 * 0.7 + 1.0 * 0.2 + 1.0 * 0.1
+    assert rounded < 1.0
+    assert evaluator([], SingleProcess(), pass_reward=1.0).passes(rounded)
+    assert not evaluator([], SingleProcess(), pass_reward=1.0).passes(0.999)

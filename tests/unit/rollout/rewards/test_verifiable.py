@@ -143,6 +143,43 @@ def test_math_compares_values(
     assert judge(math_reward, response, label) == reward
 
 
+@pytest.mark.parametrize(
+    ("label", "answer", "reward"),
+    [
+        (r"\sqrt{2}", r"\sqrt{2}", 1.0),
+        (r"3\pi", r"3\pi", 1.0),
+        (r"(3, \frac{\pi}{2})", r"(3,\frac{\pi}{2})", 1.0),
+        ("x^2+1", "1+x^2", 1.0),
+        ("B", "B", 1.0),
+        ("B", "C", 0.0),
+        ("3", r"3\sqrt{2}", 0.0),
+        (r"3\sqrt{2}", "3", 0.0),
+        ("72", "**72**", 1.0),
+        ("7", "seven 7", 1.0),
+        ("18", r"\$18", 1.0),
+        (r"\$18.90", "18.90", 1.0),
+    ],
+)
+def test_the_final_answer_after_the_mark_may_be_latex_as_a_label_may(
+    label: str, answer: str, reward: float, math_reward: MathReward, judge: Callable[..., float]
+) -> None:
+    assert judge(math_reward, f"Let me see. #### {answer}", label) == reward
+
+
+def test_money_as_label_equals_itself_in_a_box(math_reward: MathReward, judge: Callable[..., float]) -> None:
+    assert judge(math_reward, r"The answer is \boxed{\$36}.", r"\$36") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [("1600", "1,600", 1.0), ("-1,450,000.5", "-1450000.5", 1.0), ("1,60", "160", 0.0), ("a,b", "ab", 0.0)],
+)
+def test_commas_between_thousands_make_no_difference(
+    response: str, label: str, reward: float, judge: Callable[..., float]
+) -> None:
+    assert judge(verify_of("exact_match"), f"#### {response}", label) == reward
+
+
 def test_math_works_in_the_background(
     math_reward: MathReward, make_trajectory: MakeTrajectory, make_tokenizer: Callable[..., Any]
 ) -> None:
