@@ -19,7 +19,13 @@ def main() -> None:
 def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     import torch
 
-    from openppo.models.loading import attention_implementation, check_model, load_tokenizer, pad_token_id
+    from openppo.models.loading import (
+        attention_implementation,
+        check_model,
+        context_length,
+        load_tokenizer,
+        pad_token_id,
+    )
     from openppo.models.scalar_head import get_llm_for_sequence_regression
     from openppo.rollout.reward_server import RewardServer, encode_conversation, listen
     from openppo.rollout.rewards.http import read_token
@@ -35,8 +41,7 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     tokenizer = load_tokenizer(name, flag, trust_remote_code=options.trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {name}: its tokenizer has no EOS token, at which a text is scored.")
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)  # absent for some models
-    max_len = options.max_len if context is None else min(options.max_len, context)
+    max_len = min(options.max_len, context_length(model_config) or options.max_len)
     if max_len < options.max_len:
         logger.warning("%s %s: --max_len %d is cut to its context, %d tokens", flag, name, options.max_len, max_len)
     normalization = Normalization()

@@ -191,6 +191,11 @@ def load_tokenizer(
         raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {error}") from error
 
 
+def context_length(config: PreTrainedConfig) -> int | None:
+    """The most tokens that a model reads, by its config; None where that says nothing, as of some models."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """An id to fill padded places with: PAD, else EOS, else 0. Nothing is ever inferred from it."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):

@@ -13,7 +13,14 @@ from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import ExperienceMaker, forward_size
 from openppo.models.actor import Actor
-from openppo.models.loading import check_model, eos_token_ids, load_options, load_tokenizer, pad_token_id
+from openppo.models.loading import (
+    check_model,
+    context_length,
+    eos_token_ids,
+    load_options,
+    load_tokenizer,
+    pad_token_id,
+)
 from openppo.models.lora.adapters import AdapterOffReference, refuse_stacked_adapters
 from openppo.models.lora.folder import base_model_of
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
@@ -178,7 +185,7 @@ def _check_gpu_options(config: TrainPPOConfig, actor_config: PreTrainedConfig, s
 def _longest_sequence(config: TrainPPOConfig, actor_config: PreTrainedConfig) -> int:
     """The most tokens of a prompt with its response, also of prompts that come later than ``--prompt_data``."""
     wanted = config.data.prompt_max_len + config.generation.generate_max_len
-    context = getattr(actor_config.get_text_config(), "max_position_embeddings", None)  # absent for some models
+    context = context_length(actor_config)
     return wanted if context is None else min(wanted, context)
 
 

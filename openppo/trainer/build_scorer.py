@@ -19,7 +19,7 @@ from openppo.config import RewardSourceConfig, Verifier
 from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
 from openppo.models.actor import Actor
-from openppo.models.loading import check_model, load_tokenizer, pad_token_id
+from openppo.models.loading import check_model, context_length, load_tokenizer, pad_token_id
 from openppo.models.padding import MicroBatchSize
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
@@ -145,8 +145,7 @@ def _reward_model(
     logger.info("%s %s reads %s", flag, model, source_of_ids)
     text = None
     if own is not None:
-        context = getattr(config.get_text_config(), "max_position_embeddings", None)  # absent for some models
-        text = RewardModelText(tokenizer, own, f"{flag} {model}", context)
+        text = RewardModelText(tokenizer, own, f"{flag} {model}", context_length(config))
         text.check(setup.prompts)
     normalization = Normalization()
     if setup.normalize:
@@ -182,7 +181,7 @@ def _process_reward_model(
     """A frozen process reward model, which reads prompt and response as ``train_prm`` renders lists of steps."""
     flag, trust = "--prm_pretrain", setup.trust_remote_code
     config = on_all_ranks(setup.comm, lambda: check_model(model, flag, trust))
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = context_length(config)
     own = load_tokenizer(model, flag, trust_remote_code=trust)
     chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
     if chat and not own.chat_template:

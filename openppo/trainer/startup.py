@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from openppo import __version__
 from openppo.config import flat_dict
+from openppo.models.loading import context_length
 from openppo.tracking import (
     Trackers,
     check_trackers,
@@ -164,7 +165,7 @@ def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
 def check_context(model_config: PreTrainedConfig, name: str, longest_prompt: int, new_tokens: int) -> None:
     """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``--pretrain name``."""
     text = model_config.get_text_config()
-    context, why = getattr(text, "max_position_embeddings", None), ""  # absent for some models
+    context, why = context_length(model_config), ""
     for rope in _rope_parameters(text):
         original = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") in ("longrope", "dynamic") and original is not None:

@@ -90,6 +90,14 @@ time.sleep(300)
 """
 
 
+def stop(host: "subprocess.Popen[str]") -> None:
+    """Returns when all its threads stand still, which is later than the signal."""
+    host.send_signal(signal.SIGSTOP)
+    tasks = list(Path(f"/proc/{host.pid}/task").iterdir())
+    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks):
+        time.sleep(0.01)
+
+
 def test_a_store_that_is_silent_is_waited_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own time-outs do not bound that: the connection is there, and nobody answers."""
     monkeypatch.setattr("openppo.strategy.watch.peers._STORE_TIMEOUT", 2.0)
@@ -101,10 +109,12 @@ def test_a_store_that_is_silent_is_waited_for_so_long_and_no_longer(monkeypatch:
             monkeypatch.setenv("MASTER_PORT", host.stdout.readline().strip())
             peers = Peers(0, world_size=2, silence=1)
             peers.exchange(Beat(rank=0))
-            host.send_signal(signal.SIGSTOP)
-            threading.Timer(0.5, host.send_signal, [signal.SIGCONT]).start()
+            stop(host)
+            goes_on = threading.Timer(0.5, host.send_signal, [signal.SIGCONT])
+            goes_on.start()
             peers.exchange(Beat(rank=0))  # it goes on, and so does this
-            host.send_signal(signal.SIGSTOP)
+            goes_on.join()
+            stop(host)
             for _ in range(2):
                 with pytest.raises(StoreLostError):
                     peers.exchange(Beat(rank=0))
