@@ -1,7 +1,15 @@
 """Rows -> examples: loading, templates, prompts, supervised and preference examples, the order of batches."""
 
 from openppo.datasets.formats import Row
-from openppo.datasets.loading import SourceRow, load_mixed_rows, load_rows, naming_row, number_rows, require_column
+from openppo.datasets.loading import (
+    ShowRows,
+    SourceRow,
+    load_mixed_rows,
+    load_rows,
+    naming_row,
+    number_rows,
+    require_column,
+)
 from openppo.datasets.preference import PreferenceExample, load_preferences
 from openppo.datasets.process import ProcessExample, StepEncoder, load_process_examples, single_token_id
 from openppo.datasets.prompts import PromptOptions, PromptSet, load_prompts
@@ -20,6 +28,7 @@ __all__ = [
     "PromptSet",
     "Row",
     "RowReader",
+    "ShowRows",
     "SourceRow",
     "StepEncoder",
     "TokenExample",

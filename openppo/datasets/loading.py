@@ -53,6 +53,10 @@ class SourceRow:
     place: str = ""
 
 
+ShowRows = Callable[[Sequence[SourceRow]], Iterable[SourceRow]]
+"""Gives the rows and tells how far they are: tokenizing many takes minutes."""
+
+
 def number_rows(rows: Iterable[Row], source: str = "") -> list[SourceRow]:
     """``rows`` of one source, in order."""
     return [SourceRow(row, source, number) for number, row in enumerate(rows, start=1)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from openppo.config import PreferenceConfig, SupervisedConfig
 from openppo.datasets.formats import Row
-from openppo.datasets.loading import SourceRow, naming_row, require_column
+from openppo.datasets.loading import ShowRows, SourceRow, naming_row, require_column
 from openppo.datasets.shapes import Keys, RowReader
 from openppo.datasets.templates import (
     Message,
@@ -48,6 +48,7 @@ def load_preferences(
     data: PreferenceConfig,
     *,
     flag: str = "--dataset",
+    show: ShowRows = iter,
 ) -> tuple[list[PreferenceExample], int]:
     """One pair per row, in order, and the number of rows dropped because a side exceeds ``supervised.max_len`` tokens.
 
@@ -69,7 +70,7 @@ def load_preferences(
         require_column(rows, data.margin_key, flag_of_key="--margin_key", flag_of_data=flag)
 
     examples, lengths, n_equal = [], [], 0
-    for row in rows:
+    for row in show(rows):
         with naming_row(flag, row):
             parts = reader.read(row)
             if parts.prompt is None and isinstance(parts.chosen, str):

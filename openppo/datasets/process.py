@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openppo.config import ProcessConfig, SupervisedConfig
-from openppo.datasets.loading import SourceRow, naming_row
+from openppo.datasets.loading import ShowRows, SourceRow, naming_row
 from openppo.datasets.shapes import Keys, Parts, RowReader
 from openppo.datasets.templates import (
     as_messages,
@@ -112,6 +112,7 @@ def load_process_examples(
     data: ProcessConfig,
     *,
     flag: str = "--dataset",
+    show: ShowRows = iter,
 ) -> tuple[list[ProcessExample], int]:
     """One example per row, in order, and the number of rows dropped as longer than ``supervised.max_len`` tokens.
 
@@ -129,7 +130,7 @@ def load_process_examples(
     reader = RowReader(rows, "steps", flag, data_format=supervised.data_format, chat=chat, keys=_named_keys(data))
     examples, lengths = [], []
     kind: type | None = None
-    for row in rows:
+    for row in show(rows):
         with naming_row(flag, row):
             parts = reader.read(row)
             if is_far_longer([parts.prompt, parts.response], tokenizer, supervised.max_len):

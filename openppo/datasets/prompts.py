@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from openppo.datasets.loading import SourceRow, naming_row, require_column
+from openppo.datasets.loading import ShowRows, SourceRow, naming_row, require_column
 from openppo.datasets.shapes import RowReader
 from openppo.datasets.templates import (
     as_messages,
@@ -52,6 +52,7 @@ def load_prompts(
     options: PromptOptions,
     *,
     flag: str = "--prompt_data",
+    show: ShowRows = iter,
 ) -> PromptSet:
     """Render the prompt of each row into a ``Prompt``.
 
@@ -69,7 +70,7 @@ def load_prompts(
         require_column(rows, options.label_key, flag_of_key="--label_key", flag_of_data=flag)
 
     prompts, lengths = [], []
-    for row in rows:
+    for row in show(rows):
         with naming_row(flag, row):
             parts = reader.read(row)
             if is_far_longer([parts.prompt], tokenizer, options.prompt_max_len):

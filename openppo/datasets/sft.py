@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from openppo.config import SFTDataConfig, SupervisedConfig
-from openppo.datasets.loading import SourceRow, naming_row
+from openppo.datasets.loading import ShowRows, SourceRow, naming_row
 from openppo.datasets.shapes import Keys, Parts, RowReader
 from openppo.datasets.templates import (
     TokenExample,
@@ -35,6 +35,7 @@ def load_sft_examples(
     data: SFTDataConfig,
     *,
     flag: str = "--dataset",
+    show: ShowRows = iter,
 ) -> tuple[list[TokenExample], int]:
     """One example per row, in order, and the number of rows dropped as longer than ``supervised.max_len`` tokens.
 
@@ -52,7 +53,7 @@ def load_sft_examples(
         keys=_named_keys(data),
     )
     examples, lengths, n_empty = [], [], 0
-    for row in rows:
+    for row in show(rows):
         with naming_row(flag, row):
             parts = reader.read(row)
             values = [parts.prompt, parts.response, parts.conversation, parts.whole]
@@ -89,7 +90,11 @@ def _render(parts: Parts, tokenizer: PreTrainedTokenizerBase, supervised: Superv
 
 
 def load_documents(
-    rows: Sequence[SourceRow], tokenizer: PreTrainedTokenizerBase, key: str | None, max_len: int
+    rows: Sequence[SourceRow],
+    tokenizer: PreTrainedTokenizerBase,
+    key: str | None,
+    max_len: int,
+    show: ShowRows = iter,
 ) -> list[TokenExample]:
     """Documents of ``--pretrain_data`` for the PTX loss: BOS if the tokenizer adds one, text, EOS; all are targets.
 
@@ -101,7 +106,7 @@ def load_documents(
     require_tokenizer(tokenizer, apply_chat_template=False, eos=True)
     reader = RowReader(rows, "documents", flag, keys=None if key is None else {"whole": (key, "--pretrain_key")})
     examples, n_cut = [], 0
-    for row in rows:
+    for row in show(rows):
         with naming_row(flag, row):
             text = as_text(reader.read(row).whole)
         start = head_of(tokenizer, text, 2 * max_len)

@@ -29,12 +29,12 @@ from openppo.rollout.rewards.function import FunctionScorer
 from openppo.rollout.rewards.http import RemoteScorer
 from openppo.rollout.rewards.model import ModelScorer, Normalization, stored_normalization
 from openppo.rollout.rewards.process import ProcessScorer, StepText
-from openppo.rollout.rewards.rendering import RewardModelText
+from openppo.rollout.rewards.rendering import PolicyTokens, RewardModelText
 from openppo.rollout.rewards.scoring import CombinedScorer, Scorer
 from openppo.rollout.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.trainer.packing import pack_where_exact
 from openppo.trainer.startup import check_same, naming_model, on_all_ranks
-from openppo.types import Comm, Prompt
+from openppo.types import Comm, Prompt, Trajectory
 
 logger = logging.getLogger("openppo")
 
@@ -143,10 +143,10 @@ def _reward_model(
     own = own_tokenizer(flag, model, setup.actor, tokenizer, setup.trust_remote_code)
     source_of_ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
     logger.info("%s %s reads %s", flag, model, source_of_ids)
-    text = None
+    read: Callable[[Trajectory], list[int]] = PolicyTokens(tokenizer, f"{flag} {model}", context_length(config))
     if own is not None:
-        text = RewardModelText(tokenizer, own, f"{flag} {model}", context_length(config))
-        text.check(setup.prompts)
+        read = RewardModelText(tokenizer, own, f"{flag} {model}", context_length(config))
+        read.check(setup.prompts)
     normalization = Normalization()
     if setup.normalize:
         remedy = "Train it with openppo.cli.train_rm, which stores them, or use --reward_normalizer running."
@@ -170,7 +170,7 @@ def _reward_model(
         setup.comm,
         setup.device,
         name,
-        text,
+        read,
         normalization,
     )
 

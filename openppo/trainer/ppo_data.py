@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import PPODataConfig, TrainPPOConfig, parse_probs
-from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, render_prompt
+from openppo.datasets import ShowRows, TokenExample, load_documents, load_mixed_rows, load_prompts, render_prompt
 from openppo.datasets.templates import as_messages
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import check_context, check_same, log_dropped, on_all_ranks
+from openppo.trainer.startup import check_context, check_same, log_dropped, on_all_ranks, tokenizing
 from openppo.types import Comm, Prompt
 
 
@@ -36,27 +36,36 @@ def load_ppo_data(
 
     ``ValueError`` names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
-    data = on_all_ranks(comm, lambda: _load(config, tokenizer, actor_config))
+    data = on_all_ranks(comm, lambda: _load(config, tokenizer, actor_config, tokenizing(comm)))
     prompts, held_out = ([(p.token_ids, p.label) for p in each] for each in (data.prompts, data.held_out))
     check_same(comm, {"--prompt_data": prompts, "--eval_data": held_out, "--pretrain_data": data.documents})
     return data
 
 
-def _load(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig) -> PPOData:
+def _load(
+    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig, show: ShowRows
+) -> PPOData:
     data, held_out = config.data, []
-    prompts = _prompts(config, tokenizer, "--prompt_data", data.prompt_data, data.prompt_data_probs, data.prompt_split)
+    flag, source, split = "--prompt_data", data.prompt_data, data.prompt_split
+    prompts = _prompts(config, tokenizer, flag, source, data.prompt_data_probs, split, show)
     if config.evaluation.eval_data is not None:
         source, split = config.evaluation.eval_data, config.evaluation.eval_split
-        held_out = _prompts(config, tokenizer, "--eval_data", source, None, split)
+        held_out = _prompts(config, tokenizer, "--eval_data", source, None, split, show)
     new_tokens = config.generation.generate_max_len
     longest_prompt = max(len(prompt.token_ids) for prompt in [*prompts, *held_out])
     check_context(actor_config, config.model.pretrain, longest_prompt, new_tokens)
     longest = longest_prompt + new_tokens
-    return PPOData(prompts, held_out, *_documents(config, tokenizer, longest), longest)
+    return PPOData(prompts, held_out, *_documents(config, tokenizer, longest, show), longest)
 
 
 def _prompts(
-    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, flag: str, source: str, probs: str | None, split: str
+    config: TrainPPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    flag: str,
+    source: str,
+    probs: str | None,
+    split: str,
+    show: ShowRows,
 ) -> list[Prompt]:
     data = config.data
     rows = load_mixed_rows(
@@ -67,13 +76,13 @@ def _prompts(
         seed=config.deepspeed.seed,
         dataset_class=data.dataset_class,
     )
-    loaded = load_prompts(rows, tokenizer, data, flag=flag)
+    loaded = load_prompts(rows, tokenizer, data, flag=flag, show=show)
     log_dropped(loaded.dropped, len(loaded.prompts), flag, "--prompt_max_len")
     return loaded.prompts
 
 
 def _documents(
-    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, max_len: int
+    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, show: ShowRows
 ) -> tuple[list[TokenExample], str]:
     """Documents and their fingerprint."""
     data = config.data
@@ -87,7 +96,7 @@ def _documents(
         seed=config.deepspeed.seed,
     )
     key = data.pretrain_key or data.input_key
-    documents = load_documents(rows, tokenizer, key, max_len)
+    documents = load_documents(rows, tokenizer, key, max_len, show)
     return documents, examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
 
 

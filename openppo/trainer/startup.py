@@ -27,6 +27,7 @@ from openppo.tracking import (
     cut_logs,
     environment,
     make_trackers,
+    progress,
     save_config,
     save_environment,
     set_aside_logs,
@@ -35,6 +36,7 @@ from openppo.tracking import (
 from openppo.types import Comm
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
+    from openppo.datasets import ShowRows
     from openppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger("openppo")
@@ -154,6 +156,11 @@ def start_trackers(
     return make_trackers(
         config.run.save_path, config.tracking, flat_dict(config), strategy.comm, headline, total_steps, go_on_from
     )
+
+
+def tokenizing(comm: Comm) -> ShowRows:
+    """For loaders of data: a bar on rank 0, and a sign of progress from all."""
+    return lambda rows: progress(rows, "tokenizing", enabled=comm.rank == 0)
 
 
 def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:

@@ -1,4 +1,4 @@
-"""A trajectory's text, written again for a reward model with a tokenizer of its own."""
+"""What a reward model reads of a trajectory: the policy's tokens, or its text in tokens of its own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,39 @@ from openppo.types import FinishReason, Prompt, Trajectory
 logger = logging.getLogger("openppo")
 
 _CUT = "\ue000" * 3  # private-use characters, which no text holds and no template changes
+
+
+class PolicyTokens:
+    """Trajectories as the policy wrote them; a response that ended with EOS ends as ``train_rm``'s examples do.
+
+    Where a chat template ends a turn with another token than EOS, sampling stops there (``<|end|>`` of Phi-3), but what
+    the template writes behind it and EOS belong to the examples, and EOS is where the score is read. Of more than
+    ``context`` tokens the last are kept. ``source`` is the flag and name of the reward model, for messages.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, context: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.source = source
+        self.context = context
+
+    def __call__(self, trajectory: Trajectory) -> list[int]:
+        """Token ids of prompt and response. ``ValueError`` names a sample that the chat template refuses."""
+        ids, eos = trajectory.token_ids, self.tokenizer.eos_token_id
+        if trajectory.finish_reason is FinishReason.EOS and ids[-1] != eos and eos is not None:
+            try:
+                ids = [*ids, *self._behind(trajectory.prompt, ids[-1])]
+            except (TemplateError, ValueError) as error:
+                raise _refused(self.source, trajectory, error) from error
+        return _last_of(ids, self.context, self.source, trajectory)
+
+    def _behind(self, prompt: Prompt, stop: int) -> list[int]:
+        """What follows ``stop``, at which sampling ended, up to EOS."""
+        behind: list[int] = []
+        if prompt.messages is not None:
+            _, _, text = _render(self.tokenizer, prompt.messages, _CUT).partition(_CUT)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            behind = ids[ids.index(stop) + 1 :] if stop in ids else []
+        return end_with_eos(self.tokenizer, behind)
 
 
 class RewardModelText:
@@ -42,14 +75,8 @@ class RewardModelText:
         try:
             ids = self._encode(trajectory.prompt, response, ended)
         except (TemplateError, ValueError) as error:
-            raise ValueError(f"{self.source}: its chat template fails on {name_sample(trajectory)}: {error}") from error
-        if self.context is not None and len(ids) > self.context:
-            logger.warning(
-                "%s reads %d tokens, but %s has %d of its tokens: the first are left out",
-                *(self.source, self.context, name_sample(trajectory), len(ids)),
-            )
-            return ids[-self.context :]
-        return ids
+            raise _refused(self.source, trajectory, error) from error
+        return _last_of(ids, self.context, self.source, trajectory)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """``ValueError`` if chats cannot be rendered: tries one prompt for each sequence of roles, before a run."""
@@ -73,12 +100,30 @@ class RewardModelText:
             ids = encode_text(self.own, prompt.text + response)
         else:
             # Of a response that was cut off, the rendering ends where it does: no closing tag, no EOS.
-            messages = [*prompt.messages, {"role": "assistant", "content": response + ("" if ended else _CUT)}]
-            text, cut, _ = str(self.own.apply_chat_template(messages, tokenize=False)).partition(_CUT)
+            text, cut, _ = _render(self.own, prompt.messages, response + ("" if ended else _CUT)).partition(_CUT)
             if not ended and not cut:
                 raise ValueError("it leaves the assistant's turn out")
             ids = self.own(text, add_special_tokens=False)["input_ids"]
         return end_with_eos(self.own, ids) if ended else ids
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, asked: Sequence[dict[str, str]], answer: str) -> str:
+    messages = [*asked, {"role": "assistant", "content": answer}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+def _refused(source: str, trajectory: Trajectory, error: Exception) -> ValueError:
+    return ValueError(f"{source}: its chat template fails on {name_sample(trajectory)}: {error}")
+
+
+def _last_of(ids: list[int], context: int | None, source: str, trajectory: Trajectory) -> list[int]:
+    if context is None or len(ids) <= context:
+        return ids
+    logger.warning(
+        "%s reads %d tokens, but %s has %d of its tokens: the first are left out",
+        *(source, context, name_sample(trajectory), len(ids)),
+    )
+    return ids[-context:]
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -13,8 +13,8 @@ from openppo.models.loading import attention_implementation, check_model, eos_to
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
 from openppo.strategy.inference import InferenceStrategy
-from openppo.trainer.startup import check_context, log_dropped, naming_model
-from openppo.types import Prompt, SamplingParams, Trajectory
+from openppo.trainer.startup import check_context, log_dropped, naming_model, tokenizing
+from openppo.types import Comm, Prompt, SamplingParams, Trajectory
 
 
 def sampling_params(options: PromptsConfig) -> SamplingParams:
@@ -22,7 +22,7 @@ def sampling_params(options: PromptsConfig) -> SamplingParams:
     return SamplingParams(options.generate_max_len, options.temperature, options.top_p, options.top_k)
 
 
-def load_questions(options: PromptsConfig) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
+def load_questions(options: PromptsConfig, comm: Comm) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
     """The tokenizer and the rendered prompts; ``ValueError`` names the flag of what cannot work."""
     model_config = check_model(options.pretrain, "--pretrain", options.trust_remote_code)
     check_cache(model_config)
@@ -36,7 +36,7 @@ def load_questions(options: PromptsConfig) -> tuple[PreTrainedTokenizerBase, lis
         seed=options.seed,
         dataset_class=options.dataset_class,
     )
-    loaded = load_prompts(rows, tokenizer, options)
+    loaded = load_prompts(rows, tokenizer, options, show=tokenizing(comm))
     log_dropped(loaded.dropped, len(loaded.prompts), "--prompt_data", "--prompt_max_len")
     longest = max(len(prompt.token_ids) for prompt in loaded.prompts)
     check_context(model_config, options.pretrain, longest, options.generate_max_len)

@@ -23,7 +23,7 @@ class EvaluateJob:
         options, judgement = config.prompts, config.judgement
         self.output = None if judgement.output_path is None else check_output(judgement.output_path)
         self.strategy = InferenceStrategy()
-        self.tokenizer, prompts = load_questions(options)
+        self.tokenizer, prompts = load_questions(options, self.strategy.comm)
         setup = ScorerSetup(
             self.strategy.comm,
             self.strategy.device,

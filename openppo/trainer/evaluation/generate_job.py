@@ -21,7 +21,7 @@ class GenerateJob:
         self.options = config.prompts
         self.output = check_output(config.output.output_path)
         self.strategy = InferenceStrategy()
-        self.tokenizer, self.prompts = load_questions(self.options)
+        self.tokenizer, self.prompts = load_questions(self.options, self.strategy.comm)
         self.actor, self.engine = load_policy(self.options, self.tokenizer, self.strategy)
 
     def fit(self) -> None:

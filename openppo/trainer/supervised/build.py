@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig, parse_probs
 from openppo.config.commands import SupervisedCommand
 from openppo.datasets import (
+    ShowRows,
     SourceRow,
     load_mixed_rows,
     load_preferences,
@@ -27,7 +29,15 @@ from openppo.trainer.overview.supervised_start import announce_supervised_start
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
 from openppo.trainer.resume.stop import SignalStop
-from openppo.trainer.startup import check_options, check_same, log_dropped, naming_model, on_all_ranks, start_trackers
+from openppo.trainer.startup import (
+    check_options,
+    check_same,
+    log_dropped,
+    naming_model,
+    on_all_ranks,
+    start_trackers,
+    tokenizing,
+)
 from openppo.trainer.supervised.loop import SupervisedParts, SupervisedTrainer, total_optimizer_steps
 from openppo.trainer.supervised.process_reward import PRM_HEADLINE, ProcessRewardTrainer
 from openppo.trainer.supervised.reward_model import RM_HEADLINE, RewardModelTrainer
@@ -38,12 +48,18 @@ Example = TypeVar("Example")
 Trainer = TypeVar("Trainer", bound=SupervisedTrainer[Any])
 
 
+class MakeExamples(Protocol[Example]):
+    """Examples of rows, and how many rows were too long."""
+
+    def __call__(self, rows: list[SourceRow], *, flag: str, show: ShowRows) -> tuple[list[Example], int]: ...
+
+
 def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None = None) -> SFTTrainer:
     """A trainer of a causal language model, ready for ``fit()``. ``ValueError`` names the flag of what cannot work."""
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer = _check_and_load_tokenizer(config, strategy)
     train, held_out = load_train_and_eval(
-        config, strategy.comm, lambda rows, flag: load_sft_examples(rows, tokenizer, options, config.data, flag=flag)
+        config, strategy.comm, partial(load_sft_examples, tokenizer=tokenizer, supervised=options, data=config.data)
     )
     estimate = announce_supervised(
         config, "vocabulary", [example.token_ids for example in [*train, *held_out]], strategy
@@ -66,7 +82,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer = _check_and_load_tokenizer(config, strategy)
     train, held_out = load_train_and_eval(
-        config, strategy.comm, lambda rows, flag: load_preferences(rows, tokenizer, options, config.data, flag=flag)
+        config, strategy.comm, partial(load_preferences, tokenizer=tokenizer, supervised=options, data=config.data)
     )
     rows = [ids for pair in [*train, *held_out] for ids in (pair.chosen_ids, pair.rejected_ids)]
     estimate = announce_supervised(config, "scalar", rows, strategy, rows_per_sample=2)
@@ -97,7 +113,7 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     train, held_out = load_train_and_eval(
         config,
         strategy.comm,
-        lambda rows, flag: load_process_examples(rows, tokenizer, options, config.data, flag=flag),
+        partial(load_process_examples, tokenizer=tokenizer, supervised=options, data=config.data),
     )
     examples = [*train, *held_out]
     most_steps = max(sum(label != IGNORE_INDEX for label in example.labels) for example in examples)
@@ -159,7 +175,7 @@ def _model_options(config: SupervisedCommand) -> dict[str, Any]:
 
 
 def load_train_and_eval(
-    config: SupervisedCommand, comm: Comm, make: Callable[[list[SourceRow], str], tuple[list[Example], int]]
+    config: SupervisedCommand, comm: Comm, make: MakeExamples[Example]
 ) -> tuple[list[Example], list[Example]]:
     """Training examples, and held-out ones (none without ``--eval_dataset``), the same on all ranks."""
     options = config.supervised
@@ -173,7 +189,7 @@ def load_train_and_eval(
             seed=config.deepspeed.seed,
             dataset_class=options.dataset_class,
         )
-        examples, dropped = make(rows, flag)
+        examples, dropped = make(rows, flag=flag, show=tokenizing(comm))
         log_dropped(dropped, len(examples), flag, "--max_len")
         return examples
 

@@ -10,7 +10,18 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from openppo.datasets import load_rows, loading, number_rows, require_column
+from openppo.config import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
+from openppo.datasets import (
+    load_documents,
+    load_preferences,
+    load_process_examples,
+    load_prompts,
+    load_rows,
+    load_sft_examples,
+    loading,
+    number_rows,
+    require_column,
+)
 
 ROWS = [
     {"text": 'zwei,\n"drei" \u2028 é', "messages": [{"role": "user", "content": "a"}], "n": 1},
@@ -320,3 +331,28 @@ def test_a_missing_column_is_an_error_with_row_columns_and_flag():
         ValueError, match=r"--prompt_data, row 2: no column 'question'. Its columns are answer, id: .*--input_key"
     ):
         require_column(number_rows(rows), "question", flag_of_key="--input_key", flag_of_data="--prompt_data")
+
+
+SUPERVISED = SupervisedConfig("model", "data.jsonl")
+LOADERS = {
+    "prompts": lambda *a, **how: load_prompts(*a, PPODataConfig("data.jsonl"), **how),
+    "sft": lambda *a, **how: load_sft_examples(*a, SUPERVISED, SFTDataConfig(), **how),
+    "pairs": lambda *a, **how: load_preferences(*a, SUPERVISED, PreferenceConfig(), **how),
+    "steps": lambda *a, **how: load_process_examples(*a, SUPERVISED, ProcessConfig(placeholder_token="K"), **how),
+    "documents": lambda *a, **how: load_documents(*a, "input", 9, **how),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_rows_are_shown_one_by_one_as_they_are_tokenized(tokenizer, kind):
+    row = {"input": "ab", "output": "c", "prompt": "a", "chosen": "b", "rejected": "c", "steps": ["s"], "labels": ["+"]}
+    row |= {"question": "a"} if kind == "steps" else {}
+    shown = []
+
+    def show(rows):
+        for each in rows:
+            yield each
+            shown.append(each.number)
+
+    LOADERS[kind](number_rows([row] * 3), tokenizer, show=show)
+    assert shown == [1, 2, 3]

@@ -15,11 +15,13 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from openppo.datasets.templates import render_prompt
+from openppo.datasets.turns import render_response
 from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rollout.rewards import ModelScorer
 from openppo.rollout.rewards.model import Normalization, stored_normalization
-from openppo.rollout.rewards.rendering import RewardModelText, encode_text, end_with_eos
+from openppo.rollout.rewards.rendering import PolicyTokens, RewardModelText, encode_text, end_with_eos
 from openppo.types import Prompt, SingleProcess, Trajectory
 
 MakeTrajectory = Callable[..., Trajectory]
@@ -287,6 +289,48 @@ def test_a_tokenizer_without_eos_is_an_error(own: PreTrainedTokenizerFast, make_
     own.eos_token = None
     with pytest.raises(ValueError, match="^--reward_pretrain m: its tokenizer has no EOS token"):
         RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+
+
+ENDS = {"qwen2.5": "<|im_end|>", "mistral-v3": "</s>", "phi3-mini": "<|end|>"}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("name", ENDS)
+def test_the_policys_tokens_end_as_the_examples_of_the_reward_model_did(
+    name: str, chat: bool, assets: Any, make_trajectory: MakeTrajectory
+) -> None:
+    real = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
+    how = {"input_template": None, "apply_chat_template": chat}
+    asked = CHAT if chat else "ab"
+    _, before = render_prompt(asked, real, **how)
+    example = render_response(asked, "cd", real, **how).token_ids
+    stop = real.convert_tokens_to_ids(ENDS[name]) if chat else real.eos_token_id
+    sampled = example[len(before) : example.index(stop, len(before)) + 1]
+    encode = PolicyTokens(real, "m")
+    messages = CHAT if chat else None
+    assert encode(make_trajectory(before, sampled, messages=messages)) == example
+    cut_off = make_trajectory(before, sampled[:-1], messages=messages, truncated=True)
+    assert encode(cut_off) == [*before, *sampled[:-1]]
+
+
+def test_a_plain_text_that_ended_with_another_token_than_eos_is_read_at_eos(
+    own: PreTrainedTokenizerFast, make_trajectory: MakeTrajectory
+) -> None:
+    sample = make_trajectory(ids_of("a"), ids_of("c", "<u>"))
+    assert PolicyTokens(own, "m")(sample) == ids_of("a", "c", "<u>", "</s>")
+    chat = make_trajectory(ids_of("a"), ids_of("c", "<u>"), messages=CHAT)
+    assert PolicyTokens(own, "m")(chat) == ids_of("a", "c", "<u>", "</s>"), "the template has no <u> behind the turn"
+
+
+def test_the_policys_tokens_are_cut_to_the_context_of_the_reward_model(
+    own: PreTrainedTokenizerFast, make_trajectory: MakeTrajectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "openppo")
+    sample = make_trajectory(ids_of("a", "b"), ids_of("c", "</s>"))
+    assert PolicyTokens(own, "m", context=4)(sample) == ids_of("a", "b", "c", "</s>")
+    assert not caplog.records
+    assert PolicyTokens(own, "--reward_pretrain m", context=3)(sample) == ids_of("b", "c", "</s>")
+    assert "--reward_pretrain m reads 3 tokens, but prompt 'ask' has 4" in caplog.text
 
 
 def test_a_text_gets_one_bos_if_its_tokenizer_wants_one(

@@ -10,7 +10,8 @@ import pytest
 from datasets import Dataset, interleave_datasets
 
 from openppo.config import DeepSpeedConfig, SupervisedConfig, TrainSFTConfig
-from openppo.datasets import SourceRow
+from openppo.datasets import ShowRows, SourceRow
+from openppo.tracking.position import position
 from openppo.trainer.supervised.build import load_train_and_eval
 from openppo.types import SingleProcess
 
@@ -25,11 +26,17 @@ def sources(tmp_path: Path) -> str:
 
 
 def loaded(dataset: str, seed: int = 42, **options: Any) -> tuple[list[str], list[str]]:
-    def texts(rows: list[SourceRow], flag: str) -> tuple[list[str], int]:
-        return [row.row["text"] for row in rows], 0
+    def texts(rows: list[SourceRow], *, flag: str, show: ShowRows) -> tuple[list[str], int]:
+        return [row.row["text"] for row in show(rows)], 0
 
     config = TrainSFTConfig(SupervisedConfig("model", dataset, **options), deepspeed=DeepSpeedConfig(seed=seed))
     return load_train_and_eval(config, SingleProcess(), texts)
+
+
+def test_each_row_that_is_tokenized_is_a_sign_of_progress(sources: str) -> None:
+    before = position.ticks
+    loaded(sources)
+    assert position.ticks - before == 60, "a watch calls a rank stalled whose ticks stand still"
 
 
 def test_without_shares_all_rows_of_all_sources_are_trained_on(sources: str) -> None:
