@@ -45,7 +45,7 @@ from openppo.trainer.ppo_trainer import HEADLINE, PPOTrainer
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import model_fingerprint, prompts_fingerprint
 from openppo.trainer.resume.stop import SignalStop
-from openppo.trainer.startup import check_options, naming_model, on_all_ranks, start_trackers
+from openppo.trainer.startup import check_context, check_options, naming_model, on_all_ranks, start_trackers
 from openppo.trainer.steps.update_step import frozen_actor_steps
 from openppo.trainer.token_batches import packed_row_length
 from openppo.types import Prompt, SamplingParams, StopCheck
@@ -71,6 +71,7 @@ def build_ppo_trainer(
     tokenizer = load_tokenizer(model.pretrain, "--pretrain", trust_remote_code=model.trust_remote_code)
     _check_critic_tokens(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config, strategy.comm)
+    _check_critic_context(config, data)
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
     if config.run.dry_run:
         check_sources(config.source, tokenizer, setup)
@@ -296,6 +297,13 @@ def _check_critic_tokens(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerB
             f"{flag} {name} has another vocabulary than --pretrain {config.model.pretrain}, and as a critic it would "
             f"read token ids that are not its own: {remedy}."
         )
+
+
+def _check_critic_context(config: TrainPPOConfig, data: PPOData) -> None:
+    (flag, name), new_tokens = _critic_start(config), config.generation.generate_max_len
+    if ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
+        critic_config = check_model(name, flag, config.model.trust_remote_code)
+        check_context(critic_config, f"{flag} {name}", data.longest - new_tokens, new_tokens)
 
 
 def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: list[Prompt]) -> ScorerSetup:

@@ -53,7 +53,7 @@ def _load(
         held_out = _prompts(config, tokenizer, "--eval_data", source, None, split, show)
     new_tokens = config.generation.generate_max_len
     longest_prompt = max(len(prompt.token_ids) for prompt in [*prompts, *held_out])
-    check_context(actor_config, config.model.pretrain, longest_prompt, new_tokens)
+    check_context(actor_config, f"--pretrain {config.model.pretrain}", longest_prompt, new_tokens)
     longest = longest_prompt + new_tokens
     return PPOData(prompts, held_out, *_documents(config, tokenizer, longest, show), longest)
 

@@ -169,8 +169,8 @@ def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
         logger.warning("%s: %d rows longer than %s were dropped, %d are kept", flag, dropped, limit_flag, kept)
 
 
-def check_context(model_config: PreTrainedConfig, name: str, longest_prompt: int, new_tokens: int) -> None:
-    """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``--pretrain name``."""
+def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:
+    """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``model``: a flag and a name."""
     text = model_config.get_text_config()
     context, why = context_length(model_config), ""
     for rope in _rope_parameters(text):
@@ -181,7 +181,7 @@ def check_context(model_config: PreTrainedConfig, name: str, longest_prompt: int
     if context is not None and longest_prompt + new_tokens > context:
         raise ValueError(
             f"The longest prompt has {longest_prompt} tokens; with --generate_max_len {new_tokens} that exceeds the "
-            f"context of {context} tokens of --pretrain {name}. Lower --generate_max_len or --prompt_max_len.{why}"
+            f"context of {context} tokens of {model}. Lower --generate_max_len or --prompt_max_len.{why}"
         )
 
 

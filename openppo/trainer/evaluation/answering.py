@@ -39,7 +39,7 @@ def load_questions(options: PromptsConfig, comm: Comm) -> tuple[PreTrainedTokeni
     loaded = load_prompts(rows, tokenizer, options, show=tokenizing(comm))
     log_dropped(loaded.dropped, len(loaded.prompts), "--prompt_data", "--prompt_max_len")
     longest = max(len(prompt.token_ids) for prompt in loaded.prompts)
-    check_context(model_config, options.pretrain, longest, options.generate_max_len)
+    check_context(model_config, f"--pretrain {options.pretrain}", longest, options.generate_max_len)
     return tokenizer, loaded.prompts
 
 

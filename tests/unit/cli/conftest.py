@@ -76,6 +76,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save("headless", LlamaForCausalLM(config(37)), ours)
     save("other_vocabulary", LlamaForSequenceClassification(config(38, num_labels=1)), other)
 
+    short = config(37, num_labels=1)
+    short.max_position_embeddings = 8
+    save("short", LlamaForSequenceClassification(short), ours)
     (root / "no_config").mkdir()
     (root / "no_config" / "notes.txt").write_text("nothing here")
     (save("config_only", LlamaForCausalLM(config(37)), ours) / "model.safetensors").unlink()

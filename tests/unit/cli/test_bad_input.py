@@ -36,6 +36,7 @@ FILES = {
     "latin.csv": b"input\ncaf\xe9\n",
     "broken.parquet": b"PAR1 nothing",
     "sft.jsonl": '{"input": "abc", "output": "de"}\n' * 4,
+    "long.jsonl": json.dumps({"input": "a" * 70, "output": "b"}) + "\n",
     "pairs.jsonl": '{"prompt": "a", "chosen": "bc", "rejected": "de", "margin": "much"}\n' * 4,
     "reward.py": "def other():\n    pass\ndef reward_fn(prompts, responses, labels):\n    return [0] * len(prompts)\n",
     "needs.py": "import not_there\n",
@@ -310,6 +311,11 @@ MODELS = [
         reward_model("other_vocabulary"),
         ["--reward_pretrain M/other_vocabulary", "another vocabulary than --pretrain M/actor", "--critic_pretrain"],
     ),
+    Case(
+        "critic with a shorter context",
+        {"critic_pretrain": "M/short", "generate_max_len": 8},
+        ["The longest prompt has 3 tokens", "8 tokens of --critic_pretrain M/short", "Lower"],
+    ),
     Case("missing critic", {"critic_pretrain": "M/none"}, ["--critic_pretrain M/none", "Check the path"]),
     Case(
         "critic with two labels", {"critic_pretrain": "M/two_labels"}, ["--critic_pretrain M/two_labels", "exactly one"]
@@ -529,6 +535,12 @@ SUPERVISED = [
     Case("SFT: no output", {"output_key": "o"}, ["--output_key", "--dataset, row 1", "input, output"], "train_sft"),
     Case("SFT: empty file", {"dataset": "D/empty.jsonl"}, ["--dataset D/empty.jsonl", "Choose"], "train_sft"),
     Case("SFT: all too long", {"max_len": 3}, ["--max_len 3", "shortest has 6", "Raise"], "train_sft"),
+    Case(
+        "SFT: beyond the context",
+        {"dataset": "D/long.jsonl"},
+        ["--max_len 512: the longest row has 72 tokens", "--pretrain M/actor reads 64. Lower --max_len to 64"],
+        "train_sft",
+    ),
     Case("SFT: missing held-out", {"eval_dataset": "D/none.jsonl"}, ["--eval_dataset D/none.jsonl"], "train_sft"),
     Case("SFT: held-out of no shape", {"eval_dataset": "D/strange.jsonl"}, ["--eval_dataset", "foo, bar"], "train_sft"),
     Case("SFT: missing model", {"pretrain": "M/none"}, ["--pretrain M/none", "Check the path"], "train_sft"),

@@ -156,9 +156,9 @@ def test_positions_that_turn_short_rows_otherwise_beside_long_ones_end_at_the_or
     rope: dict[str, Any], fits: bool
 ) -> None:
     config: Any = SimpleNamespace(max_position_embeddings=256, rope_parameters=rope, get_text_config=lambda: config)
-    check_context(config, "model", 40, 24)
+    check_context(config, "--pretrain model", 40, 24)
     if fits:
-        check_context(config, "model", 100, 156)
+        check_context(config, "--pretrain model", 100, 156)
         return
     with pytest.raises(ValueError, match="exceeds the context of 64 tokens of --pretrain model.*depend on what else"):
-        check_context(config, "model", 40, 25)
+        check_context(config, "--pretrain model", 40, 25)
