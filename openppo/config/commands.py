@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import types
 import typing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -210,12 +212,43 @@ def _without_secrets(name: str, value: Any) -> Any:
 def from_options(command: type[Command], **options: Any) -> Command:
     """The config of a command from its options by name, the inverse of ``flat_dict``.
 
-    Raises ``ValueError`` for an option that the command does not have, and ``TypeError`` if a required one is missing.
+    Lists, and one text for several, may stand for tuples, and paths for texts. Raises ``ValueError`` for an option that
+    the command does not have or a value of another type, and ``TypeError`` if a required option is missing.
     """
     made = {}
     for name, group in typing.get_type_hints(command).items():
-        mine = {field.name for field in dataclasses.fields(group)} & options.keys()
-        made[name] = group(**{option: options.pop(option) for option in sorted(mine)})
+        hints = typing.get_type_hints(group)
+        mine = sorted(hints.keys() & options.keys())
+        made[name] = group(**{option: _of_type(hints[option], option, options.pop(option)) for option in mine})
     if options:
         raise ValueError(f"{command.__name__} has no option {', '.join(sorted(options))}; see --help for all options.")
     return command(**made)
+
+
+def _of_type(hint: Any, option: str, value: Any) -> Any:
+    """``value`` of an option, as the command line would give it."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    elif isinstance(value, list):
+        value = tuple(value)
+    elif isinstance(value, str) and typing.get_args(hint)[1:] == (...,):
+        value = (value,)
+    if not _fits(value, hint):
+        wanted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+        raise ValueError(f"{option}={value!r}: must be {wanted}, not {type(value).__name__}.")
+    return value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether ``value`` is of the type ``hint``, one of those that options have."""
+    kind, inner = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if kind is typing.Literal:
+        return any(value == one and type(value) is type(one) for one in inner)
+    if kind is tuple and isinstance(value, tuple):
+        each = inner[:1] * len(value) if inner[1:] == (...,) else inner
+        return len(value) == len(each) and all(map(_fits, value, each))
+    if kind is tuple or isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)

@@ -564,3 +564,40 @@ def test_profiled_steps_are_those_that_are_named(given: str | None, steps: set[i
 def test_profiled_steps_that_make_no_sense_name_the_flag(given: str) -> None:
     with pytest.raises(ValueError, match="^--profile_steps"):
         TrackingConfig(profile_steps=given).validate()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("actor_learning_rate", "1e-6", "must be float, not str"),
+        ("rollout_batch_size", 64.0, "must be int, not float"),
+        ("bf16", "false", "must be bool, not str"),
+        ("zero_stage", True, "must be Literal[0, 1, 2, 3], not bool"),
+        ("train_batch_size", True, "must be int, not bool"),
+        ("max_samples", "7", "must be int | None, not str"),
+        ("target_modules", 3, "must be tuple[str, ...], not int"),
+        ("zero_stage", 7, "must be Literal[0, 1, 2, 3], not int"),
+        ("adam_betas", [0.9], "must be tuple[float, float], not tuple"),
+        ("verifiable_reward", ["maths"], "must be tuple[Literal['exact_match', 'regex'"),
+    ],
+)
+def test_an_option_of_another_type_is_an_error_that_names_it(option: str, value: object, says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option}=") as error:
+        from_options(TrainPPOConfig, pretrain="m", prompt_data="d", **{option: value})
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "made"),
+    [
+        ("actor_learning_rate", 1, 1),
+        ("save_path", Path("a/b"), "a/b"),
+        ("target_modules", ["q_proj", "v_proj"], ("q_proj", "v_proj")),
+        ("target_modules", "all-linear", ("all-linear",)),
+        ("adam_betas", [0.9, 0.95], (0.9, 0.95)),
+        ("max_samples", None, None),
+    ],
+)
+def test_what_stands_for_a_value_of_an_option_becomes_it(option: str, value: object, made: object) -> None:
+    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", **{option: value})
+    assert flat_dict(config)[option] == made
