@@ -164,9 +164,9 @@ def tokenizing(comm: Comm) -> ShowRows:
 
 
 def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
-    """Say how many rows were too long, if any."""
+    """Say how many rows were too long, if any, on rank 0: it is the same on all."""
     if dropped > 0:
-        logger.warning("%s: %d rows longer than %s were dropped, %d are kept", flag, dropped, limit_flag, kept)
+        logger.info("%s: %d rows longer than %s were dropped, %d are kept", flag, dropped, limit_flag, kept)
 
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:
