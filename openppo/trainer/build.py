@@ -301,7 +301,7 @@ def _check_critic_tokens(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerB
 
 def _check_critic_context(config: TrainPPOConfig, data: PPOData) -> None:
     (flag, name), new_tokens = _critic_start(config), config.generation.generate_max_len
-    if ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
+    if ESTIMATORS[config.advantage.advantage_estimator].uses_critic and flag != "--pretrain":  # else the actor's
         critic_config = check_model(name, flag, config.model.trust_remote_code)
         check_context(critic_config, f"{flag} {name}", data.longest - new_tokens, new_tokens)
 

@@ -143,9 +143,10 @@ def _reward_model(
     own = own_tokenizer(flag, model, setup.actor, tokenizer, setup.trust_remote_code)
     source_of_ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
     logger.info("%s %s reads %s", flag, model, source_of_ids)
-    read: Callable[[Trajectory], list[int]] = PolicyTokens(tokenizer, f"{flag} {model}", context_length(config))
+    named, context = f"{flag} {model}", context_length(config)
+    read: Callable[[Trajectory], list[int]] = PolicyTokens(tokenizer, named, context)
     if own is not None:
-        read = RewardModelText(tokenizer, own, f"{flag} {model}", context_length(config))
+        read = RewardModelText(tokenizer, own, named, context)
         read.check(setup.prompts)
     normalization = Normalization()
     if setup.normalize:
