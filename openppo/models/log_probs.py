@@ -12,6 +12,7 @@ CHUNK_ELEMENTS = 1 << 24
 CHUNK_ELEMENTS_ON_CPU = 1 << 20
 """There they stay in the cache: a forward takes a third of the time."""
 _LEAST = -1e4
+"""For entropy: a token of probability 0 adds 0 to sums of p log p, where minus infinity would make them NaN."""
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -21,7 +22,7 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 
 class _SelectedLogProbs(torch.autograd.Function):
-    """Saves the logits in their own dtype, the log-sum-exp and the entropy; recomputes the softmax going backward."""
+    """Saves the logits in their own dtype and the entropy; recomputes the softmax going backward."""
 
     @staticmethod
     def forward(
@@ -29,39 +30,42 @@ class _SelectedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """``logits`` (N, V), ``labels`` (N,); returns log-probs and entropy, float32 (N,), empty if not wanted."""
         n, dtype = logits.shape[0], _accumulation(logits)
-        normalizer = torch.empty(n, dtype=dtype, device=logits.device)
+        chosen = torch.empty(n, dtype=dtype, device=logits.device)
         entropy = torch.empty(n if with_entropy else 0, dtype=dtype, device=logits.device)
         for rows in _chunks(logits):
-            scaled = logits[rows].to(dtype) / temperature
-            normalizer[rows] = torch.logsumexp(scaled, dim=-1)
+            log_probs = torch.log_softmax(_scaled(logits[rows], temperature, dtype), dim=-1)
+            chosen[rows] = log_probs.gather(-1, labels[rows, None])[:, 0]
             if with_entropy:
-                log_probs = _log_probs(scaled, normalizer[rows])
+                log_probs.clamp_(min=_LEAST)
                 entropy[rows] = -torch.linalg.vecdot(log_probs.exp(), log_probs)
-        chosen = logits.gather(-1, labels[:, None])[:, 0].to(dtype) / temperature
-        ctx.save_for_backward(logits, labels, normalizer, entropy)
+        ctx.save_for_backward(logits, labels, entropy)
         ctx.temperature = temperature
-        return chosen - normalizer, entropy
+        return chosen, entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         """d log p(label) / d logit = (1[label] - p) / temperature; d H / d logit = -p (log p + H) / temperature."""
-        logits, labels, normalizer, entropy = ctx.saved_tensors
+        logits, labels, entropy = ctx.saved_tensors
         scale, entropy_scale = (gradient / ctx.temperature for gradient in grad_outputs)
         grad = torch.empty_like(logits)
         for rows in _chunks(logits):
-            log_probs = _log_probs(logits[rows].to(normalizer.dtype) / ctx.temperature, normalizer[rows])
-            weight = -scale[rows, None]
-            if len(entropy) > 0:
-                weight = weight - entropy_scale[rows, None] * (log_probs + entropy[rows, None])
-            part = log_probs.exp_().mul_(weight)
+            scaled = _scaled(logits[rows], ctx.temperature, _accumulation(logits))
+            part = grad[rows] if grad.dtype == scaled.dtype else torch.empty_like(scaled)
+            if len(entropy) == 0:
+                torch.softmax(scaled, dim=-1, out=part).mul_(-scale[rows, None])
+            else:
+                log_probs = torch.log_softmax(scaled, dim=-1).clamp_(min=_LEAST)
+                torch.exp(log_probs, out=part)
+                part.mul_(log_probs.add_(entropy[rows, None]).mul_(-entropy_scale[rows, None]).sub_(scale[rows, None]))
             part.scatter_add_(-1, labels[rows, None], scale[rows, None])
-            grad[rows] = part.to(grad.dtype)
+            if part.dtype != grad.dtype:
+                grad[rows] = part
         return grad, None, None, None
 
 
-def _log_probs(scaled: Tensor, normalizer: Tensor) -> Tensor:
-    """In place of ``scaled``. Finite, so that a token of probability 0 adds 0 to sums of p log p."""
-    return scaled.sub_(normalizer[:, None]).clamp_(min=_LEAST)
+def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    """May be ``logits`` themselves: not to be written into."""
+    return logits.to(dtype) if temperature == 1 else logits.to(dtype) / temperature
 
 
 def _accumulation(logits: Tensor) -> torch.dtype:
