@@ -38,7 +38,9 @@ def respond(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts:
     ended = (tokens[:, width:] == tokenizer.eos_token_id).int().cumsum(-1)
     answered = torch.nn.functional.pad(ended, (1, 0))[:, :-1] == 0  # up to and including the first EOS
     real = torch.cat([batch["attention_mask"].bool(), answered], dim=1)
-    answers = tokenizer.batch_decode(tokens[:, width:], skip_special_tokens=True)
+    before_eos = answered & (tokens[:, width:] != tokenizer.eos_token_id)
+    rows = zip(tokens[:, width:], before_eos, strict=True)
+    answers = [tokenizer.decode(row[shown]) for row, shown in rows]  # other special tokens are mistakes
     return {"answers": answers, "tokens": tokens, "real": real, "width": width, "answered": answered}
 
 

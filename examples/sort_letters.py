@@ -24,6 +24,7 @@ from pathlib import Path
 
 ALPHABET = "abcdefgh"
 LENGTH = 5  # letters in a prompt; a letter may occur more than once
+STRAY = (">", "<pad>", "<bos>", "<unk>")  # tokens that stand in no answer
 SIZES = {"heldout": 500, "preference_heldout": 1000, "sft": 2400, "preference": 40000, "prompts": 24576}
 
 
@@ -48,34 +49,37 @@ def sample_prompt(rng: random.Random) -> str:
     return "".join(rng.choices(ALPHABET, k=LENGTH)) + ">"
 
 
-def damage(answer: str, rng: random.Random) -> str:
-    """Make one mistake: replace, drop or add a letter, swap two, or ramble on."""
-    letters = list(answer)
+def damage(letters: list[str], rng: random.Random) -> list[str]:
+    """Make one mistake: replace, drop or add a letter, swap two, put in a stray token, or ramble on."""
+    letters = letters or [rng.choice(ALPHABET)]
     i, j = rng.randrange(len(letters)), rng.randrange(len(letters))
-    letter = rng.choice([*ALPHABET, *answer])
-    kind = rng.choice(["replace", "replace", "replace", "drop", "add", "swap", "ramble"])
-    if kind == "replace":  # in most mistakes the order is kept, as in those of a half-trained model
-        letters[i] = letter
-    elif kind == "drop":
-        del letters[i]
-    elif kind == "add":
-        letters.append(letter)
+    kind = rng.choice([*["replace"] * 5, "drop", "add", "swap", "stray", *["ramble"] * 2])
     if kind == "swap":
         letters[i], letters[j] = letters[j], letters[i]
+    elif kind == "stray":
+        letters[i : i + rng.randrange(2)] = [rng.choice(STRAY)]  # beside a letter or in its place
     elif kind == "ramble":
-        letters += rng.choices(letters, k=rng.randint(1, 11))
-    else:
+        said = letters[: rng.randrange(LENGTH + 1)]
+        more = rng.choice([letters, letters[i : i + 1], [*ALPHABET, *STRAY]])  # any of them, or one again and again
+        letters = said + rng.choices(more, k=rng.randint(LENGTH + 1, 16) - len(said))
+    else:  # the order is kept, as in most mistakes of a half-trained model
+        letters[i : i + (kind != "add")] = [] if kind == "drop" else [rng.choice([*ALPHABET, *letters])]
         letters.sort()
-    return "".join(letters)
+    return letters
 
 
 def wrong_answer(prompt: str, rng: random.Random) -> str:
-    """Return an answer with one mistake or, less often, two or three."""
-    wrong = answer = correct_answer(prompt)
-    while wrong == answer:
+    """Return an answer with one mistake or, less often, two or three.
+
+    All that a policy may write is among them: what a reward model has never seen may please it by chance, and PPO
+    finds that.
+    """
+    answer = correct_answer(prompt)
+    letters = list(answer)
+    while "".join(letters) == answer:
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
-            wrong = damage(wrong, rng)
-    return wrong
+            letters = damage(letters, rng)
+    return "".join(letters)
 
 
 def write_data(out: Path, rng: random.Random) -> None:
