@@ -91,9 +91,9 @@ def test_every_path_that_the_readme_names_exists() -> None:
     assert [path for path in named if not (REPO / path).exists()] == []
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_training_command_of_the_readme_runs(number: int, tiny: Path) -> None:
-    words = shlex.split(re.sub(r"(nproc_per_node) 8", r"\1 2", training_commands()[number]))
+@pytest.fixture(scope="module")
+def trained(tiny: Path) -> list[Path]:
+    """What each training command of README saved."""
     rows = [{"question": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(8)]
     (tiny / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     replaced = {
@@ -102,11 +102,19 @@ def test_training_command_of_the_readme_runs(number: int, tiny: Path) -> None:
         "meta-llama/Llama-3.1-8B-Instruct": "policy",
         "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "reward",
     }
-    words = [replaced.get(word, word) for word in words] + SMALL
-    run(words, tiny)
-    saved = tiny / words[words.index("--save_path") + 1]
-    assert (saved / ("adapter" * ("--lora_rank" in words) + "_model.safetensors").removeprefix("_")).is_file()
-    assert len((saved / "logs/metrics.jsonl").read_text().splitlines()) == 2
+    saved = []
+    for command in training_commands():
+        words = shlex.split(re.sub(r"(nproc_per_node) 8", r"\1 2", command))
+        run([replaced.get(word, word) for word in words] + SMALL, tiny)
+        saved.append(tiny / words[words.index("--save_path") + 1])
+    return saved
+
+
+def test_training_commands_of_the_readme_run(trained: list[Path]) -> None:
+    assert len(trained) == 3
+    for saved, command in zip(trained, training_commands(), strict=True):
+        assert (saved / ("adapter" * ("--lora_rank" in command) + "_model.safetensors").removeprefix("_")).is_file()
+        assert len((saved / "logs/metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_evaluation_command_of_the_readme_runs(tiny: Path) -> None:
@@ -148,8 +156,8 @@ def test_own_loop_runs(tiny: Path) -> None:
     assert "reward" in run([sys.executable, "-c", block], tiny)
 
 
-def test_metrics_that_the_readme_explains_are_logged(tiny: Path) -> None:
-    logged = json.loads((tiny / "ckpt/ppo/logs/metrics.jsonl").read_text().splitlines()[-1])
+def test_metrics_that_the_readme_explains_are_logged(trained: list[Path]) -> None:
+    logged = json.loads((trained[0] / "logs/metrics.jsonl").read_text().splitlines()[-1])
     table = README.split("| metric | meaning |")[1].split("\n\n")[0]
     names = re.findall(r"`([a-z0-9_]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:]))
     assert len(names) > 8
