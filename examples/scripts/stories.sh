@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # A small real language model learns to tell happier stories: MODEL=folder bash examples/scripts/stories.sh [more flags]
 set -euo pipefail
+: "${MODEL:?set it to the folder or hub name of a small language model, such as roneneldan/TinyStories-1M}"
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 install requirements.txt
+python -c "import vaderSentiment" || { echo "error: the reward needs vaderSentiment: pip install vaderSentiment" >&2; exit 1; }
 examples="$repo/examples"
 save_path="${SAVE_PATH:-ckpt/stories}"
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" # two processes on two cores

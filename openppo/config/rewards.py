@@ -91,6 +91,11 @@ class RewardSourceConfig:
         )
         self.weights()
 
+    def passing(self, pass_reward: float | None) -> float | None:
+        """``--pass_reward`` if given, else 1; none where a model or a server scores, whose scale is its own."""
+        learned = self.reward_pretrain or self.remote_rm_url or self.prm_pretrain
+        return pass_reward if pass_reward is not None or learned else 1.0
+
     def weights(self) -> dict[str, float]:
         """``--reward_weights`` as numbers by name; ``ValueError`` for anything but NAME=NUMBER."""
         parsed: dict[str, float] = {}

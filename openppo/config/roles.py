@@ -136,8 +136,9 @@ class EvaluationConfig:
     """Responses to each held-out prompt; with several, pass@k is reported up to this k."""
     eval_temperature: float = 0.0
     """Temperature of evaluation (0: the likeliest token)."""
-    pass_reward: float = 1.0
-    """A response passes when its reward is at least this."""
+    pass_reward: float | None = None
+    """A response passes when its reward is at least this (default: 1; with a reward model or server none, and pass@k is
+    left out, since its scale is its own)."""
 
     def validate(self) -> None:
         every = self.eval_steps

@@ -91,8 +91,9 @@ class OutputConfig:
 class JudgementConfig:
     """How answers are judged."""
 
-    pass_reward: float = 1.0
-    """A response passes when its reward is at least this."""
+    pass_reward: float | None = None
+    """A response passes when its reward is at least this (default: 1; with a reward model or server none, and pass@k is
+    left out, since its scale is its own)."""
     value_head_prefix: str = "score"
     """Name of the scalar head of --reward_pretrain."""
     output_path: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -22,7 +23,9 @@ class _ProgressSafeHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         encoding = sys.stderr.encoding or "utf-8"
-        tqdm.write(self.format(record).encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+        line = self.format(record).encode(encoding, "backslashreplace").decode(encoding)
+        with suppress(OSError, ValueError):  # a full disk or a closed pipe: there is nowhere left to say so
+            tqdm.write(line, file=sys.stderr)
 
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)

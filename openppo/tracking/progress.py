@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import suppress
 from types import TracebackType
 from typing import Generic, TypeVar, overload
 
@@ -64,7 +65,8 @@ class Progress(Generic[T]):
         self._last_line = time.monotonic()
         elapsed = self._last_line - self._start
         line = tqdm.format_meter(self._done, self._total or 0, elapsed, ncols=0, prefix=self._description)
-        print(line.strip(), file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # a full disk or a closed pipe ends no training
+            print(line.strip(), file=sys.stderr, flush=True)
 
     def __iter__(self) -> Iterator[T]:
         with self:

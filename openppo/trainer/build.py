@@ -240,14 +240,14 @@ def _prepare_models(
     critic = None
     if ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
         flag, name = _critic_start(config)
-        with naming_model(flag, name):
+        with naming_model(flag, name, "critic"):
             module = get_llm_for_sequence_regression(
                 name, "critic", value_head_prefix=model.value_head_prefix, **options, **vars(_critic_lora(config))
             )
         critic = strategy.prepare(module, config.adam, rates.critic_learning_rate, plan.optimizer_steps())
         _pack(config, strategy, module, critic, "critic")
     n_steps = plan.optimizer_steps(without=frozen_actor_steps(config))
-    with naming_model("--pretrain", model.pretrain):
+    with naming_model("--pretrain", model.pretrain, "actor"):
         policy = Actor(model.pretrain, temperature=config.generation.temperature, **options, **vars(config.lora))
     actor = strategy.prepare(policy, config.adam, rates.actor_learning_rate, n_steps)
     _pack(config, strategy, policy, actor, "actor")
@@ -344,7 +344,7 @@ def _evaluator(
         held_out,
         params,
         options.eval_n_samples_per_prompt,
-        options.pass_reward,
+        config.source.passing(options.pass_reward),
         config.source.weights(),
         config.deepspeed.seed,
     )

@@ -152,7 +152,7 @@ def _reward_model(
     if setup.normalize:
         remedy = "Train it with openppo.cli.train_rm, which stores them, or use --reward_normalizer running."
         normalization = stored_normalization(config, f"{flag} {model}", remedy)
-    with naming_model(flag, model):
+    with naming_model(flag, model, "reward model"):
         reward = get_llm_for_sequence_regression(
             model,
             "reward",
@@ -206,7 +206,7 @@ def _process_reward_model(
         except ValueError as error:  # a chat template may refuse its roles
             raise ValueError(f"{flag} {model}: {error}") from error
     text = StepText(tokenizer, own, render, source.step_separator, f"{flag} {model}", context)
-    with naming_model(flag, model):
+    with naming_model(flag, model, "process reward model"):
         policy = Actor(model, bf16=setup.bf16, flash_attn=setup.flash_attn, trust_remote_code=trust)
         judge = ProcessRewardModel(policy.model)
     return ProcessScorer(

@@ -31,7 +31,7 @@ logger = logging.getLogger("openppo")
 HEADLINE = (
     "reward",
     "kl",
-    "policy_loss",
+    "clip_fraction",
     "value_loss",
     "entropy",
     "response_length",

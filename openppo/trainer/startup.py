@@ -192,9 +192,9 @@ def _rope_parameters(text: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def naming_model(flag: str, name: str) -> Iterator[None]:
+def naming_model(flag: str, name: str, role: str = "") -> Iterator[None]:
     """Whatever goes wrong while a model is loaded, as a ``ValueError`` that starts with its flag; and a log line."""
-    logger.info("loading %s %s", flag, name)
+    logger.info("loading %s %s%s", flag, name, f" for the {role}" if role else "")
     try:
         yield
     except ValueError as error:

@@ -75,7 +75,7 @@ def make_run(folder: Path, learned: float, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Addresses of the page of one run, of two, of three with two targets between them, and of one evaluated once."""
+    """Addresses of the page of one run, of two, of three with two targets, one evaluated once, one below 0."""
     folder = tmp_path_factory.mktemp("report")
     slow = make_run(folder / "slow", 0.01, actor_learning_rate=1e-6)
     quick = make_run(folder / "quick", 0.02, actor_learning_rate=1e-5)
@@ -83,7 +83,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     once = make_run(folder / "once", 0.01)
     metrics = once / "logs" / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[1:]))
-    runs = {"one": [slow], "two": [slow, quick], "targets": targets, "once": [once]}
+    signs = make_run(folder / "signs", 0.01)
+    with (signs / "logs" / "metrics.jsonl").open("a") as file:
+        for step in range(N_STEPS + 1, 2 * N_STEPS + 1):
+            row = {"step": step, "time": 60.0 * step, "policy_loss": 0.001 * (-1) ** step, "values": -1.0 - step}
+            file.write(json.dumps(row) + "\n")
+    runs = {"one": [slow], "two": [slow, quick], "targets": targets, "once": [once], "signs": [signs]}
     made = {name: write_report(some, folder / f"{name}.html") for name, some in runs.items()}
     return {name: page.as_uri() for name, page in made.items()}
 
@@ -174,6 +179,21 @@ def test_a_curve_is_read_with_keys(page: Any) -> None:
     picture.send_keys(Keys.ARROW_LEFT)
     assert tooltip(driver)[0].startswith("step 29")
     assert all(cross.get_attribute("visibility") == "visible" for cross in all_of(driver, ".chart .cross"))
+
+
+def test_a_logarithmic_axis_has_no_place_for_0_and_below(page: Any) -> None:
+    driver = page("signs")
+
+    def drawn() -> list[str]:
+        path = one(driver, '[data-chart="Policy loss"] path[data-metric="policy_loss"]').get_attribute("d")
+        return [part for part in path.split("M") if part]
+
+    assert len(drawn()) == 1, "one line without gaps"
+    button = one(driver, '[data-chart="Policy loss"] .head button[aria-pressed]')
+    driver.execute_script("arguments[0].click()", button)
+    assert len(drawn()) == N_STEPS // 2, "gaps where it is below 0"
+    below = one(driver, '[data-chart="Values and returns"] .head button[aria-pressed]')
+    assert not below.is_displayed(), "all of its values are below 0"
 
 
 def test_dragging_over_a_curve_zooms_into_all_of_them(page: Any) -> None:
@@ -345,6 +365,14 @@ def test_the_list_is_walked_with_keys(page: Any) -> None:
     assert "reward 2" in chosen.text
     assert "reward 2" in one(driver, "#sample-detail .facts").text
     assert "style 0.125" in one(driver, "#sample-detail .facts").text
+
+
+def test_keys_go_on_from_a_sample_that_was_clicked(page: Any) -> None:
+    driver = page("one")
+    driver.execute_script("arguments[0].click()", all_of(driver, "#sample-list button")[0])
+    driver.switch_to.active_element.send_keys(Keys.ARROW_DOWN)
+    chosen = [row.get_attribute("aria-selected") for row in all_of(driver, "#sample-list button")]
+    assert chosen.index("true") == 1
 
 
 def test_one_prompt_stands_side_by_side_at_its_steps(page: Any) -> None:

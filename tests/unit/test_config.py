@@ -161,7 +161,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "eval_before_training": False,
         "eval_n_samples_per_prompt": 1,
         "eval_temperature": 0.0,
-        "pass_reward": 1.0,
+        "pass_reward": None,
         "buffer_limit": 0,
         "buffer_cpu_offload": True,
         # models

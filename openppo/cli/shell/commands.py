@@ -36,7 +36,8 @@ def main() -> None:
         return
     command = asked[0].replace("-", "_")
     if command not in known:
-        sys.exit(_unknown(asked[0], list(known)))
+        print(_unknown(asked[0], list(known)), file=sys.stderr)
+        sys.exit(2)
     sys.argv = [f"openppo {command}", *sys.argv[2:]]
     import_module(f"openppo.cli.{command}").main()
 

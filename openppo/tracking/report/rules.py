@@ -58,7 +58,7 @@ def kl_without_reward(history: History) -> Found | None:
     if not window or not flat_reward(history):
         return None
     earlier, later, _ = halves(window)
-    if later < 1.5 * earlier or later - earlier < 0.01:
+    if later < 1.5 * max(earlier, 0.0) or later - max(earlier, 0.0) < 0.01:
         return None
     since = history.step("kl", WINDOW)
     remedy = "raise --init_kl_coef" if history.option("init_kl_coef", 1) else "give an --init_kl_coef"

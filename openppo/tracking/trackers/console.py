@@ -56,7 +56,7 @@ class ConsoleTracker:
 
     def _part(self, name: str, value: float) -> str:
         if name == STEP_TIME:
-            return f"{value:.1f} s"
+            return f"{value:.1f} s" if value >= 1 else f"{value:.2g} s"
         number = f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
         self._widths[name] = max(self._widths.get(name, 0), len(number))
         return f"{name} {number:>{self._widths[name]}}"

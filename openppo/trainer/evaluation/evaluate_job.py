@@ -46,7 +46,7 @@ class EvaluateJob:
             prompts,
             sampling_params(options),
             options.n_samples_per_prompt,
-            judgement.pass_reward,
+            config.source.passing(judgement.pass_reward),
             config.source.weights(),
             options.seed,
         )
@@ -72,8 +72,5 @@ class EvaluateJob:
 
     def _row(self, response: Trajectory, sample: int) -> dict[str, Any]:
         reward = response.total_reward(self.evaluator.reward_weights)
-        return response_row(response, sample, self.tokenizer) | {
-            "rewards": response.scores,
-            "reward": reward,
-            "passed": self.evaluator.passes(reward),
-        }
+        row = response_row(response, sample, self.tokenizer) | {"rewards": response.scores, "reward": reward}
+        return row if self.evaluator.pass_reward is None else row | {"passed": self.evaluator.passes(reward)}

@@ -67,7 +67,8 @@ class Evaluator:
     """Answers the same ``prompts`` each time it is asked, with the same random numbers, and scores the responses.
 
     A response passes when its reward, the weighted sum of its named scores and its token rewards, is at least
-    ``pass_reward``. ``prompts`` are given alike on all ranks, which call every method together.
+    ``pass_reward``; without one pass@k is not measured. ``prompts`` are given alike on all ranks, which call every
+    method together.
     """
 
     engine: Engine
@@ -76,7 +77,7 @@ class Evaluator:
     prompts: Sequence[Prompt]
     params: SamplingParams
     n_samples: int = 1
-    pass_reward: float = 1.0
+    pass_reward: float | None = 1.0
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int = 42
 
@@ -106,17 +107,18 @@ class Evaluator:
         return metrics.reduced(self.comm)
 
     def passes(self, reward: float) -> bool:
-        """Whether ``reward`` is at least that of ``--pass_reward``, but for the rounding of a weighted sum."""
+        """Whether ``reward`` is at least ``pass_reward``, if there is one, but for the rounding of a weighted sum."""
+        if self.pass_reward is None:
+            return False
         return reward >= self.pass_reward or math.isclose(reward, self.pass_reward, rel_tol=1e-9)
 
     def _measure_prompt(self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str) -> None:
         rewards = [response.total_reward(self.reward_weights) for response in responses]
-        n_passed = sum(map(self.passes, rewards))
         for reward in rewards:
             metrics.add(f"{prefix}reward", reward)
             metrics.add(f"{prefix}reward_std", reward, reduce="std")
-        for k in pass_ks(self.n_samples):
-            metrics.add(f"{prefix}pass@{k}", pass_at_k(self.n_samples, n_passed, k))
+        for k in pass_ks(self.n_samples) if self.pass_reward is not None else []:
+            metrics.add(f"{prefix}pass@{k}", pass_at_k(self.n_samples, sum(map(self.passes, rewards)), k))
         for response in responses:
             for name, score in response.scores.items():
                 if name != "reward" or name in self.reward_weights:  # else it is the total

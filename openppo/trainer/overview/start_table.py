@@ -39,7 +39,9 @@ def announce_ppo_start(config: TrainPPOConfig, parts: Parts, critic: str, done: 
     facts = _ppo_facts(config, plan, parts)
     if done > 0:
         facts.append(("goes on", f"after step {done:,} of {plan.n_steps:,}"))
-    announce(page(_ppo_roles(config, parts, critic), facts + memory_fact(parts.estimate)))
+    announce(
+        page(_ppo_roles(config, parts, critic), facts + memory_fact(parts.estimate, parts.strategy.comm.world_size))
+    )
 
 
 def _ppo_roles(config: TrainPPOConfig, parts: Parts, critic: str) -> list[Role]:
@@ -96,13 +98,14 @@ def _samples(step: StepPlan, n_responses: int, most: str) -> str:
     return f"{most}{text}{kept}"
 
 
-def memory_fact(estimate: Estimate | None) -> Facts:
-    """The estimated peak, if there is an estimate."""
+def memory_fact(estimate: Estimate | None, ranks: int) -> Facts:
+    """The estimated peak of each rank, if there is an estimate."""
     if estimate is None:
         return []
     peak = f"{readable(estimate.peak)} at most by estimate, in {estimate.largest.name}"
     room = "" if estimate.device_memory is None else f"; there are {readable(estimate.device_memory)}"
-    return [("memory", f"{peak}{room} (--dry_run says more)")]
+    each = " on each rank" if ranks > 1 else ""
+    return [("memory", f"{peak}{room}{each} (--dry_run says more)")]
 
 
 def page(roles: Sequence[Role], facts: Facts) -> RenderableType:

@@ -45,7 +45,7 @@ def test_without_a_command_it_explains_itself_and_fails() -> None:
 @pytest.mark.parametrize("given", ["trainppo", "train_pp0"])
 def test_a_mistyped_command_is_an_error_with_the_nearest_name(given: str) -> None:
     done = openppo(given, "--help")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == f"error: openppo has no command {given}; did you mean train_ppo?\n"
 
 

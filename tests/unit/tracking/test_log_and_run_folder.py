@@ -17,7 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
-from openppo.tracking import cut_logs, get_logger, save_config, set_aside_logs, setup_logging
+from openppo.tracking import (
+    ConsoleTracker,
+    Trackers,
+    cut_logs,
+    get_logger,
+    progress,
+    save_config,
+    set_aside_logs,
+    setup_logging,
+)
 from openppo.tracking.terminal import announce
 from openppo.tracking.trackers import JSONLTracker
 
@@ -70,6 +79,20 @@ def test_a_terminal_gets_colours_and_a_file_the_same_words_with_the_name_before_
     plain = re.sub(r"\x1b\[[0-9;]*m", "", shown[True]).replace("warning: ", "").splitlines()
     assert [line.removeprefix("[openppo] ").rstrip() for line in lines] == [line.rstrip() for line in plain]
     assert "\x1b" not in caplog.text  # what other handlers of the logger get
+
+
+def test_a_full_disk_under_all_output_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``> run.log 2>&1``: that the console cannot be written to can then not be said either."""
+    monkeypatch.setattr(sys.modules["openppo.tracking.progress"], "SECONDS_BETWEEN_LINES", 0.0)
+    with open("/dev/full", "wb", buffering=0) as full, io.TextIOWrapper(full, write_through=True) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        setup_logging(0)
+        trackers = Trackers([ConsoleTracker(["reward"], total_steps=2), JSONLTracker(tmp_path)])
+        for step in progress(2, "training", enabled=True):
+            trackers.log(step, {"reward": 1.0})
+        trackers.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_the_logger_is_a_standard_one_and_silent_until_a_command_sets_it_up() -> None:

@@ -168,6 +168,13 @@ def test_console_prints_one_line_with_the_headline_in_its_order(capsys: pytest.C
     assert captured.err == ""
 
 
+def test_steps_of_less_than_a_second_show_how_long_they_take(capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = ConsoleTracker(["time/step_s"], total_steps=20)
+    for step, seconds in enumerate((0.0478, 0.4567, 1.04), start=1):
+        tracker.log(step, {"time/step_s": seconds})
+    assert [line.split("| ")[1] for line in capsys.readouterr().out.splitlines()] == ["0.048 s", "0.46 s", "1.0 s"]
+
+
 def test_samples_come_every_so_many_steps_short_and_harmless(capsys: pytest.CaptureFixture[str]) -> None:
     tracker = ConsoleTracker(["reward"], total_steps=20, samples_every=5)
     bad = "clear \x1b[2J the\r screen\x07 \u202eodd\u202c \x9b31m\nnext line \ud83d"

@@ -136,7 +136,7 @@ def prompts_of(*sources: str) -> list[Prompt]:
     return [Prompt(f"prompt {i}", [i + 1] * (1 + i % 3), source=source) for i, source in enumerate(sources)]
 
 
-def evaluator(prompts: list[Prompt], comm: Any, n_samples: int = 4, pass_reward: float = 2.5) -> Evaluator:
+def evaluator(prompts: list[Prompt], comm: Any, n_samples: int = 4, pass_reward: float | None = 2.5) -> Evaluator:
     return Evaluator(FakeEngine(), FakeScorer(), comm, prompts, PARAMS, n_samples, pass_reward, {**WEIGHTS}, seed=5)  # type: ignore[arg-type]
 
 
@@ -215,6 +215,13 @@ def test_a_weight_for_a_reward_that_does_not_occur_is_an_error() -> None:
     asked.reward_weights["bonsu"] = 2.0
     with pytest.raises(ValueError, match="--reward_weights names bonsu, but the rewards are bonus, right"):
         asked.evaluate(nullcontext())
+
+
+def test_without_a_reward_that_passes_no_pass_rate_is_reported() -> None:
+    measured = evaluator(prompts_of("math", "code"), SingleProcess()).evaluate(nullcontext()).metrics
+    without = evaluator(prompts_of("math", "code"), SingleProcess(), pass_reward=None).evaluate(nullcontext()).metrics
+    assert without == {name: value for name, value in measured.items() if "pass@" not in name}
+    assert len(without) < len(measured)
 
 
 def test_a_response_passes_at_exactly_the_reward_asked_for() -> None:

@@ -49,7 +49,7 @@ class Chart {
     this.full = false;
     this.log = false;
     this.fullButton = el("button", { type: "button", hidden: true, onclick: () => this.toggle("full", this.fullButton) }, "all values");
-    this.logButton = el("button", { type: "button", title: "Logarithmic axis", "aria-pressed": "false", onclick: () => this.toggle("log", this.logButton) }, "log");
+    this.logButton = el("button", { type: "button", title: "Logarithmic axis; values of 0 and below are left out", "aria-pressed": "false", onclick: () => this.toggle("log", this.logButton) }, "log");
     this.legend = el("div", { class: "legend" });
     this.svg = svg("svg", { tabindex: 0, role: "img" });
     this.aboutText = el("p", { class: "about" }, spec.about);
@@ -94,17 +94,23 @@ class Chart {
 
   domain(lines) {
     const inside = lines.map((line) => line.points.filter((p) => !view.range || (p.x >= view.range[0] && p.x <= view.range[1])));
-    const values = inside.flat().flatMap((p) => (view.smoothing ? [p.y, p.smooth] : [p.y])).filter((y) => !this.log || y > 0).sort((a, b) => a - b);
-    values.push(...this.targets().map(([target]) => target).filter((target) => !this.log || target > 0));
-    values.sort((a, b) => a - b);
+    const all = inside.flat().flatMap((p) => (view.smoothing ? [p.y, p.smooth] : [p.y])).concat(this.targets().map(([target]) => target));
+    this.logButton.hidden = !all.some((y) => y > 0);
+    this.logarithmic = this.log && !this.logButton.hidden;
+    const values = all.filter((y) => this.drawn(y)).sort((a, b) => a - b);
     let [low, high] = [values[0] ?? 0, values[values.length - 1] ?? 1];
     const inner = [quantile(values, 0.06) ?? 0, quantile(values, 0.94) ?? 1], spread = inner[1] - inner[0];
-    const cut = !this.log && spread > 0 && high - low > 3 * spread && values.length > 12;
+    const cut = !this.logarithmic && spread > 0 && high - low > 3 * spread && values.length > 12;
     this.fullButton.hidden = !cut;
     if (cut && !this.full) [low, high] = [Math.max(low, inner[0] - 0.5 * spread), Math.min(high, inner[1] + 0.5 * spread)];
     if (high - low < 1e-12) [low, high] = [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
-    const margin = this.log ? 0 : 0.06 * (high - low);
+    const margin = this.logarithmic ? 0 : 0.06 * (high - low);
     return [low - margin, high + margin];
+  }
+
+  // Whether the axis has a place for a value.
+  drawn(y) {
+    return !this.logarithmic || y > 0;
   }
 
   // [target, colour] of each different one; of several the colour is that of the first run that has it.
@@ -123,14 +129,14 @@ class Chart {
     const lines = this.lines();
     this.range = view.range || wholeRange();
     const [low, high] = this.domain(lines);
-    const scale = this.log ? (y) => Math.log10(Math.max(y, low)) : (y) => y;
+    const scale = this.logarithmic ? Math.log10 : (y) => y;
     const x = (value) => LEFT + ((value - this.range[0]) / (this.range[1] - this.range[0])) * (width - LEFT - RIGHT);
     const y = (value) => TOP + (1 - (scale(value) - scale(low)) / (scale(high) - scale(low) || 1)) * (HEIGHT - TOP - BOTTOM);
     Object.assign(this, { x, y, width, shown: lines });
     const id = `clip${charts.indexOf(this)}`;
     const layer = svg("g", { "clip-path": `url(#${id})` });
     const parts = [svg("clipPath", { id }, svg("rect", { x: LEFT, y: TOP - 3, width: width - LEFT - RIGHT, height: HEIGHT - TOP - BOTTOM + 6 }))];
-    const yTicks = this.log
+    const yTicks = this.logarithmic
       ? Array.from({ length: 12 }, (_, i) => 10 ** (Math.ceil(Math.log10(low)) + i)).filter((t) => t <= high)
       : ticks(low, high, 4);
     for (const tick of yTicks.length ? yTicks : [low, high]) {
@@ -143,14 +149,17 @@ class Chart {
     }
     parts.push(svg("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
     this.shades(layer);
-    for (const [target, stroke] of this.targets()) {
+    for (const [target, stroke] of this.targets().filter(([value]) => this.drawn(value))) {
       layer.append(svg("line", { class: "target", "data-target": target, stroke, x1: LEFT, x2: width - RIGHT, y1: y(target), y2: y(target) }));
     }
-    const path = (points, key) => points.map((p, i) => `${i ? "L" : "M"}${x(p.x).toFixed(1)} ${y(p[key]).toFixed(1)}`).join("");
+    const path = (points, key) => points.map((p, i) => {
+      if (!this.drawn(p[key])) return "";
+      return `${i && this.drawn(points[i - 1][key]) ? "L" : "M"}${x(p.x).toFixed(1)} ${y(p[key]).toFixed(1)}`;
+    }).join("");
     for (const line of lines) {
       if (view.smoothing && !line.metric.startsWith("eval")) layer.append(svg("path", { class: "raw", d: path(line.points, "y"), stroke: line.color }));
       layer.append(svg("path", { d: path(line.points, "smooth"), stroke: line.color, "stroke-dasharray": line.dash, "data-metric": line.metric, "data-run": line.run.name }));
-      if (line.points.length < 25) line.points.forEach((p) => layer.append(svg("circle", { cx: x(p.x), cy: y(p.smooth), r: 2.2, fill: line.color })));
+      if (line.points.length < 25) line.points.filter((p) => this.drawn(p.smooth)).forEach((p) => layer.append(svg("circle", { cx: x(p.x), cy: y(p.smooth), r: 2.2, fill: line.color })));
     }
     this.cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
     this.brush = svg("rect", { class: "brush", y: TOP, height: HEIGHT - TOP - BOTTOM, visibility: "hidden" });

@@ -75,7 +75,7 @@ function drawList() {
   if (!chosen.includes(browse.current)) browse.current = chosen[0] || null;
   byId("sample-count").textContent = `${chosen.length} of ${SAMPLES.length} samples`;
   list.replaceChildren(...chosen.map((sample) => el("button", { type: "button", role: "option", "aria-selected": sample === browse.current,
-    tabindex: sample === browse.current ? 0 : -1, onclick: () => { browse.current = sample; drawList(); } },
+    tabindex: sample === browse.current ? 0 : -1, onclick: () => { browse.current = sample; drawList(); focusChosen(); } },
   el("div", { class: "line" }, RUNS.length > 1 ? swatch(color(sample.run)) : null,
     el("b", {}, `step ${sample.step}`), browse.kind === "all" && sample.evaluation ? "held out" : "", el("span", { class: "number" }, `reward ${short(sample.reward)}`),
     sample.kl == null ? "" : el("span", { class: "number" }, `KL ${short(sample.kl)}`),
@@ -85,15 +85,18 @@ function drawList() {
 }
 
 function onListKey(event) {
-  const list = byId("sample-list"), step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
   if (!step) return;
   event.preventDefault();
   const chosen = chosenSamples(), next = chosen[chosen.indexOf(browse.current) + step];
   if (!next) return;
   browse.current = next;
   drawList();
-  list.querySelector('[aria-selected="true"]').focus();
+  focusChosen();
 }
+
+// The list is made anew when another sample is chosen; keys go on from there.
+const focusChosen = () => byId("sample-list").querySelector('[aria-selected="true"]').focus();
 
 function drawSamples() {
   const section = byId("samples"), body = section.querySelector(".body");

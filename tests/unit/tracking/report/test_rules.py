@@ -85,6 +85,7 @@ HEALTHY: dict[str, tuple[Mapping[str, Curve], Mapping[str, Any]]] = {
     "KL that stays while the reward is flat": ({"kl": flat(0.3), "reward": flat(0.5)}, {}),
     "KL that grows by a tenth": ({"kl": ramp(0.3, 0.6), "reward": flat(0.5)}, {}),
     "KL that falls while the reward is flat": ({"kl": ramp(0.3, 0.1), "reward": flat(0.5)}, {}),
+    "k1 that rises to 0": ({"kl": ramp(-0.009, -0.001), "kl_k3": flat(0.001), "reward": flat(0.5)}, {}),
     "KL near its target": ({"kl": flat(0.15)}, {"kl_target": 0.1}),
     "no target": ({"kl": flat(0.21)}, {"kl_target": None}),
     "many nats in long responses": ({"kl": flat(0.05), "kl_per_response": flat(80.0), "reward": rising}, {}),
