@@ -57,6 +57,11 @@ class TrainPPOConfig:
         _validate_train_batch(self.batch, world_size)
         validate_lora(self.lora, self.deepspeed, self.model.pretrain, self.run.save_path)
         _validate_keep_best(self.checkpoint, self.evaluation.eval_data, "--eval_data")
+        best = self.checkpoint.keep_best or ""
+        require(
+            "pass@" not in best or self.source.passing(self.evaluation.pass_reward) is not None,
+            f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward.",
+        )
         self._validate_sizes(world_size)
         require(
             self.loss.old_log_probs != "rollout" or (self.generation.top_p == 1 and self.generation.top_k is None),

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -136,9 +137,12 @@ def _read_parquet(path: Path, where: str) -> Iterator[PlacedRow]:
     number = 1
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            if repeated := [name for name, n in Counter(names).items() if n > 1]:
+                raise ValueError(f"{where}: column {repeated[0]!r} occurs twice. Rename one of them.")
             for batch in file.iter_batches():
                 batch.validate(full=True)  # offsets and UTF-8: reading on through damage could crash the process
-                for row in batch.to_pylist():
+                for row in _python_rows(batch, f"{where}, from row {number} on"):
                     yield row, f"row {number}"
                     number += 1
     except (pa.ArrowException, OSError) as error:
@@ -148,6 +152,20 @@ def _read_parquet(path: Path, where: str) -> Iterator[PlacedRow]:
         raise ValueError(
             f"{where}, from row {number} on: not a whole Parquet file ({what}). Write it again."
         ) from error
+
+
+def _python_rows(batch: pa.RecordBatch, where: str) -> list[Row]:
+    """The rows of a batch; ``ValueError`` naming the column where a value has no form in Python."""
+    columns = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            columns.append(column.to_pylist())
+        except (OverflowError, ValueError) as error:  # dates after the year 9999, time zones that are not known
+            raise ValueError(
+                f"{where}: column {name!r} holds a value of type {column.type} that cannot be read ({error}). Leave "
+                "the column out, or write it as text."
+            ) from error
+    return [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[PlacedRow]]] = {

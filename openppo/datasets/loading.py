@@ -201,9 +201,10 @@ def _load_folder(path: Path, flag: str, split: str, max_samples: int | None) -> 
         elif (path / "state.json").is_file():
             saved = {split: Dataset.load_from_disk(str(path))}
         rows = _head(saved[split], max_samples) if saved is not None and split in saved else []
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:  # its JSON files may be damaged too
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, pa.ArrowException) as error:  # or damaged JSON
         raise ValueError(
-            f"{flag} {path}: a folder saved by 'datasets' that cannot be read ({error!r}). Save it again."
+            f"{flag} {path}: a folder saved by 'datasets' that cannot be read ({error!r}). Save it again, dates and "
+            "times that are out of range as text."
         ) from error
     if saved is not None:
         _require_split(split, sorted(saved), flag, path)
@@ -264,14 +265,13 @@ def _load_from_hub(source: str, flag: str, split: str, max_samples: int | None) 
         raise ValueError(f"{missing} (it is not a hub name). Check the path.")
     name, _, configuration = source.partition("@")
     try:
-        rows = load_dataset(name, configuration or None, split=split)
-    except (ValueError, RuntimeError) as error:  # it exists, but not with this split or not as plain data
+        return _head(load_dataset(name, configuration or None, split=split), max_samples)
+    except (ValueError, RuntimeError, OverflowError) as error:  # it exists, but without this split or no plain data
         raise ValueError(f"{flag} {source}: split {split!r} could not be loaded from the hub: {error}") from error
     except (OSError, DatasetsError) as error:
         raise ValueError(
             f"{missing} ({type(error).__name__}: {error}). Check the path, the name and the network."
         ) from error
-    return _head(rows, max_samples)
 
 
 def _head(rows: Dataset, max_samples: int | None) -> list[Row]:

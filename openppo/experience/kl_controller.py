@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class FixedKLController:
     """A coefficient that never changes; a checkpoint does not change it either, since the option is in force."""
@@ -31,8 +33,10 @@ class AdaptiveKLController:
     def update(self, current: float, n_steps: int) -> None:
         """coef *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon, after ``n_steps`` samples.
 
-        ``current`` is the KL per action token that was measured on them.
+        ``current`` is the KL per action token that was measured on them. One that is not finite says nothing.
         """
+        if not math.isfinite(current):
+            return
         error = min(max(current / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 

@@ -17,6 +17,8 @@ class Position:
         """Phases begun and ended so far: the same on ranks that are equally far."""
         self.ticks = 0
         """Signs of progress: phases, and updates of progress bars."""
+        self.failing: tuple[BaseException, float] | None = None
+        """What ends the run, and when it was raised (``time.monotonic()``), while logs are still being closed."""
         self.on_tick: Callable[[], None] | None = None
         """Called at each update of a progress bar, on the thread that trains."""
 

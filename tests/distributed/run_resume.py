@@ -28,6 +28,7 @@ from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.steps.actor_step import ActorStep
 from openppo.trainer.steps.critic_step import CriticStep
+from openppo.trainer.supervised.sft import SFTTrainer
 from openppo.types import Interrupted
 
 STEPS = {"actor": ActorStep, "critic": CriticStep}
@@ -55,6 +56,19 @@ def poisoned(step_class: type, poison: dict[str, Any]) -> Any:
     return mock.patch.object(step_class, "train", train)
 
 
+def poisoned_loss(poison: dict[str, Any]) -> Any:
+    """A patch of the loss of train_sft that spoils some of a rank's micro-batches, counted from 1."""
+    n_calls, original = 0, SFTTrainer.loss
+
+    def loss(self: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+        nonlocal n_calls
+        n_calls += 1
+        spoiled = n_calls in poison["calls"] and self.comm.rank == poison["rank"]
+        return original(self, *arguments, **named) * (POISON[poison["how"]] if spoiled else 1.0)
+
+    return mock.patch.object(SFTTrainer, "loss", loss)
+
+
 class StopAt(SignalStop):
     """Stops all ranks at the check number ``at``, counted over the run or over the ``place``: a step and a phase."""
 
@@ -79,10 +93,13 @@ def run(case: dict[str, Any], folder: Path, mode: str) -> None:
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
     StopAt.at, StopAt.n_checks = case["stop_at"] if mode == "first" else 0, 0
     StopAt.place = tuple(case["place"]) if case.get("place") else None
+    spoiled: Any = nullcontext()
+    if poison := case.get("poison"):
+        spoiled = poisoned(STEPS[poison["role"]], poison) if ppo else poisoned_loss(poison)
     with (
         mock.patch("openppo.trainer.build.SignalStop", StopAt),
         mock.patch("openppo.trainer.supervised.build.SignalStop", StopAt),
-        poisoned(STEPS[case["poison"]["role"]], case["poison"]) if "poison" in case else nullcontext(),
+        spoiled,
     ):
         build(config, strategy).fit()
     (folder / "checks").write_text(str(StopAt.n_checks))

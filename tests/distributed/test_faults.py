@@ -191,6 +191,16 @@ def test_a_rank_that_is_killed_is_named_with_phase_and_step(
     assert "SIGTERM:" not in ended.output, "that torchrun ends the others is no operator's signal"
 
 
+def test_a_killed_rank_of_supervised_training_is_named(tiny: Path, tmp_path: Path) -> None:
+    arguments = f"""--pretrain {tiny}/reward --dataset {tiny}/preference.jsonl --prompt_key prompt --train_batch_size 4
+        --micro_train_batch_size 1 --zero_stage 3 --save_path {tmp_path}/model"""
+    ended = launch_and_watch("run_faults.py", "kill", 1, "step", 2, "train_rm", *arguments.split(), cwd=tmp_path)
+    assert ended.status != 0
+    ended.is_in_time("kill of rank 1 in a step of train_rm")
+    assert "rank 1 is gone: its process has ended" in ended.row("fault")
+    assert "rank 1: phase step, step 2" in ended.row("where")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_torchrun_the_store_may_go_with_rank_0(tiny: Path, tmp_path: Path, rank: int) -> None:
     with socket.socket() as probe:

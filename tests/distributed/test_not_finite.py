@@ -68,6 +68,31 @@ def test_the_batch_of_a_skipped_step_is_kept_by_each_rank(runs: Path) -> None:
     ]
     tensors = load_file(files[1])
     assert {"0/sequences", "0/advantages", "1/log_probs"} <= tensors.keys()
+    assert {"documents/0/sequences", "documents/0/loss_mask"} <= tensors.keys(), "the gradient is of both"
+
+
+def test_a_step_of_supervised_training_leaves_the_weights_on_all_ranks(
+    tiny: Path, tmp_path: Path, launch: Callable[..., str]
+) -> None:
+    common = f"""--pretrain {tiny}/actor --dataset {tiny}/sft.jsonl --learning_rate 1e-3 --lr_scheduler constant
+        --lr_warmup_ratio 0 --train_batch_size 4 --micro_train_batch_size 2 --zero_stage 2 --logging_steps 1"""
+    poison = {"role": "model", "calls": [2], "rank": 1, "how": "nan"}
+    cases = [
+        {"name": name, "command": "train_sft", "arguments": f"{common} --max_steps {steps}".split(), "stop_at": 0}
+        for name, steps in (("one", 1), ("spoiled", 2))
+    ]
+    cases[1]["poison"] = poison
+    for case in cases:
+        (tmp_path / str(case["name"])).mkdir()
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    output = launch(2, SCRIPT, tmp_path / "cases.json", tmp_path, "whole")
+    one, spoiled = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "spoiled"))
+    assert all(spoiled[name].equal(tensor) for name, tensor in one.items())
+    lines = (tmp_path / "spoiled" / "model" / "logs" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["skipped_steps"] for line in lines] == [0.0, 1.0]
+    assert "a loss or the gradient of the model was not finite in step 2" in output
+    kept = sorted(file.name for file in (tmp_path / "spoiled" / "model" / "skipped").iterdir())
+    assert kept == [f"step_2_model_rank{rank}.safetensors" for rank in (0, 1)]
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(

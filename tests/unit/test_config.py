@@ -292,6 +292,12 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
         1,
         "--keep_best eval_reward compares .* --eval_data",
     ),
+    (
+        PPO,
+        {"keep_best": "eval_pass@1", "eval_data": "e", "reward_pretrain": "r"},
+        1,
+        "--keep_best eval_pass@1: which reward of a reward model or server passes.*--pass_reward",
+    ),
     (PPO, {"keep_best": "reward"}, 1, "--keep_best reward is no metric of evaluation"),
     (PPO, {"dry_run": True, "dry_run_ranks": 0}, 1, "--dry_run_ranks must be at least 1, got 0"),
     (SFT, {"dry_run": True, "dry_run_memory": 0.0}, 1, "--dry_run_memory must be positive, got 0.0"),

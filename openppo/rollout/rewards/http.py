@@ -155,6 +155,8 @@ class RemoteScorer:
             raise ValueError(
                 f"{self._at(url)}: answered with HTTP status {answer.status}, {_quote(body)}. Check the path."
             )
+        if _may_be_cut(answer, body):
+            raise ConnectionError(f"the answer {_quote(body)} breaks off")
         return body
 
     async def _body(self, url: str, answer: aiohttp.ClientResponse) -> str:
@@ -178,6 +180,17 @@ class RemoteScorer:
         if not isinstance(rewards, list):
             raise ValueError(f'{self._at(url)}: answered {_quote(body)} where {{"rewards": [numbers]}} is needed.')
         return check_scores(rewards, batch, self._at(url))
+
+
+def _may_be_cut(answer: aiohttp.ClientResponse, body: str) -> bool:
+    """Whether JSON has no end, in an answer that ends with its connection: nothing else would tell that it was cut."""
+    if "Content-Length" in answer.headers or "Transfer-Encoding" in answer.headers:
+        return False
+    try:
+        json.loads(body)
+    except ValueError:
+        return body.lstrip()[:1] in ("", "{", "[")
+    return False
 
 
 class _Load:

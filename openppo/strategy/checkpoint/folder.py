@@ -176,9 +176,12 @@ class CheckpointFolder:
         """Let the link ``name`` in this folder point to ``target``, in one step.
 
         For people: nothing reads it back. Where a file system has no links (exFAT, some network shares) it is a file
-        that holds the name.
+        that holds the name. A folder in its place, which a copy that follows links leaves, is set aside.
         """
-        new = self.folder / f".{name}.new"
+        new, old = self.folder / f".{name}.new", self.folder / name
+        if old.is_dir() and not old.is_symlink():
+            aside = old.rename(_free_name(old, "copied"))
+            logger.warning("%s is a folder, not a link: set aside as %s, which can be removed", old, aside.name)
         new.unlink(missing_ok=True)
         try:
             new.symlink_to(target.name)
@@ -187,7 +190,7 @@ class CheckpointFolder:
                 raise
             logger.warning("%s: no links here (%s): %s is a file with the name", self.folder, error.strerror, name)
             new.write_text(f"{target.name}\n")
-        new.replace(self.folder / name)
+        new.replace(old)
 
     def check_space(
         self, n_bytes: int, remedy: str, what: str = "a checkpoint takes", place: tuple[str, Path] | None = None

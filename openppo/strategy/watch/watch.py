@@ -36,6 +36,8 @@ _SECONDS_FOR_THE_LAUNCHER = 5
 _SECONDS_FOR_RANK_0 = 20
 """To find the same mistake of the user, which then is no matter of one rank."""
 _SECONDS_TO_SPEAK = 10
+_SECONDS_TO_CLOSE = 20
+"""For logs to be closed after what ended the run was raised: a report to be written, a service to answer."""
 _SIGNALLED = 128
 """Exit status of a process that a signal ended, less the signal's number, as shells have it."""
 _ECHO = 2.0
@@ -54,6 +56,7 @@ class Where(Protocol):
     step: int
     phases: int
     ticks: int
+    failing: tuple[BaseException, float] | None
 
 
 class Watch:
@@ -193,6 +196,7 @@ class Watch:
                 self._report(faults.stalled(beat))
 
     def _look_at_main_thread(self, now: float) -> None:
+        self._failure = self._failure or _overdue_failure(self._where, now)
         if self._failure is not None:
             error, since = self._failure
             # Of a rank that vanished the others see closed connections, and the cause is known a little later.
@@ -354,6 +358,12 @@ class Watch:
         if self._stacks:
             Path(self._stacks).unlink(missing_ok=True)
         os._exit(status)
+
+
+def _overdue_failure(where: Where, now: float) -> tuple[BaseException, float] | None:
+    """What was raised too long ago: the other ranks wait, and logs that cannot be closed would hide the cause."""
+    failing = where.failing
+    return failing if failing is not None and now - failing[1] > _SECONDS_TO_CLOSE else None
 
 
 def _write(text: str) -> None:

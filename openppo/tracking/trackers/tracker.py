@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 from openppo.tracking.histogram import Histogram
 from openppo.tracking.log import get_logger
+from openppo.tracking.position import position
 
 
 class Tracker(Protocol):
@@ -78,10 +80,13 @@ class Trackers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         closed = False
+        if isinstance(error, Exception):
+            position.failing = (error, time.monotonic())
         try:
             self.close()
             closed = True
         finally:
+            position.failing = None
             if error is not None and not closed:
                 raise error  # what ended the run; that closing failed too is its context
 

@@ -21,7 +21,7 @@ from openppo.strategy.checkpoint.random_state import RandomState, get_random_sta
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
-from openppo.trainer.resume.compatible import check_compatible
+from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
 from openppo.trainer.startup import on_all_ranks
 
 logger = logging.getLogger("openppo")
@@ -52,7 +52,7 @@ class Checkpointer:
         path = self.options.ckpt_path or str(Path(config.run.save_path) / f"checkpoints_{kind}")
         flag = "--ckpt_path" if self.options.ckpt_path else "--save_path"
         self.folder = CheckpointFolder(Path(path).resolve(), self.comm, self.options.max_ckpt_num, flag)
-        self.identity = {"kind": kind, "options": flat_dict(config), "contents": contents}
+        self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents}
         self.engines: dict[str, TrainingEngine] = {}
         self.ema: ParameterAverage | None = None
         self.best: float | None = None
@@ -160,12 +160,19 @@ class Checkpointer:
             with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
                 for name, fragment in self.ema.fragments().items():
                     reader.read_into(name, fragment)
-        if self.state["options"]["keep_best"] == self.options.keep_best:
-            self.best = self.state["best"]
+        self.best = self._best_of(self.state)
         self._load_random()
         self.last = int(self.state["step"]), self.found
         logger.info("going on from %s", self.found)
         return self.state["trainer"], load_file(self.found / _EXTRA)
+
+    def _best_of(self, state: dict[str, Any]) -> float | None:
+        """The best score of the run so far, if scores of now can be compared with it."""
+        changed = measured_otherwise(state["options"], self.identity["options"])
+        if state["best"] is not None and self.options.keep_best is not None and changed:
+            names = ", ".join(f"--{name}" for name in changed)
+            logger.warning("%s changed: the best model is looked for anew, %.4g is forgotten", names, state["best"])
+        return None if changed else state["best"]
 
     def look_at(self, step: int, metrics: Mapping[str, float], write_model: Callable[[Path], None]) -> None:
         """Keep the model as the best one if ``metrics`` of an evaluation say so."""

@@ -31,6 +31,13 @@ MUST_MATCH = frozenset(
 )
 """Options that contradict a checkpoint when they differ; any other may change from one session to the next."""
 
+_MEASURED_BY = (
+    *("keep_best", "eval_data", "eval_dataset", "eval_split", "eval_n_samples_per_prompt", "eval_temperature"),
+    *("reward_fn", "remote_rm_url", "verifiable_reward", "reward_weights", "normalize_reward", "pass_reward"),
+    *("generate_max_len", "prompt_max_len", "max_len"),
+)
+"""Options that decide what a score of an evaluation means."""
+
 _ORDER = ("max_samples", "dataset_class", "seed")
 _PROMPTS = ("data_format", "input_key", "label_key", "input_template", "apply_chat_template", "prompt_max_len")
 _COLUMNS = ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key", "margin_key", "label_key")
@@ -42,8 +49,9 @@ SHAPES = {
 }
 """Which options decide what is read from the same files."""
 
-_ENDS = 1 << 16
-"""Bytes at either end of a file of weights that stand for the file."""
+_PART = 1 << 14
+_PARTS = 256
+"""So many parts of so many bytes, evenly spread, stand for a file of weights."""
 
 
 def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -79,8 +87,14 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
         logger.info("options that differ from the checkpoint's, in force from now on: %s", ", ".join(allowed))
 
 
+def measured_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The options that make scores of evaluations under ``now`` no match for those under ``saved``."""
+    old, new = (json.loads(json.dumps(options)) for options in (saved, now))  # tuples become lists
+    return [name for name in _MEASURED_BY if old.get(name) != new.get(name)]
+
+
 def model_fingerprint(name: str) -> str:
-    """Of a local folder its config, and names, sizes and both ends of its weights; of a hub name the commit."""
+    """Of a local folder its config, and names, sizes and parts of its weights; of a hub name the commit."""
     folder, digest = Path(name), hashlib.sha256()
     if not folder.is_dir():
         try:
@@ -90,10 +104,12 @@ def model_fingerprint(name: str) -> str:
         return f"{name}@{Path(cached).parent.name}" if isinstance(cached, str) else name
     for file in sorted(folder.glob("*")):
         if file.name in ("config.json", "adapter_config.json") or file.suffix in (".safetensors", ".bin"):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size} ".encode())
             with file.open("rb") as opened:
-                digest.update(f"{file.name} {file.stat().st_size} ".encode() + opened.read(_ENDS))
-                opened.seek(max(0, file.stat().st_size - _ENDS))
-                digest.update(opened.read())
+                for part in range(_PARTS):
+                    opened.seek(max(part * _PART, part * (size - _PART) // (_PARTS - 1)))
+                    digest.update(opened.read(_PART))
     return digest.hexdigest()
 
 

@@ -91,7 +91,7 @@ class UpdateStep:
         trained = self._whole_or_nothing(
             "actor",
             lambda: self.actor_step.train(batch, documents, step.metrics, kl_coef, step.optimizer_steps == 0),
-            batch,
+            _tensors(batch) | _document_tensors(documents),
             step,
         )
         self._next_documents = None
@@ -104,10 +104,15 @@ class UpdateStep:
     def _train_critic(self, batch: MiniBatch, step: StepInProgress) -> None:
         assert self.critic_step is not None
         critic, clip = self.critic_step, not self.pretrains_values
-        self._whole_or_nothing("critic", lambda: critic.train(batch, step.metrics, clip), batch, step)
+        self._whole_or_nothing("critic", lambda: critic.train(batch, step.metrics, clip), _tensors(batch), step)
 
-    def _whole_or_nothing(self, role: str, train: Callable[[], float], batch: MiniBatch, step: StepInProgress) -> bool:
-        """Whether weights changed. If not, metrics are as before; after an interruption random numbers too."""
+    def _whole_or_nothing(
+        self, role: str, train: Callable[[], float], tensors: dict[str, Tensor], step: StepInProgress
+    ) -> bool:
+        """Whether weights changed. If not, ``tensors`` are written to a file and metrics are as before.
+
+        After an interruption random numbers are as before too.
+        """
         mark, random_state = step.metrics.mark(), get_random_state()
         try:
             norm = train()
@@ -116,7 +121,7 @@ class UpdateStep:
             set_random_state(random_state)
             raise
         place = f"global step {self.position.global_step + 1} optimizer step {step.optimizer_steps + 1}"
-        accepted = self.skipped.accept(norm, role, place, _tensors(batch))
+        accepted = self.skipped.accept(norm, role, place, tensors)
         if not accepted:
             step.metrics.rewind(mark)
         return accepted
@@ -147,3 +152,10 @@ def _tensors(batch: MiniBatch) -> dict[str, Tensor]:
     """This rank's micro-batches, by number and field."""
     micro_batches = enumerate(batch.micro_batches)
     return {f"{i}/{name}": tensor for i, micro in micro_batches for name, tensor in micro.tensors().items()}
+
+
+def _document_tensors(documents: TokenBatch | None) -> dict[str, Tensor]:
+    """This rank's micro-batches of --pretrain_data, by number and field."""
+    micro_batches = enumerate(documents.micro_batches) if documents is not None else ()
+    fields = {f"documents/{i}/{name}": value for i, micro in micro_batches for name, value in micro._asdict().items()}
+    return {name: tensor for name, tensor in fields.items() if tensor is not None}

@@ -255,6 +255,36 @@ def test_a_damaged_parquet_file_is_an_error(tmp_path, compression, damage):
         load(tmp_path / "a.parquet")
 
 
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([10**18], pyarrow.timestamp("us")),
+        ([10**15], pyarrow.timestamp("ms")),
+        ([10**8], pyarrow.date32()),
+        ([2**62], pyarrow.duration("s")),
+        ([0], pyarrow.timestamp("s", tz="Nowhere/None")),
+    ],
+    ids=str,
+)
+def test_a_date_that_python_cannot_hold_is_an_error_naming_the_column(tmp_path, values, kind):
+    table = pyarrow.table({"input": ["a"], "when": pyarrow.array(values, pyarrow.int64()).cast(pyarrow.int64())})
+    whole = pyarrow.array(values, pyarrow.int32() if kind == pyarrow.date32() else pyarrow.int64()).view(kind)
+    table = table.set_column(1, "when", whole)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"--prompt_data .*a.parquet, from row 1 on: column 'when' .* of type .*Leave"):
+        load(tmp_path / "a.parquet")
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"--prompt_data .*saved: a folder .* that cannot be read .* as text"):
+        load(tmp_path / "saved")
+
+
+def test_a_column_that_occurs_twice_in_a_parquet_file_is_an_error(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["input", "input"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet: column 'input' occurs twice. Rename one of them"):
+        load(tmp_path / "a.parquet")
+
+
 def test_bytes_that_are_no_text_in_a_parquet_file_are_an_error(tmp_path):
     buffers = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).buffers()
     table = pyarrow.table({"text": pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)})

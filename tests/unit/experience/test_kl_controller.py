@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from openppo.experience import AdaptiveKLController, FixedKLController
@@ -38,3 +40,11 @@ def test_an_adaptive_controller_goes_on_where_it_stopped_and_a_fixed_one_keeps_i
     assert (adaptive.value, fixed.value) == (before.value, 0.1)
     adaptive.load_state_dict(fixed.state_dict())  # a run may change from one to the other
     assert adaptive.value == 0.1
+
+
+@pytest.mark.parametrize("measured", [math.nan, math.inf, -math.inf])
+def test_a_kl_that_is_not_finite_leaves_the_coefficient(measured: float) -> None:
+    """One spoiled sample must not spoil the rewards of all later steps."""
+    controller = AdaptiveKLController(init_kl_coef=0.5, target=6.0, horizon=1000)
+    controller.update(measured, n_steps=250)
+    assert controller.value == 0.5

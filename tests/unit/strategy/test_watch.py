@@ -99,3 +99,28 @@ def test_one_rank_is_ended_when_it_stalls_and_not_while_it_goes_on() -> None:
     stalled = re.search(r"rank 0 made no progress for (\S+) s", ended.stderr)
     assert stalled is not None, ended.stderr
     assert float(stalled[1]) >= 1
+
+
+CANNOT_CLOSE = f"""{START}
+from openppo.strategy.watch import watch
+from openppo.tracking import Trackers
+
+class Slow:
+    name, errors = "--use_slow", (OSError,)
+
+    def close(self):
+        print("closing", flush=True)
+        time.sleep(300)
+
+watch._SECONDS_TO_CLOSE = 1
+with Watch(RunConfig(), position, {{}}), Trackers([Slow()]):
+    raise RuntimeError("of the user")
+"""
+
+
+def test_a_log_that_cannot_be_closed_does_not_hide_what_ended_the_run() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", CANNOT_CLOSE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (1, "closing\n")
+    assert "RuntimeError: of the user" in ended.stderr

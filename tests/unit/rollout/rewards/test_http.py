@@ -19,6 +19,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -373,6 +374,31 @@ def test_a_wrong_answer_ends_the_run_at_once_naming_server_and_answer(
     assert server.url in str(error.value)
     assert message in str(error.value)
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("whole", ["", '{"rewards": [1.0,'])
+def test_an_answer_without_length_that_breaks_off_is_asked_for_again(
+    whole: str, scorer_of: ScorerOf, two: list[Trajectory]
+) -> None:
+    """HTTP/1.0, as Python's own server speaks it: the end of the connection is the end of the answer."""
+    answers = [whole, '{"rewards": [1.0, 2.0]}']
+
+    class Old(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answers.pop(0).encode())
+
+        def log_message(self, *words: object) -> None:
+            """Not to stderr."""
+
+    with HTTPServer(("127.0.0.1", 0), Old) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        scores = scorer_of(f"http://127.0.0.1:{server.server_port}/r", retries=1).score(two)
+        server.shutdown()
+    assert scores == [Score({"remote": 1.0}), Score({"remote": 2.0})]
+    assert answers == []
 
 
 def test_a_long_wrong_answer_is_shortened(

@@ -95,6 +95,21 @@ def test_where_a_file_system_has_no_links_a_file_names_the_newest(
     assert "no links here (Operation not permitted)" in caplog.text
 
 
+def test_a_copy_that_followed_the_links_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As by ``cp -rL``: what were links are folders then."""
+    folder = folder_of(tmp_path / "c")
+    folder.save(1, write("one"))
+    folder.save_best(1, write("best"))
+    shutil.copytree(tmp_path / "c", tmp_path / "copy", symlinks=False)
+    copy = folder_of(tmp_path / "copy")
+    copy.newest()
+    copy.save(2, write("two"))
+    copy.save_best(2, write("better"))
+    assert (tmp_path / "copy" / "latest" / "a.txt").read_text() == "two"
+    assert (tmp_path / "copy" / "best" / "a.txt").read_text() == "better"
+    assert "is a folder, not a link: set aside as latest.copied.1" in caplog.text
+
+
 def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     class Killed(BaseException):
         pass

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import save_file
-from torch import ones
+from torch import ones, uint8, zeros
 
 from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig, flat_dict, from_options
 from openppo.datasets import TokenExample
@@ -17,6 +18,7 @@ from openppo.trainer.resume.compatible import (
     SHAPES,
     check_compatible,
     examples_fingerprint,
+    measured_otherwise,
     model_fingerprint,
     prompts_fingerprint,
 )
@@ -155,3 +157,23 @@ def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_folder_that_is_not_there_is_left_to_those_who_load_it(tmp_path: Path) -> None:
     assert model_fingerprint(str(tmp_path / "none")) == str(tmp_path / "none")
+
+
+@pytest.mark.parametrize("place", [0.0, 0.1, 0.37, 0.5, 0.83, 1.0])
+def test_a_matrix_that_was_changed_anywhere_in_large_weights_is_another_model(tmp_path: Path, place: float) -> None:
+    """As by the merge of a LoRA of some modules: a hundredth of the file."""
+    whole = zeros(24 * 2**20, dtype=uint8)
+    start = int(place * (len(whole) - len(whole) // 100))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        save_file({"weights": whole}, tmp_path / name / "model.safetensors")
+        whole[start : start + len(whole) // 100] = 1
+    assert model_fingerprint(str(tmp_path / "a")) != model_fingerprint(str(tmp_path / "b"))
+
+
+def test_scores_of_another_evaluation_are_no_match() -> None:
+    then = identity(eval_data="e", keep_best="eval_reward")["options"]
+    saved = json.loads(json.dumps(then))
+    assert measured_otherwise(saved, identity(eval_data="e", keep_best="eval_reward", seed=3)["options"]) == []
+    now = identity(eval_data="harder", keep_best="eval_reward", reward_weights=("a=2", "b=1"))["options"]
+    assert measured_otherwise(saved, now) == ["eval_data", "reward_weights"]
