@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 _NAME = "openppo_cpu"
-_BLOCK = 128
+_BLOCK = 64
 """Queries at a time; of the keys after them nothing is computed."""
 _LONGEST = 1024
 """Tokens of a row: of longer ones, the weights that are kept would be what a layer keeps most of."""

@@ -92,12 +92,12 @@ def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("plain_cpu")
 def test_weights_are_kept_for_the_backward_pass_only() -> None:
-    inputs = heads(2, 4, 2, 130, 8, torch.float32)
+    inputs = heads(2, 4, 2, 128, 8, torch.float32)
     assert len(causal_attention(*inputs, SCALE, False)[1]) == 0
     kept = causal_attention(*inputs, SCALE, True)[1]
-    assert 2 * len(kept) == kept_in_bfloat16(2, 4, 130) < 2 * 2 * 4 * 130 * 130
-    used = kept.detach()[: 2 * 4 * (65 * 65 + 65 * 130)].view(-1, 65)
-    assert len(kept) == used.numel(), "two blocks of 65 queries"
+    assert 2 * len(kept) == kept_in_bfloat16(2, 4, 128) < 2 * 2 * 4 * 128 * 128
+    used = kept.detach()[: 2 * 4 * (64 * 64 + 64 * 128)].view(-1, 64)
+    assert len(kept) == used.numel(), "two blocks of 64 queries"
 
 
 def test_operators_are_described_well_enough_to_be_compiled() -> None:
