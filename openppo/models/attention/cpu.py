@@ -86,22 +86,28 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     return torch.bmm(weights, value.flatten(0, 1)).view(n_rows, 1, heads, -1)
 
 
-@torch.library.custom_op("openppo::causal_attention", mutates_args=())
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, learns: bool) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v over the tokens up to each one, softmax in float32.
 
     ``query`` (B, H, L, D); ``key`` and ``value`` (B, G, L, D) with H a multiple of G. Returns (B, L, H, D) in their
     dtype, and for the backward pass, if it ``learns``, the weights block by block, else an empty tensor.
     """
+    n_rows, heads, length, _ = query.shape
+    return causal_operator(query, key, value, scale, _n_weights(n_rows, heads, length) if learns else 0)
+
+
+@torch.library.custom_op("openppo::causal_attention", mutates_args=())
+def causal_operator(query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int) -> tuple[Tensor, Tensor]:
+    """As above. Compiled graphs are cached on disk, for later releases too: what they rely on is an argument."""
     n_rows, heads, length, width = query.shape
     dtype = _accumulation(query)
     output = query.new_empty(n_rows, length, heads, width)
-    kept = query.new_empty(_n_weights(n_rows, heads, length) if learns else 0)
+    kept = query.new_empty(n_kept)
     for rows, start, end, place in _pieces(query):
         queries = _queries(query, key, rows, start, end).to(dtype) * scale
         scores = torch.bmm(queries, _keys(key, rows, end).to(dtype).transpose(1, 2))
         scores.view(-1, end - start, end)[..., start:].add_(_later(end - start, scores))
-        if learns:
+        if n_kept > 0:
             weights = kept[place].view(scores.shape)
             weights.copy_(torch.softmax(scores, -1))
         else:
@@ -179,11 +185,10 @@ def _accumulation(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-@causal_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, scale: float, learns: bool) -> tuple[Tensor, Tensor]:
+@causal_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int) -> tuple[Tensor, Tensor]:
     n_rows, heads, length, width = query.shape
-    kept = query.new_empty(_n_weights(n_rows, heads, length) if learns else 0)
-    return query.new_empty(n_rows, length, heads, width), kept
+    return query.new_empty(n_rows, length, heads, width), query.new_empty(n_kept)
 
 
 @_backward.register_fake
@@ -202,4 +207,4 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, T
     return *_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 
-causal_attention.register_autograd(_differentiate, setup_context=_keep)
+causal_operator.register_autograd(_differentiate, setup_context=_keep)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from openppo.models.attention import cpu
-from openppo.models.attention.cpu import causal_attention, kept_in_bfloat16
+from openppo.models.attention.cpu import causal_attention, causal_operator, kept_in_bfloat16
 from openppo.models.loading import load_causal_lm
 
 SCALE = 0.3
@@ -102,7 +102,7 @@ def test_weights_are_kept_for_the_backward_pass_only() -> None:
 
 def test_operators_are_described_well_enough_to_be_compiled() -> None:
     inputs = heads(2, 4, 2, 20, 8, torch.float32)
-    torch.library.opcheck(causal_attention, (*inputs, SCALE, True))
+    torch.library.opcheck(causal_operator, (*inputs, SCALE, 2 * 4 * 20 * 20))
 
 
 @pytest.fixture
