@@ -117,8 +117,9 @@ class Evaluator:
         for reward in rewards:
             metrics.add(f"{prefix}reward", reward)
             metrics.add(f"{prefix}reward_std", reward, reduce="std")
+        n_passed = sum(map(self.passes, rewards))
         for k in pass_ks(self.n_samples) if self.pass_reward is not None else []:
-            metrics.add(f"{prefix}pass@{k}", pass_at_k(self.n_samples, sum(map(self.passes, rewards)), k))
+            metrics.add(f"{prefix}pass@{k}", pass_at_k(self.n_samples, n_passed, k))
         for response in responses:
             for name, score in response.scores.items():
                 if name != "reward" or name in self.reward_weights:  # else it is the total
