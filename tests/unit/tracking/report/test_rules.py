@@ -85,7 +85,6 @@ HEALTHY: dict[str, tuple[Mapping[str, Curve], Mapping[str, Any]]] = {
     "KL that stays while the reward is flat": ({"kl": flat(0.3), "reward": flat(0.5)}, {}),
     "KL that grows by a tenth": ({"kl": ramp(0.3, 0.6), "reward": flat(0.5)}, {}),
     "KL that falls while the reward is flat": ({"kl": ramp(0.3, 0.1), "reward": flat(0.5)}, {}),
-    "k1 that rises to 0": ({"kl": ramp(-0.009, -0.001), "kl_k3": flat(0.001), "reward": flat(0.5)}, {}),
     "KL near its target": ({"kl": flat(0.15)}, {"kl_target": 0.1}),
     "no target": ({"kl": flat(0.21)}, {"kl_target": None}),
     "many nats in long responses": ({"kl": flat(0.05), "kl_per_response": flat(80.0), "reward": rising}, {}),
@@ -150,6 +149,10 @@ def test_a_rule_warns_of_its_curve_and_no_other_does(name: str) -> None:
 def test_a_healthy_curve_gives_no_warning(name: str) -> None:
     curves, config = HEALTHY[name]
     assert found(curves, config) == []
+
+
+def test_an_estimate_that_rises_towards_0_from_below_is_no_growing_kl() -> None:
+    assert found({"kl": ramp(-0.2, -0.01), "reward": flat(0.5)}, {}) == ["kl_negative"]
 
 
 def test_every_rule_has_a_curve() -> None:
