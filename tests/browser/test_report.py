@@ -375,6 +375,14 @@ def test_keys_go_on_from_a_sample_that_was_clicked(page: Any) -> None:
     assert chosen.index("true") == 1
 
 
+def test_the_colour_of_a_run_is_seen_in_each_line_of_the_list(page: Any) -> None:
+    driver = page("two")
+    driver.execute_script("arguments[0].style.width = '170px'", one(driver, "#sample-list"))  # as with large numbers
+    widths = {node.rect["width"] for node in all_of(driver, "#sample-list .swatch")}
+    assert len(widths) == 1
+    assert widths.pop() > 10
+
+
 def test_one_prompt_stands_side_by_side_at_its_steps(page: Any) -> None:
     driver = page("two")
     one(driver, "#same-prompt").click()
