@@ -148,6 +148,11 @@ class Experience:
     def __len__(self) -> int:
         return self.sequences.shape[0]
 
+    @property
+    def known_log_probs(self) -> Tensor:
+        """``log_probs``; where the actor has not been asked for them yet, the engine's."""
+        return self.rollout_log_probs if self.log_probs is None else self.log_probs
+
     def with_fields(self, **tensors: Tensor) -> Experience:
         """A copy that has these fields too."""
         return replace(self, **tensors)

@@ -9,7 +9,14 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PPOConfig, PPOLearningRateConfig
+from openppo.config.ppo import (
+    AdvantageConfig,
+    KLConfig,
+    LossConfig,
+    OldLogProbsFrom,
+    PPOConfig,
+    PPOLearningRateConfig,
+)
 from openppo.config.rewards import RewardShapingConfig, RewardSourceConfig
 from openppo.config.roles import EvaluationConfig, GenerationConfig, PPODataConfig, PPOModelConfig
 from openppo.config.shared import (
@@ -98,13 +105,20 @@ class TrainPPOConfig:
             "--label_key.",
         )
 
-    @property
-    def takes_rollout_log_probs(self) -> bool:
-        """Whether the engine's log-probs are the old policy's, see ``--old_log_probs``."""
+    def old_log_probs(self, on_policy: bool) -> OldLogProbsFrom:
+        """Where those of the old policy come from, see ``--old_log_probs``.
+
+        "training" is the forward that is trained on. ``on_policy`` says that one optimizer step trains on all samples,
+        with the weights that sampled them.
+        """
+        if self.loss.old_log_probs != "auto":
+            return self.loss.old_log_probs
         cut = self.generation.top_p < 1 or self.generation.top_k is not None
-        other = self.deepspeed.bf16 or cut or self.generation.rollout_engine != "hf"
-        same = not other and self.loss.rollout_correction == "none"
-        return self.loss.old_log_probs == "rollout" or (self.loss.old_log_probs == "auto" and same)
+        if cut or self.generation.rollout_engine != "hf" or self.loss.rollout_correction != "none":
+            return "recompute"
+        if not self.deepspeed.bf16:
+            return "rollout"
+        return "training" if on_policy and self.batch.max_epochs == 1 else "recompute"
 
     def _validate_sizes(self, world_size: int) -> None:
         prompts, samples = self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt

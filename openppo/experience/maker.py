@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from openppo.config import TrainPPOConfig
+from openppo.config.ppo import OldLogProbsFrom
 from openppo.experience.collate import collate, idle_experience, join_rows, split_rows
 from openppo.experience.estimators import ESTIMATORS, compute_advantages
 from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
@@ -65,10 +66,13 @@ class ExperienceMaker:
         return self.add_advantages(self.run_models(trajectories), trajectories, metrics)
 
     @torch.no_grad()
-    def run_models(self, trajectories: Sequence[Trajectory], recompute: bool = True) -> list[Experience]:
+    def run_models(
+        self, trajectories: Sequence[Trajectory], old_log_probs: OldLogProbsFrom = "recompute", values: bool = True
+    ) -> list[Experience]:
         """Log-probs of actor and reference, entropy and values; needs no scores. Equally many forwards on all ranks.
 
-        Without ``recompute`` the trajectories' own log-probs stand for the actor's, and there is no entropy.
+        ``old_log_probs`` "rollout" takes the trajectories' own for the actor's, "training" leaves them to the forward
+        that is trained on; then there is no entropy either. ``values`` False leaves the critic to training too.
 
         Raises ``Interrupted`` on all ranks when it should be left.
         """
@@ -79,11 +83,11 @@ class ExperienceMaker:
         for rows in progress(batches, "experience", enabled=self.comm.rank == 0):
             self.stop()
             batch = collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device)
-            batch = self._forward(batch, recompute)
+            batch = self._forward(batch, old_log_probs, values)
             made.update(zip(rows, split_rows(batch), strict=True))
         for _ in range(n_forwards - len(batches)):
             self.stop()
-            self._forward(idle_experience().to(self.device), recompute)
+            self._forward(idle_experience().to(self.device), old_log_probs, values)
         return [made[i] for i in range(len(trajectories))]
 
     def add_advantages(
@@ -97,27 +101,43 @@ class ExperienceMaker:
 
         ``lambd_critic`` stands in for the option of that name.
         """
-        if self.config.shaping.normalize_reward and self.config.shaping.reward_normalizer == "running":
-            self.moments.update(self._total_scores(trajectories), self.comm)
-        if not experiences:
+        batch = self.add_rewards(experiences, trajectories, metrics)
+        if batch is None:
             return []
-        measure_scores(trajectories, self.config.source, metrics)
-        earned = torch.tensor([t.total_reward(self.weights) for t in trajectories], device=self.device)
-        batch = self._add_rewards(join_rows(experiences).with_fields(scores=earned), trajectories, metrics)
-        batch = self._add_returns(batch, lambd_critic)
+        batch = self.add_returns(batch, lambd_critic)
         measure_experience(batch, metrics)
         if self.config.shaping.overlong_filter:
             batch = batch.with_fields(action_mask=overlong_mask(batch.action_mask, batch.truncated))
         return list(split_rows(batch))
 
-    def _forward(self, batch: Experience, recompute: bool) -> Experience:
+    def add_rewards(
+        self, experiences: Sequence[Experience], trajectories: Sequence[Trajectory], metrics: Metrics
+    ) -> Experience | None:
+        """One batch with token rewards, which need no values; None on a rank that has no experience."""
+        if self.config.shaping.normalize_reward and self.config.shaping.reward_normalizer == "running":
+            self.moments.update(self._total_scores(trajectories), self.comm)
+        if not experiences:
+            return None
+        measure_scores(trajectories, self.config.source, metrics)
+        earned = torch.tensor([t.total_reward(self.weights) for t in trajectories], device=self.device)
+        return self._add_rewards(join_rows(experiences).with_fields(scores=earned), trajectories, metrics)
+
+    def add_returns(self, batch: Experience, lambd_critic: float | None = None) -> Experience:
+        """Advantages and returns of a batch with rewards, and with values if the estimator asks for them."""
+        assert batch.rewards is not None
+        advantages, returns = compute_advantages(
+            self.estimator, batch.rewards, batch.values, batch.action_mask, self.config.advantage, lambd_critic
+        )
+        return batch.with_fields(advantages=advantages, returns=returns)
+
+    def _forward(self, batch: Experience, old_log_probs: OldLogProbsFrom, values: bool) -> Experience:
         inputs = batch.sequences, batch.attention_mask, batch.action_mask
-        if recompute:
+        if old_log_probs == "recompute":
             log_probs, entropy = self.actor(*inputs, return_entropy=True)
             batch = batch.with_fields(log_probs=log_probs, entropy=entropy)
-        else:
+        elif old_log_probs == "rollout":
             batch = batch.with_fields(log_probs=batch.rollout_log_probs)
-        if self.critic is not None:
+        if self.critic is not None and values:
             batch = batch.with_fields(values=torch.where(batch.action_mask, self.critic(*inputs[:2]), 0.0))
         return batch if self.reference is None else batch.with_fields(ref_log_probs=self.reference(*inputs))
 
@@ -138,19 +158,11 @@ class ExperienceMaker:
             )
         )
 
-    def _add_returns(self, batch: Experience, lambd_critic: float | None) -> Experience:
-        assert batch.rewards is not None
-        advantages, returns = compute_advantages(
-            self.estimator, batch.rewards, batch.values, batch.action_mask, self.config.advantage, lambd_critic
-        )
-        return batch.with_fields(advantages=advantages, returns=returns)
-
     def _kl(self, batch: Experience) -> Tensor | None:
         if batch.ref_log_probs is None:
             return None
-        assert batch.log_probs is not None
         estimator = self.config.kl.kl_estimator
-        return compute_approx_kl(batch.log_probs, batch.ref_log_probs, batch.action_mask, estimator)
+        return compute_approx_kl(batch.known_log_probs, batch.ref_log_probs, batch.action_mask, estimator)
 
     def _total_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
         return torch.tensor([t.total_score(self.weights) for t in trajectories], dtype=torch.float32)

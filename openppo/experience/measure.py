@@ -39,17 +39,16 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
     """
     mask = batch.action_mask
     assert batch.scores is not None
-    assert batch.log_probs is not None
     metrics.add_tensor("reward", batch.scores)
     metrics.add_tensor("reward_std", batch.scores, reduce="std")
     if batch.ref_log_probs is not None:
         for name, estimator in (("kl", "k1"), ("kl_k3", "k3")):
-            kl = compute_approx_kl(batch.log_probs, batch.ref_log_probs, mask, estimator)  # type: ignore[arg-type]
+            kl = compute_approx_kl(batch.known_log_probs, batch.ref_log_probs, mask, estimator)  # type: ignore[arg-type]
             metrics.add_tensor(name, kl, mask)
             metrics.add_tensor(f"{name}_per_response", masked_sum(kl, mask, -1))
     if batch.entropy is not None:
-        measure_mismatch(batch.log_probs, batch.rollout_log_probs, mask, metrics)
-    entropy = -batch.log_probs if batch.entropy is None else batch.entropy
+        measure_mismatch(batch.known_log_probs, batch.rollout_log_probs, mask, metrics)
+    entropy = -batch.known_log_probs if batch.entropy is None else batch.entropy
     for name, tensor in (("entropy", entropy), ("values", batch.values), ("returns", batch.returns)):
         if tensor is not None:
             metrics.add_tensor(name, tensor, mask)
@@ -74,8 +73,8 @@ def experience_histograms(samples: Sequence[Experience], comm: Comm) -> dict[str
     }
     for sample in samples:
         mask, tensors = sample.action_mask, sample.tensors()
-        if sample.log_probs is not None and sample.ref_log_probs is not None:
-            tensors["kl"] = compute_approx_kl(sample.log_probs, sample.ref_log_probs, mask)
+        if sample.ref_log_probs is not None:
+            tensors["kl"] = compute_approx_kl(sample.known_log_probs, sample.ref_log_probs, mask)
         for name in ("kl", "values", "returns", "advantages"):
             if name in tensors:
                 found[name].append(tensors[name][mask])

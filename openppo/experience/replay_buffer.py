@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -22,12 +22,14 @@ class MiniBatch:
 
     ``micro_batches`` has the same length on all ranks; where a rank has no samples left it holds one row without
     any action. ``n_tokens`` counts the action tokens of the whole step and ``n_sequences`` its samples with any
-    action, over all micro-batches and ranks.
+    action, over all micro-batches and ranks. ``places`` are those of each micro-batch's samples among the samples of
+    all ranks.
     """
 
     micro_batches: list[Experience]
     n_tokens: int
     n_sequences: int
+    places: list[list[int]] = field(default_factory=list)
 
 
 class ReplayBuffer:
@@ -103,7 +105,25 @@ class ReplayBuffer:
         orders = (torch.randperm(len(items), generator=generator).tolist() for _ in range(epochs))
         steps = (order[i : i + batch_size] for order in orders for i in range(0, len(order), batch_size))
         for step in islice(steps, start, None):
-            yield self._share([items[i] for i in step], micro_batch_size, micro_tokens)
+            yield self._share({i: items[i] for i in step}, micro_batch_size, micro_tokens)
+
+    def replace(self, batch: MiniBatch) -> None:
+        """Put the samples of ``batch``, which have more fields now, in the places that it took them from.
+
+        All ranks call this together.
+        """
+        places = [place for of_micro in batch.places for place in of_micro]
+        micro_batches = zip(batch.places, batch.micro_batches, strict=True)
+        rows = [row for of_micro, micro in micro_batches if of_micro for row in split_rows(micro)]
+        first = 0
+        if self.comm.world_size > 1:
+            of_ranks = self.comm.all_gather_object((len(self.items), places, _pack(rows)))
+            first = sum(n for n, _, _ in of_ranks[: self.comm.rank])
+            places = [place for _, of_rank, _ in of_ranks for place in of_rank]
+            rows = [row for _, _, packed in of_ranks for row in _unpack(packed)]
+        for place, row in zip(places, rows, strict=True):
+            if first <= place < first + len(self.items):
+                self.items[place - first] = row.to(self.items[place - first].sequences.device)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All ranks' samples as flat CPU tensors, the same on every rank. All ranks call this together."""
@@ -117,22 +137,26 @@ class ReplayBuffer:
         rank, world = self.comm.rank, self.comm.world_size
         self.items = items[rank * len(items) // world : (rank + 1) * len(items) // world]
 
-    def _share(self, step: list[Experience], size: int, tokens: int | None) -> MiniBatch:
-        """This rank's micro-batches of a step. Ranks' shares differ by one sample at most, and little in tokens."""
-        world = self.comm.world_size
-        ordered = sorted(step, key=lambda item: item.sequences.shape[1], reverse=True)
+    def _share(self, step: dict[int, Experience], size: int, tokens: int | None) -> MiniBatch:
+        """This rank's micro-batches of a step, whose samples come with their places.
+
+        Ranks' shares differ by one sample at most, and little in tokens.
+        """
+        world, lengths = self.comm.world_size, {place: item.sequences.shape[1] for place, item in step.items()}
+        ordered = sorted(step, key=lambda place: lengths[place], reverse=True)
         rounds = [ordered[start : start + world] for start in range(0, len(ordered), world)]
-        shares: list[list[Experience]] = [[] for _ in range(world)]
+        shares: list[list[int]] = [[] for _ in range(world)]
         for i, dealt in enumerate(rounds):  # to and fro, so that shares differ little
-            for place, item in enumerate(dealt):
-                shares[place if i % 2 == 0 else world - 1 - place].append(item)
+            for rank, place in enumerate(dealt):
+                shares[rank if i % 2 == 0 else world - 1 - rank].append(place)
         limit = MicroBatchSize(size, tokens, self.price)
-        plans = [micro_batches([item.sequences.shape[1] for item in share], limit) for share in shares]
-        mine = shares[self.comm.rank]
-        joined = [join_rows([mine[i] for i in rows]) for rows in plans[self.comm.rank]]
-        joined += [idle_experience(like=step[0]) for _ in range(max(map(len, plans)) - len(joined))]
-        actions = [int(item.action_mask.sum()) for item in step]
-        return MiniBatch(joined, n_tokens=sum(actions), n_sequences=sum(n > 0 for n in actions))
+        plans = [micro_batches([lengths[place] for place in share], limit) for share in shares]
+        mine = [[shares[self.comm.rank][i] for i in rows] for rows in plans[self.comm.rank]]
+        joined = [join_rows([step[place] for place in places]) for places in mine]
+        n_idle = max(map(len, plans)) - len(joined)
+        joined += [idle_experience(like=step[ordered[0]]) for _ in range(n_idle)]
+        actions = [int(item.action_mask.sum()) for item in step.values()]
+        return MiniBatch(joined, sum(actions), sum(n > 0 for n in actions), places=mine + [[]] * n_idle)
 
     def _everyones(self) -> list[Experience]:
         """All ranks' samples in rank order."""

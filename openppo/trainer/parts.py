@@ -86,3 +86,5 @@ class StepInProgress:
     """Mini-batches that are done."""
     actor_done: bool = False
     """In the next mini-batch."""
+    critic_done: bool = False
+    """Likewise."""

@@ -21,6 +21,7 @@ from openppo.trainer.ppo_data import as_prompt
 from openppo.trainer.resume.checkpointer import STOPPED
 from openppo.trainer.resume.final_save import keeping_what_was_trained
 from openppo.trainer.resume.ppo_state import StartOfStep, ppo_state, restore_ppo, state_to_save
+from openppo.trainer.steps.experience_step import ExperienceStep, count_tokens
 from openppo.trainer.steps.rollout_step import RolloutStep
 from openppo.trainer.steps.sample_log import SampleLog
 from openppo.trainer.steps.update_step import UpdateStep, frozen_actor_steps
@@ -62,9 +63,9 @@ class PPOTrainer:
         self.update_step = UpdateStep(config, parts, self.progress)
         self.sampler = BatchSampler(len(parts.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
         self.timer = PhaseTimer(StepProfiler(config.run.save_path, config.tracking, self.comm.rank))
+        self.experience_step = ExperienceStep(config, parts, self.replay_buffer, self.update_step, self.timer)
         self.sample_log = SampleLog(config, parts, self.total_steps)
         self.view = StepView(config, parts)
-        self.normalizes = self.maker.estimator.normalizes(config.advantage.normalize_advantages)
         self.should_stop = False
         self.in_progress: StepInProgress | None = None
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
@@ -126,7 +127,7 @@ class PPOTrainer:
             else:
                 trajectories = self._sample(prompts)
                 scores = self._start_scoring(trajectories)
-            self._make_experience(trajectories, metrics, scores, not self.config.takes_rollout_log_probs)
+            self._make_experience(trajectories, metrics, scores, recompute=False)
             reduced = self._finish_step()
         reduced |= self.timer.metrics(self.comm)
         self.timer.reset()
@@ -269,7 +270,7 @@ class PPOTrainer:
     def _start_scoring(self, trajectories: Sequence[Trajectory]) -> Callable[[], int]:
         with self.timer.phase("scoring"):
             wait_for_scores = self.rollout_step.start_scoring(trajectories)
-        self.timer.count_tokens("scoring", _count_tokens(trajectories))
+        self.timer.count_tokens("scoring", count_tokens(trajectories))
         return wait_for_scores
 
     def _wait(self, wait_for_scores: Callable[[], int]) -> None:
@@ -298,26 +299,12 @@ class PPOTrainer:
         self, trajectories: Sequence[Trajectory], metrics: Metrics, scores: WaitForScores = None, recompute: bool = True
     ) -> None:
         """Fill the replay buffer; from here on the step is in progress."""
-        with self.timer.phase("experience"), self.parts.strategy.uncompiled():
-            self.parts.train(False)
-            experiences = self.maker.run_models(trajectories, recompute)
+        experiences = self.experience_step.run_models(trajectories, recompute)
         if scores is not None:
             self._wait(scores)
         metrics.add("reward_errors", self.reward_errors, reduce="sum")
         self.reward_errors = 0
-        with self.timer.phase("experience"):
-            lambd_critic = 1.0 if self.update_step.pretrains_values else None
-            self.replay_buffer.extend(self.maker.add_advantages(experiences, trajectories, metrics, lambd_critic))
-            if self.normalizes:
-                self.replay_buffer.normalize("advantages")
-        n_tokens = _count_tokens(trajectories)
-        self.timer.count_tokens("experience", n_tokens)
-        self.in_progress = StepInProgress(
-            metrics,
-            n_samples=int(sum(self.comm.all_gather_object(len(self.replay_buffer)))),
-            n_tokens=n_tokens,
-            samples=self.sample_log.describe(trajectories, self.replay_buffer, self.global_step + 1),
-        )
+        self.in_progress = self.experience_step.fill(experiences, trajectories, metrics, self.sample_log)
 
     def _finish_step(self) -> dict[str, float]:
         """Train on the replay buffer; the step's metrics but for its times."""
@@ -342,10 +329,6 @@ class PPOTrainer:
     def _call(self, hook: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *arguments)
-
-
-def _count_tokens(trajectories: Sequence[Trajectory]) -> int:
-    return sum(len(trajectory.token_ids) for trajectory in trajectories)
 
 
 def _with_explained_variance(metrics: dict[str, float]) -> dict[str, float]:

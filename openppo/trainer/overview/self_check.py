@@ -82,15 +82,15 @@ class _Sample:
         self.truncated, self.reward = bool(batch.truncated[row]), float(batch.scores[row])
         self.actions = [i for i, action in enumerate(self.trained) if action]
         rewards, per_token = batch.rewards[row].double(), torch.zeros(len(self.ids), dtype=torch.float64)
-        if batch.log_probs is not None and batch.ref_log_probs is not None:
-            given = (batch.log_probs[row], batch.ref_log_probs[row], batch.action_mask[row])
+        if batch.ref_log_probs is not None:
+            given = (batch.known_log_probs[row], batch.ref_log_probs[row], batch.action_mask[row])
             per_token = compute_approx_kl(*given, kl.kl_estimator).double()
         rest = rewards + penalty * per_token  # of a reward, without the KL penalty
         scale = max(1.0, float(rest.abs().max()))
         self.score: list[float] = torch.where(rest.abs() > _TINY * scale, rest, 0.0).tolist()
         self.scored = [i for i, score in enumerate(self.score) if score != 0]
         columns: list[tuple[str, Tensor | None]] = [
-            ("log-prob", batch.log_probs),
+            ("log-prob", batch.known_log_probs),
             ("KL", None if batch.ref_log_probs is None else per_token[None]),
             ("value", batch.values),
             ("reward", batch.rewards),

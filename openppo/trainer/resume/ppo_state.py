@@ -88,6 +88,7 @@ def _step_state(step: StepInProgress, comm: Comm) -> dict[str, Any]:
         "n_samples": step.n_samples,
         "optimizer_steps": step.optimizer_steps,
         "actor_done": step.actor_done,
+        "critic_done": step.critic_done,
         "ranks": comm.all_gather_object(
             {"metrics": step.metrics.state_dict(), "n_tokens": step.n_tokens, "samples": step.samples}
         ),
@@ -106,4 +107,5 @@ def _step_of(state: dict[str, Any], comm: Comm) -> StepInProgress:
         samples=mine[0]["samples"] if mine else [],
         optimizer_steps=state["optimizer_steps"],
         actor_done=state["actor_done"],
+        critic_done=state.get("critic_done", False),
     )

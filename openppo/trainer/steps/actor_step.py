@@ -62,8 +62,9 @@ class ActorStep:
         """Update the actor on one mini-batch, and on a batch of documents if given. Returns the gradient's norm.
 
         ``kl_coef`` is the coefficient of the KL loss, if there is one. ``sampled_by_it`` says that the samples are of
-        these very weights: log-probs that were not recomputed are then compared with the engine's. Nothing changes when
-        the norm is not finite, and when ``Interrupted`` is raised, on all ranks alike, before the step.
+        these very weights: log-probs that were not recomputed are then compared with the engine's, and stand for the
+        old policy's where there are none. Nothing changes when the norm is not finite, and when ``Interrupted`` is
+        raised, on all ranks alike, before the step.
         """
         metrics.add("actor_learning_rate", self.engine.learning_rate, reduce="max")
         last = len(batch.micro_batches) - 1
@@ -82,7 +83,6 @@ class ActorStep:
         self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float, sampled_by_it: bool
     ) -> Tensor:
         """This micro-batch's part of the mean over the step, a scalar."""
-        assert micro.log_probs is not None
         assert micro.advantages is not None
         mask, entropy_coef = micro.action_mask, self.config.loss.entropy_coef
         inputs = micro.sequences, micro.attention_mask, mask
@@ -91,6 +91,9 @@ class ActorStep:
             log_probs, entropy = self.engine(*inputs, return_entropy=True)
         else:
             log_probs = self.engine(*inputs)
+        if micro.log_probs is None:
+            micro = micro.with_fields(log_probs=log_probs.detach() if sampled_by_it else micro.rollout_log_probs)
+        assert micro.log_probs is not None
         loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask)  # (B, L)
         self._measure(loss, log_probs, micro, metrics)
         if sampled_by_it and micro.entropy is None:

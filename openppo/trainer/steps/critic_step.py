@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from openppo.config import TrainPPOConfig
@@ -11,7 +13,10 @@ from openppo.models.policy_losses import token_weights
 from openppo.strategy.engine import TrainingEngine
 from openppo.tracking import Metrics
 from openppo.trainer.steps.actor_step import loss_aggregation
-from openppo.types import Comm, NeverStops, StopCheck
+from openppo.types import Comm, Experience, NeverStops, StopCheck
+
+Complete = Callable[[Experience], Experience]
+"""Adds advantages and returns to a batch with values."""
 
 
 class CriticStep:
@@ -34,19 +39,24 @@ class CriticStep:
         self.clipped_loss = ValueLoss(clip_eps=config.loss.value_clip, reduction="none")
         self.plain_loss = ValueLoss(clip_eps=None, reduction="none")
 
-    def train(self, batch: MiniBatch, metrics: Metrics, clip: bool = True) -> float:
+    def train(self, batch: MiniBatch, metrics: Metrics, clip: bool = True, complete: Complete | None = None) -> float:
         """Update the critic on one mini-batch; without ``clip`` values may move as far as they like.
 
-        Returns the gradient's norm. Errors as in ``ActorStep.train``.
+        Samples without values get those of this forward, and their returns from ``complete``; ``batch`` then holds
+        both. Returns the gradient's norm. Errors as in ``ActorStep.train``.
         """
         metrics.add("critic_learning_rate", self.engine.learning_rate, reduce="max")
         value_loss = self.clipped_loss if clip else self.plain_loss
         for i, micro in enumerate(batch.micro_batches):
             self.stop()
             micro = micro.to(self.device)
+            values = self.engine(micro.sequences, micro.attention_mask)
+            if micro.values is None:
+                assert complete is not None, "values are missing"
+                old_values = torch.where(micro.action_mask, values.detach(), 0.0)
+                batch.micro_batches[i] = micro = complete(micro.with_fields(values=old_values))
             assert micro.values is not None
             assert micro.returns is not None
-            values = self.engine(micro.sequences, micro.attention_mask)
             loss = value_loss(values, micro.values, micro.returns, micro.action_mask)  # (B, L)
             metrics.add_tensor("value_loss", loss.detach(), micro.action_mask)
             weights = token_weights(micro.action_mask, self.loss_agg, batch.n_tokens, batch.n_sequences, self.max_len)

@@ -158,7 +158,7 @@ def token_rows(trajectory: Trajectory, experience: Experience, tokenizer: PreTra
         "sequence": {
             "token_ids": trajectory.token_ids,
             "action_mask": mask[0].tolist(),
-            "log_probs": tensors["log_probs"][0].tolist(),
+            "log_probs": experience.known_log_probs[0].tolist(),
         },
         "first": first,
         "n_tokens": len(trajectory.token_ids) - first,
@@ -168,7 +168,7 @@ def token_rows(trajectory: Trajectory, experience: Experience, tokenizer: PreTra
     row["texts"] = [texts[t - first] for t in kept]
     row["ids"] = [trajectory.token_ids[t] for t in kept]
     row["trained"] = [int(mask[0, t]) for t in kept]
-    per_token = {"log_prob": tensors["log_probs"], "kl": _kl(experience)}
+    per_token = {"log_prob": experience.known_log_probs, "kl": _kl(experience)}
     names = {"value": "values", "reward": "rewards", "advantage": "advantages", "return": "returns"}
     per_token |= {name: tensors.get(field) for name, field in names.items()}
     if "advantages" not in tensors:  # of an evaluation, whose policy is the one of now
@@ -221,8 +221,7 @@ def _kl(experience: Experience) -> Tensor | None:
     """k1 of the policy from the reference, (1, L); None without a reference."""
     if experience.ref_log_probs is None:
         return None
-    assert experience.log_probs is not None
-    return torch.where(experience.action_mask, experience.log_probs - experience.ref_log_probs, 0.0)
+    return torch.where(experience.action_mask, experience.known_log_probs - experience.ref_log_probs, 0.0)
 
 
 def _experience(sequence: Sample) -> Experience:

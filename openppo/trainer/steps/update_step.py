@@ -16,7 +16,7 @@ from openppo.tracking import progress
 from openppo.trainer.parts import Parts, Progress, StepInProgress
 from openppo.trainer.skipped import SkippedSteps
 from openppo.trainer.steps.actor_step import ActorStep
-from openppo.trainer.steps.critic_step import CriticStep
+from openppo.trainer.steps.critic_step import Complete, CriticStep
 from openppo.trainer.token_batches import TokenBatch, token_batch
 from openppo.types import Interrupted
 
@@ -51,25 +51,44 @@ class UpdateStep:
 
         ``FloatingPointError`` after ``--max_skipped_steps`` steps in a row that had to be skipped.
         """
-        self.parts.train()
-        for engine in self._resting:
-            engine.load_moments()
-        batch, epochs, done = self.config.batch, self.config.batch.max_epochs, step.optimizer_steps
-        seed = self.config.deepspeed.seed + self.position.global_step
-        micro, tokens = batch.micro_train_batch_size, self.config.ppo.micro_train_tokens
-        batches = buffer.mini_batches(batch.train_batch_size, micro, epochs, seed, done, tokens)
-        n_left = epochs * -(-step.n_samples // batch.train_batch_size) - done
+        self._wake()
+        batch, done = self.config.batch, step.optimizer_steps
+        n_left = batch.max_epochs * -(-step.n_samples // batch.train_batch_size) - done
         with progress(n_left, "training", enabled=self.parts.strategy.is_main) as bar:
-            for mini_batch in batches:
+            for mini_batch in self._mini_batches(buffer, done):
                 if self.position.global_step >= frozen_actor_steps(self.config) and not step.actor_done:
                     self._train_actor(mini_batch, step, kl_coef)
                     step.actor_done = True
-                if self.critic_step is not None:
+                if self.critic_step is not None and not step.critic_done:
                     self._train_critic(mini_batch, step)
-                step.optimizer_steps, step.actor_done = step.optimizer_steps + 1, False
+                step.optimizer_steps += 1
+                step.actor_done = step.critic_done = False
                 bar.update()
         for engine in self._resting:
             engine.offload_moments()
+
+    def train_critic_first(self, buffer: ReplayBuffer, step: StepInProgress, complete: Complete) -> None:
+        """Train the critic on the first mini-batch, which is all of ``buffer``, and get its values from that forward.
+
+        They are those of the weights that experience is made with, so that no other forward is needed: ``complete``
+        makes returns of them, and ``buffer`` has both afterwards. ``step`` is not in progress before this is done.
+        Errors as of ``train``.
+        """
+        self._wake()
+        mini_batch = next(self._mini_batches(buffer))
+        self._train_critic(mini_batch, step, complete)
+        buffer.replace(mini_batch)
+        step.critic_done = True
+
+    def _wake(self) -> None:
+        self.parts.train()
+        for engine in self._resting:
+            engine.load_moments()
+
+    def _mini_batches(self, buffer: ReplayBuffer, done: int = 0) -> Iterator[MiniBatch]:
+        batch, seed = self.config.batch, self.config.deepspeed.seed + self.position.global_step
+        micro, tokens = batch.micro_train_batch_size, self.config.ppo.micro_train_tokens
+        return buffer.mini_batches(batch.train_batch_size, micro, batch.max_epochs, seed, done, tokens)
 
     def go_on_from(self, position: Progress) -> None:
         """Continue where ``position`` says, which replaces the old one; engines have their state again."""
@@ -91,7 +110,7 @@ class UpdateStep:
         trained = self._whole_or_nothing(
             "actor",
             lambda: self.actor_step.train(batch, documents, step.metrics, kl_coef, step.optimizer_steps == 0),
-            _tensors(batch) | _document_tensors(documents),
+            lambda: _tensors(batch) | _document_tensors(documents),
             step,
         )
         self._next_documents = None
@@ -101,13 +120,15 @@ class UpdateStep:
         if trained and self.parts.ema is not None:
             self.parts.ema.update()
 
-    def _train_critic(self, batch: MiniBatch, step: StepInProgress) -> None:
+    def _train_critic(self, batch: MiniBatch, step: StepInProgress, complete: Complete | None = None) -> None:
         assert self.critic_step is not None
         critic, clip = self.critic_step, not self.pretrains_values
-        self._whole_or_nothing("critic", lambda: critic.train(batch, step.metrics, clip), _tensors(batch), step)
+        self._whole_or_nothing(
+            "critic", lambda: critic.train(batch, step.metrics, clip, complete), lambda: _tensors(batch), step
+        )
 
     def _whole_or_nothing(
-        self, role: str, train: Callable[[], float], tensors: dict[str, Tensor], step: StepInProgress
+        self, role: str, train: Callable[[], float], tensors: Callable[[], dict[str, Tensor]], step: StepInProgress
     ) -> bool:
         """Whether weights changed. If not, ``tensors`` are written to a file and metrics are as before.
 
@@ -121,7 +142,7 @@ class UpdateStep:
             set_random_state(random_state)
             raise
         place = f"global step {self.position.global_step + 1} optimizer step {step.optimizer_steps + 1}"
-        accepted = self.skipped.accept(norm, role, place, tensors)
+        accepted = self.skipped.accept(norm, role, place, tensors())
         if not accepted:
             step.metrics.rewind(mark)
         return accepted

@@ -365,7 +365,7 @@ def test_a_group_of_equal_totals_has_no_advantage_though_its_tokens_differ(traje
 def test_the_engines_log_probs_stand_for_the_actors_where_asked(trajectories: list[Trajectory]) -> None:
     """No forward of the actor; advantages and KL follow from the log-probs of the trajectories."""
     calls: list[int] = []
-    made = maker(actor=lambda *_, **__: calls.append(1)).run_models(trajectories, recompute=False)
+    made = maker(actor=lambda *_, **__: calls.append(1)).run_models(trajectories, old_log_probs="rollout")
     assert not calls
     for row, experience in zip(trajectories, made, strict=True):
         masked = [p if action else 0.0 for p, action in zip(row.log_probs, row.action_mask, strict=True)]
@@ -379,7 +379,7 @@ def test_without_recomputed_log_probs_the_entropy_is_estimated_and_no_mismatch_i
     trajectories: list[Trajectory],
 ) -> None:
     metrics, one = Metrics(), maker()
-    one.add_advantages(one.run_models(trajectories, recompute=False), trajectories, metrics)
+    one.add_advantages(one.run_models(trajectories, old_log_probs="rollout"), trajectories, metrics)
     found = metrics.reduced(SingleProcess())
     sampled = [p for row in trajectories for p, action in zip(row.log_probs, row.action_mask, strict=True) if action]
     assert found["entropy"] == pytest.approx(-sum(sampled) / len(sampled))

@@ -314,7 +314,7 @@ def test_ranks_get_nearly_equally_many_tokens(on_ranks: OnRanks) -> None:
 
 def test_idle_micro_batches_share_no_memory() -> None:
     """A step that is skipped saves its batch, and safetensors writes no tensors that share memory."""
-    step = [like(sample(0), length) for length in (10, 12, 3, 9, 16)]
+    step = {i: like(sample(0), length) for i, length in enumerate((10, 12, 3, 9, 16))}
     shares = [ReplayBuffer(SimpleNamespace(rank=r, world_size=2))._share(step, 8, 32) for r in range(2)]
     rows = [[micro.sequences for micro in share.micro_batches] for share in shares]
     assert sorted(sum(row.shape[1] == 2 for row in of_rank) for of_rank in rows) == [0, 2]
