@@ -98,13 +98,13 @@ def partitioned_share(module: nn.Module) -> float:
 def record(trainer: PPOTrainer) -> list[list[Trajectory]]:
     """A list to which each step adds the trajectories of this rank that experience is made of."""
     recorded: list[list[Trajectory]] = []
-    add_advantages: Callable[..., list[Experience]] = trainer.maker.add_advantages
+    add_rewards: Callable[..., Experience | None] = trainer.maker.add_rewards
 
-    def recording(experiences: Any, trajectories: Sequence[Trajectory], *arguments: Any) -> list[Experience]:
+    def recording(experiences: Any, trajectories: Sequence[Trajectory], *arguments: Any) -> Experience | None:
         recorded.append(list(trajectories))
-        return add_advantages(experiences, trajectories, *arguments)
+        return add_rewards(experiences, trajectories, *arguments)
 
-    trainer.maker.add_advantages = recording  # type: ignore[method-assign]
+    trainer.maker.add_rewards = recording  # type: ignore[method-assign]
     return recorded
 
 

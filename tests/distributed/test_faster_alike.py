@@ -1,4 +1,6 @@
-"""What makes training faster does not change it: compiled layers, and the engine's log-probs for the old policy's."""
+"""What makes training faster does not change it: compiled layers, the engine's log-probs for the old policy's, and
+the critic's values from the forward that is trained on.
+"""
 
 import json
 import shutil
@@ -23,6 +25,10 @@ COMPILED = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile
         pytest.param("", "--compile", "--zero_stage 2", marks=COMPILED),
         pytest.param("", "--compile", "--zero_stage 0 --gradient_checkpointing", marks=COMPILED),
         ("--old_log_probs recompute", "", "--zero_stage 3 --max_epochs 2"),
+        *(
+            ("--buffer_limit 12", "", f"--train_batch_size 12 --max_epochs 2 --zero_stage {stage} {more}")
+            for stage, more in enumerate(("", "--value_pretrain_steps 1", "--gradient_checkpointing", "--lambd 0.9"))
+        ),
     ],
 )
 def test_a_faster_way_trains_alike(

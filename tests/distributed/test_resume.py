@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).with_name("run_resume.py")
 PPO = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --rollout_batch_size 8 --train_batch_size 4
     --micro_train_batch_size 2 --micro_rollout_batch_size 4 --num_episodes 2 --generate_max_len 6
     --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --save_steps 2 --max_ckpt_num 1 --init_kl_coef 0.1"""
+AT_ONCE = PPO.replace("--train_batch_size 4", "--train_batch_size 8")  # the critic's first step makes experience
 REWARD = "--reward_pretrain {tiny}/reward"
 PTX = "--pretrain_data {tiny}/documents.jsonl"
 LORA = "--lora_rank 2 --lora_dropout 0.3"
@@ -59,6 +60,12 @@ CASES = [
         f"{PPO.replace('{tiny}/prompts.jsonl', '{tiny}/prompts.jsonl,{tiny}/sft.jsonl')} {REWARD} --input_key input "
         "--prompt_data_probs 0.3,0.7 --n_samples_per_prompt 2 --dynamic_sampling --advantage_estimator group_norm",
         0.55,
+    ),
+    Case("at-once-zero2", f"{AT_ONCE} {REWARD} {PTX} --zero_stage 2 --max_epochs 2", 0.4),
+    Case("at-once-bf16-zero3", f"{AT_ONCE} {REWARD} --zero_stage 3 --bf16", 0.55),
+    *(
+        Case(f"at-once-place{number}", f"{AT_ONCE} {REWARD} --bf16", share, ranks=(1,))
+        for number, share in enumerate((0.52, 0.54, 0.56, 0.58, 0.6))
     ),
     Case("values-first", f"{PPO} {REWARD} --value_pretrain_steps 3", 0.45),
     Case(

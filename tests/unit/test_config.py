@@ -607,3 +607,22 @@ def test_an_option_of_another_type_is_an_error_that_names_it(option: str, value:
 def test_what_stands_for_a_value_of_an_option_becomes_it(option: str, value: object, made: object) -> None:
     config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", **{option: value})
     assert flat_dict(config)[option] == made
+
+
+@pytest.mark.parametrize(
+    ("options", "at_once", "later"),
+    [
+        ({}, "rollout", "rollout"),
+        ({"bf16": True}, "training", "recompute"),
+        ({"bf16": True, "max_epochs": 2}, "recompute", "recompute"),
+        ({"bf16": True, "old_log_probs": "recompute"}, "recompute", "recompute"),
+        ({"bf16": True, "old_log_probs": "rollout"}, "rollout", "rollout"),
+        *(({"bf16": True, **cut}, "recompute", "recompute") for cut in ({"top_p": 0.9}, {"top_k": 5})),
+        ({"bf16": True, "rollout_correction": "tis"}, "recompute", "recompute"),
+        ({"rollout_correction": "tis"}, "recompute", "recompute"),
+    ],
+)
+def test_old_log_probs_come_from_where_they_are_the_policys(options: dict[str, Any], at_once: str, later: str) -> None:
+    """``at_once``: one optimizer step trains on all samples of a rollout."""
+    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **options)
+    assert (config.old_log_probs(on_policy=True), config.old_log_probs(on_policy=False)) == (at_once, later)

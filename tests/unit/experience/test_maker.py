@@ -384,3 +384,22 @@ def test_without_recomputed_log_probs_the_entropy_is_estimated_and_no_mismatch_i
     sampled = [p for row in trajectories for p, action in zip(row.log_probs, row.action_mask, strict=True) if action]
     assert found["entropy"] == pytest.approx(-sum(sampled) / len(sampled))
     assert not [name for name in found if name.startswith("rollout_")]
+
+
+def test_what_training_will_know_is_left_to_it(trajectories: list[Trajectory]) -> None:
+    """No forward of actor and critic; the KL in the rewards is that of the engine's log-probs."""
+    calls: list[int] = []
+
+    def called(*_: Any, **__: Any) -> None:
+        calls.append(1)
+
+    one, metrics = maker(actor=called, critic=called), Metrics()
+    made = one.run_models(trajectories, old_log_probs="training", values=False)
+    assert not calls
+    assert all(experience.log_probs is None and experience.values is None for experience in made)
+    found = one.add_rewards(made, trajectories, metrics)
+    other = maker()
+    expected = other.add_rewards(other.run_models(trajectories, old_log_probs="rollout"), trajectories, Metrics())
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found.rewards, expected.rewards)

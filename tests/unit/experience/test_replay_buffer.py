@@ -327,3 +327,33 @@ def like(one: Experience, length: int) -> Experience:
     return one.with_fields(
         **{name: t[:, :1].expand(1, length) for name, t in one.tensors().items() if t.dim() == 2},
     )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_samples_of_a_mini_batch_go_back_to_their_places_with_what_they_got(world_size: int, on_ranks: OnRanks) -> None:
+    def work(comm: Any) -> list[Experience]:
+        buffer = filled(shares(world_size)[comm.rank], comm)
+        batch = next(buffer.mini_batches(N, 2, epochs=1, seed=5))
+        for i, micro in enumerate(batch.micro_batches):
+            batch.micro_batches[i] = micro.with_fields(values=micro.sequences + 100.0)
+        buffer.replace(batch)
+        return buffer.items
+
+    items = [item for of_rank in on_ranks(world_size, work) for item in of_rank]
+    assert len(items) == N
+    for item, original in zip(items, SAMPLES, strict=True):
+        assert item.values is not None
+        assert torch.equal(item.values, original.sequences + 100.0)
+        for name, tensor in original.tensors().items():
+            assert torch.equal(item.tensors()[name], tensor), name
+
+
+def test_only_the_samples_of_the_mini_batch_are_replaced() -> None:
+    buffer = filled(SAMPLES)
+    batch = next(buffer.mini_batches(4, 2, epochs=1, seed=5))
+    for i, micro in enumerate(batch.micro_batches):
+        batch.micro_batches[i] = micro.with_fields(values=micro.advantages)
+    buffer.replace(batch)
+    replaced = [i for i, item in enumerate(buffer.items) if item.values is not None]
+    assert replaced == sorted(place for of_micro in batch.places for place in of_micro)
+    assert len(replaced) == 4

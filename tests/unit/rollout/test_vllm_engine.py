@@ -25,11 +25,11 @@ def test_weights_in_4_bits_cannot_be_handed_over() -> None:
 
 
 def test_log_probs_of_another_implementation_are_recomputed_unless_asked_for() -> None:
-    takes = [
-        from_options(TrainPPOConfig, **BASE, rollout_engine=engine, old_log_probs=old).takes_rollout_log_probs
+    found = [
+        from_options(TrainPPOConfig, **BASE, rollout_engine=engine, old_log_probs=old).old_log_probs(on_policy=True)
         for engine, old in (("hf", "auto"), ("vllm", "auto"), ("vllm", "rollout"))
     ]
-    assert takes == [True, False, True]
+    assert found == ["rollout", "recompute", "rollout"]
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1])
