@@ -33,7 +33,7 @@ from peers.interleave import (
 from peers.measure import STALL_BOUND, ratio_table, speed_table
 
 CELLS = {"w1-float32": "W1 float32", "w1-bf16": "W1 bf16", "w2-float32": "W2 float32"}
-PARTICIPANTS = ("openppo", "openppo-compile", "openppo-rollout", "trl", "openrlhf")
+PARTICIPANTS = ("openppo", "openppo-compile", "trl", "openrlhf")
 FULL, QUICK = Rounds(2, 7, 7), Rounds(1, 3, 1)
 QUICK_CELL_S = 230  # from loading on
 
@@ -44,13 +44,9 @@ def entries(cell: str, only: list[str], quick: bool) -> list[Entry]:
     found = {
         "openppo": [Entry("OpenPPO", "openppo_step.py")],
         "openppo-compile": [Entry("OpenPPO --compile", "openppo_step.py", ("--compile",))],
-        "openppo-rollout": [],
         "trl": [Entry("TRL 1.12.0", "trl_step.py", environment="trl")],
         "openrlhf": [openrlhf],
     }
-    if cell == "w1-bf16":  # in float32 it is the default
-        flags = ("--old_log_probs", "rollout")
-        found["openppo-rollout"] = [Entry("OpenPPO --old_log_probs rollout", "openppo_step.py", flags)]
     if cell == "w2-float32":  # at 64 its padding follows the longest response, at 8 it decodes eight times
         by_eight = Entry("TRL 1.12.0 (rollout 8)", "trl_step.py", ("--rollout_micro", "8"), "trl")
         found["trl"] = [by_eight] if quick else [by_eight, *found["trl"]]
