@@ -118,7 +118,8 @@ class TrainPPOConfig:
             return "recompute"
         if not self.deepspeed.bf16:
             return "rollout"
-        return "training" if on_policy and self.batch.max_epochs == 1 else "recompute"
+        exact = on_policy and self.batch.max_epochs == 1 and self.lora.lora_dropout == 0
+        return "training" if exact else "recompute"
 
     def _validate_sizes(self, world_size: int) -> None:
         prompts, samples = self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt

@@ -290,3 +290,14 @@ def test_options_that_contradict_the_checkpoint_are_an_error_that_names_them(
     output = launch(0, *command, *harmless, "--max_ckpt_num", "7", "--micro_train_batch_size", "1")
     assert "in force from now on: --micro_train_batch_size 2 -> 1, --generate_max_len 6 -> 9, --eval_data" in output
     assert "--max_ckpt_num 3 -> 7" in output
+
+
+def test_the_best_score_is_forgotten_when_the_evaluation_is_another(
+    tiny: Path, tmp_path: Path, run_case: Callable[..., Path], launch: Callable[..., str]
+) -> None:
+    more = f"--num_episodes 2 --save_steps 1 --eval_steps 1 --keep_best eval_reward --eval_data {tiny}/prompts.jsonl"
+    save_path = run_case(1, "first", more, tmp_path / "run", stop_at=1, place=(3, "training"))
+    command = ["-m", "openppo.cli.train_ppo", *arguments(tiny, more), "--save_path", str(save_path)]
+    output = launch(0, *command, "--load_checkpoint", "--eval_data", tiny / "sft.jsonl")
+    assert "--eval_data changed: the best model is looked for anew" in output
+    assert "the best model so far, eval_reward" in output.split("going on from")[1]

@@ -615,6 +615,8 @@ def test_what_stands_for_a_value_of_an_option_becomes_it(option: str, value: obj
         ({}, "rollout", "rollout"),
         ({"bf16": True}, "training", "recompute"),
         ({"bf16": True, "max_epochs": 2}, "recompute", "recompute"),
+        ({"bf16": True, "lora_rank": 4}, "training", "recompute"),
+        ({"bf16": True, "lora_rank": 4, "lora_dropout": 0.1}, "recompute", "recompute"),
         ({"bf16": True, "old_log_probs": "recompute"}, "recompute", "recompute"),
         ({"bf16": True, "old_log_probs": "rollout"}, "rollout", "rollout"),
         *(({"bf16": True, **cut}, "recompute", "recompute") for cut in ({"top_p": 0.9}, {"top_k": 5})),

@@ -76,14 +76,14 @@ def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, parts: Parts) -> Facts:
     micro = _pieces(first.micro_batches, "micro-batches", str(batch.micro_train_batch_size), ppo.micro_train_tokens)
     mini = count(first.mini_batches, "mini-batch", "mini-batches")
     facts.append(("training", f"{count(batch.max_epochs, 'epoch')} of {mini} of {size:,} samples, in {micro}{each}"))
-    total = f"{plan.optimizer_steps():,} optimizer steps"
+    total = count(plan.optimizer_steps(), "optimizer step")
     if (frozen := frozen_actor_steps(config)) > 0:
         total += f", {plan.optimizer_steps(without=frozen):,} of them of the actor"
     last = plan.steps[-1]
     rest = f", the last of {last.n_prompts:,}" if last.n_prompts < first.n_prompts else ""
     in_all = f"{count(plan.episodes, 'episode')} of {len(parts.prompts):,} prompts in "
     facts.append(("in all", in_all + f"{count(len(plan.steps), 'batch', 'batches')}{rest}"))
-    return [*facts, ("", f"{most}{plan.n_steps:,} steps, {total}")]
+    return [*facts, ("", f"{most}{count(plan.n_steps, 'step')}, {total}")]
 
 
 def _pieces(n: int | None, what: str, size: str, tokens: int | None) -> str:

@@ -24,7 +24,7 @@ def announce_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
     facts: Facts = [
         ("each step", f"{min(batch.train_batch_size, n):,} samples, in {micro_batches} of up to "
                       f"{batch.micro_train_batch_size}{each}"),
-        ("in all", f"{count(batch.max_epochs, 'epoch')} of {count(n, 'sample')}, {whole:,} steps{cut}"),
+        ("in all", f"{count(batch.max_epochs, 'epoch')} of {count(n, 'sample')}, {count(whole, 'step')}{cut}"),
     ]  # fmt: skip
     if parts.eval_examples:
         facts.append(("held out", count(len(parts.eval_examples), "sample")))

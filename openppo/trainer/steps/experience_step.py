@@ -91,9 +91,10 @@ class ExperienceStep:
 
     @property
     def _critic_goes_first(self) -> bool:
-        """Not where samples are dropped between values and training."""
+        """Not where samples are dropped between values and training, nor where training drops parts of adapters."""
         dropped = self.config.shaping.overlong_filter or self.config.ppo.buffer_limit > 0
-        return self.update_step.critic_step is not None and not dropped
+        exact = not dropped and self.config.lora.lora_dropout == 0
+        return self.update_step.critic_step is not None and exact
 
     def _at_once(self, n_samples: int) -> bool:
         return 0 < n_samples <= self.config.batch.train_batch_size
