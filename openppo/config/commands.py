@@ -105,11 +105,10 @@ class TrainPPOConfig:
             "--label_key.",
         )
 
-    def old_log_probs(self, on_policy: bool) -> OldLogProbsFrom:
-        """Where those of the old policy come from, see ``--old_log_probs``.
+    def old_log_probs_from(self, at_once: bool) -> OldLogProbsFrom:
+        """Where those of the old policy come from, see ``--old_log_probs``; "training": the forward that is trained on.
 
-        "training" is the forward that is trained on. ``on_policy`` says that one optimizer step trains on all samples,
-        with the weights that sampled them.
+        ``at_once`` says that one optimizer step trains the actor on all samples, with the weights that sampled them.
         """
         if self.loss.old_log_probs != "auto":
             return self.loss.old_log_probs
@@ -118,8 +117,18 @@ class TrainPPOConfig:
             return "recompute"
         if not self.deepspeed.bf16:
             return "rollout"
-        exact = on_policy and self.batch.max_epochs == 1 and self.lora.lora_dropout == 0
-        return "training" if exact else "recompute"
+        samples = self.ppo.rollout_batch_size * self.ppo.n_samples_per_prompt
+        always = samples <= self.batch.train_batch_size and self.batch.max_epochs == 1  # or metrics would change sides
+        return "training" if at_once and always and self.lora.lora_dropout == 0 else "recompute"
+
+    @property
+    def may_train_critic_first(self) -> bool:
+        """Whether the critic's training forward over all samples gives the values that experience needs.
+
+        Not where samples are dropped between values and training, nor where adapters have dropout.
+        """
+        dropped = self.shaping.overlong_filter or self.ppo.buffer_limit > 0
+        return not dropped and self.lora.lora_dropout == 0
 
     def _validate_sizes(self, world_size: int) -> None:
         prompts, samples = self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt

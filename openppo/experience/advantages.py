@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def get_advantages_and_returns(
@@ -34,16 +35,10 @@ def get_advantages_and_returns(
 def _generalized_advantages(
     values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: float | Tensor
 ) -> Tensor:
-    advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])  # (B,)
-    next_advantage = torch.zeros_like(next_value)
-    for t in reversed(_action_columns(mask)):
-        here = mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(here, delta + gamma * lambd * next_advantage, next_advantage)
-        next_value = torch.where(here, values[:, t], next_value)
-        advantages[:, t] = torch.where(here, next_advantage, 0.0)
-    return advantages
+    places = mask.cumsum(-1) - 1
+    values, rewards = _in_front(values, mask, places), _in_front(rewards, mask, places)
+    deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
+    return _back(_discounted_sums(deltas, gamma * lambd), mask, places)
 
 
 def length_adaptive_lambda(action_mask: Tensor, alpha: float) -> Tensor:
@@ -59,13 +54,29 @@ def length_adaptive_lambda(action_mask: Tensor, alpha: float) -> Tensor:
 def get_cumulative_returns(rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
     """Discounted reward to go, R_t = r_t + gamma R_next, from each action to the next; (B, L), 0 outside the mask."""
     mask = action_mask.bool()
-    returns = torch.zeros_like(rewards)
-    next_return = torch.zeros_like(rewards[:, 0])  # (B,)
-    for t in reversed(_action_columns(mask)):
-        next_return = torch.where(mask[:, t], rewards[:, t] + gamma * next_return, next_return)
-        returns[:, t] = torch.where(mask[:, t], next_return, 0.0)
-    return returns
+    places = mask.cumsum(-1) - 1
+    return _back(_discounted_sums(_in_front(rewards, mask, places), gamma), mask, places)
 
 
-def _action_columns(mask: Tensor) -> list[int]:
-    return mask.any(0).nonzero()[:, 0].tolist()
+def _in_front(per_token: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+    """Of each row the numbers of its actions one after the other, then zeros; ``places`` (B, L) are theirs."""
+    n_rows, length = mask.shape
+    moved = per_token.new_zeros(n_rows, length + 1)  # the last column takes what no action has
+    return moved.scatter_(1, torch.where(mask, places, length), per_token)[:, :length]
+
+
+def _back(of_actions: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+    return torch.where(mask, of_actions.gather(1, places.clamp(min=0)), 0.0)
+
+
+def _discounted_sums(terms: Tensor, discount: float | Tensor) -> Tensor:
+    """S_t = x_t + c S_next of (B, L), c one number or (B,), in a few operations: no loop over tokens.
+
+    By doubling: the sum of 2n terms is that of n, and c^n times that of the next n.
+    """
+    factor = discount[:, None] if isinstance(discount, Tensor) else discount
+    n = 1
+    while n < terms.shape[1]:
+        terms = terms + factor**n * F.pad(terms[:, n:], (0, n))
+        n *= 2
+    return terms

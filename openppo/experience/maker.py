@@ -67,7 +67,7 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def run_models(
-        self, trajectories: Sequence[Trajectory], old_log_probs: OldLogProbsFrom = "recompute", values: bool = True
+        self, trajectories: Sequence[Trajectory], *, old_log_probs: OldLogProbsFrom = "recompute", values: bool = True
     ) -> list[Experience]:
         """Log-probs of actor and reference, entropy and values; needs no scores. Equally many forwards on all ranks.
 

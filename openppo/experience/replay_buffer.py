@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -107,33 +107,31 @@ class ReplayBuffer:
         for step in islice(steps, start, None):
             yield self._share({i: items[i] for i in step}, micro_batch_size, micro_tokens)
 
-    def replace(self, batch: MiniBatch) -> None:
-        """Put the samples of ``batch``, which have more fields now, in the places that it took them from.
-
-        All ranks call this together.
-        """
+    def take_back(self, batch: MiniBatch, names: Collection[str]) -> None:
+        """Give the samples of ``batch`` what it has of the fields ``names``. All ranks call this together."""
         places = [place for of_micro in batch.places for place in of_micro]
         micro_batches = zip(batch.places, batch.micro_batches, strict=True)
         rows = [row for of_micro, micro in micro_batches if of_micro for row in split_rows(micro)]
-        first = 0
-        if self.comm.world_size > 1:
-            of_ranks = self.comm.all_gather_object((len(self.items), places, _pack(rows)))
-            first = sum(n for n, _, _ in of_ranks[: self.comm.rank])
-            places = [place for _, of_rank, _ in of_ranks for place in of_rank]
-            rows = [row for _, _, packed in of_ranks for row in _unpack(packed)]
-        for place, row in zip(places, rows, strict=True):
-            if first <= place < first + len(self.items):
-                self.items[place - first] = row.to(self.items[place - first].sequences.device)
+        of_ranks = self.comm.all_gather_object((len(self.items), places, _pack(rows, names)))
+        first = sum(n for n, _, _ in of_ranks[: self.comm.rank])
+        for _, there, packed in of_ranks:
+            for place, fields in zip(there, _unpack(packed), strict=True):
+                if first <= place < first + len(self.items):
+                    item = self.items[place - first]
+                    device = item.sequences.device  # copies, so that no sample keeps all others in memory
+                    found = {name: tensor.clone().to(device) for name, tensor in fields.items()}
+                    self.items[place - first] = item.with_fields(**found)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All ranks' samples as flat CPU tensors, the same on every rank. All ranks call this together."""
-        lengths, fields = _pack(self._everyones())
+        items = self._everyones()
+        lengths, fields = _pack(items, _names(items))
         return {"lengths": torch.tensor(lengths), **fields}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Put this rank's share of those samples in place of what is here; the number of ranks may be another."""
         fields = {name: tensor for name, tensor in state.items() if name != "lengths"}
-        items = _unpack((state["lengths"].tolist(), fields))
+        items = [Experience(**row) for row in _unpack((state["lengths"].tolist(), fields))]
         rank, world = self.comm.rank, self.comm.world_size
         self.items = items[rank * len(items) // world : (rank + 1) * len(items) // world]
 
@@ -162,19 +160,24 @@ class ReplayBuffer:
         """All ranks' samples in rank order."""
         if self.comm.world_size == 1:
             return self.items
-        packed = self.comm.all_gather_object(_pack(self.items))
+        packed = self.comm.all_gather_object(_pack(self.items, _names(self.items)))
         device = self.items[0].sequences.device if self.items else torch.device("cpu")
-        return [item.to(device) for rank in packed for item in _unpack(rank)]
+        return [Experience(**row).to(device) for rank in packed for row in _unpack(rank)]
 
 
-def _pack(items: list[Experience]) -> tuple[list[int], dict[str, Tensor]]:
+def _names(items: list[Experience]) -> Collection[str]:
+    return items[0].tensors() if items else ()
+
+
+def _pack(items: list[Experience], names: Collection[str]) -> tuple[list[int], dict[str, Tensor]]:
     """Lengths and one flat CPU tensor per field: far fewer objects to send than one per sample and field."""
-    fields = items[0].tensors() if items else {}
-    flat = {name: torch.cat([item.tensors()[name].flatten() for item in items]).cpu() for name in fields}
-    return [item.sequences.shape[1] for item in items], flat
+    lengths, tensors = [item.sequences.shape[1] for item in items], [item.tensors() for item in items]
+    flat = {name: torch.cat([of_item[name].flatten() for of_item in tensors]).cpu() for name in names if items}
+    return lengths, flat
 
 
-def _unpack(packed: tuple[list[int], dict[str, Tensor]]) -> list[Experience]:
+def _unpack(packed: tuple[list[int], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The fields of each sample."""
     lengths, flat = packed
     parts: dict[str, list[Tensor]] = {}
     for name, tensor in flat.items():
@@ -182,4 +185,4 @@ def _unpack(packed: tuple[list[int], dict[str, Tensor]]) -> list[Experience]:
             parts[name] = list(tensor.split(1))  # (1,) each
         else:
             parts[name] = [piece[None] for piece in tensor.split(lengths)]  # (1, L) each
-    return [Experience(**{name: pieces[i] for name, pieces in parts.items()}) for i in range(len(lengths))]
+    return [{name: pieces[i] for name, pieces in parts.items()} for i in range(len(lengths))]

@@ -63,8 +63,10 @@ class PPOTrainer:
         self.update_step = UpdateStep(config, parts, self.progress)
         self.sampler = BatchSampler(len(parts.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
         self.timer = PhaseTimer(StepProfiler(config.run.save_path, config.tracking, self.comm.rank))
-        self.experience_step = ExperienceStep(config, parts, self.replay_buffer, self.update_step, self.timer)
         self.sample_log = SampleLog(config, parts, self.total_steps)
+        self.experience_step = ExperienceStep(
+            config, parts, self.replay_buffer, self.update_step, self.sample_log, self.timer
+        )
         self.view = StepView(config, parts)
         self.should_stop = False
         self.in_progress: StepInProgress | None = None
@@ -144,6 +146,7 @@ class PPOTrainer:
 
         The actor recomputes their log-probs, whatever ``--old_log_probs`` says.
         """
+        self.start_of_step = self.start_of_step or (ppo_state(self), get_random_state())
         self._make_experience(trajectories, Metrics())
         return self._finish_step()
 
@@ -299,12 +302,14 @@ class PPOTrainer:
         self, trajectories: Sequence[Trajectory], metrics: Metrics, scores: WaitForScores = None, recompute: bool = True
     ) -> None:
         """Fill the replay buffer; from here on the step is in progress."""
-        experiences = self.experience_step.run_models(trajectories, recompute)
-        if scores is not None:
-            self._wait(scores)
-        metrics.add("reward_errors", self.reward_errors, reduce="sum")
-        self.reward_errors = 0
-        self.in_progress = self.experience_step.fill(experiences, trajectories, metrics, self.sample_log)
+
+        def wait_for_scores() -> None:
+            if scores is not None:
+                self._wait(scores)
+            metrics.add("reward_errors", self.reward_errors, reduce="sum")
+            self.reward_errors = 0
+
+        self.in_progress = self.experience_step.make(trajectories, metrics, recompute, wait_for_scores)
 
     def _finish_step(self) -> dict[str, float]:
         """Train on the replay buffer; the step's metrics but for its times."""

@@ -38,7 +38,7 @@ POISON = {"nan": math.nan, "infinite loss": math.inf, "infinite gradient": 3e38}
 
 
 def poisoned(step_class: type, poison: dict[str, Any]) -> Any:
-    """A patch of ``train`` that spoils one call on one rank, or for ``how`` "left out" does not make it on any."""
+    """A patch of ``train`` that spoils one call on one rank, or for ``how`` "left out" trains nothing on any."""
     n_calls, original = 0, step_class.train  # type: ignore[attr-defined]
 
     def train(self: Any, *arguments: Any, **named: Any) -> float:
@@ -47,7 +47,9 @@ def poisoned(step_class: type, poison: dict[str, Any]) -> Any:
         if n_calls not in poison["calls"]:
             return original(self, *arguments, **named)
         if poison["how"] == "left out":
-            return math.inf
+            engine = mock.patch.multiple(self.engine, backward=mock.Mock(), step=mock.Mock(return_value=math.inf))
+            with engine:
+                return original(self, *arguments, **named)
         backward = self.engine.backward
         factor = POISON[poison["how"]] if self.comm.rank == poison["rank"] else 1.0
         with mock.patch.object(self.engine, "backward", lambda loss, last: backward(loss * factor, last)):

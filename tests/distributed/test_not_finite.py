@@ -23,6 +23,7 @@ SETUPS = {
     "bf16-zero3": "--zero_stage 3 --bf16",
     "offload": "--zero_stage 2 --adam_offload",
     "without-clipping": "--zero_stage 2 --max_norm 0",
+    "critic-at-once": "--zero_stage 2 --train_batch_size 12",
 }
 HOWS = ("nan", "infinite loss", "infinite gradient")
 TRIED = [(name, how) for name in SETUPS for how in (HOWS if name in ("zero0", "zero2", "zero3") else HOWS[:1])]

@@ -36,6 +36,8 @@ class Case:
     share: float
     command: str = "train_ppo"
     ranks: tuple[int, ...] = (1, 2)
+    place: tuple[int, str] | None = None
+    """Only checks of that step and phase count; then ``share`` is the number of one of them."""
 
 
 def everything(stage: int) -> str:
@@ -63,9 +65,9 @@ CASES = [
     ),
     Case("at-once-zero2", f"{AT_ONCE} {REWARD} {PTX} --zero_stage 2 --max_epochs 2", 0.4),
     Case("at-once-bf16-zero3", f"{AT_ONCE} {REWARD} --zero_stage 3 --bf16", 0.55),
-    *(
-        Case(f"at-once-place{number}", f"{AT_ONCE} {REWARD} --bf16", share, ranks=(1,))
-        for number, share in enumerate((0.52, 0.54, 0.56, 0.58, 0.6))
+    *(  # The critic has two micro-batches on each of two ranks, and so has the actor after it.
+        Case(f"at-once-check{number}", f"{AT_ONCE} {REWARD} --bf16", number, ranks=(2,), place=(2, "training"))
+        for number in (1, 2, 3, 4)
     ),
     Case("values-first", f"{PPO} {REWARD} --value_pretrain_steps 3", 0.45),
     Case(
@@ -111,7 +113,8 @@ def runs(
             arguments = case.arguments.replace("{tiny}", str(tiny)).split()
             stop_at = 0
             if mode == "first":
-                stop_at = 1 + int(case.share * (int((folder / "whole" / case.name / "checks").read_text()) - 1))
+                n_checks = int((folder / "whole" / case.name / "checks").read_text())
+                stop_at = int(case.share) if case.place else 1 + int(case.share * (n_checks - 1))
             described.append(dataclasses.asdict(case) | {"arguments": arguments, "stop_at": stop_at})
         (folder / f"{mode}.json").write_text(json.dumps(described))
         launch(ranks, SCRIPT, folder / f"{mode}.json", folder / out, mode)

@@ -615,6 +615,7 @@ def test_what_stands_for_a_value_of_an_option_becomes_it(option: str, value: obj
         ({}, "rollout", "rollout"),
         ({"bf16": True}, "training", "recompute"),
         ({"bf16": True, "max_epochs": 2}, "recompute", "recompute"),
+        ({"bf16": True, "train_batch_size": 4}, "recompute", "recompute"),
         ({"bf16": True, "lora_rank": 4}, "training", "recompute"),
         ({"bf16": True, "lora_rank": 4, "lora_dropout": 0.1}, "recompute", "recompute"),
         ({"bf16": True, "old_log_probs": "recompute"}, "recompute", "recompute"),
@@ -626,5 +627,6 @@ def test_what_stands_for_a_value_of_an_option_becomes_it(option: str, value: obj
 )
 def test_old_log_probs_come_from_where_they_are_the_policys(options: dict[str, Any], at_once: str, later: str) -> None:
     """``at_once``: one optimizer step trains on all samples of a rollout."""
-    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **options)
-    assert (config.old_log_probs(on_policy=True), config.old_log_probs(on_policy=False)) == (at_once, later)
+    sizes = {"rollout_batch_size": 8, "train_batch_size": 8}
+    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **(sizes | options))
+    assert (config.old_log_probs_from(True), config.old_log_probs_from(False)) == (at_once, later)

@@ -277,12 +277,15 @@ def _sent(run: PPORun, lasting: int) -> dict[str, int]:
         rows, greedy = decode_rows(run, lasting), run.samples // ppo.n_samples_per_prompt if run.asks_greedy else 0
         generation *= run.config.generation.generate_max_len * (-(-run.samples // rows) + -(-greedy // rows))
     ranks = run.lora_ranks
-    experience = sum(forward_bytes(shape, setting, ranks.get(role, 0)) for role, shape in run.shapes.items())
+    forwards = {role: forward_bytes(shape, setting, ranks.get(role, 0)) for role, shape in run.shapes.items()}
+    at_once = run.samples * run.n_ranks <= batch.train_batch_size and run.config.may_train_critic_first
+    critic_first = at_once and "critic" in forwards
+    experience = sum(n for role, n in forwards.items() if not (critic_first and role == "critic"))
     if run.config.kl.init_kl_coef > 0:  # the reference
         experience += actor
     experience *= -(-run.samples // run.rows_to_infer)
     steps = batch.max_epochs * -(-run.samples * run.n_ranks // batch.train_batch_size)
-    exchanged = _EXPERIENCE_BYTES * run.samples * run.n_ranks * run.longest
+    exchanged = _EXPERIENCE_BYTES * run.samples * run.n_ranks * run.longest * (2 if critic_first else 1)
     training = sum(optimizer_step_bytes(run.shapes[role], setting, run.micro_batches, ranks[role]) for role in ranks)
     return {
         "generation": generation,

@@ -62,9 +62,9 @@ class ActorStep:
         """Update the actor on one mini-batch, and on a batch of documents if given. Returns the gradient's norm.
 
         ``kl_coef`` is the coefficient of the KL loss, if there is one. ``sampled_by_it`` says that the samples are of
-        these very weights: log-probs that were not recomputed are then compared with the engine's, and stand for the
-        old policy's where there are none. Nothing changes when the norm is not finite, and when ``Interrupted`` is
-        raised, on all ranks alike, before the step.
+        these very weights: log-probs that were not recomputed are then compared with the engine's. Where samples have
+        no old log-probs, those of this very forward stand for them then, and the engine's in later steps. Nothing
+        changes when the norm is not finite, and when ``Interrupted`` is raised, on all ranks alike, before the step.
         """
         metrics.add("actor_learning_rate", self.engine.learning_rate, reduce="max")
         last = len(batch.micro_batches) - 1

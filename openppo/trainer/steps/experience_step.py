@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,15 +18,21 @@ from openppo.types import Experience, Trajectory
 
 
 class ExperienceStep:
-    """Makes experience in two parts: before and after scores are known. All ranks call every method together.
+    """Fills a replay buffer. All ranks call ``make`` together.
 
-    Where one optimizer step trains on all samples of a rollout (at once), the forward passes that this step starts with
-    give what passes without gradients would give before it: the critic's values and, in bfloat16, the actor's old
-    log-probs. Those passes are left out then.
+    Where one optimizer step trains on all samples of a rollout (at once), it begins with the weights that experience is
+    made with. Its forward passes give what others would give before it: the critic's values and, in bfloat16, the
+    actor's old log-probs. Those others are left out then.
     """
 
     def __init__(
-        self, config: TrainPPOConfig, parts: Parts, buffer: ReplayBuffer, update_step: UpdateStep, timer: PhaseTimer
+        self,
+        config: TrainPPOConfig,
+        parts: Parts,
+        buffer: ReplayBuffer,
+        update_step: UpdateStep,
+        sample_log: SampleLog,
+        timer: PhaseTimer,
     ) -> None:
         self.config = config
         self.parts = parts
@@ -34,43 +40,53 @@ class ExperienceStep:
         self.maker = parts.maker
         self.buffer = buffer
         self.update_step = update_step
+        self.sample_log = sample_log
         self.timer = timer
         self.normalizes = self.maker.estimator.normalizes(config.advantage.normalize_advantages)
 
-    def run_models(self, trajectories: Sequence[Trajectory], recompute: bool) -> list[Experience]:
-        """What needs no scores; ``recompute`` whatever ``--old_log_probs`` says. ``Interrupted`` as of the maker."""
-        at_once = self._at_once(self._count(trajectories))
-        source = "recompute" if recompute else self.config.old_log_probs(at_once)
-        values = not (at_once and self._critic_goes_first)
-        with self.timer.phase("experience"), self.parts.strategy.uncompiled():
-            self.parts.train(False)
-            return self.maker.run_models(trajectories, source, values)
-
-    def fill(
+    def make(
         self,
-        experiences: Sequence[Experience],
         trajectories: Sequence[Trajectory],
         metrics: Metrics,
-        sample_log: SampleLog,
+        recompute: bool,
+        wait_for_scores: Callable[[], None],
     ) -> StepInProgress:
-        """Put complete experience into the buffer: of what ``run_models`` made of ``trajectories``, which have scores.
+        """Run the models, wait until ``trajectories`` have scores, and complete the experience: a step can begin.
 
-        Errors as of ``UpdateStep.train``.
+        ``recompute`` has the actor compute old log-probs, whatever ``--old_log_probs`` says. ``Interrupted`` and
+        ``FloatingPointError`` as of ``UpdateStep.train``; then the step must begin anew.
         """
-        step = StepInProgress(metrics, self._count(trajectories), count_tokens(trajectories), samples=[])
-        lambd_critic = 1.0 if self.update_step.pretrains_values else None
-        if self._at_once(step.n_samples) and self._critic_goes_first:
-            self._fill_and_train_critic(experiences, trajectories, step, lambd_critic)
-        else:
-            with self.timer.phase("experience"):
-                self.buffer.extend(self.maker.add_advantages(experiences, trajectories, metrics, lambd_critic))
+        n_tokens = count_tokens(trajectories)
+        with self.timer.phase("experience"), self.parts.strategy.uncompiled():
+            at_once = 0 < self._count(trajectories) <= self.config.batch.train_batch_size
+            critic_first = at_once and self.parts.critic is not None and self.config.may_train_critic_first
+            source = self.config.old_log_probs_from(at_once and self.update_step.trains_actor)
+            self.parts.train(False)
+            experiences = self.maker.run_models(
+                trajectories, old_log_probs="recompute" if recompute else source, values=not critic_first
+            )
+        wait_for_scores()
+        step = StepInProgress(metrics, n_samples=0, n_tokens=n_tokens, samples=[])
+        self.buffer.clear()  # of a step that was left
+        fill = self._fill_and_train_critic if critic_first else self._fill
+        fill(experiences, trajectories, step, 1.0 if self.update_step.pretrains_values else None)
         with self.timer.phase("experience"):
             if self.normalizes:
                 self.buffer.normalize("advantages")
+        self.timer.count_tokens("experience", n_tokens)
         step.n_samples = self._count(self.buffer.items)
-        self.timer.count_tokens("experience", step.n_tokens)
-        step.samples = sample_log.describe(trajectories, self.buffer, self.update_step.position.global_step + 1)
+        step.samples = self.sample_log.describe(trajectories, self.buffer, self.update_step.position.global_step + 1)
         return step
+
+    def _fill(
+        self,
+        experiences: Sequence[Experience],
+        trajectories: Sequence[Trajectory],
+        step: StepInProgress,
+        lambd_critic: float | None,
+    ) -> None:
+        with self.timer.phase("experience"):
+            self.buffer.extend(self.maker.add_advantages(experiences, trajectories, step.metrics, lambd_critic))
 
     def _fill_and_train_critic(
         self,
@@ -88,16 +104,6 @@ class ExperienceStep:
             )
         if len(self.buffer) > 0:
             measure_experience(join_rows(self.buffer.items).to(self.parts.strategy.device), step.metrics)
-
-    @property
-    def _critic_goes_first(self) -> bool:
-        """Not where samples are dropped between values and training, nor where training drops parts of adapters."""
-        dropped = self.config.shaping.overlong_filter or self.config.ppo.buffer_limit > 0
-        exact = not dropped and self.config.lora.lora_dropout == 0
-        return self.update_step.critic_step is not None and exact
-
-    def _at_once(self, n_samples: int) -> bool:
-        return 0 < n_samples <= self.config.batch.train_batch_size
 
     def _count(self, samples: Sequence[object]) -> int:
         """Over all ranks."""

@@ -42,6 +42,11 @@ class UpdateStep:
         self._next_documents: TokenBatch | None = None
 
     @property
+    def trains_actor(self) -> bool:
+        """Whether the actor is trained in this global step, or frozen still."""
+        return self.position.global_step >= frozen_actor_steps(self.config)
+
+    @property
     def pretrains_values(self) -> bool:
         """Whether only the critic learns, on Monte-Carlo returns."""
         return self.position.global_step < self.config.ppo.value_pretrain_steps
@@ -56,7 +61,7 @@ class UpdateStep:
         n_left = batch.max_epochs * -(-step.n_samples // batch.train_batch_size) - done
         with progress(n_left, "training", enabled=self.parts.strategy.is_main) as bar:
             for mini_batch in self._mini_batches(buffer, done):
-                if self.position.global_step >= frozen_actor_steps(self.config) and not step.actor_done:
+                if self.trains_actor and not step.actor_done:
                     self._train_actor(mini_batch, step, kl_coef)
                     step.actor_done = True
                 if self.critic_step is not None and not step.critic_done:
@@ -75,9 +80,10 @@ class UpdateStep:
         Errors as of ``train``.
         """
         self._wake()
-        mini_batch = next(self._mini_batches(buffer))
-        self._train_critic(mini_batch, step, complete)
-        buffer.replace(mini_batch)
+        batches = [next(self._mini_batches(buffer))]
+        for mini_batch in progress(batches, "training of the critic", enabled=self.parts.strategy.is_main):
+            self._train_critic(mini_batch, step, complete)
+            buffer.take_back(mini_batch, ("values", "advantages", "returns"))
         step.critic_done = True
 
     def _wake(self) -> None:

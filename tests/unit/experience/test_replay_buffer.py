@@ -336,7 +336,7 @@ def test_samples_of_a_mini_batch_go_back_to_their_places_with_what_they_got(worl
         batch = next(buffer.mini_batches(N, 2, epochs=1, seed=5))
         for i, micro in enumerate(batch.micro_batches):
             batch.micro_batches[i] = micro.with_fields(values=micro.sequences + 100.0)
-        buffer.replace(batch)
+        buffer.take_back(batch, ("values",))
         return buffer.items
 
     items = [item for of_rank in on_ranks(world_size, work) for item in of_rank]
@@ -353,7 +353,7 @@ def test_only_the_samples_of_the_mini_batch_are_replaced() -> None:
     batch = next(buffer.mini_batches(4, 2, epochs=1, seed=5))
     for i, micro in enumerate(batch.micro_batches):
         batch.micro_batches[i] = micro.with_fields(values=micro.advantages)
-    buffer.replace(batch)
+    buffer.take_back(batch, ("values",))
     replaced = [i for i, item in enumerate(buffer.items) if item.values is not None]
     assert replaced == sorted(place for of_micro in batch.places for place in of_micro)
     assert len(replaced) == 4

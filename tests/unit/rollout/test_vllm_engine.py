@@ -26,7 +26,7 @@ def test_weights_in_4_bits_cannot_be_handed_over() -> None:
 
 def test_log_probs_of_another_implementation_are_recomputed_unless_asked_for() -> None:
     found = [
-        from_options(TrainPPOConfig, **BASE, rollout_engine=engine, old_log_probs=old).old_log_probs(on_policy=True)
+        from_options(TrainPPOConfig, **BASE, rollout_engine=engine, old_log_probs=old).old_log_probs_from(at_once=True)
         for engine, old in (("hf", "auto"), ("vllm", "auto"), ("vllm", "rollout"))
     ]
     assert found == ["rollout", "recompute", "rollout"]

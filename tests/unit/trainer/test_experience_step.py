@@ -10,33 +10,38 @@ import pytest
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ReplayBuffer
-from openppo.tracking import PhaseTimer
+from openppo.tracking import Metrics, PhaseTimer
 from openppo.trainer.steps.experience_step import ExperienceStep
 from openppo.types import SingleProcess
 
-BASE = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "train_batch_size": 4}
+BASE = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "rollout_batch_size": 4, "train_batch_size": 4}
 
 
-def asked(n_samples: int, recompute: bool = False, critic: bool = True, **options: Any) -> tuple[str, bool]:
-    """Where old log-probs of so many samples come from, and whether the critic is asked for values."""
-    config = from_options(TrainPPOConfig, **BASE, **options)
-    calls: list[tuple[str, bool]] = []
+class Asked(Exception):  # noqa: N818 (what is asked, no error)
+    """Where old log-probs come from, and whether the critic is asked for values."""
+
+
+def asked(n_samples: int, recompute: bool = False, trains_actor: bool = True, **options: Any) -> tuple[str, bool]:
+    """How the models are run over so many samples."""
+    config = from_options(TrainPPOConfig, **(BASE | options))
 
     def run_models(trajectories: Any, old_log_probs: str, values: bool) -> list[Any]:
-        calls.append((old_log_probs, values))
-        return []
+        raise Asked(old_log_probs, values)
 
     estimator = SimpleNamespace(normalizes=lambda _: False)
-    parts = SimpleNamespace(
+    parts: Any = SimpleNamespace(
         strategy=SimpleNamespace(comm=SingleProcess(), uncompiled=nullcontext),
         maker=SimpleNamespace(run_models=run_models, estimator=estimator),
+        critic=object(),
         train=lambda mode: None,
     )
-    update_step: Any = SimpleNamespace(critic_step=object() if critic else None)
-    step = ExperienceStep(config, parts, ReplayBuffer(), update_step, PhaseTimer())  # type: ignore[arg-type]
-    step.run_models([None] * n_samples, recompute)  # type: ignore[list-item]
-    [call] = calls
-    return call
+    update_step: Any = SimpleNamespace(trains_actor=trains_actor)
+    sample_log: Any = None
+    step = ExperienceStep(config, parts, ReplayBuffer(), update_step, sample_log, PhaseTimer())
+    samples: list[Any] = [SimpleNamespace(token_ids=[1, 2])] * n_samples
+    with pytest.raises(Asked) as asked:
+        step.make(samples, Metrics(), recompute, lambda: None)
+    return asked.value.args  # type: ignore[return-value]
 
 
 def test_the_critic_is_asked_only_where_the_first_step_does_not_train_on_everything() -> None:
@@ -60,3 +65,5 @@ def test_old_log_probs_in_bfloat16_are_left_to_training_only_where_it_sees_all_s
     assert asked(4, bf16=True) == ("training", False)
     assert asked(5, bf16=True) == ("recompute", True)
     assert asked(4, bf16=True, recompute=True) == ("recompute", False), "for trajectories that others sampled"
+    assert asked(4, bf16=True, trains_actor=False) == ("recompute", False), "nobody else computes them"
+    assert asked(4, bf16=True, rollout_batch_size=8) == ("recompute", False), "one step like the others"
