@@ -155,7 +155,7 @@ class LossConfig:
     """Log-probs of the old policy: the engine's (rollout), or those of another forward (recompute). By default the
     engine's where both are the same but for rounding: --rollout_engine hf in float32, without --top_p, --top_k and
     --rollout_correction. With --bf16 in place of float32, those of the training forward where one optimizer step trains
-    on all samples of a rollout, once."""
+    on all samples of a rollout, once, without --lora_dropout."""
     rollout_correction: RolloutCorrection = "none"
     """Weight tokens by p_actor / p_rollout: truncated above (tis), or 0 outside a range (mis, icepop)."""
     rollout_correction_low: float | None = None
