@@ -94,7 +94,7 @@ def run(case: dict[str, Any], folder: Path, mode: str) -> None:
     config = parse_options(config_type, arguments)
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
     StopAt.at, StopAt.n_checks = case["stop_at"] if mode == "first" else 0, 0
-    StopAt.place = tuple(case["place"]) if case.get("place") else None
+    StopAt.place = tuple(case["place"]) if mode == "first" and case.get("place") else None
     spoiled: Any = nullcontext()
     if poison := case.get("poison"):
         spoiled = poisoned(STEPS[poison["role"]], poison) if ppo else poisoned_loss(poison)
