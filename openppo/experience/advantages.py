@@ -74,9 +74,9 @@ def _discounted_sums(terms: Tensor, discount: float | Tensor) -> Tensor:
 
     By doubling: the sum of 2n terms is that of n, and c^n times that of the next n.
     """
-    factor = discount[:, None] if isinstance(discount, Tensor) else discount
+    factor = discount.reshape(-1, 1) if isinstance(discount, Tensor) else discount  # c^n
     n = 1
     while n < terms.shape[1]:
-        terms = terms + factor**n * F.pad(terms[:, n:], (0, n))
-        n *= 2
+        terms = terms + factor * F.pad(terms[:, n:], (0, n))
+        n, factor = 2 * n, factor * factor
     return terms

@@ -109,7 +109,11 @@ class PPOTrainer:
         return self.parts.estimate.explain() if self.parts.estimate else []
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
-        """Every episode passes over all prompts once, in an order of its own."""
+        """Every episode passes over all prompts once, in an order of its own.
+
+        What a session before had begun is finished first.
+        """
+        self._finish_interrupted()
         while self.progress.consumed_batches < self.total_steps:
             self.start_of_step = (ppo_state(self), get_random_state())
             yield self._next_prompts()
@@ -120,6 +124,7 @@ class PPOTrainer:
         Returns the step's metrics, the same on all ranks. With ``--dynamic_sampling`` further prompts come from
         ``--prompt_data``.
         """
+        self._finish_interrupted()
         metrics = Metrics()
         begin_step(self.global_step + 1)
         self.start_of_step = self.start_of_step or (ppo_state(self), get_random_state())
@@ -146,6 +151,7 @@ class PPOTrainer:
 
         The actor recomputes their log-probs, whatever ``--old_log_probs`` says.
         """
+        self._finish_interrupted()
         self.start_of_step = self.start_of_step or (ppo_state(self), get_random_state())
         self._make_experience(trajectories, Metrics())
         return self._finish_step()

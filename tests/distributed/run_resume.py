@@ -2,8 +2,8 @@
 
 A case: ``name``, ``command``, ``arguments``, and ``stop_at``, the number of the check at which mode ``first`` stops the
 run as a signal would (0: at none), with ``place`` counted in that step and phase only. Mode ``whole`` never stops; mode
-``rest`` goes on from the checkpoint. ``poison`` makes optimizer steps not finite: ``role``, ``calls`` (from 1),
-``rank``, and ``how``.
+``rest`` goes on from the checkpoint, with ``own_loop`` in a loop of one's own. ``poison`` makes optimizer steps not
+finite: ``role``, ``calls`` (from 1), ``rank``, and ``how``.
 """
 
 from __future__ import annotations
@@ -103,7 +103,14 @@ def run(case: dict[str, Any], folder: Path, mode: str) -> None:
         mock.patch("openppo.trainer.supervised.build.SignalStop", StopAt),
         spoiled,
     ):
-        build(config, strategy).fit()
+        trainer = build(config, strategy)
+        if mode == "rest" and case.get("own_loop"):
+            with trainer.parts.trackers:
+                for prompts in trainer.prompt_batches():
+                    trainer.report(trainer.step(prompts))
+                trainer.save()
+        else:
+            trainer.fit()
     (folder / "checks").write_text(str(StopAt.n_checks))
 
 

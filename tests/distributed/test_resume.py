@@ -38,6 +38,7 @@ class Case:
     ranks: tuple[int, ...] = (1, 2)
     place: tuple[int, str] | None = None
     """Only checks of that step and phase count; then ``share`` is the number of one of them."""
+    own_loop: bool = False
 
 
 def everything(stage: int) -> str:
@@ -69,6 +70,7 @@ CASES = [
         Case(f"at-once-check{number}", f"{AT_ONCE} {REWARD} --bf16", number, ranks=(2,), place=(2, "training"))
         for number in (1, 2, 3, 4)
     ),
+    Case("own-loop", f"{PPO} {REWARD} {PTX} --max_epochs 2", 5, place=(3, "training"), own_loop=True),
     Case("values-first", f"{PPO} {REWARD} --value_pretrain_steps 3", 0.45),
     Case(
         "supervised",

@@ -278,9 +278,12 @@ def _sent(run: PPORun, lasting: int) -> dict[str, int]:
         generation *= run.config.generation.generate_max_len * (-(-run.samples // rows) + -(-greedy // rows))
     ranks = run.lora_ranks
     forwards = {role: forward_bytes(shape, setting, ranks.get(role, 0)) for role, shape in run.shapes.items()}
-    at_once = run.samples * run.n_ranks <= batch.train_batch_size and run.config.may_train_critic_first
-    critic_first = at_once and "critic" in forwards
-    experience = sum(n for role, n in forwards.items() if not (critic_first and role == "critic"))
+    at_once = run.samples * run.n_ranks <= batch.train_batch_size
+    critic_first = at_once and "critic" in forwards and run.config.may_train_critic_first
+    left_out = {"critic"} if critic_first else set()
+    if run.config.old_log_probs_from(at_once) != "recompute":
+        left_out.add("actor")
+    experience = sum(n for role, n in forwards.items() if role not in left_out)
     if run.config.kl.init_kl_coef > 0:  # the reference
         experience += actor
     experience *= -(-run.samples // run.rows_to_infer)

@@ -102,8 +102,9 @@ class ExperienceStep:
             self.update_step.train_critic_first(
                 self.buffer, step, lambda micro: self.maker.add_returns(micro, lambd_critic)
             )
-        if len(self.buffer) > 0:
-            measure_experience(join_rows(self.buffer.items).to(self.parts.strategy.device), step.metrics)
+        with self.timer.phase("experience"):
+            if len(self.buffer) > 0:
+                measure_experience(join_rows(self.buffer.items).to(self.parts.strategy.device), step.metrics)
 
     def _count(self, samples: Sequence[object]) -> int:
         """Over all ranks."""

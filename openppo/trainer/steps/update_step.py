@@ -81,7 +81,7 @@ class UpdateStep:
         """
         self._wake()
         batches = [next(self._mini_batches(buffer))]
-        for mini_batch in progress(batches, "training of the critic", enabled=self.parts.strategy.is_main):
+        for mini_batch in progress(batches, "critic", enabled=self.parts.strategy.is_main):
             self._train_critic(mini_batch, step, complete)
             buffer.take_back(mini_batch, ("values", "advantages", "returns"))
         step.critic_done = True

@@ -335,7 +335,8 @@ def test_samples_of_a_mini_batch_go_back_to_their_places_with_what_they_got(worl
         buffer = filled(shares(world_size)[comm.rank], comm)
         batch = next(buffer.mini_batches(N, 2, epochs=1, seed=5))
         for i, micro in enumerate(batch.micro_batches):
-            batch.micro_batches[i] = micro.with_fields(values=micro.sequences + 100.0)
+            other = torch.zeros_like(micro.rollout_log_probs) - 7  # which nobody asks for
+            batch.micro_batches[i] = micro.with_fields(values=micro.sequences + 100.0, rollout_log_probs=other)
         buffer.take_back(batch, ("values",))
         return buffer.items
 

@@ -187,9 +187,25 @@ def test_what_is_sent_with_a_bound_on_tokens_by_hand(shapes: dict[str, ModelShap
     config = ppo_config(zero_stage=3, micro_train_tokens=300, micro_rollout_tokens=450, micro_rollout_batch_size=8)
     sent = estimate_ppo(PPORun(config, shapes, LENGTHS, n_ranks=4)).sent
     actor, scalar = 4 * 999_000 * 3 // 4, 4 * 899_000 * 3 // 4  # one pass in float32, without small parameters
-    assert sent["experience"] == 6 * 2 * (actor + scalar)  # 16 samples by 3; with reference and reward model
+    assert sent["experience"] == 6 * (actor + 2 * scalar)  # 16 samples by 3: reference, critic and reward model
     gradients = 4 * (1_000_000 + 900_000) * 3 // 4
     assert sent["training"] == 4 * 2 * (2 * (actor + scalar) + gradients)  # 4 steps, on each rank 4 samples by 2
+
+
+def test_passes_that_training_makes_anyway_are_not_sent_twice(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    """Where one optimizer step takes all 64 samples; then experience is exchanged twice instead, and three fields."""
+
+    def sent(**options: Any) -> dict[str, int]:
+        config = ppo_config(zero_stage=3, micro_rollout_batch_size=8, train_batch_size=64, **options)
+        return estimate_ppo(PPORun(config, shapes, LENGTHS, n_ranks=4)).sent
+
+    actor, scalar = 999_000 * 3 // 4, 899_000 * 3 // 4  # elements of one pass, without small parameters
+    at_once, before = sent(), sent(buffer_limit=64)
+    assert at_once["experience"] == 2 * 4 * (actor + scalar)  # reference and reward model
+    assert before["experience"] == 2 * 4 * (actor + 2 * scalar)
+    assert at_once["exchange of experience"] == 2 * before["exchange of experience"]
+    assert sent(bf16=True)["experience"] == 2 * 2 * (actor + scalar)
+    assert sent(bf16=True, max_epochs=2)["experience"] == 2 * 2 * (2 * actor + scalar)
 
 
 def test_one_micro_batch_of_many_tokens_accumulates_no_gradient(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
