@@ -68,8 +68,12 @@ class ExperienceStep:
         wait_for_scores()
         step = StepInProgress(metrics, n_samples=0, n_tokens=n_tokens, samples=[])
         self.buffer.clear()  # of a step that was left
-        fill = self._fill_and_train_critic if critic_first else self._fill
-        fill(experiences, trajectories, step, 1.0 if self.update_step.pretrains_values else None)
+        lambd_critic = 1.0 if self.update_step.pretrains_values else None
+        if critic_first:
+            self._fill_and_train_critic(experiences, trajectories, step, lambd_critic)
+        else:
+            with self.timer.phase("experience"):
+                self.buffer.extend(self.maker.add_advantages(experiences, trajectories, metrics, lambd_critic))
         with self.timer.phase("experience"):
             if self.normalizes:
                 self.buffer.normalize("advantages")
@@ -77,16 +81,6 @@ class ExperienceStep:
         step.n_samples = self._count(self.buffer.items)
         step.samples = self.sample_log.describe(trajectories, self.buffer, self.update_step.position.global_step + 1)
         return step
-
-    def _fill(
-        self,
-        experiences: Sequence[Experience],
-        trajectories: Sequence[Trajectory],
-        step: StepInProgress,
-        lambd_critic: float | None,
-    ) -> None:
-        with self.timer.phase("experience"):
-            self.buffer.extend(self.maker.add_advantages(experiences, trajectories, step.metrics, lambd_critic))
 
     def _fill_and_train_critic(
         self,
