@@ -13,7 +13,7 @@ from openppo.config import LoRAConfig
 from openppo.models.loading import disable_dropout, load_causal_lm
 from openppo.models.log_probs import log_probs_and_entropy, log_probs_from_logits
 from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
-from openppo.models.padding import pack_rows
+from openppo.models.padding import pack_rows, widen
 
 
 class Actor(nn.Module):
@@ -84,8 +84,11 @@ class Actor(nn.Module):
             positions = positions.new_zeros(1)
         # No attention mask: padding is on the right, and a causal model never looks there. SDPA then keeps its
         # fast causal kernel.
-        options = {} if position_ids is None else {"position_ids": position_ids}
-        logits = self.model(input_ids=sequences, logits_to_keep=positions, use_cache=False, **options).logits
+        if position_ids is None:
+            inputs = {"input_ids": widen(sequences, self.model)}
+        else:
+            inputs = {"input_ids": sequences, "position_ids": position_ids}
+        logits = self.model(**inputs, logits_to_keep=positions, use_cache=False).logits
         tokens = (positions + 1).clamp(max=sequences.shape[1] - 1)  # a row of one token has none after its first
         if not return_entropy:
             return _place(log_probs_from_logits(logits, sequences[:, tokens], temperature), tokens, wanted)  # (B, K)

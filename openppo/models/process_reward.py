@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from openppo.models.padding import widen
+
 
 class ProcessRewardModel(nn.Module):
     """Wraps a Hugging Face causal language model ``.model``; the forward returns its logits at chosen places."""
@@ -20,6 +22,7 @@ class ProcessRewardModel(nn.Module):
         """
         columns = places.any(0).nonzero()[:, 0]  # (K,)
         # Without attention mask for the reason given in Actor.forward.
-        logits = self.model(input_ids=sequences, logits_to_keep=columns, use_cache=False).logits  # (B, K, V)
+        inputs = widen(sequences, self.model)
+        logits = self.model(input_ids=inputs, logits_to_keep=columns, use_cache=False).logits  # (B, K, V)
         chosen: Tensor = logits[places[:, columns]]
         return chosen

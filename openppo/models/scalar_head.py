@@ -16,7 +16,7 @@ from openppo.models.attention.cpu import use_cpu_attention
 from openppo.models.loading import disable_dropout, load_config, load_options
 from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
 from openppo.models.lora.folder import base_model_of, has_head, is_peft_folder, merge_adapters
-from openppo.models.padding import pack_rows
+from openppo.models.padding import pack_rows, widen
 from openppo.models.trust import refusing_code
 
 logger = logging.getLogger("openppo")
@@ -55,7 +55,7 @@ class ScalarHeadModel(nn.Module):
             outputs = self._outputs(input_ids=rows.input_ids, position_ids=rows.position_ids)[0]  # (T,)
             outputs = outputs[rows.places].view(sequences.shape)
         else:  # without attention mask for the reason given in Actor.forward
-            outputs = self._outputs(input_ids=sequences)  # (B, L)
+            outputs = self._outputs(input_ids=widen(sequences, self.model))[:, : sequences.shape[1]]  # (B, L)
         if self.role == "critic":
             return F.pad(outputs[:, :-1], (1, 0))
         places = torch.arange(sequences.shape[1], device=sequences.device)

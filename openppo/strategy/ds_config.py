@@ -25,6 +25,7 @@ def train_config(options: DeepSpeedConfig, zero_stage: int, n_trained: int, on_g
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "zero_hpz_partition_size": options.zpg,
+        "reduce_scatter": zero_stage == 3,  # below, DeepSpeed would all-reduce all the same, but a copy of the bucket
     }
     if options.overlap_comm:  # else DeepSpeed's own choice, which is to overlap in stage 3 only
         zero["overlap_comm"] = True

@@ -109,6 +109,11 @@ class PPORun:
         """Tokens of the longest prompt with the longest response."""
         return self.lengths.longest_prompt + self.config.generation.generate_max_len
 
+    @property
+    def width(self) -> int:
+        """Places of a row of so many tokens."""
+        return self.setting.width(self.longest)
+
     def _rows(self, rows: int, tokens: int | None, most: int) -> int:
         return min(rows if tokens is None else max(1, tokens // self.longest), most)
 
@@ -230,7 +235,7 @@ def _in_lockstep(run: PPORun) -> bool:
 
 def _experience(run: PPORun, states: dict[str, States], lasting: int) -> Phase:
     """The largest of all forward passes without gradients, beside the experience of all samples."""
-    batch = Pass(run.rows_to_infer, run.longest, run.longest - run.lengths.shortest_prompt, run.on_cpu)
+    batch = Pass(run.rows_to_infer, run.width, run.longest - run.lengths.shortest_prompt, run.on_cpu)
     needs = [
         (inference_peak(shape, batch, run.setting.element), states[role].gathered_to_infer)
         for role, shape in run.shapes.items()
@@ -261,7 +266,7 @@ def _moments(run: PPORun, role: str, state: States) -> list[dict[str, int]]:
 def _training_passes(run: PPORun, role: str) -> list[Pass]:
     """Micro-batches of samples, and of documents for the actor's PTX loss."""
     scored = run.longest - (run.lengths.shortest_prompt if role == "actor" else 0)
-    passes = [Pass(run.rows_to_train, run.longest, scored, run.on_cpu)]
+    passes = [Pass(run.rows_to_train, run.width, scored, run.on_cpu)]
     if role == "actor" and run.lengths.document > 0:
         rows = min(rows_of_documents(run.config, run.lengths.document), run.share)
         passes.append(Pass(rows, run.lengths.document, run.lengths.document, run.on_cpu))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from openppo.config import DeepSpeedConfig
+from openppo.models.padding import rounded_width
 from openppo.strategy.ds_config import LARGEST_BUCKET
 from openppo.trainer.estimate.shapes import ModelShape
 
@@ -42,6 +43,10 @@ class Setting:
     def element(self) -> int:
         """Bytes of a weight or activation."""
         return 2 if self.options.bf16 else 4
+
+    def width(self, length: int) -> int:
+        """Places of a padded row of ``length`` tokens: see ``widen``."""
+        return rounded_width(length) if self.on_cpu and self.options.bf16 else length
 
     def share(self, n: int) -> int:
         """Elements of one rank's partition of ``n``."""
@@ -132,8 +137,7 @@ def _bf16_stage_1(n: int, frozen: int, setting: Setting) -> States:
 def _stage_1(n: int, frozen: int, largest: int, setting: Setting, accumulates: bool) -> States:
     """zero/stage_1_and_2.py: whole gradients in float32, which move into a bucket at the end of the last pass.
 
-    The bucket is copied to be reduced if there are several ranks; then a rank copies what it keeps, which is whole
-    parameters.
+    It is reduced in place; then a rank copies what it keeps, which is whole parameters.
     """
     bucket, kept = 4 * min(n, LARGEST_BUCKET), 4 * min(n, max(setting.share(n), largest))
     buffers = bucket * (2 if setting.options.overlap_comm else 1)
@@ -143,7 +147,7 @@ def _stage_1(n: int, frozen: int, largest: int, setting: Setting, accumulates: b
         setting,
         accumulated=4 * n if accumulates else 0,
         buffers=buffers,
-        reduced=4 * n + max(buffers, kept, bucket if setting.n_ranks > 1 else 0),
+        reduced=4 * n + max(buffers, kept),
         host_gradients=kept,
     )
 
@@ -151,19 +155,19 @@ def _stage_1(n: int, frozen: int, largest: int, setting: Setting, accumulates: b
 def _stage_2(n: int, frozen: int, largest: int, setting: Setting, accumulates: bool) -> States:
     """zero/stage_1_and_2.py: gradients go through a bucket in every pass, and a rank keeps its part.
 
-    With bf16 the bucket is copied to bf16 and to float32, and the part kept is exactly the partition. Otherwise the
-    bucket is copied if there are several ranks, and whole parameters are kept, twice while passes add up.
+    With bf16 the bucket is copied to float32, and the part kept is exactly the partition. Otherwise it is reduced in
+    place, and whole parameters are kept, twice while passes add up.
     """
     bucket = min(n, LARGEST_BUCKET)
     buffers = setting.element * bucket * (2 if setting.options.overlap_comm else 1)
     if setting.options.bf16:
         kept = 4 * setting.share(n)
         accumulated, host_gradients = (kept if accumulates else 0), 0
-        reduced = buffers + (2 + 4) * bucket + kept
+        reduced = buffers + 4 * bucket + kept
     else:
         kept = host_gradients = 4 * min(n, max(setting.share(n), largest))
         accumulated = kept if accumulates and not setting.options.adam_offload else 0
-        reduced = accumulated + buffers + max(kept, 4 * bucket if setting.n_ranks > 1 else 0)
+        reduced = accumulated + buffers + kept
     return _flat_states(n, frozen, setting, accumulated, buffers, reduced, host_gradients)
 
 

@@ -44,7 +44,7 @@ def estimate_supervised(run: SupervisedRun) -> Estimate:
     rows = run.rows_per_sample * min(batch.micro_train_batch_size, samples)
     activations = training_peak(
         run.shape,
-        Pass(rows, length, min(run.scored, length), run.on_cpu),
+        Pass(rows, setting.width(length), min(run.scored, length), run.on_cpu),
         setting.element,
         deepspeed.gradient_checkpointing,
         lora.lora_rank,

@@ -190,13 +190,16 @@ def test_long_rows_go_to_torch_whose_attention_keeps_no_weights(
     assert torch_attention == [torch.float32] * 2 and kept_in_bfloat16(3, 4, 21) == 0
 
 
-def test_with_amx_torch_is_faster_in_bfloat16(
+def test_with_amx_torch_takes_longer_rows_in_bfloat16(
     saved: Path, torch_attention: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    monkeypatch.setattr(cpu, "_LONGEST_WITH_AMX", 20)
     model = load_causal_lm(str(saved), bf16=True, flash_attn=False)
     model(input_ids=torch.zeros(3, 20, dtype=torch.int64))
-    assert torch_attention == [torch.bfloat16] * 2 and kept_in_bfloat16(3, 4, 20) == 0
+    assert torch_attention == [] and kept_in_bfloat16(3, 4, 20) > 0
+    model(input_ids=torch.zeros(3, 21, dtype=torch.int64))
+    assert torch_attention == [torch.bfloat16] * 2 and kept_in_bfloat16(3, 4, 21) == 0
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from openppo.models.padding import MicroBatchSize, micro_batches, pad_right, price_of_a_batch
+from openppo.models.padding import MicroBatchSize, micro_batches, pad_right, price_of_a_batch, rounded_width
 
 
 def test_rows_are_padded_on_the_right_to_the_longest() -> None:
@@ -87,3 +87,9 @@ def test_under_zero_3_there_are_as_few_batches_as_possible(seed: int) -> None:
     batches = micro_batches(lengths, MicroBatchSize(8, price=price_of_a_batch(3)))
     assert len(batches) == -(-len(lengths) // 8)
     assert len(micro_batches(lengths, MicroBatchSize(8, price=price_of_a_batch(2)))) >= len(batches)
+
+
+def test_few_widths_hold_all_lengths_with_little_padding() -> None:
+    widths = {length: rounded_width(length) for length in range(1, 4097)}
+    assert all(width % 8 == 0 and 0 <= width - length <= max(7, length / 16) for length, width in widths.items())
+    assert len({width for length, width in widths.items() if 128 <= length < 1024}) <= 49
