@@ -111,7 +111,7 @@ class DeepspeedStrategy:
             scheduler_specific_kwargs=extra,
         )
         n_trained, on_gpu = sum(p.numel() for p in trained), self.device.type == "cuda"
-        options = train_config(self.config, self.zero_stage, n_trained, on_gpu)
+        options = train_config(self.config, self.zero_stage, n_trained, self.comm.world_size, on_gpu)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=merge(options, self.overrides))
         if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
             # Else each parameter gets views of Adam's moments, for DeepSpeed's own checkpoints only, and they would

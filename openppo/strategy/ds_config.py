@@ -11,11 +11,14 @@ LARGEST_BUCKET = 500_000_000
 _NEVER = 10**9
 
 
-def train_config(options: DeepSpeedConfig, zero_stage: int, n_trained: int, on_gpu: bool = False) -> dict[str, Any]:
+def train_config(
+    options: DeepSpeedConfig, zero_stage: int, n_trained: int, n_ranks: int, on_gpu: bool = False
+) -> dict[str, Any]:
     """Configuration of an engine that is trained at ``zero_stage``, which stands for that of ``options``.
 
     Accumulation boundaries are set by hand at each micro-batch, so DeepSpeed is told of one micro-batch per step
-    and never scales a loss. With bf16, gradients are accumulated and reduced in float32. ``n_trained``
+    and never scales a loss. With bf16, gradients are accumulated and reduced in float32; where a single rank of ZeRO-2
+    has nothing to reduce, those of a micro-batch are not copied to float32 for it. ``n_trained``
     parameters bound the reduction buckets, which DeepSpeed would otherwise allocate for 500 million elements.
     ``on_gpu``: what is offloaded lies in pinned memory, from where copies are several times as fast.
     """
@@ -43,7 +46,7 @@ def train_config(options: DeepSpeedConfig, zero_stage: int, n_trained: int, on_g
     }
     if options.bf16:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-        config["communication_data_type"] = "fp32"
+        config["communication_data_type"] = "bf16" if zero_stage == 2 and n_ranks == 1 else "fp32"
     return config
 
 

@@ -131,12 +131,12 @@ def _backward(
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     grad = grad.transpose(1, 2)  # (B, H, L, D)
     # The mean gradient of a query's weights, (B, H, L, 1)
-    mean = (grad.to(_accumulation(query)) * output.transpose(1, 2)).sum(-1, keepdim=True)
+    mean = (grad.to(_accumulation(query)) * output.transpose(1, 2)).sum(-1, keepdim=True).to(query.dtype)
     for rows, start, end, place in _pieces(query):
         gradients = _queries(grad, key, rows, start, end)
         weights = kept[place].view(len(gradients), -1, end)
         of_scores = torch.bmm(gradients, _keys(value, rows, end).transpose(1, 2))
-        of_scores = (of_scores - _queries(mean, key, rows, start, end)).mul_(weights).to(query.dtype)
+        of_scores.sub_(_queries(mean, key, rows, start, end)).mul_(weights)
         of_keys = torch.bmm(of_scores.transpose(1, 2), _queries(query, key, rows, start, end))
         of_values = torch.bmm(weights.transpose(1, 2), gradients)
         grads[0][rows, :, start:end] = torch.bmm(of_scores, _keys(key, rows, end)).view(-1, heads, end - start, width)

@@ -155,15 +155,15 @@ def _stage_1(n: int, frozen: int, largest: int, setting: Setting, accumulates: b
 def _stage_2(n: int, frozen: int, largest: int, setting: Setting, accumulates: bool) -> States:
     """zero/stage_1_and_2.py: gradients go through a bucket in every pass, and a rank keeps its part.
 
-    With bf16 the bucket is copied to float32, and the part kept is exactly the partition. Otherwise it is reduced in
-    place, and whole parameters are kept, twice while passes add up.
+    With bf16 several ranks copy the bucket to float32, and the part kept is exactly the partition. Otherwise it is
+    reduced in place, and whole parameters are kept, twice while passes add up.
     """
     bucket = min(n, LARGEST_BUCKET)
     buffers = setting.element * bucket * (2 if setting.options.overlap_comm else 1)
     if setting.options.bf16:
         kept = 4 * setting.share(n)
         accumulated, host_gradients = (kept if accumulates else 0), 0
-        reduced = buffers + 4 * bucket + kept
+        reduced = buffers + kept + (4 * bucket if setting.n_ranks > 1 else 0)
     else:
         kept = host_gradients = 4 * min(n, max(setting.share(n), largest))
         accumulated = kept if accumulates and not setting.options.adam_offload else 0

@@ -89,6 +89,20 @@ def test_nothing_in_deepspeed_holds_on_to_moments_that_rest_on_the_host(stage: i
         assert all(storage.expired() for storage in held)
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_gradients_of_a_single_rank_are_added_in_float32(stage: int, offloaded: bool) -> None:
+    """1 and eight times 1/1024: in bfloat16 the sum would stay 1. On two ranks: tests/distributed/test_engine.py."""
+    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=stage, bf16=True, adam_offload=offloaded and stage > 0))
+    module = nn.Linear(1, 2, bias=False).bfloat16()
+    trained = strategy.prepare(module, AdamConfig(), learning_rate=1e-3, total_steps=10)
+    gradients = [1.0] + [2.0**-10] * 8
+    for i, gradient in enumerate(gradients):
+        given = torch.ones(1, 1, dtype=torch.bfloat16)
+        trained.backward(trained(given).float().sum() * gradient, last=i == len(gradients) - 1)
+    assert trained.step() == pytest.approx(2**0.5 * (1 + 8 * 2.0**-10), rel=1e-6)
+
+
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -1 * math.inf])
 def test_a_gradient_that_is_not_finite_does_not_advance_the_schedule(norm: float) -> None:
     diverged = engine(norm)
@@ -153,7 +167,7 @@ def test_a_first_host_that_is_not_there_is_named_by_its_address() -> None:
 
 
 def test_overrides_reach_into_nested_options_and_change_neither_side() -> None:
-    options = train_config(DeepSpeedConfig(bf16=True), zero_stage=3, n_trained=11)
+    options = train_config(DeepSpeedConfig(bf16=True), zero_stage=3, n_trained=11, n_ranks=2)
     before = options["zero_optimization"]["stage"]
     merged = merge(options, {"zero_optimization": {"stage3_param_persistence_threshold": 0}})
     assert merged["zero_optimization"]["stage"] == before == 3
@@ -162,14 +176,14 @@ def test_overrides_reach_into_nested_options_and_change_neither_side() -> None:
 
 
 def test_flags_of_communication_reach_deepspeed() -> None:
-    flags = train_config(DeepSpeedConfig(zero_stage=3, zpg=4, overlap_comm=True), 3, n_trained=7)["zero_optimization"]
+    flags = train_config(DeepSpeedConfig(zero_stage=3, zpg=4, overlap_comm=True), 3, 7, n_ranks=8)["zero_optimization"]
     assert (flags["zero_hpz_partition_size"], flags["overlap_comm"]) == (4, True)
-    assert "overlap_comm" not in train_config(DeepSpeedConfig(), 3, n_trained=7)["zero_optimization"]
+    assert "overlap_comm" not in train_config(DeepSpeedConfig(), 3, 7, n_ranks=8)["zero_optimization"]
 
 
 def test_deepspeed_is_told_of_one_micro_batch_per_step_so_that_it_scales_nothing() -> None:
     for stage in (0, 1, 2, 3):
-        options = train_config(DeepSpeedConfig(max_norm=0.5), stage, n_trained=7)
+        options = train_config(DeepSpeedConfig(max_norm=0.5), stage, n_trained=7, n_ranks=1)
         assert options["gradient_accumulation_steps"] == 1
         assert options["gradient_clipping"] == 0.5
     assert "offload_optimizer" not in options["zero_optimization"]
