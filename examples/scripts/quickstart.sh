@@ -35,7 +35,7 @@ $launch -m openppo.cli.train_ppo --seed "$seed" \
     --zero_stage 2 --generate_max_len 16 --rollout_batch_size 256 --micro_rollout_batch_size 128 \
     --train_batch_size 128 --micro_train_batch_size 64 --max_epochs 2 \
     --actor_learning_rate 3e-4 --critic_learning_rate 1e-3 --lr_scheduler constant_with_warmup \
-    --init_kl_coef 0.4 --reward_clip_range -20 20 --value_clip 5
+    --init_kl_coef 0.4 --reward_clip_range -20 20 --value_clip 5 --missing_eos_penalty 20
 
 python examples/quickstart_report.py --run "$run"
 echo "done in $((SECONDS - started)) s"
