@@ -62,10 +62,12 @@ def test_prm_learns_to_tell_right_sums_from_wrong_ones(
     judge = LlamaForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
     good, bad = tokenizer.convert_tokens_to_ids(["G", "B"])
+    sums = [(a, b) for a in range(5) for b in range(5)]
+    texts = [f"{a}+{b}={a + b}#" for a, b in sums] + [f"{a}+{b}={(a + b + 1) % 9}#" for a, b in sums]
     with torch.no_grad():
-        logits = judge(**tokenizer("1+2=3#4+4=7#", return_tensors="pt")).logits[0]
-    assert logits[5, good] > logits[5, bad]  # the saved model says it too
-    assert logits[11, good] < logits[11, bad]
+        logits = judge(**tokenizer(texts, return_tensors="pt")).logits[:, 5]
+    right = (logits[:, good] > logits[:, bad]) == (torch.arange(50) < 25)
+    assert right.float().mean() > 0.8  # the saved model says it too
 
 
 @pytest.mark.parametrize("name", ["samples_math-shepherd", "mr_gsm8k_labelled"])
