@@ -63,11 +63,11 @@ def test_prm_learns_to_tell_right_sums_from_wrong_ones(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
     good, bad = tokenizer.convert_tokens_to_ids(["G", "B"])
     sums = [(a, b) for a in range(5) for b in range(5)]
-    texts = [f"{a}+{b}={a + b}#" for a, b in sums] + [f"{a}+{b}={(a + b + 1) % 9}#" for a, b in sums]
+    texts = [f"{a}+{b}={a + b}#{b}+{a}={(a + b + 1) % 9}#" for a, b in sums]  # the first right, the second wrong
     with torch.no_grad():
-        logits = judge(**tokenizer(texts, return_tensors="pt")).logits[:, 5]
-    right = (logits[:, good] > logits[:, bad]) == (torch.arange(50) < 25)
-    assert right.float().mean() > 0.8  # the saved model says it too
+        logits = judge(**tokenizer(texts, return_tensors="pt")).logits[:, [5, 11]]  # (25, 2, V)
+    right = (logits[..., good] > logits[..., bad]) == torch.tensor([True, False])
+    assert right.float().mean(0).min() > 0.8  # the saved model says it too
 
 
 @pytest.mark.parametrize("name", ["samples_math-shepherd", "mr_gsm8k_labelled"])
