@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from openppo.models.loading import context_length
+
 PRICE_OF_A_BATCH = 1 / 8
 """What one more micro-batch may cost, in full ones: it must save as much padding."""
 
@@ -79,8 +81,7 @@ def widen(sequences: Tensor, model: Any) -> Tensor:
     length = sequences.shape[1]
     if sequences.device.type != "cpu" or model.dtype is not torch.bfloat16:
         return sequences
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    width = rounded_width(length)
+    positions, width = context_length(model.config), rounded_width(length)
     return sequences if positions is not None and width > positions else F.pad(sequences, (0, width - length))
 
 
