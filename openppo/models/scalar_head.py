@@ -9,10 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from openppo.config import LoRAConfig
 from openppo.models.attention.cpu import use_cpu_attention
+from openppo.models.classifier import HEAD, classifier_of
 from openppo.models.loading import disable_dropout, load_config, load_options
 from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
 from openppo.models.lora.folder import base_model_of, has_head, is_peft_folder, merge_adapters
@@ -22,7 +23,6 @@ from openppo.models.trust import refusing_code
 logger = logging.getLogger("openppo")
 
 Role = Literal["critic", "reward"]
-_HEAD = "score"
 
 
 class ScalarHeadModel(nn.Module):
@@ -65,7 +65,7 @@ class ScalarHeadModel(nn.Module):
     def _outputs(self, **inputs: Tensor) -> Tensor:
         """The head's, float32, of each token of ``input_ids``."""
         hidden = self.classifier.base_model(**inputs, use_cache=False).last_hidden_state
-        return self.classifier.get_submodule(_HEAD)(hidden)[..., 0].float()
+        return self.classifier.get_submodule(HEAD)(hidden)[..., 0].float()
 
 
 def get_llm_for_sequence_regression(
@@ -74,7 +74,7 @@ def get_llm_for_sequence_regression(
     *,
     bf16: bool = False,
     flash_attn: bool = False,
-    value_head_prefix: str = _HEAD,
+    value_head_prefix: str = HEAD,
     init_value_head: bool | None = None,
     trust_remote_code: bool = False,
     **lora: Any,
@@ -102,25 +102,25 @@ def get_llm_for_sequence_regression(
                 "scores. Train one with openppo.cli.train_rm, or name its head with --value_head_prefix."
             )
         hidden_size = model.config.get_text_config().hidden_size
-        head: Any = model.get_submodule(_HEAD)
+        head: Any = model.get_submodule(HEAD)
         nn.init.normal_(head.weight, mean=0.0, std=1 / (hidden_size + 1) ** 0.5)
         logger.info("%s: fresh scalar head for the %s, normal(0, 1/sqrt(%d + 1))", name, role, hidden_size)
     return ScalarHeadModel(model, role, options)
 
 
 def load_classifier(
-    name: str, value_head_prefix: str = _HEAD, base: str | None = None, **load: Any
+    name: str, value_head_prefix: str = HEAD, base: str | None = None, **load: Any
 ) -> tuple[PreTrainedModel, bool]:
     """A classifier with one label, adapters merged if ``name`` is a PEFT folder, and whether its head is random.
 
     ``base`` replaces the base model that a PEFT folder names; ``load`` are keywords for ``from_pretrained``. Raises
     ``ValueError`` as ``get_llm_for_sequence_regression`` does.
     """
-    renamed = {} if value_head_prefix == _HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{_HEAD}."}
+    renamed = {} if value_head_prefix == HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{HEAD}."}
     load.setdefault("trust_remote_code", False)
-    config = load_config(name, base, num_labels=1, trust_remote_code=load["trust_remote_code"])
+    classifier, config = classifier_of(load_config(name, base, trust_remote_code=load["trust_remote_code"]))
     with refusing_code(name):
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        model, report = classifier.from_pretrained(
             base or base_model_of(name),
             config=config,
             output_loading_info=True,
@@ -130,24 +130,24 @@ def load_classifier(
         )
     _check_head(name, model, report, value_head_prefix)
     use_cpu_attention(model)
-    headless = f"{_HEAD}.weight" in report["missing_keys"]
+    headless = f"{HEAD}.weight" in report["missing_keys"]
     if is_peft_folder(name):
         return merge_adapters(model, name), headless and not has_head(name)
     return model, headless
 
 
 def _check_head(name: str, model: PreTrainedModel, report: dict[str, set], value_head_prefix: str) -> None:
-    if not isinstance(getattr(model, _HEAD, None), nn.Linear):
+    if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise ValueError(
-            f"{name} ({type(model).__name__}) keeps no linear head named '{_HEAD}' on a causal transformer; "
+            f"{name} ({type(model).__name__}) keeps no linear head named '{HEAD}' on a causal transformer; "
             "reward models and critics of this kind cannot be used."
         )
     mismatched = [key for key, *_ in report["mismatched_keys"]]
-    if f"{_HEAD}.weight" in mismatched:
+    if f"{HEAD}.weight" in mismatched:
         raise ValueError(
             f"{name}: its head '{value_head_prefix}' has several labels; a reward model needs exactly one "
             "(num_labels=1). Train one with openppo.cli.train_rm."
         )
-    broken = sorted(mismatched) + sorted(key for key in report["missing_keys"] if not key.startswith(f"{_HEAD}."))
+    broken = sorted(mismatched) + sorted(key for key in report["missing_keys"] if not key.startswith(f"{HEAD}."))
     if broken:
         raise ValueError(f"{name}: weights missing or of another shape than the config says: {broken[:5]}")

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
+
+from openppo.models.classifier import classifier_of
 
 Head = Literal["vocabulary", "scalar"]
 
@@ -68,12 +70,10 @@ def model_shape(
     trust_remote_code: bool = False,
 ) -> ModelShape:
     """The shape of a causal language model, or with a "scalar" head of a critic or reward model; loads no weights."""
-    auto: Any = AutoModelForCausalLM if head == "vocabulary" else AutoModelForSequenceClassification
+    made: tuple[Any, Any] = AutoModelForCausalLM, copy.deepcopy(model_config)  # building writes into it
+    kind, config = made if head == "vocabulary" else classifier_of(model_config)
     with torch.device("meta"):
-        made = copy.deepcopy(model_config)  # building writes into it
-        if head == "scalar":
-            made.num_labels = 1
-        module = auto.from_config(made, trust_remote_code=trust_remote_code)
+        module = kind.from_config(config, trust_remote_code=trust_remote_code)
     text: Any = model_config.get_text_config()
     sizes = [parameter.numel() for parameter in module.parameters()]
     linears = _linears(module)

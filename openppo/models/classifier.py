@@ -1,0 +1,72 @@
+"""Classifiers with a linear head of any causal language model, also where transformers has none."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
+from transformers import PreTrainedModel
+
+HEAD = "score"
+_OTHER_HEADS = ("ctrl", "modernbert-decoder")
+"""Causal families whose classifier in transformers has a head of another kind."""
+
+
+class HeadOnTransformer(PreTrainedModel):
+    """The transformer of a causal language model, under the name it has there, and a linear head ``score``.
+
+    That is what transformers' own classifiers of causal families are. Saved, it holds the transformer's weights under
+    the names of the causal language model, and ``score.weight`` (labels, hidden).
+    """
+
+    causal: ClassVar[type[PreTrainedModel]]
+    """The causal language model; see ``_on_transformer_of``."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        children = self.causal(config).named_children()
+        self._transformer, transformer = next(pair for pair in children if isinstance(pair[1], PreTrainedModel))
+        self.add_module(self._transformer, transformer)
+        self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The transformer, also where ``base_model_prefix`` is not its name (Llama 4)."""
+        return self.get_submodule(self._transformer)
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, **_: Any) -> HeadOnTransformer:
+        """With random weights, as the same method of transformers' auto classes."""
+        return cls(config)
+
+
+def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
+    """What has ``from_pretrained`` and ``from_config`` for classifiers with one label, and the config that it takes.
+
+    transformers' own where it has them; of a model of images and text the causal language model's part of the config.
+    """
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    has_own = type(config) in CLASSIFIERS and config.model_type not in _OTHER_HEADS
+    if has_own or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForSequenceClassification, config
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(config, causal.config_class):
+        config = config.get_text_config()
+        config.num_labels = 1
+    return _on_transformer_of(causal), config
+
+
+@cache
+def _on_transformer_of(causal: type[PreTrainedModel]) -> type[HeadOnTransformer]:
+    """The class that transformers would have for it, named like it and in the same module, where parts are found."""
+    family = next(parent for parent in causal.__mro__ if parent.__name__.endswith("PreTrainedModel"))
+    name = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", causal.__name__)
+    names = {"causal": causal, "base_model_prefix": causal.base_model_prefix, "__module__": causal.__module__}
+    return type(f"{name}ForSequenceClassification", (HeadOnTransformer, family), names)
