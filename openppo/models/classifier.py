@@ -8,9 +8,13 @@ from functools import cache
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
-from transformers import PreTrainedModel
 
 HEAD = "score"
 _OTHER_HEADS = ("ctrl", "modernbert-decoder")
@@ -32,7 +36,8 @@ class HeadOnTransformer(PreTrainedModel):
         children = self.causal(config).named_children()
         self._transformer, transformer = next(pair for pair in children if isinstance(pair[1], PreTrainedModel))
         self.add_module(self._transformer, transformer)
-        self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+        hidden_size: int = config.get_text_config().hidden_size
+        self.score = nn.Linear(hidden_size, config.num_labels or 1, bias=False)
         self.post_init()
 
     @property

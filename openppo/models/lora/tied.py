@@ -15,7 +15,7 @@ def refuse_tied(adapted: nn.Module) -> None:
     for name, layer in adapted.named_modules():
         if isinstance(layer, BaseTunerLayer):
             base: Any = layer.get_base_layer()
-            layers[id(base.weight)] = name
+            layers.update({id(parameter): name for parameter in base.parameters(recurse=False)})
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
         layer_name = layers.get(id(parameter))
         if layer_name is not None and not name.startswith(f"{layer_name}."):

@@ -1,4 +1,4 @@
-"""Critics and reward models of architectures without a classifier in transformers, against the causal language model."""
+"""Critics and reward models where transformers has no classifier, against the causal language model."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_saved_names_are_the_language_models_and_a_head(folder: Path, tmp_path: 
 
 
 def test_adapters_and_head_are_merged_when_read_back(folder: Path, tmp_path: Path) -> None:
-    targets = ["q_proj", "v_proj"] if "ctrl" not in json.loads((folder / "config.json").read_text())["model_type"] else ["Wq"]
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    targets = ["q_proj", "v_proj"] if kind == "llama4_text" else "all-linear"  # its router is a layer of another kind
     options = {"init_value_head": True, "lora_rank": 2, "target_modules": targets}
     adapted = get_llm_for_sequence_regression(str(folder), "reward", **options)
     with torch.no_grad():
