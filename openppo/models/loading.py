@@ -192,8 +192,27 @@ def load_tokenizer(
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """The most tokens that a model reads, by its config; None where that says nothing, as of some models."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    """The most tokens that a model reads, by its config; None where that says nothing, as of some models.
+
+    Positions that are rescaled for longer rows end before that: see ``rescaled_positions``.
+    """
+    text = config.get_text_config()
+    longest: int | None = getattr(text, "max_position_embeddings", None)
+    return min((rope["original_max_position_embeddings"] for rope in _rescaled(text)), default=longest)
+
+
+def rescaled_positions(config: PreTrainedConfig) -> str:
+    """Why ``context_length`` is less than the config says, as a sentence after a blank; empty where it is not."""
+    names = [rope["rope_type"] for rope in _rescaled(config.get_text_config())]
+    return f" Beyond it, {names[0]} positions make log-probs depend on what else is in a batch." if names else ""
+
+
+def _rescaled(text: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Descriptions of positions whose scale depends on the longest row of a batch: one, or one for a kind of layer."""
+    found = getattr(text, "rope_parameters", None) or {}
+    every = [found, *(value for value in found.values() if isinstance(value, dict))]
+    kinds = [rope for rope in every if rope.get("rope_type") in ("longrope", "dynamic")]
+    return [rope for rope in kinds if rope.get("original_max_position_embeddings") is not None]
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from openppo import __version__
 from openppo.config import flat_dict
-from openppo.models.loading import context_length
+from openppo.models.loading import context_length, rescaled_positions
 from openppo.tracking import (
     Trackers,
     check_trackers,
@@ -171,24 +171,13 @@ def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:
     """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``model``: a flag and a name."""
-    text = model_config.get_text_config()
-    context, why = context_length(model_config), ""
-    for rope in _rope_parameters(text):
-        original = rope.get("original_max_position_embeddings")
-        if rope.get("rope_type") in ("longrope", "dynamic") and original is not None:
-            context = original
-            why = f" Beyond it, {rope['rope_type']} positions make log-probs depend on what else is in a batch."
+    context = context_length(model_config)
     if context is not None and longest_prompt + new_tokens > context:
         raise ValueError(
             f"The longest prompt has {longest_prompt} tokens; with --generate_max_len {new_tokens} that exceeds the "
-            f"context of {context} tokens of {model}. Lower --generate_max_len or --prompt_max_len.{why}"
+            f"context of {context} tokens of {model}. Lower --generate_max_len or --prompt_max_len."
+            f"{rescaled_positions(model_config)}"
         )
-
-
-def _rope_parameters(text: PreTrainedConfig) -> list[dict[str, Any]]:
-    """How positions are turned: one description, or one for each kind of layer."""
-    found = getattr(text, "rope_parameters", None) or {}
-    return [found, *(value for value in found.values() if isinstance(value, dict))]
 
 
 @contextmanager

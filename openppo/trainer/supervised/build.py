@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig, parse_probs
 from openppo.config.commands import SupervisedCommand
@@ -19,7 +19,7 @@ from openppo.datasets import (
     load_sft_examples,
 )
 from openppo.models.actor import Actor
-from openppo.models.loading import check_model, context_length, load_options, load_tokenizer
+from openppo.models.loading import check_model, context_length, load_options, load_tokenizer, rescaled_positions
 from openppo.models.loss import IGNORE_INDEX
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
@@ -57,12 +57,12 @@ class MakeExamples(Protocol[Example]):
 def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None = None) -> SFTTrainer:
     """A trainer of a causal language model, ready for ``fit()``. ``ValueError`` names the flag of what cannot work."""
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
-    tokenizer, context = _check_and_load_tokenizer(config, strategy)
+    tokenizer, model_config = _check_and_load_tokenizer(config, strategy)
     train, held_out = load_train_and_eval(
         config, strategy.comm, partial(load_sft_examples, tokenizer=tokenizer, supervised=options, data=config.data)
     )
     rows = [example.token_ids for example in [*train, *held_out]]
-    _check_length(config, rows, context)
+    _check_length(config, rows, model_config)
     estimate = announce_supervised(config, "vocabulary", rows, strategy)
     checkpointer = _checkpointer(config, strategy, "sft", train)
     with naming_model("--pretrain", options.pretrain):
@@ -80,12 +80,12 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
 def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None = None) -> RewardModelTrainer:
     """A trainer of a reward model on preference pairs, ready for ``fit()``. Errors as in ``build_sft_trainer``."""
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
-    tokenizer, context = _check_and_load_tokenizer(config, strategy)
+    tokenizer, model_config = _check_and_load_tokenizer(config, strategy)
     train, held_out = load_train_and_eval(
         config, strategy.comm, partial(load_preferences, tokenizer=tokenizer, supervised=options, data=config.data)
     )
     rows = [ids for pair in [*train, *held_out] for ids in (pair.chosen_ids, pair.rejected_ids)]
-    _check_length(config, rows, context)
+    _check_length(config, rows, model_config)
     estimate = announce_supervised(config, "scalar", rows, strategy, rows_per_sample=2)
     checkpointer = _checkpointer(config, strategy, "rm", train)
     with naming_model("--pretrain", options.pretrain):
@@ -110,7 +110,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
 def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None = None) -> ProcessRewardTrainer:
     """A trainer of a process reward model, ready for ``fit()``. Errors as in ``build_sft_trainer``."""
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
-    tokenizer, context = _check_and_load_tokenizer(config, strategy)
+    tokenizer, model_config = _check_and_load_tokenizer(config, strategy)
     train, held_out = load_train_and_eval(
         config,
         strategy.comm,
@@ -119,7 +119,7 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     examples = [*train, *held_out]
     most_steps = max(sum(label != IGNORE_INDEX for label in example.labels) for example in examples)
     rows = [example.token_ids for example in examples]
-    _check_length(config, rows, context)
+    _check_length(config, rows, model_config)
     estimate = announce_supervised(config, "vocabulary", rows, strategy, most_scored=most_steps)
     checkpointer = _checkpointer(config, strategy, "prm", train)
     with naming_model("--pretrain", options.pretrain):
@@ -158,8 +158,8 @@ def _resumed(trainer: Trainer) -> Trainer:
 
 def _check_and_load_tokenizer(
     config: SupervisedCommand, strategy: DeepspeedStrategy
-) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """The tokenizer and the model's context, after what can be found wrong before any data or weights are read."""
+) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """The tokenizer and the model's config, after what can be found wrong before any data or weights are read."""
     check_options(config, strategy.comm)
     options = config.supervised
     model_config = on_all_ranks(
@@ -167,15 +167,15 @@ def _check_and_load_tokenizer(
     )
     load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)
     tokenizer = load_tokenizer(options.pretrain, "--pretrain", trust_remote_code=options.trust_remote_code)
-    return tokenizer, context_length(model_config)
+    return tokenizer, model_config
 
 
-def _check_length(config: SupervisedCommand, rows: Sequence[Sequence[int]], context: int | None) -> None:
-    options, longest = config.supervised, max(map(len, rows))
+def _check_length(config: SupervisedCommand, rows: Sequence[Sequence[int]], model_config: PreTrainedConfig) -> None:
+    options, longest, context = config.supervised, max(map(len, rows)), context_length(model_config)
     if context is not None and longest > context:
         raise ValueError(
             f"--max_len {options.max_len}: the longest row has {longest} tokens, and --pretrain {options.pretrain} "
-            f"reads {context}. Lower --max_len to {context}: longer rows are left out."
+            f"reads {context}. Lower --max_len to {context}: longer rows are left out.{rescaled_positions(model_config)}"
         )
 
 

@@ -79,6 +79,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = config(37, num_labels=1)
     short.max_position_embeddings = 8
     save("short", LlamaForSequenceClassification(short), ours)
+    rescaled = config(37, num_labels=1)
+    rescaled.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    rescaled.rope_parameters["original_max_position_embeddings"] = 3
+    save("rescaled", LlamaForCausalLM(rescaled), ours)
     (root / "no_config").mkdir()
     (root / "no_config" / "notes.txt").write_text("nothing here")
     (save("config_only", LlamaForCausalLM(config(37)), ours) / "model.safetensors").unlink()

@@ -335,6 +335,18 @@ MODELS = [
         "folder cannot be written", {"save_path": "D/notes.txt"}, ["--save_path D/notes.txt", "choose another folder"]
     ),
 ]
+RESCALED = [
+    Case(
+        f"{command}: rows beyond the context at which positions are rescaled",
+        {"pretrain": "M/rescaled"},
+        ["context of 3 tokens" if limit == "generate" else "reads 3. Lower --max_len to 3", "what else is in a batch"],
+        command,
+    )
+    for command, limit in (
+        *((name, "generate") for name in ("train_ppo", "generate", "evaluate")),
+        *((name, "max") for name in ("train_sft", "train_rm", "train_prm")),
+    )
+]
 REWARDS = [
     Case(
         "missing reward file", {"reward_fn": "D/none.py"}, ["--reward_fn D/none.py", "no such file", "Check the path"]
@@ -562,7 +574,7 @@ SUPERVISED = [
     ),
 ]
 IN_PROCESS = [
-    *(DATA + BROKEN_FILES + BROKEN_ROWS + DRY_RUN + MODELS + TRUST),
+    *(DATA + BROKEN_FILES + BROKEN_ROWS + DRY_RUN + MODELS + RESCALED + TRUST),
     *(REWARDS + ALGORITHMS + SHAPES + OPTIONS + SUPERVISED + TOOLS),
 ]
 PROCESSES = [
