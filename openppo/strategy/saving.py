@@ -61,14 +61,17 @@ def _open_to_whom_the_config_is(weights: Path, config: Path) -> None:
 
 
 def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Copies on the CPU of the whole tensors, or nothing on ranks that only take part."""
-    kept = {}
+    """Copies on the CPU of the whole tensors, or nothing on ranks that only take part.
+
+    Tied tensors have one copy, by which transformers sees that they are tied and writes them once.
+    """
+    copies: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
         with GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
             assert tensor.numel() > 0, f"{name} has no elements: it would be saved empty"
-            if keep:
-                kept[name] = tensor.detach().cpu().clone()
-    return kept
+            if keep and id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().cpu().clone()
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()} if keep else {}
 
 
 def _of_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -171,11 +171,12 @@ def _check_and_load_tokenizer(
 
 
 def _check_length(config: SupervisedCommand, rows: Sequence[Sequence[int]], model_config: PreTrainedConfig) -> None:
-    options, longest, context = config.supervised, max(map(len, rows)), context_length(model_config)
+    options, longest = config.supervised, max(map(len, rows))
+    context, why = context_length(model_config), rescaled_positions(model_config)
     if context is not None and longest > context:
         raise ValueError(
             f"--max_len {options.max_len}: the longest row has {longest} tokens, and --pretrain {options.pretrain} "
-            f"reads {context}. Lower --max_len to {context}: longer rows are left out.{rescaled_positions(model_config)}"
+            f"reads {context}. Lower --max_len to {context}: longer rows are left out.{why}"
         )
 
 

@@ -8,12 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
-from openppo.config import DeepSpeedConfig, LoRAConfig
+from openppo.config import DeepSpeedConfig, LoRAConfig, MergeConfig
 from openppo.models import Actor
+from openppo.models.lora.merge import LoRAMerge
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.saving import save_model, save_tokenizer
 
@@ -38,6 +48,29 @@ def test_full_weights_replace_adapters_which_would_hide_them(
     assert not list(folder.glob("adapter_*"))
     assert any("adapters of an earlier run, removed" in record.message for record in caplog.records)
     assert AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.eq(3.0).all()
+
+
+@pytest.mark.parametrize("config_type", [LlamaConfig, GPT2Config])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2, "target_modules": ["q_proj", "c_attn"]}], ids=["full", "merged"])
+def test_a_file_has_the_tensors_that_transformers_would_write(
+    config_type: type[PreTrainedConfig], tied: bool, lora: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(config_type(vocab_size=12, tie_word_embeddings=tied, **sizes))
+    model.save_pretrained(tmp_path / "theirs")
+    actor: Any = Actor(str(tmp_path / "theirs"), **lora).model
+    save_model(actor, tmp_path / "ours", is_main=True)
+    if lora:
+        config = MergeConfig(lora_path=str(tmp_path / "ours"), save_path=str(tmp_path / "merged"))
+        LoRAMerge(config).fit()
+    theirs, ours = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "merged" if lora else "ours"))
+    assert ours.keys() == theirs.keys()
+    assert ("lm_head.weight" in ours) is not tied
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / ("merged" if lora else "ours"))
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    assert (again.lm_head.weight is again.get_input_embeddings().weight) is tied
 
 
 @pytest.mark.parametrize("lora", [LoRAConfig(), LoRAConfig(lora_rank=2)])
