@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 from openppo.cli.options import Runnable, run_command
 from openppo.config import ServeRMConfig
@@ -22,6 +21,7 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     from openppo.models.loading import (
         attention_implementation,
         check_model,
+        check_token_ids,
         context_length,
         load_tokenizer,
         pad_token_id,
@@ -41,6 +41,7 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     tokenizer = load_tokenizer(name, flag, trust_remote_code=options.trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {name}: its tokenizer has no EOS token, at which a text is scored.")
+    check_token_ids(model_config, f"{flag} {name}", tokenizer, [[tokenizer.eos_token_id]])
     max_len = min(options.max_len, context_length(model_config) or options.max_len)
     if max_len < options.max_len:
         logger.warning("%s %s: --max_len %d is cut to its context, %d tokens", flag, name, options.max_len, max_len)
@@ -59,9 +60,15 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
         )
     device, pad = torch.device("cuda" if torch.cuda.is_available() else "cpu"), pad_token_id(tokenizer)
     model.eval().to(device)
+
+    def encode(text: str) -> list[int]:
+        ids = encode_conversation(tokenizer, text, max_len)
+        check_token_ids(model_config, "the reward model", tokenizer, [ids])
+        return ids
+
     return RewardServer(
         score=lambda rows: normalization(forward_scores(model, rows, pad, device)),
-        encode=partial(encode_conversation, tokenizer, max_len=max_len),
+        encode=encode,
         listener=listener,
         config=options,
         token=token,

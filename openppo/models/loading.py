@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -31,6 +32,7 @@ from openppo.models.trust import RefusedError, refusing_code
 logger = logging.getLogger("openppo")
 
 _HUB_TIMEOUT_SECONDS = 10
+_TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
 
 
 def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -184,11 +186,21 @@ def load_tokenizer(
     try:
         with refusing_code(name):
             source = name if has_tokenizer else base or base_model_of(name)
+            _check_tokenizer_files(Path(source))
             return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except RefusedError as error:
         raise RefusedError(f"{flag} {error}") from error
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {error}") from error
+        says = " ".join(str(error).split())
+        raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {says}") from error
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """``ValueError`` for a model's folder without tokenizer: transformers makes an empty one for some models."""
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ValueError(
+            "the folder has no tokenizer files, such as tokenizer.json. Copy those of the model that it was made from."
+        )
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
@@ -221,6 +233,38 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if token_id is not None:
             return int(token_id)
     return 0
+
+
+def check_token_ids(
+    config: PreTrainedConfig, model: str, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int]]
+) -> None:
+    """``ValueError`` if a token of ``rows``, or what fills padded places, has no embedding in ``model``.
+
+    ``model`` is a flag and a name. A tokenizer may know more tokens than a model (Gemma 3) as long as none occurs.
+    """
+    n_embeddings = config.get_text_config().vocab_size
+    largest = max((max(row, default=0) for row in rows), default=0)
+    largest = max(largest, pad_token_id(tokenizer))
+    if largest >= n_embeddings:
+        raise ValueError(
+            f"{model}: token {tokenizer.convert_ids_to_tokens(largest)!r} has the id {largest}, and the model has "
+            f"embeddings of {n_embeddings} ids; its tokenizer knows {len(tokenizer)} tokens. Give the model as many "
+            f"with resize_token_embeddings, or leave that token out."
+        )
+
+
+def known_eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """``eos_token_ids`` that the model can sample; a warning names the others."""
+    found, n_embeddings = eos_token_ids(model, tokenizer), model.config.get_text_config().vocab_size
+    outside = [token_id for token_id in found if token_id >= n_embeddings]
+    if outside:
+        logger.warning(
+            "EOS ids outside the model's vocabulary of %d tokens: %s. No response can end with them; correct "
+            "eos_token_id in config.json, generation_config.json or the tokenizer.",
+            n_embeddings,
+            ", ".join(map(str, outside)),
+        )
+    return [token_id for token_id in found if token_id < n_embeddings]
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:

@@ -103,7 +103,11 @@ class RewardServer:
         return web.json_response({"status": "ok", **known})
 
     async def _rewards(self, request: web.Request) -> web.Response:
-        rows = [self.encode(text) for text in _queries(await request.read(), self.config.max_len)]
+        texts = _queries(await request.read(), self.config.max_len)
+        try:
+            rows = [self.encode(text) for text in texts]
+        except ValueError as error:  # a token that the model has no embedding of
+            raise web.HTTPBadRequest(text=str(error)) from error
         rewards: list[asyncio.Future[float]] = []
         for row in rows:
             rewards.append(asyncio.get_running_loop().create_future())

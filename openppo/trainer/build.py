@@ -16,7 +16,7 @@ from openppo.models.actor import Actor
 from openppo.models.loading import (
     check_model,
     context_length,
-    eos_token_ids,
+    known_eos_token_ids,
     load_options,
     load_tokenizer,
     pad_token_id,
@@ -126,7 +126,7 @@ def _engine(
 ) -> Engine:
     """Samples with the actor's own module, or a copy of it in vLLM."""
     policy: Any = actor.module.model
-    eos, generation, model = eos_token_ids(policy, tokenizer), config.generation, config.model
+    eos, generation, model = known_eos_token_ids(policy, tokenizer), config.generation, config.model
     if generation.rollout_engine == "vllm":
         options = VLLMOptions(
             bf16=config.deepspeed.bf16,

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import RewardSourceConfig, Verifier
 from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
 from openppo.models.actor import Actor
-from openppo.models.loading import check_model, context_length, load_tokenizer, pad_token_id
+from openppo.models.loading import check_model, check_token_ids, context_length, load_tokenizer, pad_token_id
 from openppo.models.padding import MicroBatchSize
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
@@ -88,9 +88,10 @@ def build_scorer(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
 
 def check_sources(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> None:
     """What ``build_scorer`` would find wrong before it loads a model; ``ValueError`` as there."""
-    for model, flag in ((source.reward_pretrain, "--reward_pretrain"), (source.prm_pretrain, "--prm_pretrain")):
-        if model is not None:
-            check_model(model, flag, setup.trust_remote_code)
+    if source.reward_pretrain is not None:
+        _reader(source.reward_pretrain, tokenizer, setup)
+    if source.prm_pretrain is not None:
+        check_model(source.prm_pretrain, "--prm_pretrain", setup.trust_remote_code)
     others = dataclasses.replace(source, reward_pretrain=None, prm_pretrain=None)
     if others.reward_fn or others.remote_rm_url or others.verifiable_reward:
         build_scorer(others, tokenizer, setup)
@@ -139,15 +140,9 @@ def _reward_model(
 ) -> Scorer:
     """A frozen reward model, which reads the policy's token ids or, if those are not its own, the text again."""
     flag = "--reward_pretrain"
-    config = on_all_ranks(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
-    own = own_tokenizer(flag, model, setup.actor, tokenizer, setup.trust_remote_code)
+    config, own, read = _reader(model, tokenizer, setup)
     source_of_ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
     logger.info("%s %s reads %s", flag, model, source_of_ids)
-    named, context = f"{flag} {model}", context_length(config)
-    read: Callable[[Trajectory], list[int]] = PolicyTokens(tokenizer, named, context)
-    if own is not None:
-        read = RewardModelText(tokenizer, own, named, context)
-        read.check(setup.prompts)
     normalization = Normalization()
     if setup.normalize:
         remedy = "Train it with openppo.cli.train_rm, which stores them, or use --reward_normalizer running."
@@ -176,6 +171,27 @@ def _reward_model(
     )
 
 
+def _reader(
+    model: str, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup
+) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Callable[[Trajectory], list[int]]]:
+    """A reward model's config, its tokenizer if it does not read the policy's ids, and what it reads of a sample."""
+    flag, named = "--reward_pretrain", f"--reward_pretrain {model}"
+    config = on_all_ranks(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
+    own, context = own_tokenizer(flag, model, setup.actor, tokenizer, setup.trust_remote_code), context_length(config)
+    text: Callable[[Trajectory], list[int]] = PolicyTokens(tokenizer, named, context)
+    if own is not None:
+        text = RewardModelText(tokenizer, own, named, context)
+        text.check(setup.prompts)
+        check_token_ids(config, named, own, [[own.eos_token_id]])
+
+    def read(trajectory: Trajectory) -> list[int]:
+        ids = text(trajectory)
+        check_token_ids(config, named, own or tokenizer, [ids])
+        return ids
+
+    return config, own, read
+
+
 def _process_reward_model(
     model: str, source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
 ) -> Scorer:
@@ -198,7 +214,9 @@ def _process_reward_model(
         question: Any = prompt.messages or prompt.text
         if prompt.messages and not chat:
             question = STEP_SEPARATOR.join(message["content"] for message in prompt.messages)
-        return encode(question, steps)
+        ids, places = encode(question, steps)
+        check_token_ids(config, f"{flag} {model}", own, [ids, [good, bad]])
+        return ids, places
 
     for prompt in {tuple(m["role"] for m in p.messages or ()): p for p in setup.prompts}.values():
         try:
@@ -233,8 +251,7 @@ def own_tokenizer(
     except RefusedError:
         raise
     except ValueError as error:
-        both = ((model, flag), (actor, "--pretrain"))
-        sizes = [check_model(n, f, trust_remote_code).get_text_config().vocab_size for n, f in both]
+        sizes = _embeddings(model, flag, trust_remote_code), _embeddings(actor, "--pretrain", trust_remote_code)
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"{error}, and it cannot read the token ids of "
@@ -242,7 +259,20 @@ def own_tokenizer(
             ) from error
         logger.info("%s %s has no tokenizer, but a vocabulary of the policy's size", flag, model)
         return None
-    vocabulary = own.get_vocab()  # may hold more, such as a [PAD] of its own
-    if all(vocabulary.get(token) == token_id for token, token_id in tokenizer.get_vocab().items()):
+    vocabulary, ids = own.get_vocab(), tokenizer.get_vocab()  # the former may hold more, such as a [PAD] of its own
+    if all(vocabulary.get(token) == token_id for token, token_id in ids.items()):
+        sizes = _embeddings(model, flag, trust_remote_code), _embeddings(actor, "--pretrain", trust_remote_code)
+        sampled = min(max(ids.values()) + 1, sizes[1])
+        if sizes[0] < sampled:
+            raise ValueError(
+                f"{flag} {model} has embeddings of {sizes[0]} token ids, and --pretrain {actor} samples {sampled}. "
+                "Give it as many with resize_token_embeddings."
+            )
         return None
     return own
+
+
+def _embeddings(model: str, flag: str, trust_remote_code: bool) -> int:
+    """How many token ids have one, by the config."""
+    size: int = check_model(model, flag, trust_remote_code).get_text_config().vocab_size
+    return size

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo.config import PPODataConfig, TrainPPOConfig, parse_probs
 from openppo.datasets import ShowRows, TokenExample, load_documents, load_mixed_rows, load_prompts, render_prompt
 from openppo.datasets.templates import as_messages
+from openppo.models.loading import check_token_ids
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_context, check_same, log_dropped, on_all_ranks, tokenizing
 from openppo.types import Comm, Prompt
@@ -55,7 +56,10 @@ def _load(
     longest_prompt = max(len(prompt.token_ids) for prompt in [*prompts, *held_out])
     check_context(actor_config, f"--pretrain {config.model.pretrain}", longest_prompt, new_tokens)
     longest = longest_prompt + new_tokens
-    return PPOData(prompts, held_out, *_documents(config, tokenizer, longest, show), longest)
+    documents, fingerprint = _documents(config, tokenizer, longest, show)
+    rows = [prompt.token_ids for prompt in [*prompts, *held_out]] + [document.token_ids for document in documents]
+    check_token_ids(actor_config, f"--pretrain {config.model.pretrain}", tokenizer, rows)
+    return PPOData(prompts, held_out, documents, fingerprint, longest)
 
 
 def _prompts(

@@ -9,7 +9,14 @@ from transformers import PreTrainedTokenizerBase
 from openppo.config import PromptsConfig, parse_probs
 from openppo.datasets import load_mixed_rows, load_prompts
 from openppo.models.actor import Actor
-from openppo.models.loading import attention_implementation, check_model, eos_token_ids, load_tokenizer, pad_token_id
+from openppo.models.loading import (
+    attention_implementation,
+    check_model,
+    check_token_ids,
+    known_eos_token_ids,
+    load_tokenizer,
+    pad_token_id,
+)
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
 from openppo.strategy.inference import InferenceStrategy
@@ -40,6 +47,8 @@ def load_questions(options: PromptsConfig, comm: Comm) -> tuple[PreTrainedTokeni
     log_dropped(loaded.dropped, len(loaded.prompts), "--prompt_data", "--prompt_max_len")
     longest = max(len(prompt.token_ids) for prompt in loaded.prompts)
     check_context(model_config, f"--pretrain {options.pretrain}", longest, options.generate_max_len)
+    ids = [prompt.token_ids for prompt in loaded.prompts]
+    check_token_ids(model_config, f"--pretrain {options.pretrain}", tokenizer, ids)
     return tokenizer, loaded.prompts
 
 
@@ -54,7 +63,7 @@ def load_policy(
     policy: Any = actor.model
     engine = HFEngine(
         policy,
-        eos_token_ids(policy, tokenizer),
+        known_eos_token_ids(policy, tokenizer),
         pad_token_id(tokenizer),
         options.micro_batch_size,
         show_progress=strategy.is_main,

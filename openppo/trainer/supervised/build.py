@@ -19,7 +19,14 @@ from openppo.datasets import (
     load_sft_examples,
 )
 from openppo.models.actor import Actor
-from openppo.models.loading import check_model, context_length, load_options, load_tokenizer, rescaled_positions
+from openppo.models.loading import (
+    check_model,
+    check_token_ids,
+    context_length,
+    load_options,
+    load_tokenizer,
+    rescaled_positions,
+)
 from openppo.models.loss import IGNORE_INDEX
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
@@ -62,7 +69,7 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
         config, strategy.comm, partial(load_sft_examples, tokenizer=tokenizer, supervised=options, data=config.data)
     )
     rows = [example.token_ids for example in [*train, *held_out]]
-    _check_length(config, rows, model_config)
+    _check_rows(config, rows, model_config, tokenizer)
     estimate = announce_supervised(config, "vocabulary", rows, strategy)
     checkpointer = _checkpointer(config, strategy, "sft", train)
     with naming_model("--pretrain", options.pretrain):
@@ -85,7 +92,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
         config, strategy.comm, partial(load_preferences, tokenizer=tokenizer, supervised=options, data=config.data)
     )
     rows = [ids for pair in [*train, *held_out] for ids in (pair.chosen_ids, pair.rejected_ids)]
-    _check_length(config, rows, model_config)
+    _check_rows(config, rows, model_config, tokenizer)
     estimate = announce_supervised(config, "scalar", rows, strategy, rows_per_sample=2)
     checkpointer = _checkpointer(config, strategy, "rm", train)
     with naming_model("--pretrain", options.pretrain):
@@ -119,7 +126,7 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     examples = [*train, *held_out]
     most_steps = max(sum(label != IGNORE_INDEX for label in example.labels) for example in examples)
     rows = [example.token_ids for example in examples]
-    _check_length(config, rows, model_config)
+    _check_rows(config, rows, model_config, tokenizer)
     estimate = announce_supervised(config, "vocabulary", rows, strategy, most_scored=most_steps)
     checkpointer = _checkpointer(config, strategy, "prm", train)
     with naming_model("--pretrain", options.pretrain):
@@ -170,7 +177,13 @@ def _check_and_load_tokenizer(
     return tokenizer, model_config
 
 
-def _check_length(config: SupervisedCommand, rows: Sequence[Sequence[int]], model_config: PreTrainedConfig) -> None:
+def _check_rows(
+    config: SupervisedCommand,
+    rows: Sequence[Sequence[int]],
+    model_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """``ValueError`` for rows that the model cannot read."""
     options, longest = config.supervised, max(map(len, rows))
     context, why = context_length(model_config), rescaled_positions(model_config)
     if context is not None and longest > context:
@@ -178,6 +191,7 @@ def _check_length(config: SupervisedCommand, rows: Sequence[Sequence[int]], mode
             f"--max_len {options.max_len}: the longest row has {longest} tokens, and --pretrain {options.pretrain} "
             f"reads {context}. Lower --max_len to {context}: longer rows are left out.{why}"
         )
+    check_token_ids(model_config, f"--pretrain {options.pretrain}", tokenizer, rows)
 
 
 def _model_options(config: SupervisedCommand) -> dict[str, Any]:

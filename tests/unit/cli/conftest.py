@@ -79,6 +79,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = config(37, num_labels=1)
     short.max_position_embeddings = 8
     save("short", LlamaForSequenceClassification(short), ours)
+    grown = _tokenizer(letters)
+    grown.add_special_tokens({"pad_token": "[PAD]"})
+    save("unresized", LlamaForCausalLM(config(37)), grown)
+    save("resized", LlamaForCausalLM(config(38)), grown)
+    save("reward_unresized", LlamaForSequenceClassification(config(37, num_labels=1)), grown)
+    with_tool = _tokenizer(letters)
+    with_tool.add_tokens(["<tool>"])
+    save("tool", LlamaForCausalLM(config(37)), with_tool)
+
     rescaled = config(37, num_labels=1)
     rescaled.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     rescaled.rope_parameters["original_max_position_embeddings"] = 3

@@ -24,6 +24,7 @@ REPO = Path(__file__).resolve().parents[3]
 
 FILES = {
     "prompts.jsonl": '{"input": "abc", "answer": "d"}\n' * 4,
+    "tool.jsonl": '{"input": "ab<tool>c"}\n' * 4,
     "empty.jsonl": "",
     "blank.jsonl": "\n\n",
     "malformed.jsonl": '{"input": "a"}\n{"input": \n',
@@ -287,7 +288,9 @@ MODELS = [
     Case("no weights", {"pretrain": "M/config_only"}, ["--pretrain M/config_only", "its weights cannot be read"]),
     Case("broken weights", {"pretrain": "M/broken_weights"}, ["--pretrain M/broken_weights", "Check the folder"]),
     Case(
-        "no tokenizer", {"pretrain": "M/no_tokenizer"}, ["--pretrain M/no_tokenizer", "its tokenizer cannot be loaded"]
+        "no tokenizer",
+        {"pretrain": "M/no_tokenizer"},
+        ["--pretrain M/no_tokenizer: its", "no tokenizer files"],
     ),
     Case("reward model as actor", {"pretrain": "M/reward"}, ["--pretrain M/reward", "lacks lm_head.weight", "Give a"]),
     Case("missing reward model", reward_model("none"), ["--reward_pretrain M/none", "Check the path"]),
@@ -334,6 +337,35 @@ MODELS = [
     Case(
         "folder cannot be written", {"save_path": "D/notes.txt"}, ["--save_path D/notes.txt", "choose another folder"]
     ),
+]
+TOKENS = [
+    Case(
+        f"{command}: PAD without embedding",
+        {"pretrain": "M/unresized"},
+        ["--pretrain M/unresized: token '[PAD]' has the id 40", "embeddings of 40 ids", "41 tokens. Give the model"],
+        command,
+    )
+    for command in ("train_ppo", "train_sft", "train_rm", "train_prm", "generate", "evaluate")
+] + [
+    Case("dry run: PAD without embedding", {"pretrain": "M/unresized", "dry_run": True}, ["--pretrain M/unresized:"]),
+    Case(
+        "a prompt with a token without embedding",
+        {"pretrain": "M/tool", "prompt_data": "D/tool.jsonl"},
+        ["--pretrain M/tool: token '<tool>' has the id 40", "embeddings of 40 ids"],
+    ),
+    *(
+        Case(
+            f"{role} with fewer embeddings",
+            {"pretrain": "M/resized", **options},
+            [f"--{flag} M/reward_unresized has embeddings of 40 token ids", "--pretrain M/resized samples 41"],
+        )
+        for role, flag, options in (
+            ("reward model", "reward_pretrain", {**reward_model("reward_unresized"), "advantage_estimator": "remax"}),
+            ("dry run: reward model", "reward_pretrain", {**reward_model("reward_unresized"), "dry_run": True}),
+            ("critic", "critic_pretrain", {"critic_pretrain": "M/reward_unresized"}),
+        )
+    ),
+    Case("serve: no embedding", {"reward_pretrain": "M/reward_unresized"}, ["token '[PAD]' has the id 40"], "serve_rm"),
 ]
 RESCALED = [
     Case(
@@ -574,7 +606,7 @@ SUPERVISED = [
     ),
 ]
 IN_PROCESS = [
-    *(DATA + BROKEN_FILES + BROKEN_ROWS + DRY_RUN + MODELS + RESCALED + TRUST),
+    *(DATA + BROKEN_FILES + BROKEN_ROWS + DRY_RUN + MODELS + TOKENS + RESCALED + TRUST),
     *(REWARDS + ALGORITHMS + SHAPES + OPTIONS + SUPERVISED + TOOLS),
 ]
 PROCESSES = [

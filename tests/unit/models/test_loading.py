@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
@@ -19,8 +20,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from openppo.models import loading
 from openppo.models.loading import (
     check_model,
+    check_token_ids,
     disable_dropout,
     eos_token_ids,
+    known_eos_token_ids,
     load_tokenizer,
     pad_token_id,
 )
@@ -123,6 +126,38 @@ def test_a_cached_model_needs_no_connection(no_network: list[str], monkeypatch: 
 def test_a_missing_tokenizer_is_an_error_that_names_the_flag(llama_folder: Path) -> None:
     with pytest.raises(ValueError, match=rf"{FLAG} .*tokenizer cannot be loaded"):
         load_tokenizer(str(llama_folder), FLAG)
+
+
+def test_no_tokenizer_is_made_up_for_a_folder_without_one(gpt2: MakeModel, tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path)  # transformers makes one of no tokens
+    with pytest.raises(ValueError, match=r"no tokenizer files, such as tokenizer.json. Copy those.*$"):
+        load_tokenizer(str(tmp_path), FLAG)
+
+
+def test_a_token_without_embedding_is_refused_where_it_occurs(llama: MakeModel) -> None:
+    known = tokenizer(pad_token="<pad>")
+    config = llama(vocab_size=len(known) - 1).config  # as Gemma 3 of 1B
+    check_token_ids(config, f"{FLAG} m", known, [[0, 1], [], [len(known) - 2]])
+    last = known.convert_ids_to_tokens(len(known) - 1)
+    with pytest.raises(
+        ValueError, match=rf"^{FLAG} m: token '{last}' has the id {len(known) - 1}, .* knows {len(known)}"
+    ):
+        check_token_ids(config, f"{FLAG} m", known, [[0], [len(known) - 1, 1]])
+    known.pad_token = last
+    with pytest.raises(ValueError, match=f"embeddings of {len(known) - 1} ids"):
+        check_token_ids(config, f"{FLAG} m", known, [[0]])
+
+
+def test_end_of_sequence_ids_outside_the_vocabulary_are_named(
+    gpt2: MakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = gpt2(eos_token_id=50256)
+    with caplog.at_level(logging.WARNING, logger="openppo"):
+        assert known_eos_token_ids(model, tokenizer(eos_token="a")) == [2]
+    assert "outside the model's vocabulary of 40 tokens: 50256." in caplog.text
+    caplog.clear()
+    assert known_eos_token_ids(gpt2(eos_token_id=5), tokenizer(eos_token="a")) == [2, 5]
+    assert caplog.text == ""
 
 
 def test_every_end_of_sequence_id_is_found() -> None:
