@@ -366,7 +366,7 @@ def test_sys_exit_in_a_task_of_an_async_function_is_an_error(scorer_of: MakeScor
         return float(task.done())
 
     with pytest.raises(RuntimeError, match="SystemExit"):
-        scorer_of(reward_fn).score(two)
+        scorer_of(reward_fn).score(two[:1])
 
 
 # What the function is given is its own
