@@ -1,4 +1,4 @@
-"""Python files of users: loaded without a trace in the run, and never ending it with status 0."""
+"""Code that users bring: files loaded without a trace in the run, calls that never end it with status 0."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
+
+TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a chat template, which is a program too, may raise; ``OverflowError`` where a loop is too long."""
 
 _running = threading.local()
 """Of a thread that runs a user's code: ``source``, the flag and file, and ``pid``, since a child inherits both."""

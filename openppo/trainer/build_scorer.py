@@ -197,7 +197,7 @@ def _process_reward_model(
     def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
         question: Any = prompt.messages or prompt.text
         if prompt.messages and not chat:
-            question = STEP_SEPARATOR.join(message["content"] for message in prompt.messages)
+            question = STEP_SEPARATOR.join(message["content"] or "" for message in prompt.messages)
         return encode(question, steps)
 
     for prompt in {tuple(m["role"] for m in p.messages or ()): p for p in setup.prompts}.values():
