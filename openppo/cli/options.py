@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import io
 import itertools
+import json
 import logging
 import os
 import socket
@@ -234,6 +235,8 @@ def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> l
             return []
         if not value or name != "use_wandb":
             raise ValueError(f"--config {file}: --{name} is no switch, got {value}; write a text as '{value}'.")
+    if isinstance(value, dict):
+        value = json.dumps(value)
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
     return [f"--{name}={value}"]  # in one piece, because a text may start with dashes

@@ -19,7 +19,7 @@ from openppo.datasets import (
     load_sft_examples,
 )
 from openppo.models.actor import Actor
-from openppo.models.loading import check_model, context_length, load_options, load_tokenizer
+from openppo.models.loading import check_model, context_length, load_options
 from openppo.models.loss import IGNORE_INDEX
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
@@ -32,6 +32,7 @@ from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.startup import (
     check_options,
     check_same,
+    load_policy_tokenizer,
     log_dropped,
     naming_model,
     on_all_ranks,
@@ -166,7 +167,7 @@ def _check_and_load_tokenizer(
         strategy.comm, lambda: check_model(options.pretrain, "--pretrain", options.trust_remote_code)
     )
     load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)
-    tokenizer = load_tokenizer(options.pretrain, "--pretrain", trust_remote_code=options.trust_remote_code)
+    tokenizer = load_policy_tokenizer(options.pretrain, options.trust_remote_code, options.chat_template_kwargs)
     return tokenizer, context_length(model_config)
 
 
