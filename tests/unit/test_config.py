@@ -422,6 +422,18 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
     (PPO, {"reward_weights": ("a",)}, 1, "--reward_weights takes NAME=NUMBER ..., got 'a'"),
     (PPO, {"reward_weights": ("a=b",)}, 1, "--reward_weights takes NAME=NUMBER ..., got 'a=b'"),
     (PPO, {"reward_weights": ("a=1", "a=2")}, 1, "--reward_weights names 'a' twice"),
+    (
+        PPO,
+        {"reward_fn": None, "reward_pretrain": "r", "prm_pretrain": "p", "reward_weights": ("prm=1", "reward=2")},
+        1,
+        "--reward_weights names reward, but the rewards are reward_model, prm. Use their names.",
+    ),
+    (
+        PPO,
+        {"reward_fn": None, "remote_rm_url": "http://h", "reward_weights": ("remote=2",)},
+        1,
+        "--reward_weights names remote, but the rewards are reward. Use their names.",
+    ),
     (PPO, {"remote_rm_timeout": 0.0}, 1, "--remote_rm_timeout must be positive"),
     (PPO, {"remote_rm_retries": -1}, 1, "--remote_rm_retries must be at least 0"),
     (PPO, {"remote_rm_batch_size": 0}, 1, "--remote_rm_batch_size must be at least 1"),
@@ -495,6 +507,8 @@ def test_an_option_that_cannot_work_is_an_error_naming_the_flag_and_the_remedy(
         (PPO, {"kl_target": 6.0, "use_kl_loss": True, "kl_estimator": "k3"}, 1),
         (PPO, {"dynamic_sampling": True, "n_samples_per_prompt": 2, "freezing_actor_steps": 0}, 1),
         (PPO, {"reward_weights": ("a=1", "b=-0.5")}, 1),
+        (PPO, {"reward_fn": None, "remote_rm_url": "f.py:g", "reward_weights": ("a=1",)}, 1),  # it may return a dict
+        (PPO, {"reward_fn": None, "reward_pretrain": "r", "reward_weights": ("reward=1",)}, 1),
         (PPO, {"load_in_4bit": True, "lora_rank": 4, "critic_lora_rank": 0}, 1),
         (PPO, {"pretrain": "m", "save_path": "m"}, 1),
         (PPO, {"input_template": "{}"}, 1),

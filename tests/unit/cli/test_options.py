@@ -462,6 +462,14 @@ def test_a_value_of_the_wrong_kind_ends_the_command_and_names_the_flag(
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["--reward_fn", "a.py", "b.py"], ["--reward_fn=a.py", "b.py"], ["--config"]])
+def test_several_values_of_a_flag_that_takes_one_are_named_in_one_line(arguments: list[str], config_file: Path) -> None:
+    config_file.write_text("reward_fn: [a.py, b.py]\n")
+    given = [*arguments, str(config_file)] if arguments == ["--config"] else arguments
+    with pytest.raises(ValueError, match=r"^--reward_fn takes one value, got 2: a\.py b\.py\. Leave the others out\.$"):
+        ppo(*given, "--seed", "1")
+
+
 @pytest.mark.parametrize(("command", "named"), [(TrainPPOConfig, "--prompt_data"), (TrainSFTConfig, "--dataset")])
 def test_a_missing_required_flag_ends_the_command_and_is_named(
     command: type, named: str, capsys: pytest.CaptureFixture[str]
