@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import io
 import itertools
+import json
 import logging
 import os
 import socket
@@ -153,6 +154,8 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
     if file is not None:
         given = {argument.partition("=")[0] for argument in arguments}
         arguments = _arguments_of_file(file, known, given) + arguments
+    if not markers:  # else some values have no flag
+        _check_single_values(arguments, known)
     speaks = _local_rank() == 0
     with contextlib.redirect_stderr(sys.stderr if speaks else io.StringIO()):  # some errors ignore console_outputs
         return tyro.cli(
@@ -234,6 +237,8 @@ def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> l
             return []
         if not value or name != "use_wandb":
             raise ValueError(f"--config {file}: --{name} is no switch, got {value}; write a text as '{value}'.")
+    if isinstance(value, dict):
+        value = json.dumps(value)
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
     return [f"--{name}={value}"]  # in one piece, because a text may start with dashes
@@ -249,6 +254,18 @@ def _check_flags(arguments: list[str], known: dict[str, dataclasses.Field]) -> N
             _check_known(name, known, "flag --")
         elif has_value or not following.startswith("-"):
             raise ValueError(f"--{name} takes no value: use --{switch} or --no_{switch} alone.")
+
+
+def _check_single_values(arguments: list[str], known: dict[str, dataclasses.Field]) -> None:
+    name, values = "", []
+    for argument in [*arguments, "--"]:
+        if not argument.startswith("--"):
+            values.append(argument)
+            continue
+        if name in known and known[name].type != "bool" and "tuple" not in str(known[name].type) and len(values) > 1:
+            raise ValueError(f"--{name} takes one value, got {len(values)}: {' '.join(values)}. Leave the others out.")
+        name, has_value, value = argument[2:].partition("=")
+        values = [value] if has_value else []
 
 
 def _check_known(name: str, known: dict[str, dataclasses.Field], what: str) -> None:

@@ -40,6 +40,7 @@ from openppo.config.roles import (
     PPODataConfig,
     PPOModelConfig,
     parse_probs,
+    parse_template_kwargs,
 )
 from openppo.config.shared import (
     AdamConfig,
@@ -120,4 +121,5 @@ __all__ = [
     "from_options",
     "mask_credentials",
     "parse_probs",
+    "parse_template_kwargs",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,7 +90,24 @@ class RewardSourceConfig:
             len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2,
             f"--prm_reward_tokens needs two different tokens, good and bad; got {' '.join(self.prm_reward_tokens)}.",
         )
-        self.weights()
+        unknown = sorted(self.weights().keys() - set(self.names()))
+        require(
+            not unknown or self.reward_fn is not None or self.remote_is_file(),
+            f"--reward_weights names {', '.join(unknown)}, but the rewards are {', '.join(self.names())}. "
+            "Use their names.",
+        )
+
+    def remote_is_file(self) -> bool:
+        """Whether ``--remote_rm_url`` is a Python file, with a function in place of a server."""
+        return bool(re.search(r"\.py(:\w*)?$", self.remote_rm_url or ""))
+
+    def names(self) -> list[str]:
+        """The names of the rewards, in the order of the sources; functions may give others."""
+        before = {"reward_fn": self.reward_fn, "remote": self.remote_rm_url}
+        after = {"reward_model": self.reward_pretrain, "prm": self.prm_pretrain}
+        sources = before | {verifier: verifier for verifier in self.verifiable_reward} | after
+        given = [name for name, source in sources.items() if source is not None]
+        return ["reward"] if len(given) == 1 else given
 
     def passing(self, pass_reward: float | None) -> float | None:
         """``--pass_reward`` if given, else 1; none where a model or a server scores, whose scale is its own."""

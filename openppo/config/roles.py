@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from openppo.config.shared import require
 
@@ -66,13 +67,15 @@ class PPODataConfig:
     """Text around each prompt, with {} where the prompt goes."""
     apply_chat_template: bool = False
     """Render prompts with the tokenizer's chat template."""
+    chat_template_kwargs: str | None = None
+    """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
     max_samples: int | None = None
     """Use only the first this many rows of each data set."""
     prompt_max_len: int = 1024
     """Prompts with more tokens are dropped, with a count in the log."""
 
     def validate(self) -> None:
-        validate_data(self.input_template, self.max_samples)
+        validate_data(self.input_template, self.max_samples, self.apply_chat_template, self.chat_template_kwargs)
         parse_probs(self.prompt_data, self.prompt_data_probs, "prompt_data")
         if self.pretrain_data is not None:
             parse_probs(self.pretrain_data, self.pretrain_data_probs, "pretrain_data")
@@ -157,13 +160,34 @@ class EvaluationConfig:
         )
 
 
-def validate_data(input_template: str | None, max_samples: int | None) -> None:
+def validate_data(
+    input_template: str | None, max_samples: int | None, apply_chat_template: bool, chat_template_kwargs: str | None
+) -> None:
     """Checks of data options that several commands have."""
     require(
         input_template is None or input_template.count("{}") == 1,
         f"--input_template must contain {{}} once, where the prompt goes; got {input_template!r}.",
     )
     require(max_samples is None or max_samples >= 1, f"--max_samples must be at least 1, got {max_samples}.")
+    require(
+        chat_template_kwargs is None or apply_chat_template,
+        "--chat_template_kwargs has no effect without --apply_chat_template: add it.",
+    )
+    parse_template_kwargs(chat_template_kwargs)
+
+
+def parse_template_kwargs(text: str | None) -> dict[str, Any]:
+    """``--chat_template_kwargs`` by name; ``ValueError`` for anything but a JSON object."""
+    try:
+        parsed = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError(
+            f"--chat_template_kwargs {text}: not a JSON object. Write one in single quotes, as in "
+            "'{\"enable_thinking\": false}'."
+        )
+    return parsed
 
 
 def parse_probs(sources: str, probs: str | None, flag: str) -> list[tuple[str, float | None]]:

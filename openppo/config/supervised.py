@@ -39,6 +39,8 @@ class SupervisedConfig:
     """Text around each prompt, with {} where the prompt goes."""
     apply_chat_template: bool = False
     """Render prompts with the tokenizer's chat template."""
+    chat_template_kwargs: str | None = None
+    """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
     max_samples: int | None = None
     """Use only the first this many rows of each data set."""
     max_len: int = 512
@@ -49,7 +51,7 @@ class SupervisedConfig:
     """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
 
     def validate(self) -> None:
-        validate_data(self.input_template, self.max_samples)
+        validate_data(self.input_template, self.max_samples, self.apply_chat_template, self.chat_template_kwargs)
         parse_probs(self.dataset, self.dataset_probs, "dataset")
         require(self.max_len >= 2, f"--max_len must be at least 2, got {self.max_len}.")
         require(self.learning_rate >= 0, f"--learning_rate must not be negative, got {self.learning_rate}.")

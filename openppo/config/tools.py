@@ -31,6 +31,8 @@ class PromptsConfig:
     """Text around each prompt, with {} where the prompt goes."""
     apply_chat_template: bool = False
     """Render prompts with the tokenizer's chat template."""
+    chat_template_kwargs: str | None = None
+    """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
     max_samples: int | None = None
     """Use only the first this many rows of each data set."""
     prompt_max_len: int = 1024
@@ -57,7 +59,7 @@ class PromptsConfig:
     """Seed of sampling."""
 
     def validate(self) -> None:
-        validate_data(self.input_template, self.max_samples)
+        validate_data(self.input_template, self.max_samples, self.apply_chat_template, self.chat_template_kwargs)
         for name, value in (
             ("prompt_max_len", self.prompt_max_len),
             ("generate_max_len", self.generate_max_len),

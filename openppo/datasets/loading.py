@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 
 from openppo.datasets.formats import PlacedRow, Row, data_suffix, read_file
+from openppo.user_code import leaving_no_trace, load_callable
 
 logger = logging.getLogger(__name__)
 
@@ -100,14 +99,15 @@ def load_mixed_rows(
     seed=..., stopping_strategy="first_exhausted")``, as in OpenRLHF. ``dataset_class`` loads each source instead of
     ``load_rows``. Raises ``ValueError`` naming the flag, the source and the remedy.
     """
-    make = None if dataset_class is None else _import_from_file(dataset_class)
+    make = None if dataset_class is None else load_callable(dataset_class, "--dataset_class")
     loaded = []
     for source, _ in sources:
         if make is None:
             loaded.append(load_rows(source, flag=flag, split=split, max_samples=max_samples))
         else:
             where = f"--dataset_class {dataset_class}, called for {flag} {source},"
-            loaded.append(number_rows(_rows_made(make(source), where, max_samples), source))
+            with leaving_no_trace(where):
+                loaded.append(number_rows(_rows_made(make(source), where, max_samples), source))
     shares = [share for _, share in sources if share is not None]
     rows = _interleave(loaded, shares, seed) if shares else list(chain.from_iterable(loaded))
     n_different = len({hash(repr(row.row)) for row in rows})  # by their hash, so that no second copy is in memory
@@ -164,33 +164,6 @@ def _rows_made(made: Any, where: str, max_samples: int | None) -> list[Row]:
     if not rows:
         raise ValueError(f"{where} gave no rows.")
     return rows
-
-
-def _import_from_file(spec: str) -> Callable[[str], Any]:
-    """What ``path.py:name`` names."""
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not name:
-        raise ValueError(f"--dataset_class {spec}: give a Python file and a name in it, path.py:name.")
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"--dataset_class {spec}: no such file {file}. Check the path.")
-    module_spec = spec_from_file_location(f"dataset_class_{file.stem}", file)
-    assert module_spec is not None and module_spec.loader is not None, f"no loader for {file}"
-    module = module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look it up there
-    try:
-        module_spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        raise ValueError(
-            f"--dataset_class {spec}: cannot be imported ({error}). Install what it needs, or correct it."
-        ) from error
-    made = vars(module).get(name)
-    if not callable(made):
-        names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise ValueError(
-            f"--dataset_class {spec}: no class or function {name!r}. It has: {', '.join(names) or 'none'}."
-        )
-    return made
 
 
 def _load_folder(path: Path, flag: str, split: str, max_samples: int | None) -> Iterator[PlacedRow]:

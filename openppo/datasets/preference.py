@@ -19,6 +19,7 @@ from openppo.datasets.templates import (
     render_whole,
     require_some_left,
     require_tokenizer,
+    same_turn,
     shortened,
 )
 from openppo.datasets.turns import render_response
@@ -127,10 +128,7 @@ def _turns_after(prompt: list[Message], turns: list[Message]) -> list[Message]:
     """``turns`` without the prompt, if they repeat it."""
     if turns[0]["role"] == "assistant":
         return turns
-    if len(turns) > len(prompt) and all(
-        (turn["role"], turn["content"]) == (message["role"], message["content"])
-        for turn, message in zip(turns, prompt, strict=False)
-    ):
+    if len(turns) > len(prompt) and all(same_turn(turn, message) for turn, message in zip(turns, prompt, strict=False)):
         return turns[len(prompt) :]
     raise ValueError(
         "a whole conversation that does not start with the prompt. Leave --prompt_key out, so that the conversation "

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from openppo.datasets.formats import Row
 from openppo.datasets.loading import SourceRow, require_column
-from openppo.datasets.templates import Message, as_messages, as_text, shortened
+from openppo.datasets.templates import Message, as_messages, as_text, same_turn, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,8 @@ def _preference(row: Row, chat: bool) -> Parts:
     """Whole conversations are divided after the turns that they share, whatever the prompt column says."""
     prompt, chosen, rejected = _first(row, "prompt", "question"), row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list) and as_messages(chosen)[0]["role"] != "assistant":
-        n = _shared_turns(chosen, as_messages(rejected))
+        chosen, rejected = as_messages(chosen), as_messages(rejected)
+        n = _shared_turns(chosen, rejected)
         prompt, chosen, rejected = chosen[:n] or None, chosen[n:], rejected[n:]
     return Parts(prompt=prompt, response=chosen, chosen=chosen, rejected=rejected)
 
@@ -156,7 +157,7 @@ def _preference(row: Row, chat: bool) -> Parts:
 def _shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
     """How many turns at the start both have, such that both go on with the assistant."""
     n, end = 0, min(len(chosen), len(rejected)) - 1
-    while n < end and all(chosen[n][part] == rejected[n][part] for part in ("role", "content")):
+    while n < end and same_turn(chosen[n], rejected[n]):
         n += 1
     while n > 0 and not chosen[n]["role"] == rejected[n]["role"] == "assistant":
         n -= 1

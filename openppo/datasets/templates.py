@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from openppo.user_code import TEMPLATE_ERRORS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,8 @@ _LARGE = 2**20
 """Characters from which on a row is looked at before it is rendered."""
 
 Message = dict[str, Any]
-"""One turn of a chat: at least "role" and "content", both strings."""
+"""One turn of a chat: "role" and "content", texts; "content" is None at most where "tool_calls" are."""
+_CAN_BE_WITHOUT_TEXT = ("assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def render_prompt(
     """
     if apply_chat_template:
         messages = as_messages(value, "user", input_template)
-        if not any(message["content"] for message in messages):
+        if not any(message["content"] or message.get("tool_calls") for message in messages):
             raise ValueError("all chat messages are empty. Remove the row or choose another column.")
         text = render_chat(messages, tokenizer, for_generation=True)
         ids = encode_bare(tokenizer, text)
@@ -80,7 +81,12 @@ def render_whole(
                 "a whole text cannot be split into chat turns. Leave --apply_chat_template out, or give a list of "
                 "messages."
             )
-        ids = encode_bare(tokenizer, render_chat(as_messages(value), tokenizer))
+        messages = as_messages(value)
+        text = render_chat(messages, tokenizer)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                require_whole(message, number, text)
+        ids = encode_bare(tokenizer, text)
     else:
         ids = encode_start(tokenizer, fill_template(value, input_template))
     if not ids:
@@ -104,15 +110,48 @@ def as_messages(value: object, role: str | None = None, input_template: str | No
         raise ValueError("the list of chat messages is empty. Remove the row or choose another column.")
     if input_template is not None:
         raise ValueError("--input_template goes around a text, and this is a list of chat messages. Leave it out.")
-    for message in value:
-        if not (
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-        ):
-            raise ValueError(f'not a chat message with texts "role" and "content": {shortened(message)}.')
-        _require_encodable(message["role"] + message["content"])
-    return value
+    return [_as_message(message) for message in value]
+
+
+def _as_message(message: object) -> Message:
+    if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+        raise ValueError(f'not a chat message with texts "role" and "content": {shortened(message)}.')
+    calls = message.get("tool_calls") or []
+    if not (isinstance(calls, list) and all(isinstance(tool_name(call), str) for call in calls)):
+        raise ValueError(
+            'not a chat message with "tool_calls" like [{"function": {"name": "add", "arguments": {"a": 1}}}]: '
+            f"{shortened(message)}."
+        )
+    content = message.get("content")
+    may_be_null = calls or (message["role"] in _CAN_BE_WITHOUT_TEXT and "content" in message)
+    if not (isinstance(content, str) or (content is None and may_be_null)):
+        raise ValueError(f'not a chat message with texts "role" and "content": {shortened(message)}.')
+    for text in (message["role"], *_texts(message)):
+        _require_encodable(text)
+    return {**message, "content": "" if content is None and not calls else content}
+
+
+def tool_name(call: object) -> object:
+    """The name in a tool call, ``{"function": {"name": ...}}`` or ``{"name": ...}``; None if there is none."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def same_turn(a: Message, b: Message) -> bool:
+    """Whether both say the same; what else a row knows of a turn may differ."""
+    return all(a.get(part) == b.get(part) for part in ("role", "content", "tool_calls"))
+
+
+def require_whole(message: Message, number: int, rendered: str) -> None:
+    """``ValueError`` if ``rendered`` lacks a text of ``message`` or the name of a tool; blanks do not count."""
+    names = [str(tool_name(call)) for call in message.get("tool_calls") or []]
+    squeezed = "".join(rendered.split())
+    for text in (message["content"] or "", message.get("reasoning_content") or "", *names):
+        if "".join(text.split()) not in squeezed:
+            raise ValueError(
+                f"the chat template leaves out part of turn {number + 1}, {shortened(text)}, so it would not be "
+                "trained on. Use another template, or leave --apply_chat_template out and use --input_template."
+            )
 
 
 def fill_template(value: object, input_template: str | None) -> str:
@@ -187,13 +226,14 @@ def is_far_longer(values: list[Any], tokenizer: PreTrainedTokenizerBase, max_len
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All texts in lists and contents of chat messages."""
+    """All texts in lists, and of chat messages what templates write: contents, reasoning, calls of tools."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
         yield from chain.from_iterable(map(_texts, value))
     elif isinstance(value, dict):
-        yield from _texts(value.get("content"))
+        written = ("content", "reasoning_content", "tool_calls")
+        yield from _texts([value.get(name) for name in written] if "role" in value else [*value, *value.values()])
 
 
 def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
@@ -248,7 +288,7 @@ def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, 
     require_tokenizer(tokenizer, apply_chat_template=True, eos=False)
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=for_generation))
-    except TemplateError as error:
+    except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
 

@@ -20,6 +20,7 @@ from openppo.datasets.templates import (
     end_with_eos,
     fill_template,
     render_chat,
+    require_whole,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ def _render_turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase, f
     messages = messages[: chosen[-1] + 1]
     text = render_chat(messages, tokenizer)
     spans = [_span_of_turn(messages, i, text, tokenizer) for i in chosen]
+    for i, (start, end) in zip(chosen, spans, strict=True):
+        opened = len(messages[i]["content"] or "")  # a generation prompt may hold its beginning, "<think>"
+        require_whole(messages[i], i, text[max(0, start - opened) : end])
     borders = [border for span in spans for border in span]
     ids, places = encode_cut(tokenizer, text, borders, add_special_tokens=False)
     return _with_targets(ids, list(zip(places[::2], places[1::2], strict=True)), tokenizer)
@@ -95,20 +99,33 @@ def _span_of_turn(
 
     before, mark, after = _around(messages, number, tokenizer)
     if not (mark and text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)):
+        require_whole(messages[number], number, text)
         raise ValueError(
             f"what the chat template writes around turn {number + 1} depends on its text, or the turn is left out, so "
             "its tokens cannot be told from the rest. Leave --apply_chat_template out and use --input_template, or "
             "another template."
         )
     start = len(asked) if continues else len(before) - _extra_space(before, asked)
+    if not continues and _is_call(messages[number]):
+        start = _common_length(asked, text)  # the mark is inside the call
     end = len(text) if is_last else len(text) - len(after) + _length_of_end(messages, number, after, tokenizer)
     return start, end
 
 
 def _around(messages: list[Message], number: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
     """What the template writes before and after the text of turn ``number``, and the mark between if it is there."""
-    marked = [*messages[:number], {**messages[number], "content": _MARK}, *messages[number + 1 :]]
-    return render_chat(marked, tokenizer).partition(_MARK)
+    turn = messages[number]
+    marked = {**turn, "content": _MARK}
+    if _is_call(turn):
+        first, *others = turn["tool_calls"]
+        named = {**first.get("function", first), "name": _MARK}
+        marked = {**turn, "tool_calls": [{**first, "function": named} if "function" in first else named, *others]}
+    return render_chat([*messages[:number], marked, *messages[number + 1 :]], tokenizer).partition(_MARK)
+
+
+def _is_call(message: Message) -> bool:
+    """Whether the turn calls tools and says nothing, so that the mark must be the name of a tool."""
+    return not message["content"] and bool(message.get("tool_calls"))
 
 
 def _extra_space(before: str, asked: str) -> int:
@@ -124,7 +141,12 @@ def _length_of_end(messages: list[Message], number: int, after: str, tokenizer: 
     """
     _, _, at_the_end = _around(messages[: number + 1], number, tokenizer)
     ids = encode_bare(tokenizer, after[: len(at_the_end) + 64])
-    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(after, at_the_end, strict=False)))
+    length = _common_length(after, at_the_end)
     while (head := encode_bare(tokenizer, after[:length])) != ids[: len(head)]:
         length -= 1  # "<|end|><|" may be in common, of "<|end|><|user|>" and "<|end|><|endoftext|>"
     return len(after[:length].rstrip()) or length
+
+
+def _common_length(a: str, b: str) -> int:
+    """Length of the beginning that both have."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

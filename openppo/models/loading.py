@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -176,23 +179,32 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def load_tokenizer(
-    name: str, flag: str, base: str | None = None, trust_remote_code: bool = False
+    name: str,
+    flag: str,
+    base: str | None = None,
+    trust_remote_code: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; of a PEFT folder the one that lies there, else that of its ``base``.
 
-    A missing PAD token is left missing: masks never depend on it. ``ValueError`` names ``flag``.
+    A missing PAD token is left missing: masks never depend on it. ``ValueError`` names ``flag``. Whenever the chat
+    template is applied it gets ``template_kwargs``, those of ``--chat_template_kwargs``.
     """
     has_tokenizer = (Path(name) / "tokenizer_config.json").is_file()
     try:
         with refusing_code(name):
             source = name if has_tokenizer else base or base_model_of(name)
             _check_tokenizer_files(Path(source))
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except RefusedError as error:
         raise RefusedError(f"{flag} {error}") from error
     except (OSError, ValueError, KeyError) as error:
         says = " ".join(str(error).split())
         raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {says}") from error
+    if template_kwargs:
+        _check_template_kwargs(tokenizer, f"{flag} {name}", template_kwargs)
+        vars(tokenizer)["apply_chat_template"] = partial(tokenizer.apply_chat_template, **template_kwargs)
+    return tokenizer
 
 
 def _check_tokenizer_files(folder: Path) -> None:
@@ -201,6 +213,20 @@ def _check_tokenizer_files(folder: Path) -> None:
         raise ValueError(
             "the folder has no tokenizer files, such as tokenizer.json. Copy those of the model that it was made from."
         )
+
+
+def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, model: str, template_kwargs: Mapping[str, Any]) -> None:
+    """``ValueError`` for arguments that are ours or transformers', or that no chat template of ``model`` reads."""
+    taken = {"messages", *signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
+    templates = str(tokenizer.chat_template or "")
+    for argument in template_kwargs:
+        if argument in taken:
+            raise ValueError(f"--chat_template_kwargs: {argument!r} is no argument of chat templates. Leave it out.")
+        if templates and not re.search(rf"\b{re.escape(argument)}\b", templates):
+            raise ValueError(
+                f"--chat_template_kwargs: the chat template of {model} does not use {argument!r}. Correct the name, or "
+                "leave it out."
+            )
 
 
 def context_length(config: PreTrainedConfig) -> int | None:

@@ -18,7 +18,6 @@ from openppo.models.loading import (
     context_length,
     known_eos_token_ids,
     load_options,
-    load_tokenizer,
     pad_token_id,
 )
 from openppo.models.lora.adapters import AdapterOffReference, refuse_stacked_adapters
@@ -45,7 +44,14 @@ from openppo.trainer.ppo_trainer import HEADLINE, PPOTrainer
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import model_fingerprint, prompts_fingerprint
 from openppo.trainer.resume.stop import SignalStop
-from openppo.trainer.startup import check_context, check_options, naming_model, on_all_ranks, start_trackers
+from openppo.trainer.startup import (
+    check_context,
+    check_options,
+    load_policy_tokenizer,
+    naming_model,
+    on_all_ranks,
+    start_trackers,
+)
 from openppo.trainer.steps.update_step import frozen_actor_steps
 from openppo.trainer.token_batches import packed_row_length
 from openppo.types import Prompt, SamplingParams, StopCheck
@@ -68,7 +74,7 @@ def build_ppo_trainer(
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     _check_gpu_options(config, actor_config, strategy)
     _check_engine(config, actor_config, strategy)
-    tokenizer = load_tokenizer(model.pretrain, "--pretrain", trust_remote_code=model.trust_remote_code)
+    tokenizer = load_policy_tokenizer(model.pretrain, model.trust_remote_code, config.data.chat_template_kwargs)
     _check_critic_tokens(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config, strategy.comm)
     _check_critic_context(config, data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -70,19 +69,19 @@ def build_scorer(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
     ``tokenizer`` is the policy's. A single source without names of its own gives rewards named "reward"; of several
     they are named "reward_fn", "remote", like the verifier, "reward_model", "prm".
     """
-    makers: dict[str, Callable[[RewardSourceConfig, PreTrainedTokenizerBase, ScorerSetup, str], Scorer]] = {}
+    makers: list[Callable[[RewardSourceConfig, PreTrainedTokenizerBase, ScorerSetup, str], Scorer]] = []
     if source.reward_fn is not None:
-        makers["reward_fn"] = partial(_function, source.reward_fn, "--reward_fn", "reward_fn")
+        makers.append(partial(_function, source.reward_fn, "--reward_fn", "reward_fn"))
     if source.remote_rm_url is not None:
-        makers["remote"] = _remote
+        makers.append(_remote)
     for verifier in source.verifiable_reward:
-        makers[verifier] = partial(_verifier, verifier)
+        makers.append(partial(_verifier, verifier))
     if source.reward_pretrain is not None:
-        makers["reward_model"] = partial(_reward_model, source.reward_pretrain)
+        makers.append(partial(_reward_model, source.reward_pretrain))
     if source.prm_pretrain is not None:
-        makers["prm"] = partial(_process_reward_model, source.prm_pretrain)
-    names = ["reward"] if len(makers) == 1 else list(makers)
-    scorers = [make(source, tokenizer, setup, name) for make, name in zip(makers.values(), names, strict=True)]
+        makers.append(partial(_process_reward_model, source.prm_pretrain))
+    named = zip(makers, source.names(), strict=True)
+    scorers = [make(source, tokenizer, setup, name) for make, name in named]
     return scorers[0] if len(scorers) == 1 else CombinedScorer(scorers)
 
 
@@ -122,7 +121,7 @@ def _function(
 
 def _remote(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str) -> Scorer:
     assert source.remote_rm_url is not None
-    if re.search(r"\.py(:\w*)?$", source.remote_rm_url):
+    if source.remote_is_file():
         return _function(source.remote_rm_url, "--remote_rm_url", "reward_func", source, tokenizer, setup, name)
     scorer = RemoteScorer(source, tokenizer, name)
     scorer.check()
@@ -213,7 +212,7 @@ def _process_reward_model(
     def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
         question: Any = prompt.messages or prompt.text
         if prompt.messages and not chat:
-            question = STEP_SEPARATOR.join(message["content"] for message in prompt.messages)
+            question = STEP_SEPARATOR.join(message["content"] or "" for message in prompt.messages)
         ids, places = encode(question, steps)
         check_token_ids(config, f"{flag} {model}", own, [ids, [good, bad]])
         return ids, places

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
-from openppo.config import flat_dict
-from openppo.models.loading import context_length, rescaled_positions
+from openppo.config import flat_dict, parse_template_kwargs
+from openppo.models.loading import context_length, load_tokenizer, rescaled_positions
 from openppo.tracking import (
     Trackers,
     check_trackers,
@@ -167,6 +167,12 @@ def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
     """Say how many rows were too long, if any, on rank 0: it is the same on all."""
     if dropped > 0:
         logger.info("%s: %d rows longer than %s were dropped, %d are kept", flag, dropped, limit_flag, kept)
+
+
+def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, kwargs: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``--pretrain``, whose chat template gets ``kwargs``: ``--chat_template_kwargs``."""
+    arguments = parse_template_kwargs(kwargs)
+    return load_tokenizer(pretrain, "--pretrain", trust_remote_code=trust_remote_code, template_kwargs=arguments)
 
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo.types import Trajectory
+from openppo.user_code import copied, load_callable
 
 _IN_BOTH_FORMS = {"messages": "messages", "token_ids": "token_ids"}
 BATCH_NAMES = {
@@ -91,7 +88,7 @@ class RewardFunction:
         return f"{'lists of' if self.is_batch else 'each sample alone:'} {', '.join(names)}"
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
-        """What the function returns for all of ``samples``, or for the only one of them."""
+        """What the function returns for all of ``samples``, or for the only one of them; it is given copies."""
         keywords = dict.fromkeys(self.keywords)
         if self.takes_all:
             columns = (column for sample in samples for column in sample.row)
@@ -105,7 +102,7 @@ class RewardFunction:
 
     def _value(self, name: str, samples: Sequence[Sample]) -> Any:
         own = (BATCH_NAMES if self.is_batch else SINGLE_NAMES).get(name)
-        values = [sample.row.get(name) if own is None else sample.own[own] for sample in samples]
+        values = [copied(sample.row.get(name) if own is None else sample.own[own]) for sample in samples]
         return values if self.is_batch else values[0]
 
 
@@ -116,7 +113,7 @@ def load_reward_function(
 
     ``ValueError`` naming ``flag`` if there is none, or if it has parameters that nothing is known for.
     """
-    return as_reward_function(_find(location, flag, default_name), f"{flag} {location}", columns)
+    return as_reward_function(load_callable(location, flag, default_name), f"{flag} {location}", columns)
 
 
 def as_reward_function(function: Callable[..., Any], source: str, columns: Collection[str]) -> RewardFunction:
@@ -178,31 +175,3 @@ def _check_parameters(
         "one sample at a time; further parameters may have defaults or name columns of the data "
         f"({', '.join(sorted(columns)) or 'none'})."
     )
-
-
-def _find(location: str, flag: str, default_name: str) -> Callable[..., Any]:
-    """The function at ``path.py`` or ``path.py:name``."""
-    parts = re.fullmatch(r"(.+\.py)(?::(\w*))?", location)
-    if parts is None:
-        raise ValueError(f"{flag} {location}: give a Python file, path.py or path.py:name.")
-    file, name = Path(parts[1]).expanduser(), parts[2] or default_name
-    if not file.is_file():
-        raise ValueError(f"{flag} {location}: no such file {file}. Check the path.")
-    spec = importlib.util.spec_from_file_location(f"reward_fn_{file.stem}", file)
-    assert spec is not None and spec.loader is not None, f"no loader for {file}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look it up there
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        raise ValueError(
-            f"{flag} {location}: cannot be imported ({error}). Install what it needs, or correct it."
-        ) from error
-    function = vars(module).get(name)
-    if not callable(function):
-        functions = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise ValueError(
-            f"{flag} {location}: {file} has no function {name!r}. It has: {', '.join(functions) or 'none'}. "
-            f"Name one of them as {file}:NAME."
-        )
-    return function

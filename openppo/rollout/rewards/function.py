@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from openppo.rollout.rewards.calling import RewardFunction, Sample, make_samples
 from openppo.rollout.rewards.scoring import check_number, name_sample
 from openppo.rollout.rewards.steps import step_ends
 from openppo.types import Score, Trajectory
+from openppo.user_code import no_silent_end
 
 logger = logging.getLogger("openppo")
 
@@ -93,12 +94,24 @@ class FunctionScorer:
     def _call(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
         """The function's result or exception for each batch; an async function works on all at the same time."""
         if self._loop is not None:
-            return self._thread.submit(self._loop.run_until_complete, self._gather(batches)).result()
-        futures = [self._thread.submit(self.function, batch) for batch in batches]
+            try:
+                return self._run(self._loop.run_until_complete, self._gather(batches)).result()
+            except SystemExit as error:  # of a task that the function has started; ours would end with status 0
+                raise RuntimeError(f"{self} raised {error!r}. Take the call of sys.exit() out.") from error
+        futures = [self._run(self.function, batch) for batch in batches]
         for future, batch in zip(futures, batches, strict=True):
             wait([future])
             self.n_scored += len(batch)
         return [future.exception() or future.result() for future in futures]
+
+    def _run(self, call: Callable[[Any], Any], argument: Any) -> Future[Any]:
+        """``call(argument)`` on the thread of the function."""
+
+        def guarded() -> Any:
+            with no_silent_end(str(self)):
+                return call(argument)
+
+        return self._thread.submit(guarded)
 
     async def _gather(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
         return await asyncio.gather(*map(self._ask, batches), return_exceptions=True)
@@ -106,6 +119,8 @@ class FunctionScorer:
     async def _ask(self, batch: Sequence[Sample]) -> Any:
         try:
             return await self.function(batch)
+        except SystemExit as error:  # which the event loop would not keep for its sample
+            return error
         finally:
             self.n_scored += len(batch)
 

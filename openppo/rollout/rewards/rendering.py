@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from openppo.rollout.rewards.scoring import name_sample
 from openppo.types import FinishReason, Prompt, Trajectory
+from openppo.user_code import TEMPLATE_ERRORS
 
 logger = logging.getLogger("openppo")
 
@@ -35,7 +36,7 @@ class PolicyTokens:
         if trajectory.finish_reason is FinishReason.EOS and ids[-1] != eos and eos is not None:
             try:
                 ids = [*ids, *self._behind(trajectory.prompt, ids[-1])]
-            except (TemplateError, ValueError) as error:
+            except ValueError as error:
                 raise _refused(self.source, trajectory, error) from error
         return _last_of(ids, self.context, self.source, trajectory)
 
@@ -74,7 +75,7 @@ class RewardModelText:
         ended = trajectory.finish_reason is FinishReason.EOS
         try:
             ids = self._encode(trajectory.prompt, response, ended)
-        except (TemplateError, ValueError) as error:
+        except ValueError as error:
             raise _refused(self.source, trajectory, error) from error
         return _last_of(ids, self.context, self.source, trajectory)
 
@@ -90,7 +91,7 @@ class RewardModelText:
             try:
                 self._encode(prompt, "a", ended=True)
                 self._encode(prompt, "a", ended=False)
-            except (TemplateError, ValueError) as error:
+            except ValueError as error:
                 raise ValueError(
                     f"{self.source}: its chat template refuses messages with the roles {', '.join(roles)}: {error}"
                 ) from error
@@ -107,9 +108,12 @@ class RewardModelText:
         return end_with_eos(self.own, ids) if ended else ids
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, asked: Sequence[dict[str, str]], answer: str) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, asked: Sequence[dict[str, Any]], answer: str) -> str:
     messages = [*asked, {"role": "assistant", "content": answer}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except TEMPLATE_ERRORS as error:
+        raise ValueError(str(error)) from error
 
 
 def _refused(source: str, trajectory: Trajectory, error: Exception) -> ValueError:

@@ -29,6 +29,7 @@ _ANSWER_MARK = "####"
 _LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)
 """Marked as such; an escaped dollar is money."""
 _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
+_FRACTION = re.compile(r"-?\d+\.\d+")
 _SECONDS_FOR_ONE_ANSWER = 20.0
 _LONGEST_QUOTE = 200
 
@@ -80,6 +81,8 @@ def make_verify(verifier: Verifier, source: RewardSourceConfig, prompts: Iterabl
 def label_of(prompt: Prompt, verifier: Verifier) -> str:
     """The final answer of the prompt's label; ``ValueError`` if it has none that is a text or a number."""
     label = prompt.label
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)
     answer = final_answer(str(label)) if isinstance(label, str | int | float) and label == label else ""  # not NaN
     if not answer:
         raise ValueError(
@@ -95,12 +98,14 @@ def final_answer(text: str) -> str:
 
 
 def exact_match(response: str, trajectory: Trajectory) -> float:
-    """1 if the final answers of response and label are the same text but for commas between thousands, else 0."""
+    """1 if the final answers of response and label are the same text or number, else 0."""
     return float(_plain(final_answer(response)) == _plain(label_of(trajectory.prompt, "exact_match")))
 
 
 def _plain(answer: str) -> str:
-    return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
+    """``answer`` without commas between thousands, nor zeros at the end of a fraction."""
+    answer = answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
+    return answer.rstrip("0").removesuffix(".") if _FRACTION.fullmatch(answer) else answer
 
 
 class RegexReward:

@@ -14,13 +14,12 @@ from openppo.models.loading import (
     check_model,
     check_token_ids,
     known_eos_token_ids,
-    load_tokenizer,
     pad_token_id,
 )
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
 from openppo.strategy.inference import InferenceStrategy
-from openppo.trainer.startup import check_context, log_dropped, naming_model, tokenizing
+from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, naming_model, tokenizing
 from openppo.types import Comm, Prompt, SamplingParams, Trajectory
 
 
@@ -34,7 +33,7 @@ def load_questions(options: PromptsConfig, comm: Comm) -> tuple[PreTrainedTokeni
     model_config = check_model(options.pretrain, "--pretrain", options.trust_remote_code)
     check_cache(model_config)
     attention_implementation(options.flash_attn, options.bf16)
-    tokenizer = load_tokenizer(options.pretrain, "--pretrain", trust_remote_code=options.trust_remote_code)
+    tokenizer = load_policy_tokenizer(options.pretrain, options.trust_remote_code, options.chat_template_kwargs)
     rows = load_mixed_rows(
         parse_probs(options.prompt_data, None, "prompt_data"),
         flag="--prompt_data",

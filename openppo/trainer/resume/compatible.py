@@ -39,9 +39,10 @@ _MEASURED_BY = (
 """Options that decide what a score of an evaluation means."""
 
 _ORDER = ("max_samples", "dataset_class", "seed")
-_PROMPTS = ("data_format", "input_key", "label_key", "input_template", "apply_chat_template", "prompt_max_len")
+_CHAT = ("input_template", "apply_chat_template", "chat_template_kwargs")
+_PROMPTS = ("data_format", "input_key", "label_key", *_CHAT, "prompt_max_len")
 _COLUMNS = ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key", "margin_key", "label_key")
-_TOKENS = ("input_template", "apply_chat_template", "max_len", "placeholder_token", "reward_tokens")
+_TOKENS = (*_CHAT, "max_len", "placeholder_token", "reward_tokens")
 SHAPES = {
     "--prompt_data": ("prompt_data_probs", "prompt_split", *_ORDER, *_PROMPTS),
     "--pretrain_data": ("pretrain_data_probs", "pretrain_split", *_ORDER, "pretrain_key", "input_key"),

@@ -24,7 +24,6 @@ from openppo.models.loading import (
     check_token_ids,
     context_length,
     load_options,
-    load_tokenizer,
     rescaled_positions,
 )
 from openppo.models.loss import IGNORE_INDEX
@@ -39,6 +38,7 @@ from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.startup import (
     check_options,
     check_same,
+    load_policy_tokenizer,
     log_dropped,
     naming_model,
     on_all_ranks,
@@ -173,7 +173,7 @@ def _check_and_load_tokenizer(
         strategy.comm, lambda: check_model(options.pretrain, "--pretrain", options.trust_remote_code)
     )
     load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)
-    tokenizer = load_tokenizer(options.pretrain, "--pretrain", trust_remote_code=options.trust_remote_code)
+    tokenizer = load_policy_tokenizer(options.pretrain, options.trust_remote_code, options.chat_template_kwargs)
     return tokenizer, model_config
 
 

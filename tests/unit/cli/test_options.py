@@ -94,6 +94,7 @@ SUPERVISED: list[Flag] = [
     ("supervised", "learning_rate", ["3e-4"], 3e-4),
     ("supervised", "input_template", ["Q: {}\nA:"], "Q: {}\nA:"),
     ("supervised", "apply_chat_template", [], True),
+    ("supervised", "chat_template_kwargs", ['{"a": 1}'], '{"a": 1}'),
     ("supervised", "max_samples", ["100"], 100),
     ("supervised", "max_len", ["256"], 256),
     ("supervised", "flash_attn", [], True),
@@ -112,6 +113,7 @@ PROMPTS: list[Flag] = [
     ("prompts", "label_key", ["some_label_key"], "some_label_key"),
     ("prompts", "input_template", ["some_input_template"], "some_input_template"),
     ("prompts", "apply_chat_template", [], True),
+    ("prompts", "chat_template_kwargs", ['{"a": 1}'], '{"a": 1}'),
     ("prompts", "max_samples", ["7"], 7),
     ("prompts", "prompt_max_len", ["7"], 7),
     ("prompts", "generate_max_len", ["7"], 7),
@@ -165,6 +167,7 @@ FLAGS: dict[type, list[Flag]] = {
         ("data", "label_key", ["answer"], "answer"),
         ("data", "input_template", ["Q: {}"], "Q: {}"),
         ("data", "apply_chat_template", [], True),
+        ("data", "chat_template_kwargs", ['{"a": 1}'], '{"a": 1}'),
         ("data", "max_samples", ["100"], 100),
         ("data", "prompt_max_len", ["77"], 77),
         ("generation", "generate_max_len", ["55"], 55),
@@ -459,6 +462,14 @@ def test_a_value_of_the_wrong_kind_ends_the_command_and_names_the_flag(
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["--reward_fn", "a.py", "b.py"], ["--reward_fn=a.py", "b.py"], ["--config"]])
+def test_several_values_of_a_flag_that_takes_one_are_named_in_one_line(arguments: list[str], config_file: Path) -> None:
+    config_file.write_text("reward_fn: [a.py, b.py]\n")
+    given = [*arguments, str(config_file)] if arguments == ["--config"] else arguments
+    with pytest.raises(ValueError, match=r"^--reward_fn takes one value, got 2: a\.py b\.py\. Leave the others out\.$"):
+        ppo(*given, "--seed", "1")
+
+
 @pytest.mark.parametrize(("command", "named"), [(TrainPPOConfig, "--prompt_data"), (TrainSFTConfig, "--dataset")])
 def test_a_missing_required_flag_ends_the_command_and_is_named(
     command: type, named: str, capsys: pytest.CaptureFixture[str]
@@ -512,6 +523,7 @@ def config_file(tmp_path: Path) -> Path:
         ('input_template: "--- {} -x"', "input_template", "--- {} -x"),
         ('input_template: "a: {}\\n\\tb=c"', "input_template", "a: {}\n\tb=c"),
         ('input_key: ""', "input_key", ""),
+        ("chat_template_kwargs: {a: [1]}", "chat_template_kwargs", '{"a": [1]}'),
     ],
 )
 def test_a_file_holds_options_by_the_names_of_the_flags(line: str, name: str, value: Any, config_file: Path) -> None:

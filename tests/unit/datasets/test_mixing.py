@@ -120,7 +120,7 @@ def test_a_class_or_function_of_the_users_gives_the_rows_of_each_source(loaders,
         ("number", "called for --prompt_data x, gave int; it must give rows"),
         ("texts", "gave rows of str; each must be a dict"),
         ("nothing", "gave no rows"),
-        ("other", "no class or function 'other'. It has: Rows, nothing, number, rows, texts"),
+        ("other", "has no function 'other'. It has: Rows, nothing, number, rows, texts"),
         ("", "give a Python file and a name in it, path.py:name"),
     ],
 )

@@ -5,7 +5,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from openppo.datasets import render_conversation, render_prompt, render_response
+from openppo.config import PreferenceConfig, SFTDataConfig, SupervisedConfig
+from openppo.datasets import (
+    load_preferences,
+    load_sft_examples,
+    number_rows,
+    render_conversation,
+    render_prompt,
+    render_response,
+)
 
 TURNS = [
     {"role": "system", "content": "s"},
@@ -60,7 +68,7 @@ CASES = {
     ),
     "thoughts in the last turn only": (
         THOUGHT_IN_LAST_TURN_ONLY,
-        TURNS,
+        [*PLAIN_TURNS[:4], TURNS[4]],
         "<system>s<eos><user>a<eos><assistant>b<eos><user>c<eos><assistant><think>u</think>d<eos>",
         "b<eos><think>u</think>d<eos>",
     ),
@@ -133,12 +141,55 @@ def test_a_chat_may_begin_with_the_assistant_but_its_first_token_is_no_target(ma
             "{% for m in messages %}{{ m.content|length }}:{{ m.content }};{% endfor %}",
             "around turn 3 depends on its text",
         ),
-        ("{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}", "the turn is left out"),
+        (
+            "{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}",
+            "leaves out part of turn 3",
+        ),
     ],
 )
 def test_a_template_in_which_a_turn_cannot_be_found_is_an_error(make_tokenizer, template, message):
-    with pytest.raises(ValueError, match=f"{message}.*Leave --apply_chat_template out"):
+    with pytest.raises(ValueError, match=f"{message}.*[Ll]eave --apply_chat_template out"):
         render_conversation(PLAIN_TURNS, make_tokenizer(chat_template=template), input_template=None)
+
+
+DEEPSEEK_R1_DISTILL = (
+    "<bos>{% for m in messages %}{% set content = m.content %}{% if m.role == 'assistant' %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "<assistant>{{ content }}<eos>{% else %}<user>{{ content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+)
+"""As its authors wrote it, with the special tokens of these tests."""
+QUESTION, THOUGHT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\nt\n</think>\n\nb"}
+PLAIN = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("load", "data", "row"),
+    [
+        (load_sft_examples, SFTDataConfig(), {"messages": [QUESTION, THOUGHT]}),
+        (load_sft_examples, SFTDataConfig(), {"messages": [QUESTION, THOUGHT, QUESTION, PLAIN]}),
+        (load_sft_examples, SFTDataConfig(), {"prompt": "a", "response": THOUGHT["content"]}),
+        (load_sft_examples, SFTDataConfig("messages", None), {"messages": [QUESTION, THOUGHT]}),
+        (load_preferences, PreferenceConfig(), {"prompt": "a", "chosen": THOUGHT["content"], "rejected": "b"}),
+        (load_preferences, PreferenceConfig("prompt"), {"prompt": None, "chosen": [THOUGHT], "rejected": [PLAIN]}),
+        (load_preferences, PreferenceConfig(), {"chosen": [QUESTION, PLAIN], "rejected": [QUESTION, THOUGHT]}),
+    ],
+)
+def test_a_template_that_drops_the_reasoning_is_an_error_with_file_and_row(make_tokenizer, load, data, row):
+    supervised = SupervisedConfig("m", "d", apply_chat_template=True)
+    rows = number_rows([row], "file")
+    for template in (DEEPSEEK_R1_DISTILL, DEEPSEEK_R1_DISTILL.replace("<think>\\n", "")):
+        with pytest.raises(ValueError, match=r"^--dataset, row 1 of file: .*the chat template leaves out part of turn"):
+            load(rows, make_tokenizer(chat_template=template), supervised, data)
+    whole = DEEPSEEK_R1_DISTILL.replace(".split('</think>')[-1]", "")
+    assert load(rows, make_tokenizer(chat_template=whole), supervised, data)[1] == 0
+
+
+def test_a_template_may_change_the_blanks_of_a_turn(make_tokenizer):
+    strips = ENDS_IN_EOS.replace("m.content", "m.content.strip().replace('\\n\\n', '\\n')")
+    chat = [QUESTION, {"role": "assistant", "content": " b\n\nc "}]
+    example = render_conversation(chat, make_tokenizer(chat_template=strips), input_template=None)
+    assert targets(example, make_tokenizer()) == "b\nc<eos>"
 
 
 def test_a_chat_without_an_answer_is_an_error(make_tokenizer):

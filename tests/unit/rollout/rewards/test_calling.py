@@ -87,6 +87,7 @@ def test_a_file_named_like_a_library_does_not_take_its_place(tmp_path: Path) -> 
     [
         ("{folder}/nowhere.py", "no such file {folder}/nowhere.py. Check the path."),
         ("{folder}/nowhere.py:other", "no such file {folder}/nowhere.py. Check the path."),
+        ("{folder}/rewards.py,{folder}/other.py", "Give one file: its function can call those of others."),
         ("{folder}/rewards.py:missing", "has no function 'missing'. It has: other, reward_fn. Name one of them as"),
         ("{folder}/rewards.py:WEIGHT", "has no function 'WEIGHT'. It has: other, reward_fn."),
         ("{folder}/needs.py", "cannot be imported (No module named 'not_there')"),

@@ -346,3 +346,63 @@ def test_what_is_no_error_of_the_function_is_not_caught(scorer_of: MakeScorer, t
 
     with pytest.raises(RuntimeError, match="SystemExit"):
         scorer_of(reward_fn, error_value=0.0).score(two)
+
+
+def test_sys_exit_in_an_async_function_names_the_sample(scorer_of: MakeScorer, two: list[Trajectory]) -> None:
+    async def reward_fn(response: str) -> float:
+        raise SystemExit(0)
+
+    with pytest.raises(RuntimeError, match="SystemExit.* for prompt 'ab'"):
+        scorer_of(reward_fn, error_value=0.0).score(two)
+
+
+def test_sys_exit_in_a_task_of_an_async_function_is_an_error(scorer_of: MakeScorer, two: list[Trajectory]) -> None:
+    async def leave() -> None:
+        raise SystemExit(0)
+
+    async def reward_fn(response: str) -> float:
+        task = asyncio.create_task(leave())
+        await asyncio.sleep(60)
+        return float(task.done())
+
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        scorer_of(reward_fn).score(two[:1])
+
+
+# What the function is given is its own
+
+
+def spoiling_all(messages: Any, row: Any, label: Any, token_ids: Any, kinds: Any) -> None:
+    """Change whatever a sample may hold, in place."""
+    messages[0]["content"] = "changed"
+    messages.append({"role": "user", "content": "more"})
+    row.pop("label")
+    row["kinds"].append("more")
+    label["answers"].clear()
+    token_ids.clear()
+    kinds.append("again")
+
+
+def test_what_a_function_changes_in_one_sample_no_other_sees(
+    scorer_of: MakeScorer, make_trajectory: MakeTrajectory
+) -> None:
+    def single(response: str, messages: Any, row: Any, label: Any, token_ids: Any, **columns: Any) -> float:
+        spoiling_all(messages, row, label, token_ids, columns["kinds"])
+        return float(len(messages))
+
+    def batch(responses: Any, messages: Any, rows: Any, labels: Any, token_ids: Any, **columns: Any) -> list[float]:
+        for sample in zip(messages, rows, labels, token_ids, columns["kinds"], strict=True):
+            spoiling_all(*sample)
+        return [float(len(chat)) for chat in messages]
+
+    def prompt() -> dict[str, Any]:
+        row = {"label": {"answers": [1]}, "kinds": ["a"]}
+        return {"label": row["label"], "row": row, "messages": [{"role": "user", "content": "ask"}]}
+
+    shared = prompt()
+    samples = [make_trajectory([4], [5, 1], **shared) for _ in range(3)]
+    for function in (single, batch):
+        for _ in range(2):  # the next episode
+            assert numbers(scorer_of(function).score(samples)) == [2.0, 2.0, 2.0]
+    assert shared == prompt()
+    assert [sample.token_ids for sample in samples] == [[4, 5, 1]] * 3

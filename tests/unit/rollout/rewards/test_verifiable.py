@@ -66,6 +66,27 @@ def test_exact_match_compares_final_answers(
     assert judge(verify_of("exact_match"), response, label) == reward
 
 
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        ("145", 145.0, 1.0),  # SVAMP and AddSub
+        ("145.0", 145, 1.0),
+        ("145", "145.0", 1.0),
+        ("so\n#### 1,450", 1450.0, 1.0),
+        ("10000000000000000", 1e16, 1.0),
+        ("-7", -7.0, 1.0),
+        ("0.50", 0.5, 1.0),
+        ("14", 140.0, 0.0),
+        ("145", 145.5, 0.0),
+        ("1450", "145.0", 0.0),
+    ],
+)
+def test_exact_match_compares_numbers_without_zeros_behind_the_point(
+    response: str, label: Any, reward: float, judge: Callable[..., float]
+) -> None:
+    assert judge(verify_of("exact_match"), response, label) == reward
+
+
 # Regular expressions
 
 

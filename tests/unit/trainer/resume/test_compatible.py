@@ -90,6 +90,8 @@ def test_options_that_give_other_rows_of_the_same_data_are_named() -> None:
     assert "other contents" not in str(error.value)
     assert "gamma" not in str(error.value)
     check_compatible(PATH, same, identity(apply_chat_template=True, prompt_max_len=2048))  # the same rows all the same
+    with pytest.raises(ValueError, match="--chat_template_kwargs was None, is {}, which gives other rows"):
+        check_compatible(PATH, same, identity(other, chat_template_kwargs="{}"))
     with pytest.raises(ValueError, match="contradicts") as error:
         check_compatible(PATH, same, identity(other, max_samples=5))
     assert str(error.value).count("--max_samples") == 1

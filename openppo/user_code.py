@@ -1,0 +1,115 @@
+"""Code that users bring: files loaded without a trace in the run, calls that never end it with status 0."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+
+TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a chat template, which is a program too, may raise; ``OverflowError`` where a loop is too long."""
+
+_running = threading.local()
+"""Of a thread that runs a user's code: ``source``, the flag and file, and ``pid``, since a child inherits both."""
+_exit = os._exit
+
+
+def load_callable(location: str, flag: str, default_name: str | None = None) -> Callable[..., Any]:
+    """The function or class at ``path.py:name``, or with ``default_name`` also at ``path.py``.
+
+    ``ValueError`` naming ``flag`` if there is none, or if the file cannot be imported.
+    """
+    parts = re.fullmatch(r"(.+\.py)(?::(\w*))?", location)
+    name = (parts[2] if parts else None) or default_name
+    if parts is None or name is None:
+        how = "path.py or path.py:name" if default_name else "and a name in it, path.py:name"
+        raise ValueError(f"{flag} {location}: give a Python file{',' if default_name else ''} {how}.")
+    file = Path(parts[1]).expanduser()
+    if not file.is_file():
+        one = "Give one file: its function can call those of others" if ".py," in location else "Check the path"
+        raise ValueError(f"{flag} {location}: no such file {file}. {one}.")
+    spec = spec_from_file_location(f"{flag.removeprefix('--')}_{file.stem}", file)
+    assert spec is not None and spec.loader is not None, f"no loader for {file}"
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look it up there
+    with leaving_no_trace(f"{flag} {location}"):
+        try:
+            spec.loader.exec_module(module)
+        except (ImportError, SyntaxError) as error:
+            raise ValueError(
+                f"{flag} {location}: cannot be imported ({error}). Install what it needs, or correct it."
+            ) from error
+    found = vars(module).get(name)
+    if not callable(found):
+        names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ValueError(
+            f"{flag} {location}: {file} has no function {name!r}. It has: {', '.join(names) or 'none'}. Name one of "
+            f"them as {file}:NAME."
+        )
+    return found
+
+
+@contextmanager
+def leaving_no_trace(source: str) -> Iterator[None]:
+    """Undo afterwards what the block sets: gradients on or off, default dtype and device, random generators.
+
+    ``sys.exit()`` in it is a ``ValueError`` naming ``source``. For the thread that trains, before training.
+    """
+    grad, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        with no_silent_end(source):
+            yield
+    except SystemExit as error:
+        raise ValueError(f"{source}: calls sys.exit() while it is loaded. Take the call out.") from error
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+
+
+@contextmanager
+def no_silent_end(source: str) -> Iterator[None]:
+    """Turn ``os._exit(0)`` within the block, on this thread, into status 1 and a line that names ``source``."""
+    os._exit = _exit_with_a_reason  # for good: it differs in such blocks only
+    before = vars(_running).copy()
+    _running.source, _running.pid = source, os.getpid()
+    try:
+        yield
+    finally:
+        vars(_running).clear()
+        vars(_running).update(before)
+
+
+def _exit_with_a_reason(status: int) -> NoReturn:
+    if status == 0 and vars(_running).get("pid") == os.getpid():
+        os.write(2, f"error: {_running.source} calls os._exit(0), which ends the run. Take the call out.\n".encode())
+        status = 1
+    _exit(status)
+
+
+def copied(value: Any) -> Any:
+    """``value`` with lists and dicts of its own, at every depth; other objects are handed on."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    return value

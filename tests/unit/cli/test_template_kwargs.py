@@ -1,0 +1,93 @@
+"""``--chat_template_kwargs`` reaches the template in every command that renders chats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from openppo.cli.options import parse_options
+from openppo.config import TrainSFTConfig
+from openppo.models.loading import load_tokenizer
+
+TEMPLATE = (
+    "{% if enable_thinking is not defined %}{{ raise_exception('shall it think') }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if not enable_thinking %}no{% endif %}{% endif %}"
+)
+OFF = '{"enable_thinking": false}'
+COMMANDS = {
+    "train_ppo": "--prompt_data d.jsonl --verifiable_reward length --verify_length 3 --rollout_batch_size 4 "
+    "--train_batch_size 4 --generate_max_len 4",
+    "train_sft": "--dataset d.jsonl --train_batch_size 4",
+    "train_rm": "--dataset pairs.jsonl --train_batch_size 4",
+    "train_prm": "--dataset steps.jsonl --train_batch_size 4 --placeholder_token x --reward_tokens y z",
+    "generate": "--prompt_data d.jsonl --generate_max_len 4 --output_path o.jsonl",
+    "evaluate": "--prompt_data d.jsonl --generate_max_len 4 --verifiable_reward length --verify_length 3",
+}
+
+
+@pytest.fixture
+def model(models: Path, tmp_path: Path) -> Path:
+    """A model whose template asks for an argument."""
+    folder = Path(shutil.copytree(models / "actor", tmp_path / "chat"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_passes_the_arguments_to_its_template(
+    command: str, run_in_process: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {
+        "d": {"prompt": "a", "response": "b"},
+        "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "steps": {"prompt": "a", "steps": ["b", "c"], "labels": [True, False]},
+    }
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0))  # rows are read
+    arguments = [*COMMANDS[command].split(), "--pretrain", str(model), "--apply_chat_template"]
+    refused = run_in_process(command, *arguments)
+    assert (refused.code, refused.stderr.count("shall it think")) == (2, 1)
+    ended = run_in_process(command, *arguments, "--chat_template_kwargs", OFF)
+    assert ended.code == 0, ended.stderr
+
+
+def test_arguments_hold_for_every_rendering_and_are_not_saved(model: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(model), "--pretrain", template_kwargs=json.loads(OFF))
+    chat = [{"role": "user", "content": "a"}]
+    assert (
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == "<user>a<eos><assistant>no"
+    )
+    tokenizer.save_pretrained(tmp_path / "saved")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert saved.chat_template == TEMPLATE
+    assert saved.apply_chat_template(chat, tokenize=False, enable_thinking=True) == "<user>a<eos>"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"enable_thinkng": False}, "the chat template of --pretrain .* does not use 'enable_thinkng'. Correct"),
+        ({"add_generation_prompt": True}, "'add_generation_prompt' is no argument of chat templates. Leave it out"),
+        ({"messages": []}, "'messages' is no argument of chat templates. Leave it out"),
+    ],
+)
+def test_an_argument_without_effect_is_refused(kwargs: dict[str, Any], message: str, model: Path) -> None:
+    with pytest.raises(ValueError, match=f"^--chat_template_kwargs: {message}"):
+        load_tokenizer(str(model), "--pretrain", template_kwargs=kwargs)
+
+
+def test_a_config_file_may_hold_the_arguments_as_a_mapping(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("pretrain: m\ndataset: d\nchat_template_kwargs: {enable_thinking: false}\n")
+    config = parse_options(TrainSFTConfig, ["--config", str(tmp_path / "c.yaml")])
+    assert json.loads(config.supervised.chat_template_kwargs or "") == {"enable_thinking": False}

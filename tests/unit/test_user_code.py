@@ -1,0 +1,126 @@
+"""Files of users, reward functions and data loaders alike: what they may not do to the run."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from openppo.datasets import load_mixed_rows
+from openppo.rollout.rewards import load_reward_function
+
+REPO = Path(__file__).resolve().parents[2]
+MEDDLES = """
+import random, numpy, torch
+random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+torch.set_grad_enabled(False)
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+"""
+
+
+def rewards(file: Path) -> Any:
+    return load_reward_function(f"{file}:make", ())
+
+
+def data(file: Path) -> Any:
+    return load_mixed_rows(
+        [("x", None)], flag="--dataset", split="train", max_samples=None, seed=0, dataset_class=f"{file}:make"
+    )
+
+
+both = pytest.mark.parametrize("load", [rewards, data])
+
+
+@pytest.fixture
+def _torch_as_before() -> Iterator[None]:
+    yield
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+@both
+@pytest.mark.usefixtures("_torch_as_before")
+def test_an_import_changes_neither_gradients_nor_dtype_nor_seeds(load: Callable[[Path], Any], tmp_path: Path) -> None:
+    file = tmp_path / "meddles.py"
+    body = MEDDLES.strip().replace("\n", "\n    ")
+    file.write_text(f"{MEDDLES}\ndef make(prompts):\n    {body}\n    return [{{'input': 'a'}}]\n")
+
+    def draws() -> list[float]:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(7)
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    expected = draws()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(7)
+    load(file)
+    assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == expected
+    assert torch.is_grad_enabled()
+    assert torch.zeros(()).dtype == torch.float32
+    assert torch.zeros(()).device.type == "cpu"
+
+
+@both
+@pytest.mark.parametrize("status", ["", "0", "3"])
+def test_sys_exit_at_import_is_an_error(status: str, load: Callable[[Path], Any], tmp_path: Path) -> None:
+    file = tmp_path / "leaves.py"
+    file.write_text(f"import sys\nsys.exit({status})\n")
+    with pytest.raises(ValueError, match=r"^--(reward_fn|dataset_class) .*leaves.py:make.* calls sys\.exit\(\)"):
+        load(file)
+
+
+def test_sys_exit_in_a_data_loader_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "leaves.py"
+    file.write_text("import sys\ndef make(source):\n    sys.exit()\n    yield {}\n")
+    with pytest.raises(ValueError, match=r"^--dataset_class .*leaves.py:make.* calls sys\.exit\(\)"):
+        data(file)
+
+
+CALL = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace as Namespace
+from openppo.rollout.rewards import FunctionScorer, load_reward_function
+from openppo.types import FinishReason, Prompt, Trajectory
+
+tokenizer = Namespace(batch_decode=lambda ids, skip_special_tokens: [""] * len(ids))
+sample = Trajectory([1, 2], [False, True], [0.0] * 2, [0] * 2, FinishReason.EOS, Prompt("a", [1]), 0)
+function = load_reward_function(sys.argv[1], ())
+(score,) = FunctionScorer(function, tokenizer).score([sample])
+os._exit(int(score.rewards["reward"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("os._exit(0)\ndef reward_fn(response): ...", 1),
+        ("def reward_fn(response): os._exit(0)", 1),
+        ("async def reward_fn(response): os._exit(0)", 1),
+        ("def reward_fn(response): os._exit(7)", 7),
+        ("def reward_fn(response): return 0.0", 0),
+        (
+            "def reward_fn(response):\n    child = os.fork()\n    if child == 0:\n        os._exit(0)\n"
+            "    return os.waitpid(child, 0)[1]",
+            0,
+        ),
+    ],
+    ids=["at import", "in a call", "in an async call", "another status", "ours afterwards", "of a child"],
+)
+def test_a_reward_file_cannot_end_the_process_with_status_0(body: str, status: int, tmp_path: Path) -> None:
+    file = tmp_path / "leaves.py"
+    file.write_text(f"import os\n{body}\n")
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run([sys.executable, "-c", CALL, str(file)], env=environment, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert ("calls os._exit(0)" in done.stderr) == (status == 1)
