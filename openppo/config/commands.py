@@ -9,6 +9,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from openppo.config.folders import refuse_overwriting
 from openppo.config.ppo import (
     AdvantageConfig,
     KLConfig,
@@ -62,7 +63,10 @@ class TrainPPOConfig:
         _validate_groups(self)
         world_size = self.run.dry_run_ranks or world_size
         _validate_train_batch(self.batch, world_size)
-        validate_lora(self.lora, self.deepspeed, self.model.pretrain, self.run.save_path)
+        validate_lora(self.lora, self.deepspeed)
+        critic = {"--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"}
+        outputs = {"--save_path": self.run.save_path} | (critic if self.model.save_value_network else {})
+        refuse_overwriting(self.input_models, outputs)
         _validate_keep_best(self.checkpoint, self.evaluation.eval_data, "--eval_data")
         best = self.checkpoint.keep_best or ""
         require(
@@ -104,6 +108,16 @@ class TrainPPOConfig:
             f"--verifiable_reward {' '.join(sorted(verified))} compares with a label: name its column with "
             "--label_key.",
         )
+
+    @property
+    def input_models(self) -> dict[str, str | None]:
+        """Models that are read, by flag; None where an option is not given."""
+        return {
+            "--pretrain": self.model.pretrain,
+            "--critic_pretrain": self.model.critic_pretrain,
+            "--reward_pretrain": self.source.reward_pretrain,
+            "--prm_pretrain": self.source.prm_pretrain,
+        }
 
     def old_log_probs_from(self, at_once: bool) -> OldLogProbsFrom:
         """Where those of the old policy come from, see ``--old_log_probs``; "training": the forward that is trained on.
@@ -172,8 +186,14 @@ class SupervisedCommand:
         _validate_groups(self)
         world_size = self.run.dry_run_ranks or world_size
         _validate_train_batch(self.batch, world_size)
-        validate_lora(self.lora, self.deepspeed, self.supervised.pretrain, self.run.save_path)
+        validate_lora(self.lora, self.deepspeed)
+        refuse_overwriting(self.input_models, {"--save_path": self.run.save_path})
         _validate_keep_best(self.checkpoint, self.supervised.eval_dataset, "--eval_dataset")
+
+    @property
+    def input_models(self) -> dict[str, str | None]:
+        """As of ``TrainPPOConfig``."""
+        return {"--pretrain": self.supervised.pretrain}
 
 
 @dataclass(frozen=True)

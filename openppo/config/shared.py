@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -51,6 +50,7 @@ class RunConfig:
     """With --dry_run: estimate for GPUs of this many GiB (default: the devices of this machine)."""
 
     def validate(self) -> None:
+        require(self.save_path != "", "--save_path is empty: name the folder that receives the trained model.")
         refuse_home("save_path", self.save_path)
         require(self.logging_steps >= 1, f"--logging_steps must be at least 1, got {self.logging_steps}.")
         require(self.max_skipped_steps >= 1, f"--max_skipped_steps must be at least 1, got {self.max_skipped_steps}.")
@@ -206,13 +206,8 @@ class LoRAConfig:
         )
 
 
-def validate_lora(lora: LoRAConfig, deepspeed: DeepSpeedConfig, pretrain: str, save_path: str) -> None:
+def validate_lora(lora: LoRAConfig, deepspeed: DeepSpeedConfig) -> None:
     """What no group can check alone."""
-    require(
-        lora.lora_rank == 0 or os.path.realpath(pretrain) != os.path.realpath(save_path),
-        f"--save_path {save_path} is --pretrain: adapters saved there would hide the model they belong to. Choose "
-        "another folder.",
-    )
     require(
         not (lora.load_in_4bit and deepspeed.zero_stage == 3),
         "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from openppo.config.folders import refuse_overwriting
 from openppo.config.rewards import RewardSourceConfig
 from openppo.config.roles import DataFormat, validate_data
 from openppo.config.shared import require
@@ -159,7 +160,10 @@ class MergeConfig:
     """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
 
     def validate(self) -> None:
-        require(self.lora_path != self.save_path, "--save_path must not be --lora_path: the adapters would be lost.")
+        require(self.save_path != "", "--save_path is empty: name the folder that receives the full model.")
+        refuse_overwriting(
+            {"--lora_path": self.lora_path, "--pretrain": self.pretrain}, {"--save_path": self.save_path}
+        )
 
 
 @dataclass(frozen=True)

@@ -192,13 +192,7 @@ def _longest_sequence(config: TrainPPOConfig, actor_config: PreTrainedConfig) ->
 
 def _contents(config: TrainPPOConfig, data: PPOData) -> dict[str, str]:
     """Fingerprints of what a checkpoint must have been made with."""
-    models = {
-        "--pretrain": config.model.pretrain,
-        "--critic_pretrain": config.model.critic_pretrain,
-        "--reward_pretrain": config.source.reward_pretrain,
-        "--prm_pretrain": config.source.prm_pretrain,
-    }
-    contents = {flag: model_fingerprint(name) for flag, name in models.items() if name is not None}
+    contents = {flag: model_fingerprint(name) for flag, name in config.input_models.items() if name is not None}
     contents["--prompt_data"] = prompts_fingerprint(data.prompts)
     if data.documents:
         contents["--pretrain_data"] = data.fingerprint

@@ -23,6 +23,7 @@ from openppo.config import flat_dict
 from openppo.models.loading import context_length
 from openppo.tracking import (
     Trackers,
+    check_run_folder,
     check_trackers,
     cut_logs,
     environment,
@@ -83,6 +84,7 @@ def check_options(config: Any, comm: Comm) -> None:
     def check() -> None:
         config.validate(comm.world_size)  # folders may differ, of which it sees some
         if comm.rank == 0:
+            check_run_folder(Path(config.run.save_path))
             check_trackers(config.tracking)
 
     on_all_ranks(comm, check)

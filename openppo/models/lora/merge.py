@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openppo.config import MergeConfig
 from openppo.models.loading import check_model, load_causal_lm, load_tokenizer
-from openppo.models.lora.folder import HEAD_TASK, base_model_of, is_peft_folder, task_of
+from openppo.models.lora.folder import HEAD_TASK, is_peft_folder, task_of
 from openppo.models.scalar_head import load_classifier
 
 logger = logging.getLogger("openppo")
@@ -34,9 +34,6 @@ class LoRAMerge:
             check_model(config.pretrain, "--pretrain", config.trust_remote_code)
             if is_peft_folder(config.pretrain):
                 raise ValueError(f"--pretrain {config.pretrain} is a PEFT folder; give a base model with full weights.")
-        base = Path(config.pretrain or base_model_of(config.lora_path))
-        if base.exists() and base.resolve() == self.folder.resolve():
-            raise ValueError(f"--save_path {config.save_path} is the base model, which would be lost: choose another.")
         if is_peft_folder(config.save_path):
             raise ValueError(f"--save_path {config.save_path} holds adapters, which would hide it: choose another.")
         try:
