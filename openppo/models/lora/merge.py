@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -43,9 +44,7 @@ class LoRAMerge:
         self.tokenizer = self._tokenizer()
         self.model = self._merged()
         if config.bf16:
-            for parameter in self.model.parameters():  # not the buffers: rotary frequencies must keep float32
-                parameter.data = parameter.data.bfloat16()
-            self.model.config.dtype = torch.bfloat16
+            to_bf16(self.model)
 
     def fit(self) -> None:
         """Write model and tokenizer."""
@@ -77,3 +76,10 @@ class LoRAMerge:
         except ValueError as error:
             logger.warning("no tokenizer is written: %s", error)
             return None
+
+
+def to_bf16(model: Any) -> None:
+    """Round the weights of a Hugging Face or PEFT model, in place."""
+    for parameter in model.parameters():  # not the buffers: rotary frequencies must keep float32
+        parameter.data = parameter.data.bfloat16()
+    model.config.dtype = torch.bfloat16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,17 @@ from openppo.trainer.startup import on_all_ranks
 
 logger = logging.getLogger("openppo")
 
-STOPPED = "stopped by %s after %d of %d steps. The same command with --load_checkpoint goes on from %s"
 _STATE, _RANDOM, _EXTRA = "state.json", "random.safetensors", "extra.safetensors"
 _SLACK_BYTES = 16 * 2**20
 """For what is small: random numbers, the trainer's state, a tokenizer."""
+
+
+def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
+    """Say what a run that ``signal`` has ended leaves, and what to do with it."""
+    return (
+        f"stopped by {signal} after {step} of {total} steps. The same command with --load_checkpoint goes on from "
+        f"{checkpoint}; 'openppo export {shlex.quote(str(checkpoint))} FOLDER' makes a model of it"
+    )
 
 
 class Checkpointer:
