@@ -68,6 +68,7 @@ class TrainPPOConfig:
         outputs = {"--save_path": self.run.save_path} | (critic if self.model.save_value_network else {})
         refuse_overwriting(self.input_models, outputs)
         _validate_keep_best(self.checkpoint, self.evaluation.eval_data, "--eval_data")
+        _validate_stop_when(self.run, self.evaluation.eval_data, "--eval_data")
         best = self.checkpoint.keep_best or ""
         require(
             "pass@" not in best or self.source.passing(self.evaluation.pass_reward) is not None,
@@ -189,6 +190,7 @@ class SupervisedCommand:
         validate_lora(self.lora, self.deepspeed)
         refuse_overwriting(self.input_models, {"--save_path": self.run.save_path})
         _validate_keep_best(self.checkpoint, self.supervised.eval_dataset, "--eval_dataset")
+        _validate_stop_when(self.run, self.supervised.eval_dataset, "--eval_dataset")
 
     @property
     def input_models(self) -> dict[str, str | None]:
@@ -238,6 +240,14 @@ def _validate_keep_best(checkpoint: CheckpointConfig, held_out: str | None, flag
         checkpoint.keep_best is None or held_out is not None,
         f"--keep_best {checkpoint.keep_best} compares evaluations: give held-out data with {flag}.",
     )
+
+
+def _validate_stop_when(run: RunConfig, held_out: str | None, flag: str) -> None:
+    for condition in run.stop_conditions:
+        require(
+            held_out is not None or not condition.metric.startswith("eval"),
+            f"--stop_when {condition.text!r} looks at evaluations: give held-out data with {flag}.",
+        )
 
 
 def flat_dict(config: Any) -> dict[str, object]:

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from openppo.config.conditions import Condition, parse_condition
+
 
 def require(condition: bool, message: str) -> None:
     """Raise ``ValueError`` with ``message`` unless ``condition`` holds."""
@@ -41,6 +43,8 @@ class RunConfig:
     """End the run when a rank makes no progress for this many seconds, in a reward function say (0: wait for ever)."""
     max_skipped_steps: int = 10
     """Stop after this many optimizer steps in a row whose loss or gradient was not finite; each of them is skipped."""
+    stop_when: tuple[str, ...] = ()
+    """End the run, with its model saved, after a step at which one of these holds: 'kl > 0.2' 'eval_reward > 0.9'."""
     dry_run: bool = False
     """Check options, configs, tokenizer and data, print estimated memory and communication, and end without loading
     a model."""
@@ -67,6 +71,11 @@ class RunConfig:
             self.stall_timeout >= 0,
             f"--stall_timeout must not be negative, got {self.stall_timeout:g}; 0 waits for ever.",
         )
+
+    @property
+    def stop_conditions(self) -> list[Condition]:
+        """What ``--stop_when`` says; ``ValueError`` if that is no condition."""
+        return [parse_condition(text, "--stop_when") for text in self.stop_when]
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from openppo.tracking import (
     set_aside_logs,
     setup_logging,
 )
+from openppo.trainer.stopping import check_conditions
 from openppo.types import Comm
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
@@ -83,6 +84,7 @@ def check_options(config: Any, comm: Comm) -> None:
 
     def check() -> None:
         config.validate(comm.world_size)  # folders may differ, of which it sees some
+        check_conditions(config.run.stop_conditions)
         if comm.rank == 0:
             check_run_folder(Path(config.run.save_path))
             check_trackers(config.tracking)

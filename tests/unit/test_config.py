@@ -84,6 +84,7 @@ COMMON: dict[str, Any] = {
     "log_samples_every": 10,
     "self_check": True,
     "profile_steps": None,
+    "stop_when": (),
     "dry_run": False,
     "dry_run_ranks": None,
     "dry_run_memory": None,
@@ -434,6 +435,17 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
     (PPO, {"eval_temperature": -1.0}, 1, "--eval_temperature must not be negative"),
     (PPO, {"eval_before_training": True}, 1, "--eval_before_training needs --eval_data"),
     (PPO, {"zpg": 2}, 2, "--zpg 2 partitions weights, .* use --zero_stage 3"),
+    *(
+        (
+            SFT,
+            {"stop_when": ("loss < 1", text)},
+            1,
+            f"--stop_when '{re.escape(text)}': write a metric, one of > >= < <=",
+        )
+        for text in ("kl", "kl >", "> 0.2", "kl > a", "kl = 1", "kl == 1", "kl > nan", "kl > inf", "1 < kl < 2", "")
+    ),
+    (PPO, {"stop_when": ("eval_reward>1",)}, 1, "--stop_when 'eval_reward>1' looks at evaluations: .*--eval_data"),
+    (RM, {"stop_when": ("eval/a b/loss < 1",)}, 1, "--stop_when .* looks at evaluations: .*--eval_dataset"),
     # LoRA
     (SFT, {"lora_rank": -1}, 1, "--lora_rank must not be negative, got -1; 0 switches LoRA off"),
     (RM, {"lora_alpha": 0}, 1, "--lora_alpha must be at least 1"),
