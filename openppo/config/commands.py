@@ -103,6 +103,10 @@ class TrainPPOConfig:
             "--normalize_reward takes mean and std from a reward model, and there is no --reward_pretrain: use "
             "--reward_normalizer running.",
         )
+        require(
+            self.model.ref_pretrain is None or self.kl.init_kl_coef > 0,
+            "--ref_pretrain: --init_kl_coef 0 wants no reference model; leave one of them out.",
+        )
         verified = {"exact_match", "math"} & set(self.source.verifiable_reward)
         require(
             not verified or self.data.label_key is not None or self.data.input_key is None,
@@ -115,6 +119,7 @@ class TrainPPOConfig:
         """Models that are read, by flag; None where an option is not given."""
         return {
             "--pretrain": self.model.pretrain,
+            "--ref_pretrain": self.model.ref_pretrain,
             "--critic_pretrain": self.model.critic_pretrain,
             "--reward_pretrain": self.source.reward_pretrain,
             "--prm_pretrain": self.source.prm_pretrain,

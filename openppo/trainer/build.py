@@ -70,8 +70,9 @@ def build_ppo_trainer(
     _check_engine(config, actor_config, strategy)
     tokenizer = load_tokenizer(model.pretrain, "--pretrain", trust_remote_code=model.trust_remote_code)
     _check_critic_tokens(config, tokenizer)
+    _check_reference(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config, strategy.comm)
-    _check_critic_context(config, data)
+    _check_contexts(config, data)
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
     if config.run.dry_run:
         check_sources(config.source, tokenizer, setup)
@@ -238,9 +239,13 @@ def _prepare_models(
     _pack(config, strategy, policy, actor, "actor")
     if config.kl.init_kl_coef == 0:
         return actor, critic, None
-    if config.lora.lora_rank > 0:
+    if config.lora.lora_rank > 0 and model.ref_pretrain is None:
         return actor, critic, AdapterOffReference(actor)
-    frozen = Actor(model.pretrain, temperature=config.generation.temperature, **_loading(config))
+    flag, name = (
+        ("--pretrain", model.pretrain) if model.ref_pretrain is None else ("--ref_pretrain", model.ref_pretrain)
+    )
+    with naming_model(flag, name, "reference"):
+        frozen = Actor(name, temperature=config.generation.temperature, **_loading(config))
     reference = strategy.prepare_frozen(frozen)
     _pack(config, strategy, frozen, reference, "reference")
     return actor, critic, reference
@@ -307,11 +312,29 @@ def _check_critic_tokens(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerB
         )
 
 
-def _check_critic_context(config: TrainPPOConfig, data: PPOData) -> None:
-    (flag, name), new_tokens = critic_start(config), config.generation.generate_max_len
-    if ESTIMATORS[config.advantage.advantage_estimator].uses_critic and flag != "--pretrain":  # else the actor's
-        critic_config = check_model(name, flag, config.model.trust_remote_code)
-        check_context(critic_config, f"{flag} {name}", data.longest - new_tokens, new_tokens)
+def _check_reference(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The reference reads the actor's token ids."""
+    flag, name, trust = "--ref_pretrain", config.model.ref_pretrain, config.model.trust_remote_code
+    if name is None:
+        return
+    check_model(name, flag, trust)
+    if own_tokenizer(flag, name, config.model.pretrain, tokenizer, trust) is not None:
+        raise ValueError(
+            f"{flag} {name} has another vocabulary than --pretrain {config.model.pretrain}, so it cannot read the "
+            "token ids of the policy: use a model of the same family."
+        )
+
+
+def _check_contexts(config: TrainPPOConfig, data: PPOData) -> None:
+    """Of critic and reference, where they are other models than the actor."""
+    new_tokens = config.generation.generate_max_len
+    critic = (
+        critic_start(config) if ESTIMATORS[config.advantage.advantage_estimator].uses_critic else ("--pretrain", "")
+    )
+    for flag, name in (critic, ("--ref_pretrain", config.model.ref_pretrain)):
+        if name is not None and flag != "--pretrain":
+            model_config = check_model(name, flag, config.model.trust_remote_code)
+            check_context(model_config, f"{flag} {name}", data.longest - new_tokens, new_tokens)
 
 
 def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: list[Prompt]) -> ScorerSetup:

@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 PLACES = {
     *("save_path", "ckpt_path", "use_tensorboard", "use_wandb", "remote_rm_url", "remote_rm_token_file"),
-    *("pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "reward_fn"),
+    *("pretrain", "ref_pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "reward_fn"),
     *("prompt_data", "eval_data", "pretrain_data", "dataset", "eval_dataset", "dataset_class"),
 }
 """Options that say where something is, which may be elsewhere on each host."""

@@ -168,6 +168,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         # models
         "reward_pretrain": None,
         "critic_pretrain": None,
+        "ref_pretrain": None,
         "reward_fn": "f.py",
         "value_head_prefix": "score",
         # optimizer
@@ -444,6 +445,7 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
         )
         for text in ("kl", "kl >", "> 0.2", "kl > a", "kl = 1", "kl == 1", "kl > nan", "kl > inf", "1 < kl < 2", "")
     ),
+    (PPO, {"ref_pretrain": "r", "init_kl_coef": 0.0}, 1, "--ref_pretrain: --init_kl_coef 0 wants no reference model"),
     (PPO, {"stop_when": ("eval_reward>1",)}, 1, "--stop_when 'eval_reward>1' looks at evaluations: .*--eval_data"),
     (RM, {"stop_when": ("eval/a b/loss < 1",)}, 1, "--stop_when .* looks at evaluations: .*--eval_dataset"),
     # LoRA

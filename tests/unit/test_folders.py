@@ -22,6 +22,7 @@ READERS: list[tuple[type, str, dict[str, Any]]] = [
     (TrainPRMConfig, "pretrain", SUPERVISED),
     (TrainPPOConfig, "pretrain", PPO),
     (TrainPPOConfig, "critic_pretrain", PPO),
+    (TrainPPOConfig, "ref_pretrain", PPO),
     (TrainPPOConfig, "reward_pretrain", PPO),
     (TrainPPOConfig, "prm_pretrain", PPO | {"prm_placeholder_token": "x"}),
     (MergeLoRAConfig, "lora_path", {}),

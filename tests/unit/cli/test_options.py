@@ -154,6 +154,7 @@ FLAGS: dict[type, list[Flag]] = {
         ("source", "reward_pretrain", ["reward"], "reward"),
         ("source", "reward_fn", ["f.py:name"], "f.py:name"),
         ("model", "critic_pretrain", ["critic"], "critic"),
+        ("model", "ref_pretrain", ["reference"], "reference"),
         ("model", "value_head_prefix", ["v_head"], "v_head"),
         ("model", "flash_attn", [], True),
         ("model", "trust_remote_code", [], True),
