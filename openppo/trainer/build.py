@@ -69,8 +69,7 @@ def build_ppo_trainer(
     _check_gpu_options(config, actor_config, strategy)
     _check_engine(config, actor_config, strategy)
     tokenizer = load_tokenizer(model.pretrain, "--pretrain", trust_remote_code=model.trust_remote_code)
-    _check_critic_tokens(config, tokenizer)
-    _check_reference(config, tokenizer)
+    _check_vocabularies(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config, strategy.comm)
     _check_contexts(config, data)
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
@@ -107,8 +106,7 @@ def build_ppo_trainer(
         stop=stop,
         estimate=estimate,
     )
-    stopping = [StopWhen(config.run.stop_conditions)] if config.run.stop_when else []
-    trainer = PPOTrainer(config, parts, [*callbacks, *stopping])
+    trainer = PPOTrainer(config, parts, [*callbacks, *_stopping(config)])
     if checkpointer.found is not None:
         trainer.load_checkpoint()
     else:
@@ -297,32 +295,28 @@ def critic_start(config: TrainPPOConfig) -> tuple[str, str]:
     return next(((flag, name) for flag, name in starts if name), ("--pretrain", config.model.pretrain))
 
 
-def _check_critic_tokens(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The critic reads the actor's token ids, so it must know all of them by the same names."""
-    flag, name = critic_start(config)
-    if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic or flag == "--pretrain":
-        return
+def _stopping(config: TrainPPOConfig) -> list[Callback]:
+    return [StopWhen(config.run.stop_conditions)] if config.run.stop_when else []
+
+
+def _check_vocabularies(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Critic and reference read the actor's token ids, so they must know all of them by the same names."""
+    critic = (
+        critic_start(config) if ESTIMATORS[config.advantage.advantage_estimator].uses_critic else ("--pretrain", "")
+    )
     trust = config.model.trust_remote_code
-    check_model(name, flag, trust)
-    if own_tokenizer(flag, name, config.model.pretrain, tokenizer, trust) is not None:
-        remedy = "name another with --critic_pretrain" if flag == "--reward_pretrain" else "use one of the same family"
-        raise ValueError(
-            f"{flag} {name} has another vocabulary than --pretrain {config.model.pretrain}, and as a critic it would "
-            f"read token ids that are not its own: {remedy}."
-        )
-
-
-def _check_reference(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The reference reads the actor's token ids."""
-    flag, name, trust = "--ref_pretrain", config.model.ref_pretrain, config.model.trust_remote_code
-    if name is None:
-        return
-    check_model(name, flag, trust)
-    if own_tokenizer(flag, name, config.model.pretrain, tokenizer, trust) is not None:
-        raise ValueError(
-            f"{flag} {name} has another vocabulary than --pretrain {config.model.pretrain}, so it cannot read the "
-            "token ids of the policy: use a model of the same family."
-        )
+    for flag, name, role in ((*critic, "a critic"), ("--ref_pretrain", config.model.ref_pretrain, "a reference")):
+        if name is None or flag == "--pretrain":
+            continue
+        check_model(name, flag, trust)
+        if own_tokenizer(flag, name, config.model.pretrain, tokenizer, trust) is not None:
+            remedy = (
+                "name another with --critic_pretrain" if flag == "--reward_pretrain" else "use one of the same family"
+            )
+            raise ValueError(
+                f"{flag} {name} has another vocabulary than --pretrain {config.model.pretrain}, and as {role} it would "
+                f"read token ids that are not its own: {remedy}."
+            )
 
 
 def _check_contexts(config: TrainPPOConfig, data: PPOData) -> None:

@@ -92,7 +92,10 @@ class Export:
         """The options of the run."""
         if self.state["kind"] not in _KINDS:
             raise ValueError(f"CHECKPOINT {self.checkpoint} is of train_{self.state['kind']}, unknown to this version.")
-        run: Any = from_options(_KINDS[self.state["kind"]], **self.state["options"])
+        try:
+            run: Any = from_options(_KINDS[self.state["kind"]], **self.state["options"])
+        except ValueError as error:
+            raise ValueError(f"CHECKPOINT {self.checkpoint} is of another version of OpenPPO: {error}") from error
         if self.options.role == "critic" and not _has_critic(run):
             raise ValueError(f"--role critic: the run of {self.checkpoint} had none; leave it out.")
         return dataclasses.replace(run, lora=dataclasses.replace(run.lora, load_in_4bit=False))
