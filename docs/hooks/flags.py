@@ -32,6 +32,7 @@ python -m openppo.cli.{command} {options}      the same
 {ranks}```
 """
 _RANKS = "torchrun --standalone --nproc_per_node 8 -m openppo.cli.{command} {options}      on eight devices\n"
+_ARGUMENTS = {"report": "RUN_DIR [RUN_DIR ...]", "export": "CHECKPOINT FOLDER [OPTIONS]"}
 _HOW = """
 An option with a value is given as `--name VALUE`, a list as `--name VALUE VALUE`. One without is a switch, which
 `--no_name` turns off. `--config FILE.yaml` reads options from a file, under the same names; the command line wins. In
@@ -74,7 +75,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def page(command: str) -> str:
     """Markdown of all options of a command; of one without a dataclass of them what its ``--help`` prints."""
-    config, options = config_type(command), "RUN_DIR [RUN_DIR ...]" if command == "report" else "[OPTIONS]"
+    config, options = config_type(command), _ARGUMENTS.get(command, "[OPTIONS]")
     ranks = _RANKS if command.startswith("train_") or command in ("generate", "evaluate") else ""
     ranks = ranks.format(command=command, options=options)
     head = _HEAD.format(command=command, purpose=commands()[command], options=options, ranks=ranks)

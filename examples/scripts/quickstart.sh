@@ -18,20 +18,20 @@ python examples/sort_letters.py make --out "$run/data" --seed "$seed"
 echo "2/4 supervised fine-tuning, stopped early"
 $launch -m openppo.cli.train_sft --seed "$seed" \
     --pretrain "$run/data/model" --dataset "$run/data/sft.jsonl" \
-    --save_path "$run/sft" --use_tensorboard "$run/tensorboard/sft" --logging_steps 25 \
+    --save_path "$run/sft" --use_tensorboard "$run/tensorboard" --logging_steps 25 \
     --learning_rate 2e-3 --train_batch_size 32 --micro_train_batch_size 16 --max_len 32 --max_steps 42
 
 echo "3/4 a reward model from preference pairs"
 $launch -m openppo.cli.train_rm --seed "$seed" \
     --pretrain "$run/sft" --dataset "$run/data/preference.jsonl" --eval_dataset "$run/data/preference_heldout.jsonl" \
-    --prompt_key prompt --save_path "$run/rm" --use_tensorboard "$run/tensorboard/rm" --logging_steps 100 \
+    --prompt_key prompt --save_path "$run/rm" --use_tensorboard "$run/tensorboard" --logging_steps 100 \
     --learning_rate 1e-3 --train_batch_size 32 --micro_train_batch_size 16 --max_len 32
 
 echo "4/4 PPO: actor, critic, reward and reference model"
 $launch -m openppo.cli.train_ppo --seed "$seed" \
     --pretrain "$run/sft" --reward_pretrain "$run/rm" --prompt_data "$run/data/prompts.jsonl" \
     --eval_data "$run/data/heldout.jsonl" --eval_before_training \
-    --save_path "$run/ppo" --use_tensorboard "$run/tensorboard/ppo" --logging_steps 4 \
+    --save_path "$run/ppo" --use_tensorboard "$run/tensorboard" --logging_steps 4 \
     --zero_stage 2 --generate_max_len 16 --rollout_batch_size 256 --micro_rollout_batch_size 128 \
     --train_batch_size 128 --micro_train_batch_size 64 --max_epochs 2 \
     --actor_learning_rate 3e-4 --critic_learning_rate 1e-3 --lr_scheduler constant_with_warmup \

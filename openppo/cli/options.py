@@ -66,16 +66,17 @@ class ExplainsMemory(Protocol):
         ...
 
 
-def run_command(config_type: type[Config], build: Callable[[Config], Runnable]) -> None:
+def run_command(config_type: type[Config], build: Callable[[Config], Runnable], *markers: Any) -> None:
     """Parse ``sys.argv``, build, and run.
 
     A ``ValueError`` before training starts is the user's: one line on stderr and exit status 2, no traceback.
+    ``markers`` as of ``parse_options``.
     """
     if sys.argv[1:] == ["--version"]:
         print(environment())
         return
     try:
-        config = parse_options(config_type, sys.argv[1:])
+        config = parse_options(config_type, sys.argv[1:], *markers)
         config.validate(_world_size())
     except ValueError as error:
         _leave(str(error))

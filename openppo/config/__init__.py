@@ -58,7 +58,9 @@ from openppo.config.supervised import (
     SupervisedConfig,
 )
 from openppo.config.tools import (
+    CheckpointModelConfig,
     EvaluateConfig,
+    ExportConfig,
     GenerateConfig,
     JudgementConfig,
     MergeConfig,
@@ -78,10 +80,12 @@ __all__ = [
     "AdvantageEstimator",
     "BatchConfig",
     "CheckpointConfig",
+    "CheckpointModelConfig",
     "DataFormat",
     "DeepSpeedConfig",
     "EvaluateConfig",
     "EvaluationConfig",
+    "ExportConfig",
     "GenerateConfig",
     "GenerationConfig",
     "JudgementConfig",

@@ -9,6 +9,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from openppo.config.folders import refuse_overwriting
 from openppo.config.ppo import (
     AdvantageConfig,
     KLConfig,
@@ -62,8 +63,12 @@ class TrainPPOConfig:
         _validate_groups(self)
         world_size = self.run.dry_run_ranks or world_size
         _validate_train_batch(self.batch, world_size)
-        validate_lora(self.lora, self.deepspeed, self.model.pretrain, self.run.save_path)
+        validate_lora(self.lora, self.deepspeed)
+        critic = {"--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"}
+        outputs = {"--save_path": self.run.save_path} | (critic if self.model.save_value_network else {})
+        refuse_overwriting(self.input_models, outputs)
         _validate_keep_best(self.checkpoint, self.evaluation.eval_data, "--eval_data")
+        _validate_stop_when(self.run, self.evaluation.eval_data, "--eval_data")
         best = self.checkpoint.keep_best or ""
         require(
             "pass@" not in best or self.source.passing(self.evaluation.pass_reward) is not None,
@@ -98,12 +103,27 @@ class TrainPPOConfig:
             "--normalize_reward takes mean and std from a reward model, and there is no --reward_pretrain: use "
             "--reward_normalizer running.",
         )
+        require(
+            self.model.ref_pretrain is None or self.kl.init_kl_coef > 0,
+            "--ref_pretrain: --init_kl_coef 0 wants no reference model; leave one of them out.",
+        )
         verified = {"exact_match", "math"} & set(self.source.verifiable_reward)
         require(
             not verified or self.data.label_key is not None or self.data.input_key is None,
             f"--verifiable_reward {' '.join(sorted(verified))} compares with a label: name its column with "
             "--label_key.",
         )
+
+    @property
+    def input_models(self) -> dict[str, str | None]:
+        """Models that are read, by flag; None where an option is not given."""
+        return {
+            "--pretrain": self.model.pretrain,
+            "--ref_pretrain": self.model.ref_pretrain,
+            "--critic_pretrain": self.model.critic_pretrain,
+            "--reward_pretrain": self.source.reward_pretrain,
+            "--prm_pretrain": self.source.prm_pretrain,
+        }
 
     def old_log_probs_from(self, at_once: bool) -> OldLogProbsFrom:
         """Where those of the old policy come from, see ``--old_log_probs``; "training": the forward that is trained on.
@@ -172,8 +192,15 @@ class SupervisedCommand:
         _validate_groups(self)
         world_size = self.run.dry_run_ranks or world_size
         _validate_train_batch(self.batch, world_size)
-        validate_lora(self.lora, self.deepspeed, self.supervised.pretrain, self.run.save_path)
+        validate_lora(self.lora, self.deepspeed)
+        refuse_overwriting(self.input_models, {"--save_path": self.run.save_path})
         _validate_keep_best(self.checkpoint, self.supervised.eval_dataset, "--eval_dataset")
+        _validate_stop_when(self.run, self.supervised.eval_dataset, "--eval_dataset")
+
+    @property
+    def input_models(self) -> dict[str, str | None]:
+        """As of ``TrainPPOConfig``."""
+        return {"--pretrain": self.supervised.pretrain}
 
 
 @dataclass(frozen=True)
@@ -218,6 +245,14 @@ def _validate_keep_best(checkpoint: CheckpointConfig, held_out: str | None, flag
         checkpoint.keep_best is None or held_out is not None,
         f"--keep_best {checkpoint.keep_best} compares evaluations: give held-out data with {flag}.",
     )
+
+
+def _validate_stop_when(run: RunConfig, held_out: str | None, flag: str) -> None:
+    for condition in run.stop_conditions:
+        require(
+            held_out is not None or not condition.metric.startswith("eval"),
+            f"--stop_when {condition.text!r} looks at evaluations: give held-out data with {flag}.",
+        )
 
 
 def flat_dict(config: Any) -> dict[str, object]:

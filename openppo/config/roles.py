@@ -18,7 +18,9 @@ class PPOModelConfig:
     """Which models play which role."""
 
     pretrain: str
-    """Causal language model to train: a local folder or a hub name. Also the reference model."""
+    """Causal language model to train: a local folder or a hub name."""
+    ref_pretrain: str | None = None
+    """Reference model of the KL penalty (default: --pretrain; with LoRA the actor, its adapters off)."""
     critic_pretrain: str | None = None
     """Model that the critic starts from (default: the reward model, else the actor)."""
     critic_lora_rank: int | None = None

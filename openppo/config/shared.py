@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from typing import Literal
+
+from openppo.config.conditions import Condition, parse_condition
 
 
 def require(condition: bool, message: str) -> None:
@@ -42,6 +43,8 @@ class RunConfig:
     """End the run when a rank makes no progress for this many seconds, in a reward function say (0: wait for ever)."""
     max_skipped_steps: int = 10
     """Stop after this many optimizer steps in a row whose loss or gradient was not finite; each of them is skipped."""
+    stop_when: tuple[str, ...] = ()
+    """End the run, with its model saved, after a step at which one of these holds: 'kl > 0.2' 'eval_reward > 0.9'."""
     dry_run: bool = False
     """Check options, configs, tokenizer and data, print estimated memory and communication, and end without loading
     a model."""
@@ -51,6 +54,7 @@ class RunConfig:
     """With --dry_run: estimate for GPUs of this many GiB (default: the devices of this machine)."""
 
     def validate(self) -> None:
+        require(self.save_path != "", "--save_path is empty: name the folder that receives the trained model.")
         refuse_home("save_path", self.save_path)
         require(self.logging_steps >= 1, f"--logging_steps must be at least 1, got {self.logging_steps}.")
         require(self.max_skipped_steps >= 1, f"--max_skipped_steps must be at least 1, got {self.max_skipped_steps}.")
@@ -67,6 +71,11 @@ class RunConfig:
             self.stall_timeout >= 0,
             f"--stall_timeout must not be negative, got {self.stall_timeout:g}; 0 waits for ever.",
         )
+
+    @property
+    def stop_conditions(self) -> list[Condition]:
+        """What ``--stop_when`` says; ``ValueError`` if that is no condition."""
+        return [parse_condition(text, "--stop_when") for text in self.stop_when]
 
 
 @dataclass(frozen=True)
@@ -206,13 +215,8 @@ class LoRAConfig:
         )
 
 
-def validate_lora(lora: LoRAConfig, deepspeed: DeepSpeedConfig, pretrain: str, save_path: str) -> None:
+def validate_lora(lora: LoRAConfig, deepspeed: DeepSpeedConfig) -> None:
     """What no group can check alone."""
-    require(
-        lora.lora_rank == 0 or os.path.realpath(pretrain) != os.path.realpath(save_path),
-        f"--save_path {save_path} is --pretrain: adapters saved there would hide the model they belong to. Choose "
-        "another folder.",
-    )
     require(
         not (lora.load_in_4bit and deepspeed.zero_stage == 3),
         "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2.",

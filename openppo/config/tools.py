@@ -1,9 +1,11 @@
-"""Options of the commands that do not train: generate, evaluate, serve_rm, merge_lora, report."""
+"""Options of the commands that do not train: generate, evaluate, serve_rm, merge_lora, export, report."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
+from openppo.config.folders import refuse_overwriting
 from openppo.config.rewards import RewardSourceConfig
 from openppo.config.roles import DataFormat, validate_data
 from openppo.config.shared import require
@@ -161,7 +163,42 @@ class MergeConfig:
     """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
 
     def validate(self) -> None:
-        require(self.lora_path != self.save_path, "--save_path must not be --lora_path: the adapters would be lost.")
+        require(self.save_path != "", "--save_path is empty: name the folder that receives the full model.")
+        refuse_overwriting(
+            {"--lora_path": self.lora_path, "--pretrain": self.pretrain}, {"--save_path": self.save_path}
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointModelConfig:
+    """A checkpoint, and the model that is made of it."""
+
+    checkpoint: str
+    """A checkpoint of a training command, such as ckpt/checkpoints_ppo/step_00000010, or a folder of them (the newest
+    is taken)."""
+    folder: str
+    """Folder that receives the model in Hugging Face format, and its tokenizer."""
+    role: Literal["actor", "critic"] = "actor"
+    """Which model of train_ppo; the other commands train one."""
+    merge: bool = False
+    """Write full weights where the run trained adapters (LoRA)."""
+    bf16: bool = False
+    """Write the weights in bfloat16."""
+    pretrain: str | None = None
+    """Where the --pretrain of the run is now (default: where it was)."""
+    critic_pretrain: str | None = None
+    """Where the model that the critic started from is now (default: where it was)."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
+
+    def validate(self) -> None:
+        require(self.folder != "", "FOLDER is empty: name the folder that receives the model.")
+        inputs = {"--pretrain": self.pretrain, "--critic_pretrain": self.critic_pretrain}
+        refuse_overwriting({"CHECKPOINT": self.checkpoint, **inputs}, {"FOLDER": self.folder})
+        require(
+            self.role == "critic" or self.critic_pretrain is None,
+            "--critic_pretrain is about the critic: add --role critic, or leave it out.",
+        )
 
 
 @dataclass(frozen=True)
@@ -226,6 +263,18 @@ class MergeLoRAConfig:
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
         self.merge.validate()
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Options of openppo.cli.export."""
+
+    model: CheckpointModelConfig
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option that cannot work."""
+        self.model.validate()
+        require(world_size == 1, "export runs in one process: start it without torchrun.")
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ class TrackingConfig:
     """Who is told what goes on, and how much of it."""
 
     use_tensorboard: str | None = None
-    """Folder for TensorBoard event files (off when not given)."""
+    """Folder for TensorBoard event files (off when not given); each run gets a subfolder, named as with --use_wandb."""
     use_wandb: str | None = None
     """Log to Weights & Biases: alone, or with an API key (better keep that in WANDB_API_KEY). Needs 'wandb'."""
     wandb_project: str = "openppo"
     """With --use_wandb: project."""
     wandb_run_name: str | None = None
-    """With --use_wandb: name of the run (default: the last folder of --save_path)."""
+    """Name of the run, with --use_wandb and --use_tensorboard (default: the last folder of --save_path)."""
     wandb_group: str | None = None
     """With --use_wandb: group of runs that it belongs to."""
     wandb_org: str | None = None

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as requests: work that can save asks for them and ends by itself; other work ends at once.
+"""SIGTERM, SIGINT and SIGHUP as requests: work that can save asks for them and ends by itself; other work ends at once.
 
 Nothing changes before a command opens a ``SignalPipe``.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _requested: str | None = None
 _deferred = False
 _pipe: SignalPipe | None = None
@@ -55,8 +55,9 @@ def is_deferred() -> bool:
 
 
 class SignalPipe:
-    """While it is open, SIGTERM and SIGINT arrive here as names, and do nothing else. Opened on the main thread.
+    """While it is open, SIGTERM, SIGINT and SIGHUP arrive here as names, and do nothing else.
 
+    It is opened on the main thread. An ignored SIGHUP, as under ``nohup``, stays ignored unless torchrun passes it on.
     They arrive even while the main thread is inside a collective, where Python's own handlers would have to wait.
     """
 
@@ -66,8 +67,9 @@ class SignalPipe:
         self._read, self._write = os.pipe()
         for end in (self._read, self._write):
             os.set_blocking(end, False)
-        self._handlers = {number: signal.signal(number, _leave_to_the_pipe) for number in _SIGNALS}
-        for number in _SIGNALS:
+        heard = [number for number in _SIGNALS if number != signal.SIGHUP or not _stays_ignored(number)]
+        self._handlers = {number: signal.signal(number, _leave_to_the_pipe) for number in heard}
+        for number in heard:
             signal.siginterrupt(number, False)  # system calls of C++ libraries go on
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._masks = threading.local()
@@ -114,6 +116,11 @@ class SignalPipe:
         if _pipe is self:
             self.close()
         self._after_fork()
+
+
+def _stays_ignored(number: signal.Signals) -> bool:
+    by_launcher = number.name in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    return signal.getsignal(number) == signal.SIG_IGN and not by_launcher
 
 
 def _leave_to_the_pipe(number: int, frame: FrameType | None) -> None:

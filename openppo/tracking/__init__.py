@@ -6,7 +6,7 @@ from openppo.tracking.metrics import Metrics, Reduction
 from openppo.tracking.profiler import StepProfiler
 from openppo.tracking.progress import Progress, progress
 from openppo.tracking.report.environment import environment, save_environment
-from openppo.tracking.run_folder import cut_logs, save_config, set_aside_logs
+from openppo.tracking.run_folder import check_run_folder, cut_logs, save_config, set_aside_logs, set_aside_model
 from openppo.tracking.timers import PhaseTimer
 from openppo.tracking.trackers import (
     ConsoleTracker,
@@ -33,6 +33,7 @@ __all__ = [
     "Tracker",
     "Trackers",
     "WandbTracker",
+    "check_run_folder",
     "check_trackers",
     "cut_logs",
     "environment",
@@ -44,5 +45,6 @@ __all__ = [
     "save_config",
     "save_environment",
     "set_aside_logs",
+    "set_aside_model",
     "setup_logging",
 ]

@@ -13,6 +13,14 @@ import yaml
 
 logger = logging.getLogger("openppo")
 
+_WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors")
+_BESIDE = (
+    *("*.safetensors.index.json", "generation_config.json", "model_config.json", "tokenizer*", "*.jinja", "*.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "modeling_*.py", "configuration_*.py"),
+)
+"""What transformers and peft write with a model."""
+_OF_RUNS = ("logs.[0-9]*", "checkpoints_*", "model.[0-9]*")
+
 
 def save_config(folder: Path, options: Mapping[str, object]) -> None:
     """Write ``options`` to ``<folder>/config.yaml`` in their order; ``--config`` reads the file back."""
@@ -32,14 +40,57 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
+def check_run_folder(folder: Path) -> None:
+    """Raise ``ValueError`` if a run in ``folder`` would have to rename logs or a model that are no run's."""
+    logs = folder / "logs"
+    try:
+        foreign = logs.exists() and not _is_logs(logs) and not (logs.is_dir() and next(logs.iterdir(), None) is None)
+    except OSError as error:
+        raise ValueError(f"--save_path {folder}: cannot be read ({error}); choose another folder.") from error
+    if foreign:
+        raise ValueError(f"--save_path {folder}: 'logs' in it is not of a run: rename it, or choose another folder.")
+    if holds_model(folder) and not _is_run(folder):
+        raise ValueError(
+            f"--save_path {folder} holds a model that no run has written there (it has no logs): choose another folder."
+        )
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a Hugging Face model or PEFT folder lies there, or a part of one."""
+    return any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
+
+
+def set_aside_model(folder: Path) -> None:
+    """Move the model of an earlier run, with its tokenizer, to ``<folder>/model.1``, ``.2``, ...; all else stays."""
+    if not holds_model(folder):
+        return
+    aside = _numbered(folder / "model")
+    aside.mkdir()
+    for file in sorted({file for pattern in (*_WEIGHTS, *_BESIDE) for file in folder.glob(pattern) if file.is_file()}):
+        file.rename(aside / file.name)
+    logger.warning("the model of an earlier run is kept in %s", aside)
+
+
 def set_aside_logs(folder: Path) -> None:
     """Rename the logs of an earlier run to ``<folder>.1``, ``.2``, ...: two runs never share a file."""
-    if not folder.is_dir():
+    if not _is_logs(folder):
         return
-    number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
-    aside = folder.with_name(f"{folder.name}.{number}")
+    aside = _numbered(folder)
     folder.rename(aside)
     logger.info("logs of an earlier run are kept in %s", aside)
+
+
+def _is_logs(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+
+
+def _is_run(folder: Path) -> bool:
+    return _is_logs(folder / "logs") or any(True for name in _OF_RUNS for _ in folder.glob(name))
+
+
+def _numbered(path: Path) -> Path:
+    """``path`` with the first free number behind it."""
+    return next(new for n in itertools.count(1) if not (new := path.with_name(f"{path.name}.{n}")).exists())
 
 
 def cut_logs(folder: Path, step: int) -> None:

@@ -32,7 +32,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
-from openppo.trainer.callbacks import Callback
+from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.estimate.announce import announce_ppo
 from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
@@ -75,14 +75,14 @@ def build_ppo_trainer(
     _check_gpu_options(config, actor_config, strategy)
     _check_engine(config, actor_config, strategy)
     tokenizer = load_policy_tokenizer(model.pretrain, model.trust_remote_code, config.data.chat_template_kwargs)
-    _check_critic_tokens(config, tokenizer)
+    _check_vocabularies(config, tokenizer)
     data = load_ppo_data(config, tokenizer, actor_config, strategy.comm)
-    _check_critic_context(config, data)
+    _check_contexts(config, data)
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
     if config.run.dry_run:
         check_sources(config.source, tokenizer, setup)
     uses_critic = ESTIMATORS[config.advantage.advantage_estimator].uses_critic
-    estimate = announce_ppo(config, data, _critic_start(config) if uses_critic else None, strategy)
+    estimate = announce_ppo(config, data, critic_start(config) if uses_critic else None, strategy)
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once
     plan = batch_plan(config, len(data.prompts), strategy.comm.world_size)
@@ -112,12 +112,12 @@ def build_ppo_trainer(
         stop=stop,
         estimate=estimate,
     )
-    trainer = PPOTrainer(config, parts, callbacks)
+    trainer = PPOTrainer(config, parts, [*callbacks, *_stopping(config)])
     if checkpointer.found is not None:
         trainer.load_checkpoint()
     else:
         checkpointer.set_aside_earlier()
-    announce_ppo_start(config, parts, critic=_critic_start(config)[1], done=trainer.global_step)
+    announce_ppo_start(config, parts, critic=critic_start(config)[1], done=trainer.global_step)
     return trainer
 
 
@@ -198,13 +198,7 @@ def _longest_sequence(config: TrainPPOConfig, actor_config: PreTrainedConfig) ->
 
 def _contents(config: TrainPPOConfig, data: PPOData) -> dict[str, str]:
     """Fingerprints of what a checkpoint must have been made with."""
-    models = {
-        "--pretrain": config.model.pretrain,
-        "--critic_pretrain": config.model.critic_pretrain,
-        "--reward_pretrain": config.source.reward_pretrain,
-        "--prm_pretrain": config.source.prm_pretrain,
-    }
-    contents = {flag: model_fingerprint(name) for flag, name in models.items() if name is not None}
+    contents = {flag: model_fingerprint(name) for flag, name in config.input_models.items() if name is not None}
     contents["--prompt_data"] = prompts_fingerprint(data.prompts)
     if data.documents:
         contents["--pretrain_data"] = data.fingerprint
@@ -238,33 +232,50 @@ def _prepare_models(
     Each is loaded and wrapped before the next is loaded.
     """
     model, rates = config.model, config.learning_rate
-    options: dict[str, Any] = {
-        "bf16": config.deepspeed.bf16,
-        "flash_attn": model.flash_attn,
-        "trust_remote_code": model.trust_remote_code,
-    }
     critic = None
     if ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
-        flag, name = _critic_start(config)
-        with naming_model(flag, name, "critic"):
-            module = get_llm_for_sequence_regression(
-                name, "critic", value_head_prefix=model.value_head_prefix, **options, **vars(_critic_lora(config))
-            )
+        module = load_critic(config)
         critic = strategy.prepare(module, config.adam, rates.critic_learning_rate, plan.optimizer_steps())
         _pack(config, strategy, module, critic, "critic")
     n_steps = plan.optimizer_steps(without=frozen_actor_steps(config))
-    with naming_model("--pretrain", model.pretrain, "actor"):
-        policy = Actor(model.pretrain, temperature=config.generation.temperature, **options, **vars(config.lora))
+    policy = load_actor(config)
     actor = strategy.prepare(policy, config.adam, rates.actor_learning_rate, n_steps)
     _pack(config, strategy, policy, actor, "actor")
     if config.kl.init_kl_coef == 0:
         return actor, critic, None
-    if config.lora.lora_rank > 0:
+    if config.lora.lora_rank > 0 and model.ref_pretrain is None:
         return actor, critic, AdapterOffReference(actor)
-    frozen = Actor(model.pretrain, temperature=config.generation.temperature, **options)
+    flag, name = (
+        ("--pretrain", model.pretrain) if model.ref_pretrain is None else ("--ref_pretrain", model.ref_pretrain)
+    )
+    with naming_model(flag, name, "reference"):
+        frozen = Actor(name, temperature=config.generation.temperature, **_loading(config))
     reference = strategy.prepare_frozen(frozen)
     _pack(config, strategy, frozen, reference, "reference")
     return actor, critic, reference
+
+
+def load_actor(config: TrainPPOConfig) -> Actor:
+    """The policy before training, on the host."""
+    name = config.model.pretrain
+    with naming_model("--pretrain", name, "actor"):
+        return Actor(name, temperature=config.generation.temperature, **_loading(config), **vars(config.lora))
+
+
+def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
+    """The critic before training, on the host."""
+    (flag, name), prefix = critic_start(config), config.model.value_head_prefix
+    lora = vars(_critic_lora(config))
+    with naming_model(flag, name, "critic"):
+        return get_llm_for_sequence_regression(name, "critic", value_head_prefix=prefix, **_loading(config), **lora)
+
+
+def _loading(config: TrainPPOConfig) -> dict[str, bool]:
+    return {
+        "bf16": config.deepspeed.bf16,
+        "flash_attn": config.model.flash_attn,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
 
 
 def _pack(
@@ -281,7 +292,7 @@ def _critic_lora(config: TrainPPOConfig) -> LoRAConfig:
     return dataclasses.replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
 
 
-def _critic_start(config: TrainPPOConfig) -> tuple[str, str]:
+def critic_start(config: TrainPPOConfig) -> tuple[str, str]:
     """Flag and name of the model that the critic starts from."""
     starts = (
         ("--critic_pretrain", config.model.critic_pretrain),
@@ -290,26 +301,40 @@ def _critic_start(config: TrainPPOConfig) -> tuple[str, str]:
     return next(((flag, name) for flag, name in starts if name), ("--pretrain", config.model.pretrain))
 
 
-def _check_critic_tokens(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The critic reads the actor's token ids, so it must know all of them by the same names."""
-    flag, name = _critic_start(config)
-    if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic or flag == "--pretrain":
-        return
+def _stopping(config: TrainPPOConfig) -> list[Callback]:
+    return [StopWhen(config.run.stop_conditions)] if config.run.stop_when else []
+
+
+def _check_vocabularies(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Critic and reference read the actor's token ids, so they must know all of them by the same names."""
+    critic = (
+        critic_start(config) if ESTIMATORS[config.advantage.advantage_estimator].uses_critic else ("--pretrain", "")
+    )
     trust = config.model.trust_remote_code
-    check_model(name, flag, trust)
-    if own_tokenizer(flag, name, config.model.pretrain, tokenizer, trust) is not None:
-        remedy = "name another with --critic_pretrain" if flag == "--reward_pretrain" else "use one of the same family"
-        raise ValueError(
-            f"{flag} {name} has another vocabulary than --pretrain {config.model.pretrain}, and as a critic it would "
-            f"read token ids that are not its own: {remedy}."
-        )
+    for flag, name, role in ((*critic, "a critic"), ("--ref_pretrain", config.model.ref_pretrain, "a reference")):
+        if name is None or flag == "--pretrain":
+            continue
+        check_model(name, flag, trust)
+        if own_tokenizer(flag, name, config.model.pretrain, tokenizer, trust) is not None:
+            remedy = (
+                "name another with --critic_pretrain" if flag == "--reward_pretrain" else "use one of the same family"
+            )
+            raise ValueError(
+                f"{flag} {name} has another vocabulary than --pretrain {config.model.pretrain}, and as {role} it would "
+                f"read token ids that are not its own: {remedy}."
+            )
 
 
-def _check_critic_context(config: TrainPPOConfig, data: PPOData) -> None:
-    (flag, name), new_tokens = _critic_start(config), config.generation.generate_max_len
-    if ESTIMATORS[config.advantage.advantage_estimator].uses_critic and flag != "--pretrain":  # else the actor's
-        critic_config = check_model(name, flag, config.model.trust_remote_code)
-        check_context(critic_config, f"{flag} {name}", data.longest - new_tokens, new_tokens)
+def _check_contexts(config: TrainPPOConfig, data: PPOData) -> None:
+    """Of critic and reference, where they are other models than the actor."""
+    new_tokens = config.generation.generate_max_len
+    critic = (
+        critic_start(config) if ESTIMATORS[config.advantage.advantage_estimator].uses_critic else ("--pretrain", "")
+    )
+    for flag, name in (critic, ("--ref_pretrain", config.model.ref_pretrain)):
+        if name is not None and flag != "--pretrain":
+            model_config = check_model(name, flag, config.model.trust_remote_code)
+            check_context(model_config, f"{flag} {name}", data.longest - new_tokens, new_tokens)
 
 
 def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: list[Prompt]) -> ScorerSetup:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from openppo.config.conditions import Condition
+from openppo.trainer.stopping import StopConditions
 
 if TYPE_CHECKING:
     from openppo.trainer.ppo_trainer import PPOTrainer
@@ -101,3 +104,38 @@ class EarlyStopping(Callback):
             logger.info(
                 "stopping early: %s has not been better than %.4g for %d reports", self.metric, self.best, self.patience
             )
+
+
+class StopWhen(Callback):
+    """Stops when one of ``conditions`` holds, as ``--stop_when`` states them."""
+
+    def __init__(self, conditions: Sequence[Condition]) -> None:
+        self.stopping = StopConditions(conditions)
+        self.stopped_by: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which one has ended the run."""
+        return {"stopped_by": self.stopped_by}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from an earlier session."""
+        self.stopped_by = state["stopped_by"]
+
+    def on_fit_start(self, trainer: PPOTrainer) -> None:
+        """Go on with a run that another condition had ended."""
+        if self.stopped_by is not None and not self.stopping.still_stops(self.stopped_by):
+            logger.info("--stop_when %s is no condition any more: the run goes on", self.stopped_by)
+            trainer.should_stop, self.stopped_by = False, None
+
+    def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        """Look at metrics of training."""
+        self._look(trainer, metrics, of_evaluation=False)
+
+    def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        """Look at metrics of evaluation."""
+        self._look(trainer, metrics, of_evaluation=True)
+
+    def _look(self, trainer: PPOTrainer, metrics: Mapping[str, float], of_evaluation: bool) -> None:
+        found = self.stopping.first_true(metrics, trainer.global_step, of_evaluation)
+        if found is not None:
+            self.stopped_by, trainer.should_stop = found, True

@@ -18,7 +18,7 @@ from openppo.trainer.callbacks import Callback
 from openppo.trainer.overview.step_view import StepView
 from openppo.trainer.parts import Parts, Progress, StepInProgress
 from openppo.trainer.ppo_data import as_prompt
-from openppo.trainer.resume.checkpointer import STOPPED
+from openppo.trainer.resume.checkpointer import stopped
 from openppo.trainer.resume.final_save import keeping_what_was_trained
 from openppo.trainer.resume.ppo_state import StartOfStep, ppo_state, restore_ppo, state_to_save
 from openppo.trainer.steps.experience_step import ExperienceStep, count_tokens
@@ -248,7 +248,7 @@ class PPOTrainer:
             self.report(self.unreported)
 
     def _save_interrupted(self, signal: str) -> None:
-        logger.info(STOPPED, signal, self.global_step, self.total_steps, self.save_checkpoint())
+        logger.info(stopped(signal, self.global_step, self.total_steps, self.save_checkpoint()))
 
     def _write_model(self, folder: Path) -> None:
         with self._weights_to_save():

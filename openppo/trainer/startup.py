@@ -23,6 +23,7 @@ from openppo.config import flat_dict, parse_template_kwargs
 from openppo.models.loading import context_length, load_tokenizer, rescaled_positions
 from openppo.tracking import (
     Trackers,
+    check_run_folder,
     check_trackers,
     cut_logs,
     environment,
@@ -33,6 +34,7 @@ from openppo.tracking import (
     set_aside_logs,
     setup_logging,
 )
+from openppo.trainer.stopping import check_conditions
 from openppo.types import Comm
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
@@ -45,7 +47,7 @@ Result = TypeVar("Result")
 
 PLACES = {
     *("save_path", "ckpt_path", "use_tensorboard", "use_wandb", "remote_rm_url", "remote_rm_token_file"),
-    *("pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "reward_fn"),
+    *("pretrain", "ref_pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "reward_fn"),
     *("prompt_data", "eval_data", "pretrain_data", "dataset", "eval_dataset", "dataset_class"),
 }
 """Options that say where something is, which may be elsewhere on each host."""
@@ -82,7 +84,9 @@ def check_options(config: Any, comm: Comm) -> None:
 
     def check() -> None:
         config.validate(comm.world_size)  # folders may differ, of which it sees some
+        check_conditions(config.run.stop_conditions)
         if comm.rank == 0:
+            check_run_folder(Path(config.run.save_path))
             check_trackers(config.tracking)
 
     on_all_ranks(comm, check)

@@ -145,7 +145,7 @@ def test_train_ppo_logs_every_metric_at_every_step(ppo_run: Path) -> None:
 
 
 def test_train_ppo_writes_the_same_curves_for_tensorboard(ppo_run: Path) -> None:
-    events = EventAccumulator(str(ppo_run / "events"))
+    events = EventAccumulator(str(ppo_run / "events" / "model"))
     events.Reload()
     for name in PPO_METRICS:
         curve = [(event.step, event.value) for event in events.Scalars(name)]

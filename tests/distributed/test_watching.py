@@ -155,7 +155,7 @@ def test_a_trace_names_all_phases_in_their_order_inside_the_step(outputs: dict[s
 
 def test_tensorboard_has_histograms_of_all_ranks_at_every_step(outputs: dict[str, Any]) -> None:
     folder = outputs["watched"]["folder"]
-    events = EventAccumulator(str(folder / "tb"), {"histograms": 0}).Reload()
+    events = EventAccumulator(str(folder / "tb" / "model"), {"histograms": 0}).Reload()
     metrics = [json.loads(line) for line in (folder / "model/logs/metrics.jsonl").read_text().splitlines()]
     assert sorted(events.Tags()["histograms"]) == [
         f"histograms/{name}" for name in ("advantages", "kl", "response_length", "returns", "reward", "values")

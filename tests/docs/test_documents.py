@@ -51,6 +51,7 @@ RUN_BY = {
     "memory": "test_the_dry_run_of_memory_ends_without_a_trace",
     "vllm": "test_the_command_of_vllm_is_one",
     "checkpoints": "test_the_command_of_checkpoints_runs_and_goes_on",
+    "callbacks": "test_a_callback_and_a_condition_end_their_runs",
     "hosts": "test_the_loop_over_ssh_runs",
     "faults": "test_the_command_of_faults_runs_and_goes_on",
     "troubleshooting": "test_version_prints_what_a_bug_report_needs",
@@ -285,9 +286,30 @@ def test_the_command_of_vllm_is_one() -> None:
 def test_the_command_of_checkpoints_runs_and_goes_on(run: Run, workshop: Path) -> None:
     (flags,) = commands("checkpoints", "train_ppo")
     words = [MODELS.get(word, word) for word in flags] + SMALL.split()
+    words[words.index("--save_steps") + 1] = "1"
     for _ in range(2):
         run([sys.executable, "-m", "openppo.cli.train_ppo", *words], workshop)
     assert len((workshop / "ckpt/run/logs/metrics.jsonl").read_text().splitlines()) == 2
+    (export,) = commands("checkpoints", "export")
+    run([sys.executable, "-m", "openppo.cli.export", *export], workshop)
+    exported = (workshop / "ckpt/exported/model.safetensors").read_bytes()
+    assert exported == (workshop / "ckpt/run/model.safetensors").read_bytes()
+
+
+def test_a_callback_and_a_condition_end_their_runs(run: Run, workshop: Path) -> None:
+    (flags,) = commands("callbacks", "train_ppo")
+    words = [{"kl > 0.2": "kl > -1", **MODELS}.get(word, word) for word in flags] + SMALL.split()
+    run([sys.executable, "-m", "openppo.cli.train_ppo", *words], workshop)
+    assert len((workshop / "ckpt/stopped/logs/metrics.jsonl").read_text().splitlines()) == 1
+    (block,) = blocks("callbacks", "python")
+    small = 'pretrain="policy", rollout_batch_size=4, train_batch_size=4, generate_max_len=4, max_samples=8'
+    for old, new in {'pretrain="MODEL"': small, "REWARD_MODEL": "reward", "10_000_000": "1"}.items():
+        assert old in block
+        block = block.replace(old, new)
+    run([sys.executable, "-c", block], workshop)
+    assert (workshop / "tokens.csv").read_text().startswith("1,")
+    assert len((workshop / "tokens.csv").read_text().splitlines()) == 1
+    assert (workshop / "ckpt/budget/model.safetensors").is_file()
 
 
 def test_parts_run(run: Run, workshop: Path) -> None:

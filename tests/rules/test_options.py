@@ -20,6 +20,7 @@ COMMAND_CONFIGS = {
     "evaluate": "EvaluateConfig",
     "serve_rm": "ServeRMConfig",
     "merge_lora": "MergeLoRAConfig",
+    "export": "ExportConfig",
     "report": "ReportConfig",
 }
 EVERY_COMMAND = {"config", "help", "version"}
@@ -33,6 +34,7 @@ OTHER_PROGRAMS = {
         "master_port",
         "shutdown_timeout",
         "max_restarts",
+        "signals_to_handle",
         "rdzv_backend",
         "rdzv_endpoint",
     ),  # torchrun

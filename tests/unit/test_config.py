@@ -85,6 +85,7 @@ COMMON: dict[str, Any] = {
     "log_samples_every": 10,
     "self_check": True,
     "profile_steps": None,
+    "stop_when": (),
     "dry_run": False,
     "dry_run_ranks": None,
     "dry_run_memory": None,
@@ -168,6 +169,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         # models
         "reward_pretrain": None,
         "critic_pretrain": None,
+        "ref_pretrain": None,
         "reward_fn": "f.py",
         "value_head_prefix": "score",
         # optimizer
@@ -338,6 +340,8 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
     (PPO, {"gamma": 1.1}, 1, r"--gamma must lie in \[0, 1\], got 1.1"),
     (PPO, {"gamma": math.nan}, 1, r"--gamma must lie in \[0, 1\], got nan"),
     (PPO, {"lambd": -0.1}, 1, r"--lambd must lie in \[0, 1\], got -0.1"),
+    (PPO, {"save_path": ""}, 1, "--save_path is empty: name the folder"),
+    (SFT, {"save_path": ""}, 1, "--save_path is empty: name the folder"),
     (PPO, {"save_path": "~/run"}, 1, "--save_path ~/run: no shell has put a home folder"),
     (PPO, {"ckpt_path": "~/run"}, 1, "--ckpt_path ~/run: no shell has put a home folder"),
     (PPO, {"reward_normalizer": "running"}, 1, "--reward_normalizer running has no effect without --normalize_reward"),
@@ -453,6 +457,18 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
     (PPO, {"eval_temperature": -1.0}, 1, "--eval_temperature must not be negative"),
     (PPO, {"eval_before_training": True}, 1, "--eval_before_training needs --eval_data"),
     (PPO, {"zpg": 2}, 2, "--zpg 2 partitions weights, .* use --zero_stage 3"),
+    *(
+        (
+            SFT,
+            {"stop_when": ("loss < 1", text)},
+            1,
+            f"--stop_when '{re.escape(text)}': write a metric, one of > >= < <=",
+        )
+        for text in ("kl", "kl >", "> 0.2", "kl > a", "kl = 1", "kl == 1", "kl > nan", "kl > inf", "1 < kl < 2", "")
+    ),
+    (PPO, {"ref_pretrain": "r", "init_kl_coef": 0.0}, 1, "--ref_pretrain: --init_kl_coef 0 wants no reference model"),
+    (PPO, {"stop_when": ("eval_reward>1",)}, 1, "--stop_when 'eval_reward>1' looks at evaluations: .*--eval_data"),
+    (RM, {"stop_when": ("eval/a b/loss < 1",)}, 1, "--stop_when .* looks at evaluations: .*--eval_dataset"),
     # LoRA
     (SFT, {"lora_rank": -1}, 1, "--lora_rank must not be negative, got -1; 0 switches LoRA off"),
     (RM, {"lora_alpha": 0}, 1, "--lora_alpha must be at least 1"),
@@ -460,8 +476,6 @@ BAD: list[tuple[type, dict[str, Any], int, str]] = [
     (PPO, {"target_modules": ()}, 1, "--target_modules needs at least one name, or 'all-linear'"),
     (SFT, {"load_in_4bit": True}, 1, "--load_in_4bit .* give --lora_rank"),
     (PPO, {"load_in_4bit": True, "lora_rank": 4, "zero_stage": 3}, 1, "--load_in_4bit: .* --zero_stage 0, 1 or 2"),
-    (PPO, {"lora_rank": 4, "pretrain": "x/m", "save_path": "./x/m/"}, 1, "--save_path ./x/m/ is --pretrain: .*Choose"),
-    (SFT, {"lora_rank": 4, "pretrain": "m", "save_path": "m"}, 1, "--save_path m is --pretrain: .* another"),
     # SFT, RM and PRM
     (
         SFT,
@@ -510,7 +524,6 @@ def test_an_option_that_cannot_work_is_an_error_naming_the_flag_and_the_remedy(
         (PPO, {"reward_fn": None, "remote_rm_url": "f.py:g", "reward_weights": ("a=1",)}, 1),  # it may return a dict
         (PPO, {"reward_fn": None, "reward_pretrain": "r", "reward_weights": ("reward=1",)}, 1),
         (PPO, {"load_in_4bit": True, "lora_rank": 4, "critic_lora_rank": 0}, 1),
-        (PPO, {"pretrain": "m", "save_path": "m"}, 1),
         (PPO, {"input_template": "{}"}, 1),
         (SFT, {"adam_offload": True, "zero_stage": 1}, 1),
         (SFT, {"eval_steps": 1, "max_steps": 1, "max_len": 2}, 1),

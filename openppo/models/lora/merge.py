@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openppo.config import MergeConfig
 from openppo.models.loading import check_model, load_causal_lm, load_tokenizer
-from openppo.models.lora.folder import HEAD_TASK, base_model_of, is_peft_folder, task_of
+from openppo.models.lora.folder import HEAD_TASK, is_peft_folder, task_of
 from openppo.models.scalar_head import load_classifier
 
 logger = logging.getLogger("openppo")
@@ -34,9 +35,6 @@ class LoRAMerge:
             check_model(config.pretrain, "--pretrain", config.trust_remote_code)
             if is_peft_folder(config.pretrain):
                 raise ValueError(f"--pretrain {config.pretrain} is a PEFT folder; give a base model with full weights.")
-        base = Path(config.pretrain or base_model_of(config.lora_path))
-        if base.exists() and base.resolve() == self.folder.resolve():
-            raise ValueError(f"--save_path {config.save_path} is the base model, which would be lost: choose another.")
         if is_peft_folder(config.save_path):
             raise ValueError(f"--save_path {config.save_path} holds adapters, which would hide it: choose another.")
         try:
@@ -46,9 +44,7 @@ class LoRAMerge:
         self.tokenizer = self._tokenizer()
         self.model = self._merged()
         if config.bf16:
-            for parameter in self.model.parameters():  # not the buffers: rotary frequencies must keep float32
-                parameter.data = parameter.data.bfloat16()
-            self.model.config.dtype = torch.bfloat16
+            to_bf16(self.model)
 
     def fit(self) -> None:
         """Write model and tokenizer."""
@@ -80,3 +76,10 @@ class LoRAMerge:
         except ValueError as error:
             logger.warning("no tokenizer is written: %s", error)
             return None
+
+
+def to_bf16(model: Any) -> None:
+    """Round the weights of a Hugging Face or PEFT model, in place."""
+    for parameter in model.parameters():  # not the buffers: rotary frequencies must keep float32
+        parameter.data = parameter.data.bfloat16()
+    model.config.dtype = torch.bfloat16

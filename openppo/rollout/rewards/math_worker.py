@@ -12,7 +12,8 @@ import logging
 import resource
 import sys
 
-READY = "ready\n"
+from openppo.rollout.rewards.line_process import READY
+
 _SECONDS = 2
 _MEMORY_BYTES = 4 * 2**30
 

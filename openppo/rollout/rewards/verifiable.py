@@ -7,16 +7,16 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RewardSourceConfig, Verifier
-from openppo.rollout.rewards import math_worker
+from openppo.rollout.rewards import math_worker, regex_worker
+from openppo.rollout.rewards.line_process import LineProcess
 from openppo.rollout.rewards.scoring import check_scores, name_sample
 from openppo.types import Prompt, Score, Trajectory
 
@@ -31,6 +31,7 @@ _LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)
 _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _FRACTION = re.compile(r"-?\d+\.\d+")
 _SECONDS_FOR_ONE_ANSWER = 20.0
+_SECONDS_FOR_ONE_MATCH = 5.0
 _LONGEST_QUOTE = 200
 
 
@@ -109,16 +110,28 @@ def _plain(answer: str) -> str:
 
 
 class RegexReward:
-    """1 if the response contains ``pattern``, else 0; with a group, what its last match holds must be the label."""
+    """1 if the response contains ``pattern``, else 0; with a group, what its last match holds must be the label.
 
-    def __init__(self, pattern: re.Pattern[str]) -> None:
+    A match that takes longer than ``seconds`` counts as none.
+    """
+
+    def __init__(self, pattern: re.Pattern[str], seconds: float = _SECONDS_FOR_ONE_MATCH) -> None:
         self.pattern = pattern
+        self.seconds = seconds
+        self._process = _worker(regex_worker, "regex", pattern.pattern)
 
     def __call__(self, response: str, trajectory: Trajectory) -> float:
-        matches = list(self.pattern.finditer(response))
-        if not matches or self.pattern.groups == 0:
-            return float(len(matches) > 0)
-        return float((matches[-1][1] or "").strip() == label_of(trajectory.prompt, "regex"))
+        answer = self._process.ask(json.dumps(response), self.seconds)
+        if answer is None:
+            logger.warning(
+                "--verifiable_reward regex: --verify_regex took too long, so %r counts as wrong for %s",
+                *(response[-_LONGEST_QUOTE:], name_sample(trajectory)),
+            )
+            return 0.0
+        found: str | None = json.loads(answer)
+        if found is None or self.pattern.groups == 0:
+            return float(found is not None)
+        return float(found.strip() == label_of(trajectory.prompt, "regex"))
 
 
 class LengthReward:
@@ -157,49 +170,24 @@ class MathReward:
                 "pip install math-verify"
             )
         self.seconds = seconds
-        self._process: subprocess.Popen[str] | None = None
+        self._process = _worker(math_worker, "math")
 
     def __call__(self, response: str, trajectory: Trajectory) -> float:
         label = label_of(trajectory.prompt, "math")
-        same = self._ask(json.dumps([_as_latex(label), _readings(response)]))
-        if same in ("", "null"):
-            why = "the answer took too long" if same == "" else f"the label {label!r} is no mathematics"
+        same = self._process.ask(json.dumps([_as_latex(label), _readings(response)]), self.seconds)
+        if same in (None, "null"):
+            why = "the answer took too long" if same is None else f"the label {label!r} is no mathematics"
             logger.warning(
                 "--verifiable_reward math: %s, so %r counts as wrong for %s",
                 *(why, response[-_LONGEST_QUOTE:], name_sample(trajectory)),
             )
         return float(same == "true")
 
-    def _ask(self, question: str) -> str:
-        """One line to the process and one back; nothing comes back if it had to be killed."""
-        process = self._process = self._process or _start_math_process()
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(question + "\n")
-        process.stdin.flush()
-        alarm = threading.Timer(self.seconds, process.kill)
-        alarm.start()
-        answer = process.stdout.readline().strip()
-        alarm.cancel()
-        if answer == "":
-            process.communicate()
-            self._process = None
-        return answer
 
-
-def _start_math_process() -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(Path(math_worker.__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        [sys.executable, "-m", math_worker.__name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C is for us; the process ends when its stdin does
-    )
-    assert process.stdout is not None
-    if process.stdout.readline() != math_worker.READY:
-        raise RuntimeError(f"--verifiable_reward math: its process ended with status {process.wait()}; see above.")
-    return process
+def _worker(module: ModuleType, verifier: Verifier, *arguments: str) -> LineProcess:
+    path = os.pathsep.join([str(Path(str(module.__file__)).parents[3]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", module.__name__, *arguments]
+    return LineProcess(command, f"--verifiable_reward {verifier}", {**os.environ, "PYTHONPATH": path})
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

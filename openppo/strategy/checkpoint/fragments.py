@@ -55,6 +55,14 @@ class FragmentReader:
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
+    def names(self) -> set[str]:
+        """Of all tensors, whole or not."""
+        return set(self._places)
+
+    def size(self, name: str) -> int:
+        """Elements of a tensor, up to the last that the files hold."""
+        return max(end for _, end, _, _ in self._places[name])
+
     def read_into(self, name: str, fragment: Fragment) -> None:
         """Fill ``fragment.values``. ``ValueError`` if the files do not hold all of its elements."""
         start, end = fragment.start, fragment.start + fragment.values.numel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,27 @@ def make_trackers(
         raise ValueError(f"--save_path {save_path} cannot be written ({error}): choose another folder.") from error
     if tracking.use_tensorboard is not None:
         try:
-            trackers.append(TensorBoardTracker(tracking.use_tensorboard, go_on_from))
+            name = tracking.wandb_run_name or logs.resolve().parent.name
+            folder = _own_subfolder(Path(tracking.use_tensorboard), name, logs / "tensorboard_run", go_on_from)
+            trackers.append(TensorBoardTracker(folder, go_on_from))
         except OSError as error:
             raise ValueError(f"--use_tensorboard {tracking.use_tensorboard} cannot be written ({error}).") from error
     if tracking.use_wandb is not None:
         trackers.append(WandbTracker(logs, tracking, options, go_on_from is not None))
     return Trackers(trackers)
+
+
+def _own_subfolder(folder: Path, name: str, kept: Path, go_on_from: int | None) -> Path:
+    """A subfolder ``name`` for this run alone, numbered where another has it; ``kept`` remembers it for a resume."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if go_on_from is not None and kept.is_file() and (known := folder / kept.read_text().strip()).is_dir():
+        return known
+    for number in itertools.count():
+        mine = folder / (name.replace("/", "_") + (f".{number}" if number else ""))
+        try:
+            mine.mkdir()
+        except FileExistsError:
+            continue
+        kept.write_text(f"{mine.name}\n")
+        return mine
+    raise AssertionError("numbers do not end")

@@ -39,6 +39,7 @@ def announce_ppo(
     targets, trust, source = config.lora.target_modules, config.model.trust_remote_code, config.source
     models: dict[str, tuple[str, str | None, Head]] = {
         "actor": ("--pretrain", config.model.pretrain, "vocabulary"),
+        "reference": ("--ref_pretrain", config.model.ref_pretrain, "vocabulary"),
         "critic": (*(critic or ("", None)), "scalar"),
         "reward model": ("--reward_pretrain", source.reward_pretrain, "scalar"),
         "process reward model": ("--prm_pretrain", source.prm_pretrain, "vocabulary"),

@@ -47,7 +47,8 @@ class Lengths:
 class PPORun:
     """All that the memory of a run depends on.
 
-    ``shapes`` has "actor" and, where they exist, "critic", "reward model" and "process reward model".
+    ``shapes`` has "actor" and, where they exist, "critic", "reward model", "process reward model", and "reference" if
+    it is another model than the actor at its start.
     """
 
     config: TrainPPOConfig
@@ -70,8 +71,8 @@ class PPORun:
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a reference model beside the actor; with LoRA the actor is it."""
-        return self.config.kl.init_kl_coef > 0 and self.config.lora.lora_rank == 0
+        """Whether there is a reference model beside the actor; with LoRA the actor is it, unless another is given."""
+        return self.config.kl.init_kl_coef > 0 and (self.config.lora.lora_rank == 0 or "reference" in self.shapes)
 
     @property
     def asks_greedy(self) -> bool:
@@ -120,13 +121,14 @@ class PPORun:
     def states(self) -> dict[str, States]:
         """By role, in the order in which models are loaded."""
         setting, in_4bit = self.setting, self.config.lora.load_in_4bit
-        made = {role: frozen_states(self.shapes[role], setting) for role in self.shapes if role not in self.lora_ranks}
+        others = [role for role in self.shapes if role not in (*self.lora_ranks, "reference")]
+        made = {role: frozen_states(self.shapes[role], setting) for role in others}
         accumulates = self.micro_batches > 1 or self.lengths.document > 0
         for role in sorted(self.lora_ranks, reverse=True):  # the critic first
             rank = self.lora_ranks[role]
             made[role] = trained_states(self.shapes[role], setting, rank, in_4bit and rank > 0, accumulates)
         if self.has_reference:
-            made["reference"] = frozen_states(self.shapes["actor"], setting)
+            made["reference"] = frozen_states(self.shapes.get("reference", self.shapes["actor"]), setting)
         return made
 
 
@@ -289,7 +291,7 @@ def _sent(run: PPORun, lasting: int) -> dict[str, int]:
     if run.config.old_log_probs_from(at_once) != "recompute":
         left_out.add("actor")
     experience = sum(n for role, n in forwards.items() if role not in left_out)
-    if run.config.kl.init_kl_coef > 0:  # the reference
+    if run.config.kl.init_kl_coef > 0 and "reference" not in forwards:  # it has the actor's shape
         experience += actor
     experience *= -(-run.samples // run.rows_to_infer)
     steps = batch.max_epochs * -(-run.samples * run.n_ranks // batch.train_batch_size)

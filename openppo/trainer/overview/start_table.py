@@ -53,7 +53,8 @@ def _ppo_roles(config: TrainPPOConfig, parts: Parts, critic: str) -> list[Role]:
     if isinstance(reference, AdapterOffReference):
         roles.append(Role("reference", "the actor, its adapters off"))
     elif reference is not None:
-        roles.append(model_role("reference", pretrain, reference, strategy, is_trained=False))
+        name = config.model.ref_pretrain or pretrain
+        roles.append(model_role("reference", name, reference, strategy, is_trained=False))
     source = config.source
     sources = {
         "reward_pretrain": source.reward_pretrain or "",

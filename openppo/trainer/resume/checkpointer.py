@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
+from openppo.config.folders import refuse_own_checkpoints
 from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder, Fragment, FragmentReader, write_fragments
 from openppo.strategy.checkpoint.engine_state import engine_fragments, engine_numbers, fragment_bytes, load_engine
 from openppo.strategy.checkpoint.manifest import MODEL
@@ -21,15 +23,23 @@ from openppo.strategy.checkpoint.random_state import RandomState, get_random_sta
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
+from openppo.tracking import set_aside_model
 from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
 from openppo.trainer.startup import on_all_ranks
 
 logger = logging.getLogger("openppo")
 
-STOPPED = "stopped by %s after %d of %d steps. The same command with --load_checkpoint goes on from %s"
 _STATE, _RANDOM, _EXTRA = "state.json", "random.safetensors", "extra.safetensors"
 _SLACK_BYTES = 16 * 2**20
 """For what is small: random numbers, the trainer's state, a tokenizer."""
+
+
+def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
+    """Say what a run that ``signal`` has ended leaves, and what to do with it."""
+    return (
+        f"stopped by {signal} after {step} of {total} steps. The same command with --load_checkpoint goes on from "
+        f"{checkpoint}; 'openppo export {shlex.quote(str(checkpoint))} FOLDER' makes a model of it"
+    )
 
 
 class Checkpointer:
@@ -51,7 +61,9 @@ class Checkpointer:
         self.comm = strategy.comm
         path = self.options.ckpt_path or str(Path(config.run.save_path) / f"checkpoints_{kind}")
         flag = "--ckpt_path" if self.options.ckpt_path else "--save_path"
-        self.folder = CheckpointFolder(Path(path).resolve(), self.comm, self.options.max_ckpt_num, flag)
+        folder = Path(path).resolve()
+        on_all_ranks(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
+        self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
         self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents}
         self.engines: dict[str, TrainingEngine] = {}
         self.ema: ParameterAverage | None = None
@@ -88,6 +100,16 @@ class Checkpointer:
         """
         assert self.found is None, "this run goes on from it"
         self.folder.set_aside()
+        beside = [self.save_path.with_name(self.save_path.name + "_critic")] if self.saves_critic else []
+
+        def set_aside() -> None:
+            try:
+                for folder in (self.save_path, *beside) if self.strategy.is_main else ():
+                    set_aside_model(folder)
+            except OSError as error:
+                raise ValueError(f"--save_path: an earlier run's model cannot be set aside ({error}).") from error
+
+        on_all_ranks(self.comm, set_aside)
 
     def check_space(self, n_extra: int = 0, what: str = "a checkpoint takes") -> None:
         """Raise ``CheckpointError`` if the disk has no room for another checkpoint, ``n_extra`` bytes of it extra."""
@@ -200,7 +222,7 @@ class Checkpointer:
         if self.strategy.is_main:
             saved = [self.engines[role] for role in ("actor", "model") if role in self.engines]
             saved += [self.engines["critic"]] if self.saves_critic else []
-            replaced = sum(file.stat().st_size for file in self.save_path.glob("*.safetensors"))
+            replaced = sum(file.stat().st_size for file in self.save_path.glob("*.safetensors") if self.found)
             n_bytes = max(0, sum(map(_model_bytes, saved)) - replaced) + _SLACK_BYTES
         if self.comm.all_gather_object(place.stat().st_dev == self.folder.folder.stat().st_dev)[0]:
             self.check_space(n_bytes, "a checkpoint and the trained model take")

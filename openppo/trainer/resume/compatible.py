@@ -20,7 +20,15 @@ MUST_MATCH = frozenset(
     {
         # models: other weights or shapes
         *("pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "value_head_prefix", "save_value_network"),
-        *("lora_rank", "lora_alpha", "critic_lora_rank", "target_modules", "load_in_4bit", "enable_ema"),
+        *(
+            "ref_pretrain",
+            "lora_rank",
+            "lora_alpha",
+            "critic_lora_rank",
+            "target_modules",
+            "load_in_4bit",
+            "enable_ema",
+        ),
         # algorithm: another critic, other samples in a group
         *("advantage_estimator", "policy_loss_type", "n_samples_per_prompt", "dynamic_sampling"),
         # data and their order

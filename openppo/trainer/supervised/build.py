@@ -28,7 +28,7 @@ from openppo.models.loading import (
 )
 from openppo.models.loss import IGNORE_INDEX
 from openppo.models.process_reward import ProcessRewardModel
-from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.estimate.announce import announce_supervised
 from openppo.trainer.overview.supervised_start import announce_supervised_start
@@ -72,8 +72,7 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
     _check_rows(config, rows, model_config, tokenizer)
     estimate = announce_supervised(config, "vocabulary", rows, strategy)
     checkpointer = _checkpointer(config, strategy, "sft", train)
-    with naming_model("--pretrain", options.pretrain):
-        actor = Actor(options.pretrain, **_model_options(config))
+    actor = load_language_model(config)
     n_steps = total_optimizer_steps(config, len(train))
     engine = strategy.prepare(actor, config.adam, options.learning_rate, n_steps)
     checkpointer.attach({"model": engine})
@@ -95,15 +94,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     _check_rows(config, rows, model_config, tokenizer)
     estimate = announce_supervised(config, "scalar", rows, strategy, rows_per_sample=2)
     checkpointer = _checkpointer(config, strategy, "rm", train)
-    with naming_model("--pretrain", options.pretrain):
-        model = get_llm_for_sequence_regression(
-            options.pretrain,
-            "reward",
-            value_head_prefix=config.data.value_head_prefix,
-            init_value_head=True,
-            **_model_options(config),
-        )
-    model.model.config.pad_token_id = tokenizer.pad_token_id  # plain transformers finds the score through it
+    model = load_reward_model(config, tokenizer)
     n_steps = total_optimizer_steps(config, len(train))
     engine = strategy.prepare(model, config.adam, options.learning_rate, n_steps)
     checkpointer.attach({"model": engine})
@@ -129,8 +120,7 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     _check_rows(config, rows, model_config, tokenizer)
     estimate = announce_supervised(config, "vocabulary", rows, strategy, most_scored=most_steps)
     checkpointer = _checkpointer(config, strategy, "prm", train)
-    with naming_model("--pretrain", options.pretrain):
-        actor = Actor(options.pretrain, **_model_options(config))
+    actor = load_language_model(config)
     n_steps = total_optimizer_steps(config, len(train))
     engine = strategy.prepare(ProcessRewardModel(actor.model), config.adam, options.learning_rate, n_steps)
     checkpointer.attach({"model": engine})
@@ -139,6 +129,24 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
         strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm), estimate
     )
     return _resumed(ProcessRewardTrainer(config, parts))
+
+
+def load_language_model(config: SupervisedCommand) -> Actor:
+    """What train_sft and train_prm train, before training and on the host."""
+    name = config.supervised.pretrain
+    with naming_model("--pretrain", name):
+        return Actor(name, **_model_options(config))
+
+
+def load_reward_model(config: TrainRMConfig, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
+    """What train_rm trains, before training and on the host."""
+    name, prefix = config.supervised.pretrain, config.data.value_head_prefix
+    with naming_model("--pretrain", name):
+        model = get_llm_for_sequence_regression(
+            name, "reward", value_head_prefix=prefix, init_value_head=True, **_model_options(config)
+        )
+    model.model.config.pad_token_id = tokenizer.pad_token_id  # plain transformers finds the score through it
+    return model
 
 
 def _checkpointer(

@@ -22,9 +22,10 @@ from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progre
 from openppo.tracking.position import begin_step, phase
 from openppo.trainer.estimate import Estimate
 from openppo.trainer.overview.supervised_check import show_examples
-from openppo.trainer.resume.checkpointer import STOPPED, Checkpointer
+from openppo.trainer.resume.checkpointer import Checkpointer, stopped
 from openppo.trainer.resume.final_save import keeping_what_was_trained
 from openppo.trainer.skipped import SkippedSteps
+from openppo.trainer.stopping import StopConditions
 from openppo.types import Interrupted, NeverStops, StopCheck
 
 logger = logging.getLogger("openppo")
@@ -81,6 +82,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.global_step = 0
         self.skipped = SkippedSteps(config.run, self.comm)
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
+        self.stopping = StopConditions(config.run.stop_conditions)
+        self.stopped_by: str | None = None  # the condition that has ended the run
         self.profiler = StepProfiler(config.run.save_path, config.tracking, self.comm.rank)
         self._has_checked = not config.tracking.self_check or self.comm.rank != 0
 
@@ -109,12 +112,14 @@ class SupervisedTrainer(ABC, Generic[Example]):
             bar.update(self.global_step)
             if self.unreported is not None:
                 self.report(self.unreported)
-            while self.global_step < self.total_steps:
+            while self.global_step < self.total_steps and self.stopped_by is None:
                 epoch, start = divmod(self.global_step, len(self.sampler))
                 steps_left = self.total_steps - self.global_step
                 for indices in islice(self.sampler.batches(epoch, start), steps_left):
                     self.report(self.step([self.parts.train_examples[i] for i in indices]))
                     bar.update()
+                    if self.stopped_by is not None:
+                        break
 
     def close(self) -> None:
         """Leave the process group; the trainer is of no use afterwards."""
@@ -187,7 +192,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
             metrics |= self.evaluate()
             if checkpointer is not None:
                 checkpointer.look_at(step, metrics, self.write_model)
-        if due or step % run.logging_steps == 0:
+        self.stopped_by = self.stopping.first_true(metrics, step)
+        if due or self.stopped_by or step % run.logging_steps == 0:
             self.parts.trackers.log(step, metrics)
         self.unreported = None
         if checkpointer is not None and checkpointer.due(step, epoch_ended or last):
@@ -209,6 +215,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
             "global_step": self.global_step,
             "skipped": self.skipped.state_dict(),
             "unreported": self.unreported,
+            "stopped_by": self.stopped_by,
         }
         return self.parts.checkpointer.save(self.global_step, state, self.write_model)
 
@@ -217,6 +224,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
         assert self.parts.checkpointer is not None
         state, _ = self.parts.checkpointer.load()
         self.global_step, self.unreported = state["global_step"], state["unreported"]
+        if self.stopping.still_stops(state.get("stopped_by")):
+            self.stopped_by = state["stopped_by"]
+            logger.info("the run had stopped early: its model is saved, and it does not go on")
         self.skipped.load_state_dict(state["skipped"])
 
     def _check(self, batch: StepBatch) -> None:
@@ -230,7 +240,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
             logger.warning("stopped by %s; without a checkpointer nothing is saved", signal)
             return
         path = self.save_checkpoint()
-        logger.info(STOPPED, signal, self.global_step, self.total_steps, path)
+        logger.info(stopped(signal, self.global_step, self.total_steps, path))
 
     def write_model(self, folder: Path) -> None:
         """Write the model in Hugging Face format to ``folder``, on all ranks together."""

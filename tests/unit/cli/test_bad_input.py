@@ -319,6 +319,17 @@ MODELS = [
         {"critic_pretrain": "M/short", "generate_max_len": 8},
         ["The longest prompt has 3 tokens", "8 tokens of --critic_pretrain M/short", "Lower"],
     ),
+    Case("missing reference", {"ref_pretrain": "M/none"}, ["--ref_pretrain M/none", "Check the path"]),
+    Case(
+        "reference with another vocabulary",
+        {"ref_pretrain": "M/other_vocabulary"},
+        ["--ref_pretrain M/other_vocabulary", "another vocabulary than --pretrain M/actor", "same family"],
+    ),
+    Case(
+        "reference with a short context",
+        {"ref_pretrain": "M/short", "generate_max_len": 8},
+        ["The longest prompt has 3 tokens", "8 tokens of --ref_pretrain M/short", "Lower"],
+    ),
     Case("missing critic", {"critic_pretrain": "M/none"}, ["--critic_pretrain M/none", "Check the path"]),
     Case(
         "critic with two labels", {"critic_pretrain": "M/two_labels"}, ["--critic_pretrain M/two_labels", "exactly one"]

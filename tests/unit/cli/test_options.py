@@ -14,6 +14,7 @@ import yaml
 from openppo.cli.options import option_names, parse_options, run_command
 from openppo.config import (
     EvaluateConfig,
+    ExportConfig,
     GenerateConfig,
     MergeLoRAConfig,
     ServeRMConfig,
@@ -48,6 +49,7 @@ RUN: list[Flag] = [
     ("checkpoint", "load_checkpoint", [], True),
     ("checkpoint", "save_hf_ckpt", [], True),
     ("checkpoint", "keep_best", ["eval_reward"], "eval_reward"),
+    ("run", "stop_when", ["kl > 0.2", "eval_loss<1e-3"], ("kl > 0.2", "eval_loss<1e-3")),
     ("run", "dry_run", [], True),
     ("run", "dry_run_ranks", ["8"], 8),
     ("run", "dry_run_memory", ["80"], 80.0),
@@ -154,6 +156,7 @@ FLAGS: dict[type, list[Flag]] = {
         ("source", "reward_pretrain", ["reward"], "reward"),
         ("source", "reward_fn", ["f.py:name"], "f.py:name"),
         ("model", "critic_pretrain", ["critic"], "critic"),
+        ("model", "ref_pretrain", ["reference"], "reference"),
         ("model", "value_head_prefix", ["v_head"], "v_head"),
         ("model", "flash_attn", [], True),
         ("model", "trust_remote_code", [], True),
@@ -324,6 +327,16 @@ FLAGS: dict[type, list[Flag]] = {
         ("merge", "bf16", [], True),
         ("merge", "trust_remote_code", [], True),
     ],
+    ExportConfig: [
+        ("model", "checkpoint", ["some_checkpoint"], "some_checkpoint"),
+        ("model", "folder", ["some_folder"], "some_folder"),
+        ("model", "role", ["critic"], "critic"),
+        ("model", "merge", [], True),
+        ("model", "bf16", [], True),
+        ("model", "pretrain", ["some_pretrain"], "some_pretrain"),
+        ("model", "critic_pretrain", ["some_critic"], "some_critic"),
+        ("model", "trust_remote_code", [], True),
+    ],
 }
 REQUIRED = {
     TrainPPOConfig: ["--pretrain", "m", "--prompt_data", "d"],
@@ -334,6 +347,7 @@ REQUIRED = {
     EvaluateConfig: ["--pretrain", "m", "--prompt_data", "d"],
     ServeRMConfig: ["--reward_pretrain", "r"],
     MergeLoRAConfig: ["--lora_path", "l", "--save_path", "s"],
+    ExportConfig: ["--checkpoint", "c", "--folder", "f"],
 }
 EVERY_FLAG = [(command, *flag) for command, flags in FLAGS.items() for flag in flags]
 COMMANDS = pytest.mark.parametrize("command", FLAGS, ids=lambda command: command.__name__)

@@ -25,7 +25,7 @@ def pipe() -> Iterator[interrupt.SignalPipe]:
 
 
 def test_a_signal_arrives_as_its_name(pipe: interrupt.SignalPipe) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(os.getpid(), number)
         assert pipe.wait(5) == [number.name]
     assert pipe.wait(0) == []
@@ -49,13 +49,32 @@ def test_other_threads_can_end_a_wait(pipe: interrupt.SignalPipe) -> None:
     assert pipe.wait(60) == []
 
 
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def test_an_ignored_hangup_stays_ignored_unless_torchrun_passes_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    try:
+        for by_torchrun, expected in ((None, []), ("SIGTERM,SIGINT", []), ("SIGTERM,SIGHUP", ["SIGHUP"])):
+            monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
+            if by_torchrun is not None:
+                monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", by_torchrun)
+            opened = interrupt.SignalPipe()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert opened.wait(0.1) == expected
+            opened.close()
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_handlers_are_as_before_when_the_pipe_is_closed() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before = [signal.getsignal(number) for number in HANDLED]
     assert not interrupt.installed()
     opened = interrupt.SignalPipe()
     assert interrupt.installed()
     opened.close()
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert [signal.getsignal(number) for number in HANDLED] == before
     assert not interrupt.installed()
 
 

@@ -291,6 +291,26 @@ def test_rank_0_gets_all_trackers_and_the_others_none(tmp_path: Path, capsys: py
     assert capsys.readouterr().out == "step 1/2 | reward 1\n"
 
 
+def test_runs_that_share_a_tensorboard_folder_get_a_subfolder_each(tmp_path: Path) -> None:
+    def start(run: str, go_on_from: int | None = None, name: str | None = None) -> None:
+        options = TrackingConfig(use_tensorboard=str(tmp_path / "tb"), wandb_run_name=name)
+        trackers = make_trackers(str(tmp_path / run), options, {}, SingleProcess(), [], 2, go_on_from)
+        trackers.log(1 + (go_on_from or 0), {"reward": 1.0})
+        trackers.close()
+
+    def steps() -> dict[str, list[int]]:
+        runs = sorted((tmp_path / "tb").iterdir())
+        return {run.name: [e.step for e in EventAccumulator(str(run)).Reload().Scalars("reward")] for run in runs}
+
+    start("a/ppo")
+    start("b/ppo")
+    start("sft", name="team/first")
+    assert steps() == {"ppo": [1], "ppo.1": [1], "team_first": [1]}
+    start("a/ppo", go_on_from=1)
+    start("b/ppo", go_on_from=1)
+    assert steps() == {"ppo": [1, 2], "ppo.1": [1, 2], "team_first": [1]}
+
+
 def test_no_tensorboard_folder_no_tensorboard_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     make_trackers(str(tmp_path), TrackingConfig(), {}, SingleProcess(), [], total_steps=1).close()

@@ -110,6 +110,21 @@ def test_a_response_must_match_and_the_last_group_must_be_the_label(
     assert judge(verify_of("regex", verify_regex=pattern), response, label) == reward
 
 
+@pytest.mark.parametrize("pattern", ["(a+)+$", "^(?:a|aa)+$"])
+def test_an_expression_that_backtracks_for_ever_counts_as_wrong(
+    pattern: str, judge: Callable[..., float], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "openppo")
+    verify: Any = verify_of("regex", verify_regex=pattern)
+    verify.seconds = 60.0
+    assert judge(verify, "aaa", "aaa") == 1.0  # the process is there
+    verify.seconds = 0.2
+    assert judge(verify, "a" * 100 + "!", "a") == 0.0  # 2**100 ways
+    assert "--verify_regex took too long" in caplog.text
+    verify.seconds = 60.0
+    assert judge(verify, "aaa", "aaa") == 1.0
+
+
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [("a(", "is no regular expression: missing )"), ("(a)(b)", "has 2 groups; one at most")],

@@ -30,6 +30,10 @@ def test_roles_are_those_of_the_run(shapes: dict[str, ModelShape], ppo_config: A
     assert set(estimate_ppo(PPORun(ppo_config(), shapes, LENGTHS)).roles) == {*shapes, "reference"}
     with_lora = estimate_ppo(PPORun(ppo_config(lora_rank=8), shapes, LENGTHS))
     assert set(with_lora.roles) == set(shapes)  # the actor without adapters is the reference
+    of_its_own = {**shapes, "reference": replace(shapes["actor"], n_parameters=2_000_000)}
+    other = estimate_ppo(PPORun(ppo_config(lora_rank=8, ref_pretrain="x", zero_stage=0), of_its_own, LENGTHS))
+    assert list(other.roles)[-1] == "reference"
+    assert sum(other.roles["reference"].values()) == 4 * 2_000_000
     without_penalty = estimate_ppo(PPORun(ppo_config(init_kl_coef=0.0), shapes, LENGTHS))
     assert set(without_penalty.roles) == set(shapes)
 

@@ -41,6 +41,7 @@ def identity(contents: dict[str, str] | None = None, **options: Any) -> dict[str
         ({"target_modules": ("q_proj",)}, "--target_modules was ['all-linear'], is ['q_proj']"),
         ({"advantage_estimator": "rloo"}, "--advantage_estimator was gae, is rloo"),
         ({"seed": 1}, "--seed was 42, is 1"),
+        ({"ref_pretrain": "r"}, "--ref_pretrain was None, is r"),
         ({"rollout_batch_size": 64}, "--rollout_batch_size was 512, is 64"),
         ({"enable_ema": True}, "--enable_ema was False, is True"),
         ({"prompt_data_probs": "1"}, "--prompt_data_probs was None, is 1"),

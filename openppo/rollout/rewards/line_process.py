@@ -1,0 +1,53 @@
+"""Work in a process of its own that is killed when it takes too long."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+
+READY = "ready\n"
+"""What such a process writes first."""
+
+
+class LineProcess:
+    """Answers a line with a line. It starts with the first question, and again after it was killed.
+
+    ``RuntimeError`` naming ``flag`` if it cannot start.
+    """
+
+    def __init__(self, command: Sequence[str], flag: str, env: Mapping[str, str] | None = None) -> None:
+        self.command = command
+        self.flag = flag
+        self.env = env
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, question: str, seconds: float) -> str | None:
+        """The answer; None if it took longer than ``seconds`` or ended the process."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(question + "\n")
+        process.stdin.flush()
+        alarm = threading.Timer(seconds, process.kill)
+        alarm.start()
+        answer = process.stdout.readline().strip()
+        alarm.cancel()
+        if answer != "":
+            return answer
+        process.communicate()
+        self._process = None
+        return None
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.env,
+            start_new_session=True,  # Ctrl-C is for us; the process ends when its stdin does
+        )
+        assert process.stdout is not None
+        if process.stdout.readline() != READY:
+            raise RuntimeError(f"{self.flag}: its process ended with status {process.wait()}; see above.")
+        return process

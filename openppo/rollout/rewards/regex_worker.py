@@ -1,0 +1,29 @@
+"""A process that matches responses: the pattern first, then JSON texts in; out null without a match, else its group.
+
+It is one because nothing but killing it ends a match that backtracks for ever, during which no other thread runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+from openppo.rollout.rewards.line_process import READY
+
+
+def main() -> None:
+    """Say ``READY``, then answer until stdin is closed: of the last match its group, or all of it without one."""
+    pattern = re.compile(sys.argv[1])
+    sys.stdout.write(READY)
+    sys.stdout.flush()
+    for line in sys.stdin:
+        found = None
+        for match in pattern.finditer(json.loads(line)):
+            found = match[pattern.groups] or ""
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

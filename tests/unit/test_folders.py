@@ -1,0 +1,139 @@
+"""No command overwrites a model that it reads, and none renames what no run has written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openppo.config import MergeLoRAConfig, TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig, from_options
+from openppo.config.folders import refuse_own_checkpoints
+from openppo.tracking import check_run_folder, set_aside_logs, set_aside_model
+
+SUPERVISED = {"dataset": "d.jsonl"}
+PPO = {"prompt_data": "p.jsonl", "reward_fn": "r.py", "rollout_batch_size": 128}
+READERS: list[tuple[type, str, dict[str, Any]]] = [
+    (TrainSFTConfig, "pretrain", SUPERVISED),
+    (TrainRMConfig, "pretrain", SUPERVISED),
+    (TrainPRMConfig, "pretrain", SUPERVISED),
+    (TrainPPOConfig, "pretrain", PPO),
+    (TrainPPOConfig, "critic_pretrain", PPO),
+    (TrainPPOConfig, "ref_pretrain", PPO),
+    (TrainPPOConfig, "reward_pretrain", PPO),
+    (TrainPPOConfig, "prm_pretrain", PPO | {"prm_placeholder_token": "x"}),
+    (MergeLoRAConfig, "lora_path", {}),
+    (MergeLoRAConfig, "pretrain", {"lora_path": "adapters"}),
+]
+SPELLINGS: dict[str, Callable[[Path], str]] = {
+    "same": str,
+    "trailing slash": lambda path: f"{path}/",
+    "relative": lambda path: os.path.relpath(path),
+    "by its parent": lambda path: f"{path}/../{path.name}",
+    "link": lambda path: str(path.with_name("link")),
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that holds a model, and a link to it beside it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to("model")
+    return tmp_path / "model"
+
+
+def validate(command: type, options: dict[str, Any]) -> None:
+    if command is not MergeLoRAConfig and "pretrain" not in options:
+        options = options | {"pretrain": "other"}
+    from_options(command, **options).validate(1)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(("command", "option", "more"), READERS, ids=lambda value: getattr(value, "__name__", None))
+def test_an_input_model_as_save_path_is_refused(
+    command: type, option: str, more: dict[str, Any], spelling: str, model: Path
+) -> None:
+    given = more | {option: str(model)}
+    validate(command, given | {"save_path": str(model.with_name("out"))})
+    with pytest.raises(ValueError, match=rf"--save_path .* is --{option} .*overwritten: choose another folder"):
+        validate(command, given | {"save_path": SPELLINGS[spelling](model)})
+
+
+def test_a_name_that_is_not_there_yet_is_compared_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--save_path ./owner/name/ is --pretrain owner/name"):
+        validate(TrainSFTConfig, SUPERVISED | {"pretrain": "owner/name", "save_path": "./owner/name/"})
+
+
+def test_the_folder_of_the_saved_critic_is_no_input_either(model: Path) -> None:
+    critic = model.rename(model.with_name("run_critic"))
+    options = PPO | {"critic_pretrain": str(critic), "save_path": str(critic.with_name("run"))}
+    validate(TrainPPOConfig, options)
+    with pytest.raises(ValueError, match="--save_value_network: .*run_critic is --critic_pretrain"):
+        validate(TrainPPOConfig, options | {"save_value_network": True})
+
+
+def test_the_base_model_of_adapters_is_not_overwritten(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    described = json.dumps({"base_model_name_or_path": str(model)})
+    (tmp_path / "adapters" / "adapter_config.json").write_text(described)
+    with pytest.raises(ValueError, match="--save_path .*link is the base model of --reward_pretrain .*adapters"):
+        given = {"reward_pretrain": str(tmp_path / "adapters"), "save_path": str(tmp_path / "link")}
+        validate(TrainPPOConfig, PPO | given)
+
+
+@pytest.mark.parametrize("inside", ["step_00000004/model", "best_step_00000002", "best", "link"])
+def test_a_model_in_the_runs_own_checkpoints_is_refused(inside: str, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints_ppo"
+    (checkpoints / "best_step_00000002").mkdir(parents=True)
+    (checkpoints / "best").symlink_to("best_step_00000002")
+    (checkpoints / "link").symlink_to("best")
+    with pytest.raises(ValueError, match="--pretrain .* lies in a checkpoint .*choose another --save_path"):
+        refuse_own_checkpoints({"--pretrain": str(checkpoints / inside)}, "--save_path", checkpoints)
+    elsewhere = {"--pretrain": str(tmp_path / "a" / inside), "--critic_pretrain": None, "--prm_pretrain": "owner/name"}
+    refuse_own_checkpoints(elsewhere, "--save_path", checkpoints)
+    refuse_own_checkpoints({"--pretrain": str(checkpoints / "models" / "a")}, "--ckpt_path", checkpoints)
+
+
+def fill(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+MODEL = ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json")
+OTHERS = ("logs/config.yaml", "notes.txt", "reward.py", "run.log", "checkpoints_ppo/latest", "skipped/a.safetensors")
+
+
+def test_the_model_of_an_earlier_run_is_set_aside_and_nothing_else(tmp_path: Path) -> None:
+    for number in (1, 2):
+        fill(tmp_path, *MODEL, *OTHERS)
+        check_run_folder(tmp_path)
+        set_aside_model(tmp_path)
+        assert sorted(path.name for path in (tmp_path / f"model.{number}").iterdir()) == sorted(MODEL)
+        assert not any((tmp_path / name).exists() for name in MODEL)
+        assert all((tmp_path / name).read_text() == name for name in OTHERS)
+    set_aside_model(tmp_path)
+    assert not (tmp_path / "model.3").exists()
+
+
+def test_a_model_that_no_run_has_written_is_refused(tmp_path: Path) -> None:
+    fill(tmp_path, *MODEL)
+    with pytest.raises(ValueError, match="holds a model that no run has written there .*: choose another folder"):
+        check_run_folder(tmp_path)
+
+
+def test_logs_that_are_no_runs_are_never_renamed(tmp_path: Path) -> None:
+    check_run_folder(tmp_path / "nowhere")
+    (tmp_path / "logs").mkdir()
+    check_run_folder(tmp_path)  # empty
+    fill(tmp_path, "logs/slurm-12.out")
+    set_aside_logs(tmp_path / "logs")
+    assert (tmp_path / "logs" / "slurm-12.out").exists()
+    with pytest.raises(ValueError, match="'logs' in it is not of a run: rename it, or choose another folder"):
+        check_run_folder(tmp_path)
+    fill(tmp_path, "logs/metrics.jsonl")
+    check_run_folder(tmp_path)
