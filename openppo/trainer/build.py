@@ -32,6 +32,7 @@ from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions, check_vllm
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.gpu import check_transformers
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.estimate.announce import announce_ppo
@@ -171,6 +172,7 @@ def _check_engine(config: TrainPPOConfig, actor_config: PreTrainedConfig, strate
         on_all_ranks(strategy.comm, check_vllm)
     else:
         check_cache(actor_config)
+        check_transformers()
 
 
 def _check_gpu_options(config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy) -> None:
