@@ -36,6 +36,7 @@ from openppo.strategy.gpu import check_transformers
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.estimate.announce import announce_ppo
+from openppo.trainer.estimate.ppo import most_decode_rows
 from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.overview.start_table import announce_ppo_start
@@ -83,7 +84,7 @@ def build_ppo_trainer(
     plan = batch_plan(config, len(data.prompts), strategy.comm.world_size)
     actor, critic, reference = _prepare_models(config, strategy, plan)
     comm, pad, stop = strategy.comm, pad_token_id(tokenizer), SignalStop(strategy.comm)
-    rows = config.ppo.micro_rollout_batch_size if estimate is None else estimate.decode_rows
+    rows = estimate.decode_rows if estimate else most_decode_rows(config.generation, strategy.device.type == "cpu")
     engine = _engine(config, strategy, actor, tokenizer, stop, rows, _longest_sequence(config, actor_config))
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
 
