@@ -27,7 +27,8 @@ class StepProfiler:
     Phases are named in the trace, and whole; of what happens inside, each phase records its first seconds, to the end
     of what is under way then: one batch of a pass, one optimizer step, one round of decoding. Traces are written at the
     end of their step, so that only one is in memory; a step in two parts, as of ``PPOTrainer.rollout`` and
-    ``train_on``, has two, the second with ``_part_2`` in its name. Chrome's tracing and https://ui.perfetto.dev open them.
+    ``train_on``, has two, the second with ``_part_2`` in its name. Chrome's tracing and https://ui.perfetto.dev open
+    them.
     """
 
     def __init__(self, save_path: str, tracking: TrackingConfig, rank: int) -> None:
