@@ -77,13 +77,14 @@ def run_openppo(arguments: argparse.Namespace, shape: gpu_models.Shape, folder: 
         "cuda_graphs": arguments.cuda_graphs,
     }
     trainer = build_ppo_trainer(from_options(TrainPPOConfig, **given, **own))
-    measured = []
+    measured, peaks = [], [peak_gib()]  # of loading; the trainer measures each phase anew
     for turn, prompts in zip(range(arguments.warm_up + arguments.steps), trainer.prompt_batches(), strict=False):
         metrics = trainer.step(prompts)
         print(f"step {turn}:", {key: round(value, 4) for key, value in metrics.items()}, flush=True)
         if metrics["response_length"] != shape.response or metrics["skipped_steps"]:
             sys.exit(f"responses of {metrics['response_length']} tokens, {metrics['skipped_steps']} skipped steps")
         measured.append(metrics)
+        peaks.append(metrics.get("memory/step_peak_gib", 0.0))
     trainer.parts.train(False)
     rows = [prompt.token_ids for prompt in prompts for _ in range(own.get("n_samples_per_prompt", 1))]
     with trainer.rollout_step.full_weights():
@@ -100,6 +101,7 @@ def run_openppo(arguments: argparse.Namespace, shape: gpu_models.Shape, folder: 
     trainer.close()
     return counted | {
         "prefill": statistics.median(prefill),
+        "peak_gib": max(*peaks, peak_gib()),
         "estimated_gib": max(phase.total for phase in estimate.phases) / GIB if estimate else None,
     }
 
@@ -180,7 +182,7 @@ def main() -> None:
     run = run_openppo if arguments.side == "OpenPPO" else run_transformers
     with tempfile.TemporaryDirectory() as folder:
         result = run(arguments, gpu_models.SHAPES[arguments.shape], folder)
-    print("RESULT", json.dumps(result | {"peak_gib": peak_gib()}), flush=True)
+    print("RESULT", json.dumps({"peak_gib": peak_gib()} | result), flush=True)
 
 
 if __name__ == "__main__":

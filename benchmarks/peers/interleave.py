@@ -283,7 +283,8 @@ def describe_machine(versions: dict[str, dict[str, str]]) -> list[str]:
 def write_results(name: str, title: str, lines: Sequence[str]) -> None:
     """A dated table in benchmarks/results."""
     file = REPOSITORY / "benchmarks" / "results" / f"{date.today().isoformat()}-{name}.md"
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]  # not where on this machine
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
     text = [f"# {title}, {date.today().isoformat()}", "", f"`{command}`", "", *lines]
     file.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
     say(f"written to {file}")

@@ -30,10 +30,12 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     from openppo.rollout.reward_server import RewardServer, encode_conversation, listen
     from openppo.rollout.rewards.http import read_token
     from openppo.rollout.rewards.model import Normalization, forward_scores, stored_normalization
+    from openppo.strategy.gpu import set_up_gpu
     from openppo.trainer.startup import naming_model, quiet_libraries
 
     quiet_libraries()
     options, flag, name = config.server, "--reward_pretrain", config.server.reward_pretrain
+    set_up_gpu(options.bf16)
     token = None if options.token_file is None else read_token(options.token_file, "--token_file")
     listener = listen(options.host, options.port)
     attention_implementation(options.flash_attn, options.bf16)

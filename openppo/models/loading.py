@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from openppo.models.attention.cpu import use_cpu_attention
+from openppo.models.attention.cuda import use_cuda_attention
 from openppo.models.lora.folder import base_model_of, is_peft_folder, merge_adapters
 from openppo.models.trust import RefusedError, refusing_code
 
@@ -162,6 +163,7 @@ def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTr
             "Give a checkpoint that has them."
         )
     use_cpu_attention(model)
+    use_cuda_attention(model)
     return merge_adapters(model, name) if is_peft_folder(name) else model
 
 

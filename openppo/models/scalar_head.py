@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from openppo.config import LoRAConfig
 from openppo.models.attention.cpu import use_cpu_attention
+from openppo.models.attention.cuda import use_cuda_attention
 from openppo.models.classifier import HEAD, classifier_of
 from openppo.models.loading import disable_dropout, load_config, load_options
 from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
@@ -130,6 +131,7 @@ def load_classifier(
         )
     _check_head(name, model, report, value_head_prefix)
     use_cpu_attention(model)
+    use_cuda_attention(model)
     headless = f"{HEAD}.weight" in report["missing_keys"]
     if is_peft_folder(name):
         return merge_adapters(model, name), headless and not has_head(name)

@@ -8,7 +8,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -35,12 +35,15 @@ from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy.comm import TorchComm, init_process_group
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.gpu import set_up_gpu
 from openppo.strategy.saving import save_model, save_tokenizer
 
 logger = logging.getLogger("openppo")
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-# An extra for inference that DeepSpeed would compile at start-up and fail without a compiler. gloo carries all we need.
-deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
+if not torch.cuda.is_available():  # on a GPU the lookup would probe all operators, with compilers and warnings
+    # An extra for inference that DeepSpeed would compile at start-up and fail without a compiler. gloo carries all we
+    # need.
+    deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
 # DeepSpeed imports its Muon optimizer with any other; compiling that takes a second of CPU at the start of each rank.
 ds_compiler.compile = lambda: ds_compiler.dummy_decorator
 # DeepSpeed calls collectives that torch 2.13 renames; nothing a user could act on.
@@ -66,6 +69,7 @@ class DeepspeedStrategy:
         self.config = config
         self.overrides = overrides or {}
         self.device = init_process_group(timeout)
+        set_up_gpu(config.bf16)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         self.comm = TorchComm()
         if self.comm.world_size % config.zpg != 0:
@@ -163,11 +167,7 @@ class DeepspeedStrategy:
     @contextmanager
     def for_generation(self, engine: TrainingEngine, in_lockstep: bool) -> Iterator[None]:
         """Inside, tokens may be sampled: with whole weights, unless in lockstep, and layers that are not compiled."""
-        with ExitStack() as stack:
-            if not in_lockstep:
-                stack.enter_context(self.gathered(engine))
-            stack.enter_context(self.uncompiled())
-            stack.enter_context(_without_cudnn_attention())
+        with nullcontext() if in_lockstep else self.gathered(engine), self.uncompiled():
             yield
 
     def uncompiled(self) -> AbstractContextManager[None]:
@@ -226,17 +226,6 @@ class DeepspeedStrategy:
 def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
     """The strategy for these options, with the process group joined."""
     return DeepspeedStrategy(config)
-
-
-@contextmanager
-def _without_cudnn_attention() -> Iterator[None]:
-    """cuDNN plans its attention anew for each length of the keys, and each decode step has another."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _compile_layers(module: nn.Module, device: torch.device) -> None:

@@ -9,6 +9,8 @@ from openppo.config import DeepSpeedConfig
 LARGEST_BUCKET = 500_000_000
 """Elements of gradients that are reduced at a time."""
 _NEVER = 10**9
+_TIMERS = {"throughput": {"enabled": False}}
+"""It is on by default, and waits for the GPU in each forward."""
 
 
 def train_config(
@@ -43,6 +45,7 @@ def train_config(
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": options.bf16},
         "steps_per_print": _NEVER,
+        "timers": _TIMERS,
     }
     if options.bf16:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -57,6 +60,7 @@ def eval_config(bf16: bool) -> dict[str, Any]:
         "zero_optimization": {"stage": 3},
         "bf16": {"enabled": bf16},
         "steps_per_print": _NEVER,
+        "timers": _TIMERS,
     }
 
 

@@ -8,13 +8,15 @@ import torch.distributed as dist
 from torch import nn
 
 from openppo.strategy.comm import TorchComm, init_process_group
+from openppo.strategy.gpu import set_up_gpu
 
 
 class InferenceStrategy:
     """One process, or several under torchrun, each with its own GPU if there are any and its share of the data."""
 
-    def __init__(self, timeout: timedelta = timedelta(hours=24)) -> None:  # ranks meet at the very end only
+    def __init__(self, bf16: bool, timeout: timedelta = timedelta(hours=24)) -> None:  # ranks meet at the very end only
         self.device = init_process_group(timeout)
+        set_up_gpu(bf16)
         self.comm = TorchComm()
 
     @property

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,13 +26,16 @@ class StepProfiler:
 
     Phases are named in the trace, and whole; of what happens inside, each phase records its first seconds, to the end
     of what is under way then: one batch of a pass, one optimizer step, one round of decoding. Traces are written at the
-    end of their step, so that only one is in memory. Chrome's tracing and https://ui.perfetto.dev open them.
+    end of their step, so that only one is in memory; a step in two parts, as of ``PPOTrainer.rollout`` and
+    ``train_on``, has two, the second with ``_part_2`` in its name. Chrome's tracing and https://ui.perfetto.dev open
+    them.
     """
 
     def __init__(self, save_path: str, tracking: TrackingConfig, rank: int) -> None:
         self.folder = Path(save_path) / "logs" / "profile"
         self.tracking = tracking
         self.rank = rank
+        self._traces: Counter[int] = Counter()  # of each step
         self._profile: torch.profiler.profile | None = None
         self._pause_at = float("inf")
 
@@ -92,7 +96,10 @@ class StepProfiler:
 
     def _write(self, profile: torch.profiler.profile) -> None:
         """A trace that cannot be written is a warning; the run goes on."""
-        file = self.folder / f"step_{position.step:08d}_rank_{self.rank}.json.gz"
+        self._traces[position.step] += 1
+        part = self._traces[position.step]
+        suffix = "" if part == 1 else f"_part_{part}"
+        file = self.folder / f"step_{position.step:08d}_rank_{self.rank}{suffix}.json.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(file))

@@ -1,44 +1,56 @@
-"""Where the time of a step goes."""
+"""Where the time of a step goes, and on GPUs how much memory its phases take."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
+from openppo.tracking.position import begin_step
 from openppo.tracking.position import phase as position_phase
 from openppo.tracking.profiler import NoProfiler, StepProfiler
 from openppo.types import Comm
 
 
 class PhaseTimer:
-    """Seconds and tokens by phase. Phases may lie inside each other; each counts its whole time.
+    """Seconds, tokens and peaks of GPU memory by phase. Phases may lie inside each other; each counts all of itself.
 
-    ``profiler`` names them in its traces.
+    ``profiler`` names them in its traces. ``estimated`` is the peak in bytes that was estimated for a phase.
     """
 
-    def __init__(self, profiler: StepProfiler | NoProfiler | None = None) -> None:
+    def __init__(
+        self, profiler: StepProfiler | NoProfiler | None = None, estimated: Mapping[str, int] | None = None
+    ) -> None:
         self._profiler = profiler or NoProfiler()
+        self._estimated = estimated or {}
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
+        self._peaks: dict[str, int] = {}
         self._running: set[str] = set()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the ``with`` block to phase ``name``, which is also this process's position."""
         assert name not in self._running, f"phase {name} is already running"
+        self._look_at_gpu()
         self._running.add(name)
-        _wait_for_gpu()
         start = time.perf_counter()
         try:
             with position_phase(name), self._profiler.phase(name):
                 yield
-                _wait_for_gpu()
+                self._look_at_gpu()  # not after an exception: the report names the peak
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
             self._running.remove(name)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """The ``with`` block is (a part of) global step ``number``: in its time, its trace and reports of faults."""
+        begin_step(number)
+        with self.phase("step"):
+            yield
 
     def count_tokens(self, name: str, n: int) -> None:
         """Say that phase ``name`` worked on ``n`` more tokens on this rank."""
@@ -47,14 +59,18 @@ class PhaseTimer:
     def metrics(self, comm: Comm) -> dict[str, float]:
         """``time/<phase>_s`` of the slowest rank and ``speed/<phase>_tokens_per_s`` of all ranks together.
 
+        On GPUs also ``memory/<phase>_peak_gib`` of the rank that took most, and ``memory/<phase>_estimated_gib``.
         Collective: every rank must call it. Only finished phases count.
         """
-        gathered = comm.all_gather_object((self._seconds, self._tokens))
+        gathered = comm.all_gather_object((self._seconds, self._tokens, self._peaks))
         seconds: dict[str, float] = {}
         tokens: dict[str, int] = {}
-        for of_rank_seconds, of_rank_tokens in gathered:
+        peaks: dict[str, int] = {}
+        for of_rank_seconds, of_rank_tokens, of_rank_peaks in gathered:
             for name, value in of_rank_seconds.items():
                 seconds[name] = max(seconds.get(name, 0.0), value)
+            for name, peak in of_rank_peaks.items():
+                peaks[name] = max(peaks.get(name, 0), peak)
             for name, count in of_rank_tokens.items():
                 tokens[name] = tokens.get(name, 0) + count
         times = {f"time/{name}_s": value for name, value in seconds.items()}
@@ -63,15 +79,27 @@ class PhaseTimer:
             for name, count in tokens.items()
             if seconds.get(name, 0.0) > 0
         }
-        return times | speeds
+        memory = {f"memory/{name}_peak_gib": peak / 2**30 for name, peak in peaks.items()}
+        known = {name: self._estimated[name] for name in peaks if name in self._estimated}
+        return times | speeds | memory | {f"memory/{name}_estimated_gib": peak / 2**30 for name, peak in known.items()}
+
+    def take_metrics(self, comm: Comm) -> dict[str, float]:
+        """``metrics``, which then begin anew."""
+        metrics = self.metrics(comm)
+        self.reset()
+        return metrics
 
     def reset(self) -> None:
-        """Forget all finished phases and tokens."""
+        """Forget all finished phases, tokens and peaks."""
         self._seconds.clear()
         self._tokens.clear()
+        self._peaks.clear()
 
-
-def _wait_for_gpu() -> None:
-    """Work queued on the GPU belongs to the phase that queued it."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    def _look_at_gpu(self) -> None:
+        """Work queued on the GPU, and its memory since the last look, belong to the phases that are running."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+            for name in self._running:
+                self._peaks[name] = max(self._peaks.get(name, 0), peak)
+            torch.cuda.reset_peak_memory_stats()

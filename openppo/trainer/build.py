@@ -31,9 +31,11 @@ from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions, check_vllm
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.gpu import check_transformers
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.estimate.announce import announce_ppo
+from openppo.trainer.estimate.ppo import most_decode_rows
 from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.overview.start_table import announce_ppo_start
@@ -88,7 +90,7 @@ def build_ppo_trainer(
     plan = batch_plan(config, len(data.prompts), strategy.comm.world_size)
     actor, critic, reference = _prepare_models(config, strategy, plan)
     comm, pad, stop = strategy.comm, pad_token_id(tokenizer), SignalStop(strategy.comm)
-    rows = config.ppo.micro_rollout_batch_size if estimate is None else estimate.decode_rows
+    rows = estimate.decode_rows if estimate else most_decode_rows(config.generation, strategy.device.type == "cpu")
     engine = _engine(config, strategy, actor, tokenizer, stop, rows, _longest_sequence(config, actor_config))
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
 
@@ -177,6 +179,7 @@ def _check_engine(config: TrainPPOConfig, actor_config: PreTrainedConfig, strate
         on_all_ranks(strategy.comm, check_vllm)
     else:
         check_cache(actor_config)
+        check_transformers()
 
 
 def _check_gpu_options(config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy) -> None:

@@ -13,7 +13,7 @@ from openppo.datasets import BatchSampler
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.strategy.checkpoint.random_state import get_random_state, rewound_by
 from openppo.tracking import Metrics, PhaseTimer, StepProfiler, progress
-from openppo.tracking.position import begin_step, phase
+from openppo.tracking.position import phase
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.overview.step_view import StepView
 from openppo.trainer.parts import Parts, Progress, StepInProgress
@@ -62,7 +62,8 @@ class PPOTrainer:
         self.progress = Progress()
         self.update_step = UpdateStep(config, parts, self.progress)
         self.sampler = BatchSampler(len(parts.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
-        self.timer = PhaseTimer(StepProfiler(config.run.save_path, config.tracking, self.comm.rank))
+        estimated = parts.estimate.peaks if parts.estimate else None
+        self.timer = PhaseTimer(StepProfiler(config.run.save_path, config.tracking, self.comm.rank), estimated)
         self.sample_log = SampleLog(config, parts, self.total_steps)
         self.experience_step = ExperienceStep(
             config, parts, self.replay_buffer, self.update_step, self.sample_log, self.timer
@@ -126,9 +127,8 @@ class PPOTrainer:
         """
         self._finish_interrupted()
         metrics = Metrics()
-        begin_step(self.global_step + 1)
         self.start_of_step = self.start_of_step or (ppo_state(self), get_random_state())
-        with self.timer.phase("step"):
+        with self.timer.step(self.global_step + 1):
             if self.config.ppo.dynamic_sampling:
                 trajectories, scores = self._useful_rollout(prompts, metrics), None
             else:
@@ -136,15 +136,12 @@ class PPOTrainer:
                 scores = self._start_scoring(trajectories)
             self._make_experience(trajectories, metrics, scores, recompute=False)
             reduced = self._finish_step()
-        reduced |= self.timer.metrics(self.comm)
-        self.timer.reset()
-        return reduced
+        return reduced | self.timer.take_metrics(self.comm)
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
-        """Sampled and scored responses to this rank's share of ``prompts``."""
-        trajectories = self._sample(prompts)
-        self._wait(self._start_scoring(trajectories))
-        return trajectories
+        """Sampled and scored responses to this rank's share of ``prompts``, for the step that ``train_on`` ends."""
+        with self.timer.step(self.global_step + 1):
+            return self._scored(prompts)
 
     def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Make experience of this rank's scored trajectories and train on all ranks' for ``max_epochs``.
@@ -153,8 +150,10 @@ class PPOTrainer:
         """
         self._finish_interrupted()
         self.start_of_step = self.start_of_step or (ppo_state(self), get_random_state())
-        self._make_experience(trajectories, Metrics())
-        return self._finish_step()
+        with self.timer.step(self.global_step + 1):
+            self._make_experience(trajectories, Metrics())
+            reduced = self._finish_step()
+        return reduced | self.timer.take_metrics(self.comm)
 
     @phase("evaluation")
     @rewound_by(Interrupted)
@@ -239,11 +238,9 @@ class PPOTrainer:
     def _finish_interrupted(self) -> None:
         """What the session before had begun: the training of a step, or its report."""
         if self.in_progress is not None:
-            begin_step(self.global_step + 1)
-            with self.timer.phase("step"):
+            with self.timer.step(self.global_step + 1):
                 metrics = self._finish_step()
-            self.report(metrics | self.timer.metrics(self.comm))
-            self.timer.reset()
+            self.report(metrics | self.timer.take_metrics(self.comm))
         elif self.unreported is not None:
             self.report(self.unreported)
 
@@ -276,6 +273,11 @@ class PPOTrainer:
         self.progress.consumed_samples += len(ready)
         return trajectories
 
+    def _scored(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
+        trajectories = self._sample(prompts)
+        self._wait(self._start_scoring(trajectories))
+        return trajectories
+
     def _start_scoring(self, trajectories: Sequence[Trajectory]) -> Callable[[], int]:
         with self.timer.phase("scoring"):
             wait_for_scores = self.rollout_step.start_scoring(trajectories)
@@ -293,7 +295,7 @@ class PPOTrainer:
         wanted, bound = self.config.ppo.rollout_batch_size, self.config.ppo.dynamic_sampling_max_batches
         kept: list[Trajectory] = []
         for n_batches in range(1, bound + 1):
-            for trajectory in (sampled := self.rollout(prompts)):
+            for trajectory in (sampled := self._scored(prompts)):
                 metrics.add("sampled_reward", trajectory.total_reward(self.rollout_step.weights))
             kept += self.rollout_step.useful(sampled)
             n_groups = self.rollout_step.count_groups(kept)

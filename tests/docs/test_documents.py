@@ -270,8 +270,9 @@ def test_every_field_of_trls_config_has_its_row() -> None:
 
 
 def test_the_fields_of_trls_config_are_those_of_its_source() -> None:
-    """Where a checkout or an environment with TRL is at hand."""
-    found = list(Path("/tmp/peers").glob("trl/lib/python3*/site-packages/trl/experimental/ppo/ppo_config.py"))
+    """Where the environments of benchmarks/peers/setup.sh are in their usual folder."""
+    peers = Path("~/.cache/openppo-benchmarks").expanduser()
+    found = list(peers.glob("trl/lib/python3*/site-packages/trl/experimental/ppo/ppo_config.py"))
     if not found:
         pytest.skip("TRL is not at hand")
     (node,) = (n for n in ast.parse(found[0].read_text()).body if isinstance(n, ast.ClassDef))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 REPO = Path(__file__).parents[2]
 DOCUMENT = (REPO / "docs" / "metrics.md").read_text()
@@ -96,7 +97,13 @@ def logs(run: Run, workshop: Path) -> dict[str, dict[str, set[str]]]:
     return found
 
 
-PPO_SECTIONS = "Rewards|Policy|Critic|Responses|Sampling|Time|Evaluation"
+PPO_SECTIONS = "Rewards|Policy|Critic|Responses|Sampling|Time|Memory|Evaluation"
+
+
+def expected(names: Iterable[str]) -> list[str]:
+    """Without what CPUs do not log, and without ``eval_reward_errors``, which are only where there are any."""
+    on_gpu = torch.cuda.is_available()
+    return [name for name in names if name != "eval_reward_errors" and (on_gpu or not name.startswith("memory/"))]
 
 
 def test_every_metric_of_ppo_is_documented_and_every_documented_one_is_logged(
@@ -105,14 +112,22 @@ def test_every_metric_of_ppo_is_documented_and_every_documented_one_is_logged(
     logged = set().union(*(logs[name]["metrics"] for name in ("critic", "named", "dynamic", "process")))
     names = documented(PPO_SECTIONS)
     assert undocumented(logged, names) == []
-    assert unlogged(logged, [name for name in names if name != "eval_reward_errors"]) == []  # only where there are any
+    assert unlogged(logged, expected(names)) == []
 
 
 def test_every_metric_of_supervised_training_is_documented_and_logged(logs: dict[str, dict[str, set[str]]]) -> None:
     logged = logs["sft"]["metrics"] | logs["rm"]["metrics"]
     names = documented("SFT")
     assert undocumented(logged, names) == []
-    assert unlogged(logged, names) == []
+    assert unlogged(logged, expected(names)) == []
+
+
+def test_memory_of_gpus_is_documented() -> None:
+    """Nothing here logs it but a timer on a GPU that is none."""
+    phases = ("generation", "scoring", "experience", "training", "step")
+    names = [f"memory/{phase}_{what}_gib" for phase in phases for what in ("peak", "estimated")]
+    assert undocumented(names, documented("Memory")) == []
+    assert undocumented([name for name in names if "/step_" in name], documented("SFT")) == []
 
 
 def test_every_field_of_samples_and_tokens_is_documented_and_logged(logs: dict[str, dict[str, set[str]]]) -> None:

@@ -91,7 +91,7 @@ def memory_lines(options: Mapping[str, Any]) -> list[str]:
         peak = torch.cuda.max_memory_allocated(gpu)
         line = (
             f"GPU {gpu}: {_gib(torch.cuda.memory_allocated(gpu))} allocated, "
-            f"{_gib(torch.cuda.memory_reserved(gpu))} reserved, {_gib(peak)} at the peak"
+            f"{_gib(torch.cuda.memory_reserved(gpu))} reserved, {_gib(peak)} at the peak of the phase"
         )
         with contextlib.suppress(RuntimeError):  # a full GPU may refuse to say more
             free, total = torch.cuda.mem_get_info(gpu)

@@ -89,6 +89,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
     "Speed": (
         Chart("Seconds per phase", ("time/*",), "Of the slowest rank."),
         Chart("Tokens per second", ("speed/*",), "Of all ranks together."),
+        Chart("GPU memory per phase", ("memory/*",), "GiB at the peak, of the rank that took most, and as estimated."),
     ),
 }
 

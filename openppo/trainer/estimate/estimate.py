@@ -53,6 +53,12 @@ class Estimate:
         return self.largest.total
 
     @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes at the peak of each phase of a step, and of the whole ``step``."""
+        in_step = {phase.name: phase.total for phase in self.phases if phase.name != "loading"}
+        return in_step | {"step": max(in_step.values())}
+
+    @property
     def fits(self) -> bool:
         """Whether the peak is below the device's memory; True where that is not known."""
         return self.device_memory is None or self.peak <= self.device_memory

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import partial
 
-from openppo.config import TrainPPOConfig
+from openppo.config import GenerationConfig, TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS
 from openppo.trainer.estimate.activations import Pass, generation_peaks, inference_peak, training_peak
 from openppo.trainer.estimate.checkpoint import checkpoint_bytes
@@ -206,12 +206,17 @@ def _generation(run: PPORun, states: dict[str, States], lasting: int) -> Phase:
     return Phase("generation", lasting, passing)
 
 
+def most_decode_rows(options: GenerationConfig, on_cpu: bool) -> int:
+    """``--max_num_seqs``, else its default where memory is not short."""
+    if options.max_num_seqs is not None:
+        return options.max_num_seqs
+    return _DECODE_ROWS_ON_CPU if on_cpu else _DECODE_ROWS_ON_GPU
+
+
 def decode_rows(run: PPORun, lasting: int) -> int:
     """Responses decoded at the same time: ``--max_num_seqs``, else what half of the memory beside ``lasting`` takes."""
-    if run.config.generation.max_num_seqs is not None:
-        return run.config.generation.max_num_seqs
-    rows = _DECODE_ROWS_ON_CPU if run.on_cpu else _DECODE_ROWS_ON_GPU
-    if run.device_memory is None:
+    rows = most_decode_rows(run.config.generation, run.on_cpu)
+    if run.config.generation.max_num_seqs is not None or run.device_memory is None:
         return rows
     shape, prompt = run.shapes["actor"], run.lengths.longest_prompt
     free = run.device_memory - lasting - _gathered_to_generate(run)

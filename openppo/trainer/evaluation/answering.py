@@ -18,6 +18,7 @@ from openppo.models.loading import (
 )
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
+from openppo.strategy.gpu import check_transformers
 from openppo.strategy.inference import InferenceStrategy
 from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, naming_model, tokenizing
 from openppo.types import Comm, Prompt, SamplingParams, Trajectory
@@ -32,6 +33,7 @@ def load_questions(options: PromptsConfig, comm: Comm) -> tuple[PreTrainedTokeni
     """The tokenizer and the rendered prompts; ``ValueError`` names the flag of what cannot work."""
     model_config = check_model(options.pretrain, "--pretrain", options.trust_remote_code)
     check_cache(model_config)
+    check_transformers()
     attention_implementation(options.flash_attn, options.bf16)
     tokenizer = load_policy_tokenizer(options.pretrain, options.trust_remote_code, options.chat_template_kwargs)
     rows = load_mixed_rows(

@@ -22,7 +22,7 @@ class EvaluateJob:
         """Loads everything; ``ValueError`` names the flag of what cannot work."""
         options, judgement = config.prompts, config.judgement
         self.output = None if judgement.output_path is None else check_output(judgement.output_path)
-        self.strategy = InferenceStrategy()
+        self.strategy = InferenceStrategy(options.bf16)
         self.tokenizer, prompts = load_questions(options, self.strategy.comm)
         setup = ScorerSetup(
             self.strategy.comm,

@@ -20,7 +20,7 @@ class GenerateJob:
         """Loads everything; ``ValueError`` names the flag of what cannot work."""
         self.options = config.prompts
         self.output = check_output(config.output.output_path)
-        self.strategy = InferenceStrategy()
+        self.strategy = InferenceStrategy(self.options.bf16)
         self.tokenizer, self.prompts = load_questions(self.options, self.strategy.comm)
         self.actor, self.engine = load_policy(self.options, self.tokenizer, self.strategy)
 

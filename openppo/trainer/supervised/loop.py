@@ -136,7 +136,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         """
         metrics, timer, engine, random_state = (
             Metrics(),
-            PhaseTimer(self.profiler),
+            PhaseTimer(self.profiler, self.parts.estimate.peaks if self.parts.estimate else None),
             self.parts.engine,
             get_random_state(),
         )

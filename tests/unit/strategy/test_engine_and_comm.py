@@ -103,6 +103,27 @@ def test_bf16_gradients_of_a_single_rank_are_added_in_float32(stage: int, offloa
     assert trained.step() == pytest.approx(2**0.5 * (1 + 8 * 2.0**-10), rel=1e-6)
 
 
+def test_no_forward_waits_for_deepspeeds_throughput_timer() -> None:
+    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=3))
+    trained = strategy.prepare(nn.Linear(2, 2), AdamConfig(), learning_rate=1e-3, total_steps=10)
+    frozen: Any = strategy.prepare_frozen(nn.Linear(2, 2))
+    assert [engine.tput_timer.config.enabled for engine in (trained.deepspeed, frozen)] == [False, False]
+
+
+@pytest.mark.parametrize(("gpu", "probed"), [(False, "True"), (True, "False")])
+def test_operators_are_probed_on_cpus_only(gpu: bool, probed: str) -> None:
+    program = f"""
+import torch
+from deepspeed import ops
+torch.cuda.is_available = lambda: {gpu}
+import openppo.strategy.deepspeed
+print("__compatible_ops__" in vars(ops))
+"""
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == f"{probed}\n", done.stderr
+
+
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -1 * math.inf])
 def test_a_gradient_that_is_not_finite_does_not_advance_the_schedule(norm: float) -> None:
     diverged = engine(norm)

@@ -133,5 +133,5 @@ def test_the_gpu_is_that_of_the_rank_whatever_thread_asks(monkeypatch: pytest.Mo
     for name, gib in (("memory_allocated", 10), ("memory_reserved", 20), ("max_memory_allocated", 30)):
         monkeypatch.setattr(torch.cuda, name, lambda gpu, gib=gib: (gib + gpu) << 30)
     line = out_of_memory.memory_lines({})[1]
-    assert line.startswith("GPU 3: 13.00 GiB allocated, 23.00 GiB reserved, 33.00 GiB at the peak")
-    assert line.endswith("at the peak" if full else ", 3.00 GiB free of 80.00 GiB")
+    assert line.startswith("GPU 3: 13.00 GiB allocated, 23.00 GiB reserved, 33.00 GiB at the peak of the phase")
+    assert line.endswith("at the peak of the phase" if full else ", 3.00 GiB free of 80.00 GiB")

@@ -47,7 +47,7 @@ def test_speed_is_all_tokens_over_the_slowest_rank(clock: list[float]) -> None:
         clock[0] += 2.0
     timer.count_tokens("generation", 60)
     timer.count_tokens("generation", 40)
-    other = ({"generation": 4.0, "saving": 1.0}, {"generation": 300})
+    other = ({"generation": 4.0, "saving": 1.0}, {"generation": 300}, {})
     assert timer.metrics(OneOfTwo(other)) == {
         "time/generation_s": 4.0,
         "time/saving_s": 1.0,
@@ -78,6 +78,76 @@ def test_reset_forgets_seconds_and_tokens(clock: list[float]) -> None:
     timer.count_tokens("train", 5)
     timer.reset()
     assert timer.metrics(SingleProcess()) == {}
+
+
+class FakeCUDA:
+    """What timers ask of ``torch.cuda``; ``hold`` allocates and frees so many GiB."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+
+    def hold(self, gib: int) -> None:
+        self.peak = max(self.peak, gib << 30)
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def synchronize(self) -> None: ...
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCUDA:
+    fake = FakeCUDA()
+    monkeypatch.setattr(timers_module.torch, "cuda", fake)
+    return fake
+
+
+def memory_of(timer: PhaseTimer, comm: SingleProcess) -> dict[str, float]:
+    return {name: value for name, value in timer.metrics(comm).items() if name.startswith("memory/")}
+
+
+def test_each_phase_has_its_own_peak_beside_the_estimate(cuda: FakeCUDA) -> None:
+    timer = PhaseTimer(estimated={"generation": 3 << 30, "step": 9 << 29, "loading": 1 << 30})
+    cuda.hold(50)  # while models were loaded
+    with timer.phase("step"):
+        for gib in (2, 4):
+            with timer.phase("generation"):
+                cuda.hold(gib)
+        cuda.hold(6)
+        with timer.phase("training"):
+            cuda.hold(5)
+    assert memory_of(timer, SingleProcess()) == {
+        "memory/generation_peak_gib": 4.0,
+        "memory/generation_estimated_gib": 3.0,
+        "memory/training_peak_gib": 5.0,
+        "memory/step_peak_gib": 6.0,
+        "memory/step_estimated_gib": 4.5,
+    }
+    timer.reset()
+    assert memory_of(timer, SingleProcess()) == {}
+
+
+def test_the_peak_is_that_of_the_rank_that_took_most(cuda: FakeCUDA) -> None:
+    timer = PhaseTimer()
+    with timer.phase("training"):
+        cuda.hold(5)
+    assert memory_of(timer, OneOfTwo(({}, {}, {"training": 7 << 30}))) == {"memory/training_peak_gib": 7.0}
+
+
+def test_a_phase_that_fails_leaves_its_peak_to_the_report(cuda: FakeCUDA) -> None:
+    timer = PhaseTimer()
+    with pytest.raises(MemoryError), timer.phase("step"), timer.phase("training"):
+        cuda.hold(70)
+        raise MemoryError
+    assert cuda.max_memory_allocated() == 70 << 30
 
 
 def test_tokens_without_measured_time_give_no_speed() -> None:

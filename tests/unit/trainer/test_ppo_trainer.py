@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +18,10 @@ from torch import Tensor, nn
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
 from openppo.tracking import Trackers
+from openppo.tracking.position import begin_step, position
 from openppo.trainer import PPOTrainer
 from openppo.trainer.callbacks import Callback
+from openppo.trainer.estimate.estimate import Estimate, Phase
 from openppo.trainer.parts import Parts
 from openppo.types import (
     Completion,
@@ -201,6 +206,77 @@ def test_errors_of_a_step_are_those_of_its_own_responses() -> None:
     trainer.parts.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
     batches = [prompts("good", "good"), prompts("good", "bad"), prompts("good", "good")]
     assert [trainer.step(batch)["reward_errors"] for batch in batches] == [0, 1, 0]
+
+
+def whole(trainer: PPOTrainer, batch: list[Prompt]) -> dict[str, float]:
+    return trainer.step(batch)
+
+
+def in_halves(trainer: PPOTrainer, batch: list[Prompt]) -> dict[str, float]:
+    return trainer.train_on(trainer.rollout(batch))
+
+
+def spans_of(trace: Path) -> set[str]:
+    """Names of the phases in a trace of the profiler."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    phases = {"step", "generation", "scoring", "experience", "training"}
+    return {event["name"] for event in events} & phases
+
+
+def test_a_step_and_its_halves_give_the_same_metrics_and_traces(tmp_path: Path) -> None:
+    names, spans = [], []
+    for make_step in (whole, in_halves):
+        save_path = tmp_path / make_step.__name__
+        trainer = trainer_of(2, profile_steps="2", save_path=str(save_path))
+        metrics = [make_step(trainer, prompts("good", "good")) for _ in range(2)]
+        assert metrics[1]["time/step_s"] >= metrics[1]["time/generation_s"] + metrics[1]["time/training_s"]
+        names.append([sorted(of_step) for of_step in metrics])
+        spans.append(set().union(*map(spans_of, (save_path / "logs" / "profile").glob("step_00000002_rank_0*.gz"))))
+        assert list(save_path.rglob("step_00000001*")) == []
+    assert names[0] == names[1]
+    assert "time/step_s" in names[0][0]
+    assert spans[0] == spans[1] == {"step", "generation", "scoring", "experience", "training"}
+
+
+@pytest.mark.parametrize("make_step", [whole, in_halves])
+def test_a_fault_is_in_the_step_that_has_begun(make_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, seen = trainer_of(2), []
+    for part, call in ((trainer.parts.engine, "generate"), (trainer.parts.actor, "step")):
+        given = getattr(part, call)
+
+        def spy(*arguments: Any, given: Any = given) -> Any:
+            seen.append((position.step, position.phase))
+            return given(*arguments)
+
+        monkeypatch.setattr(part, call, spy)
+    begin_step(0)
+    for _ in range(2):
+        make_step(trainer, prompts("good", "good"))
+    assert seen == [(1, "generation"), (1, "training"), (2, "generation"), (2, "training")]
+
+
+def test_memory_of_a_step_stands_beside_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        synchronize=lambda: None,
+        max_memory_allocated=lambda: 3 << 30,
+        reset_peak_memory_stats=lambda: None,
+    )
+    monkeypatch.setattr("openppo.tracking.timers.torch", SimpleNamespace(cuda=cuda))
+    estimate = Estimate(
+        roles={},
+        phases=[Phase("loading", 9 << 30, {}), Phase("generation", 1 << 30, {}), Phase("training", 2 << 30, {})],
+        host={},
+        sent={},
+        checkpoint=0,
+        n_ranks=1,
+    )
+    without = trainer_of(1)
+    metrics = PPOTrainer(without.config, replace(without.parts, estimate=estimate)).step(prompts("good", "good"))
+    memory = {name.removeprefix("memory/"): value for name, value in metrics.items() if name.startswith("memory/")}
+    peaks = {f"{name}_peak_gib": 3.0 for name in ("generation", "scoring", "experience", "training", "step")}
+    assert memory == peaks | {"generation_estimated_gib": 1, "training_estimated_gib": 2, "step_estimated_gib": 2}
 
 
 class Fault(Callback):

@@ -7,7 +7,7 @@ import pytest
 
 from openppo.config import TrainSFTConfig, from_options
 from openppo.trainer.estimate import Estimate
-from openppo.trainer.estimate.ppo import Lengths, PPORun, estimate_ppo
+from openppo.trainer.estimate.ppo import Lengths, PPORun, estimate_ppo, most_decode_rows
 from openppo.trainer.estimate.shapes import ModelShape
 from openppo.trainer.estimate.supervised import SupervisedRun, estimate_supervised
 
@@ -43,6 +43,19 @@ def test_what_lasts_is_in_every_phase_but_loading(shapes: dict[str, ModelShape],
     lasting = sum(sum(parts.values()) for parts in estimate.roles.values())
     assert [phase.lasting for phase in estimate.phases[1:]] == [lasting] * 3
     assert estimate.peak == max(phase.total for phase in estimate.phases)
+
+
+def test_peaks_are_those_of_the_phases_that_a_step_times(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
+    estimate = estimate_ppo(PPORun(ppo_config(), shapes, LENGTHS))
+    peaks = {name: phase_total(estimate, name) for name in ("generation", "experience", "training")}
+    assert estimate.peaks == peaks | {"step": max(peaks.values())}
+
+
+@pytest.mark.parametrize(("wanted", "on_cpu", "rows"), [(None, True, 64), (None, False, 256), (3, True, 3)])
+def test_rows_without_an_estimate_are_those_asked_for(
+    wanted: int | None, on_cpu: bool, rows: int, ppo_config: Any
+) -> None:
+    assert most_decode_rows(ppo_config(max_num_seqs=wanted).generation, on_cpu) == rows
 
 
 def test_the_host_is_the_device_on_cpus(shapes: dict[str, ModelShape], ppo_config: Any) -> None:
