@@ -11,11 +11,11 @@ from torch import Tensor
 from openppo.config import TrainPPOConfig
 from openppo.config.ppo import OldLogProbsFrom
 from openppo.experience.collate import collate, idle_experience, join_rows, split_rows
-from openppo.experience.estimators import ESTIMATORS, compute_advantages
+from openppo.experience.estimators import ESTIMATORS, compare, compute_advantages
 from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
 from openppo.experience.measure import measure_experience, measure_scores
 from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
-from openppo.experience.token_rewards import compute_reward
+from openppo.experience.token_rewards import collect_step_rewards, compute_reward
 from openppo.models.masked import compute_approx_kl
 from openppo.models.padding import MicroBatchSize, micro_batches, price_of_a_batch
 from openppo.tracking import Metrics, progress
@@ -142,21 +142,14 @@ class ExperienceMaker:
         return batch if self.reference is None else batch.with_fields(ref_log_probs=self.reference(*inputs))
 
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
-        """The KL penalty, rewards of single tokens, and on the last action the score less its baseline."""
-        shaped, token_rewards = self._shaped_scores(trajectories), _token_rewards(trajectories, batch)
-        totals = shaped if token_rewards is None else shaped + token_rewards.sum(-1)
-        metrics.add_tensor("shaped_reward", totals)
+        """The KL penalty, and what is left of scores and rewards of steps after the baseline."""
+        shaped, steps = self._shaped_scores(trajectories), collect_step_rewards(trajectories, self.device)
+        metrics.add_tensor("shaped_reward", shaped if steps is None else steps.added_to(shaped))
         groups = torch.tensor([t.group for t in trajectories], device=self.device)
-        baseline, scale = self.estimator.baseline(totals, groups, self._greedy_totals(trajectories))
-        return batch.with_fields(
-            rewards=compute_reward(
-                (shaped - baseline) / scale,
-                self._kl(batch),
-                batch.action_mask,
-                0.0 if self.config.kl.use_kl_loss else self.kl_controller.value,
-                token_rewards=None if token_rewards is None else token_rewards / scale[:, None],
-            )
-        )
+        scores, token_rewards = compare(self.estimator, shaped, steps, groups, self._greedy_totals(trajectories))
+        kl_coef = 0.0 if self.config.kl.use_kl_loss else self.kl_controller.value
+        rewards = compute_reward(scores, self._kl(batch), batch.action_mask, kl_coef, token_rewards=token_rewards)
+        return batch.with_fields(rewards=rewards)
 
     def _kl(self, batch: Experience) -> Tensor | None:
         if batch.ref_log_probs is None:
@@ -183,8 +176,8 @@ class ExperienceMaker:
             return None
         greedy = [t.greedy for t in trajectories if t.greedy is not None]
         assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
-        extra = torch.tensor([sum(t.token_rewards or []) for t in greedy], device=self.device)
-        return self._shaped_scores(greedy) + extra
+        shaped, steps = self._shaped_scores(greedy), collect_step_rewards(greedy, self.device)
+        return shaped if steps is None else steps.added_to(shaped)
 
 
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
@@ -192,14 +185,3 @@ def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
     ppo = config.ppo
     price = price_of_a_batch(config.deepspeed.zero_stage)
     return MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, price)
-
-
-def _token_rewards(trajectories: Sequence[Trajectory], batch: Experience) -> Tensor | None:
-    """Rewards of single tokens (B, L), None if no trajectory has any."""
-    if all(t.token_rewards is None for t in trajectories):
-        return None
-    rewards = torch.zeros(batch.action_mask.shape)
-    for row, trajectory in enumerate(trajectories):
-        given = trajectory.token_rewards or []
-        rewards[row, : len(given)] = torch.tensor(given)
-    return torch.where(batch.action_mask, rewards.to(batch.action_mask.device), 0.0)

@@ -294,12 +294,12 @@ def test_named_scores_are_weighted_and_logged_one_by_one(trajectory: Make) -> No
     assert (found["reward/right"], found["reward/brief"]) == (0.5, 3.0)
 
 
-def test_rewards_of_single_tokens_join_the_score_and_are_centred_with_it(trajectory: Make) -> None:
+def test_rewards_of_single_tokens_join_the_score_at_the_last_action(trajectory: Make) -> None:
     rows = [trajectory([5], [6, 7, END], score=1.0), trajectory([5], [8, END], score=0.0)]
     rows[0].token_rewards = [0.0, 0.5, 0.25, 0.0]
     made = critic_free(advantage_estimator="reinforce_baseline").make(rows, Metrics())
     mean = (1.75 + 0.0) / 2
-    assert rewards_without_kl(made, rows[0], 0) == pytest.approx([0.5, 0.25, 1.0 - mean], abs=1e-5)
+    assert rewards_without_kl(made, rows[0], 0) == pytest.approx([0.0, 0.0, 1.75 - mean], abs=1e-5)
     assert rewards_without_kl(made, rows[1], 1) == pytest.approx([0.0, 0.0 - mean], abs=1e-5)
 
 
@@ -353,13 +353,6 @@ def test_monte_carlo_returns_do_not_depend_on_values(trajectories: list[Trajecto
     for experience in made:
         to_go = torch.where(experience.action_mask, experience.rewards.flip(-1).cumsum(-1).flip(-1), 0.0)
         torch.testing.assert_close(experience.returns, to_go, rtol=0, atol=1e-5)
-
-
-def test_a_group_of_equal_totals_has_no_advantage_though_its_tokens_differ(trajectory: Make) -> None:
-    rows = [trajectory([5], [6, 7, END]), trajectory([5], [8, 9, END])]
-    rows[0].token_rewards, rows[1].token_rewards = [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]
-    made = critic_free(advantage_estimator="group_norm", init_kl_coef=0.0).make(rows, Metrics())
-    assert all(bool((experience.advantages == 0).all()) for experience in made)
 
 
 def test_the_engines_log_probs_stand_for_the_actors_where_asked(trajectories: list[Trajectory]) -> None:
