@@ -15,8 +15,7 @@ from openppo.experience.estimators import ESTIMATORS, compare, compute_advantage
 from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
 from openppo.experience.measure import measure_experience, measure_scores
 from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
-from openppo.experience.token_rewards import collect_step_rewards, compute_reward
-from openppo.models.masked import compute_approx_kl
+from openppo.experience.token_rewards import collect_step_rewards, compute_reward, kl_penalty
 from openppo.models.padding import MicroBatchSize, micro_batches, price_of_a_batch
 from openppo.tracking import Metrics, progress
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
@@ -154,8 +153,7 @@ class ExperienceMaker:
     def _kl(self, batch: Experience) -> Tensor | None:
         if batch.ref_log_probs is None:
             return None
-        estimator = self.config.kl.kl_estimator
-        return compute_approx_kl(batch.known_log_probs, batch.ref_log_probs, batch.action_mask, estimator)
+        return kl_penalty(batch.known_log_probs, batch.ref_log_probs, batch.action_mask, self.config.kl.kl_estimator)
 
     def _total_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
         return torch.tensor([t.total_score(self.weights) for t in trajectories], dtype=torch.float32)

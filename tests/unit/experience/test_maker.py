@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +98,7 @@ def plain_values(model: LlamaForSequenceClassification, row: Trajectory) -> list
 
 
 def kl_by_hand(x: float, estimator: str) -> float:
-    return {"k1": x, "k2": x * x / 2, "k3": torch.tensor(-x).double().exp().item() - 1 + x}[estimator]
+    return {"k1": x, "k2": x * x / 2, "k3": min(10.0, math.exp(-x) - 1 + x)}[estimator]
 
 
 def expected_fields(row: Trajectory, estimator: str) -> dict[str, list[float]]:
@@ -282,6 +283,17 @@ def test_with_a_kl_loss_the_rewards_hold_no_kl(trajectories: list[Trajectory]) -
     made = maker(changed(use_kl_loss=True, kl_estimator="k3")).make(trajectories, Metrics())
     assert rewards_without_kl(made, trajectories[0], 0, kl_coef=0.0) == [0.0, 0.0, 0.75]
     assert made[0].ref_log_probs is not None
+
+
+def test_an_unlikely_token_cannot_blow_up_the_rewards(trajectory: Make) -> None:
+    row, metrics = trajectory([5], [6, END], score=1.0), Metrics()
+    row.log_probs = [0.0, -14.0, -1.0]
+    one = maker(changed(kl_estimator="k3", reward_clip_range=(-10.0, 10.0)))
+    made = one.run_models([row], old_log_probs="rollout")
+    reference = torch.tensor([[0.0, -0.1, -1.0]])
+    made = one.add_advantages([made[0].with_fields(ref_log_probs=reference)], [row], metrics)
+    assert made[0].rewards[0].tolist() == pytest.approx([0.0, -10 * KL_COEF, 1.0])
+    assert metrics.reduced(SingleProcess())["kl_k3"] > 5e5  # the metric is the plain estimate
 
 
 def test_named_scores_are_weighted_and_logged_one_by_one(trajectory: Make) -> None:
