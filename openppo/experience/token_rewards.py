@@ -13,6 +13,7 @@ from openppo.types import Trajectory
 
 _LARGEST_K3 = 10.0
 
+
 @dataclass(frozen=True)
 class StepRewards:
     """Rewards of steps or single tokens, (B, L), 0 but at ``ends`` bool (B, L): the actions that have one."""

@@ -98,7 +98,7 @@ def plain_values(model: LlamaForSequenceClassification, row: Trajectory) -> list
 
 
 def kl_by_hand(x: float, estimator: str) -> float:
-    return {"k1": x, "k2": x * x / 2, "k3": min(10.0, math.exp(-x) - 1 + x)}[estimator]
+    return {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[estimator]
 
 
 def expected_fields(row: Trajectory, estimator: str) -> dict[str, list[float]]:
@@ -109,7 +109,8 @@ def expected_fields(row: Trajectory, estimator: str) -> dict[str, list[float]]:
     score = max(-1.0, min(1.5, row.scores["score"]))
     rewards, advantages, returns = [0.0] * n, [0.0] * n, [0.0] * n
     for t in actions:
-        rewards[t] = -KL_COEF * kl_by_hand(log_probs[t] - reference[t], estimator) + score * (t == actions[-1])
+        kl = kl_by_hand(log_probs[t] - reference[t], estimator)
+        rewards[t] = -KL_COEF * (min(kl, 10.0) if estimator == "k3" else kl) + score * (t == actions[-1])
     next_value = next_advantage = 0.0
     for t in reversed(actions):
         next_advantage = rewards[t] + GAMMA * next_value - values[t] + GAMMA * LAMBD * next_advantage
