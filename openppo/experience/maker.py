@@ -15,7 +15,7 @@ from openppo.experience.estimators import ESTIMATORS, compare, compute_advantage
 from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
 from openppo.experience.measure import measure_experience, measure_scores
 from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
-from openppo.experience.token_rewards import collect_step_rewards, compute_reward, kl_penalty
+from openppo.experience.token_rewards import StepRewards, collect_step_rewards, compute_reward, kl_penalty
 from openppo.models.padding import MicroBatchSize, micro_batches, price_of_a_batch
 from openppo.tracking import Metrics, progress
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
@@ -52,7 +52,8 @@ class ExperienceMaker:
         self.stop = stop or NeverStops()
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
         self.weights = config.source.weights()
-        self.moments = RunningMoments()
+        self.normalizes_scores = config.shaping.normalize_reward and config.shaping.reward_normalizer == "running"
+        self.moments, self.step_moments = RunningMoments(), RunningMoments()
         kl = config.kl
         self.kl_controller = (
             FixedKLController(kl.init_kl_coef)
@@ -113,8 +114,9 @@ class ExperienceMaker:
         self, experiences: Sequence[Experience], trajectories: Sequence[Trajectory], metrics: Metrics
     ) -> Experience | None:
         """One batch with token rewards, which need no values; None on a rank that has no experience."""
-        if self.config.shaping.normalize_reward and self.config.shaping.reward_normalizer == "running":
+        if self.normalizes_scores:
             self.moments.update(self._total_scores(trajectories), self.comm)
+            self.step_moments.update(torch.tensor([r for t in trajectories for r in t.step_rewards]), self.comm)
         if not experiences:
             return None
         measure_scores(trajectories, self.config.source, metrics)
@@ -142,7 +144,7 @@ class ExperienceMaker:
 
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
         """The KL penalty, and what is left of scores and rewards of steps after the baseline."""
-        shaped, steps = self._shaped_scores(trajectories), collect_step_rewards(trajectories, self.device)
+        shaped, steps = self._shaped_scores(trajectories), self._step_rewards(trajectories)
         metrics.add_tensor("shaped_reward", shaped if steps is None else steps.added_to(shaped))
         groups = torch.tensor([t.group for t in trajectories], device=self.device)
         scores, token_rewards = compare(self.estimator, shaped, steps, groups, self._greedy_totals(trajectories))
@@ -161,12 +163,20 @@ class ExperienceMaker:
     def _shaped_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
         """Scores (B,) normalized, penalized and clipped as the options say."""
         scores, shaping = self._total_scores(trajectories), self.config.shaping
-        if shaping.normalize_reward and shaping.reward_normalizer == "running":
-            scores = self.moments.normalize(scores)
+        if self.normalizes_scores:
+            scores = self.moments.normalize(scores, self.step_moments.variance)
         truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])
         lengths = torch.tensor([sum(t.action_mask) for t in trajectories])
         max_len = self.config.generation.generate_max_len
         return shape_scores(scores, truncated, lengths, shaping, max_len).to(self.device)
+
+    def _step_rewards(self, trajectories: Sequence[Trajectory]) -> StepRewards | None:
+        """Rewards of steps and tokens, normalized as the options say: by one divisor with the scores."""
+        steps = collect_step_rewards(trajectories, self.device)
+        if steps is None or not self.normalizes_scores:
+            return steps
+        normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
+        return StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)
 
     def _greedy_totals(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
         """What the greedy response to each trajectory's prompt earned, (B,); None for estimators that do not ask."""
@@ -174,7 +184,7 @@ class ExperienceMaker:
             return None
         greedy = [t.greedy for t in trajectories if t.greedy is not None]
         assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
-        shaped, steps = self._shaped_scores(greedy), collect_step_rewards(greedy, self.device)
+        shaped, steps = self._shaped_scores(greedy), self._step_rewards(greedy)
         return shaped if steps is None else steps.added_to(shaped)
 
 

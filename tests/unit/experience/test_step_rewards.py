@@ -233,6 +233,47 @@ def test_rewards_of_each_token_count_one_by_one() -> None:
     assert advantages("group_norm", rows)[0] == pytest.approx([-1.0, -1.5])
 
 
+RUNNING = {"normalize_reward": True, "reward_normalizer": "running"}
+
+
+def test_running_normalization_reaches_rewards_of_steps() -> None:
+    # steps 1, 0, 1, 1: mean 0.75, biased variance 0.1875; none of the scores differ
+    rows = [response([(2, 1.0), (1, 0.0)], after=1), response([(1, 1.0), (2, 1.0)])]
+    std = math.sqrt(0.1875 + 1e-8)
+    for row, steps in zip(made("reinforce", rows, **RUNNING), [[0, 0.25, -0.75, 0], [0.25, 0, 0.25]], strict=True):
+        assert row.rewards[0, 1:].tolist() == pytest.approx([r / std for r in steps])
+    greedy_for(rows, response([(1, 0.5)]))  # normalized too
+    whole = [(1 + 0 - 1.5) / std, (2 - 1.5) / std]
+    baseline = (0.5 - 0.75) / std
+    found = [row[0] for row in advantages("remax", rows, **RUNNING)]
+    assert found == pytest.approx([each - baseline for each in whole])
+
+
+def test_running_normalization_keeps_the_weights_of_scores_and_steps() -> None:
+    # scores 3, 1: mean 2, biased variance 1; steps as above
+    rows = [response([(1, 1.0), (1, 0.0)], 3.0, after=1), response([(1, 1.0), (1, 1.0)], 1.0)]
+    std = math.sqrt(1 + 0.1875 + 1e-8)
+    expected = [[0.25 / std, -0.75 / std, 1 / std], [0.25 / std, (0.25 - 1) / std]]
+    for row, rewards in zip(made("reinforce", rows, **RUNNING), expected, strict=True):
+        assert row.rewards[0, 1:].tolist() == pytest.approx(rewards)
+
+
+def test_running_normalization_of_steps_remembers_all_ranks_and_rollouts(on_ranks: OnRanks) -> None:
+    rows = many(3)
+    parts = [rows[:6], rows[6:]]
+
+    def work(comm: Any) -> list[Experience]:
+        one = maker("reinforce", comm, **RUNNING)
+        experience_of(one, parts[comm.rank][:1])
+        return experience_of(one, parts[comm.rank])
+
+    alone = maker("reinforce", **RUNNING)
+    experience_of(alone, [parts[0][0], parts[1][0]])
+    split = on_ranks(2, work)
+    for found, expected in zip(split[0] + split[1], experience_of(alone, rows), strict=True):
+        torch.testing.assert_close(found.rewards, expected.rewards, rtol=0, atol=1e-5)
+
+
 def learned(name: str, seed: int) -> float:
     """Probability of the right choices of a table of logits: four steps, of whose three choices the last is good."""
     n_steps, n_choices, size = 4, 3, 8
