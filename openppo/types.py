@@ -74,8 +74,9 @@ class Trajectory:
     distribution that was sampled from (0.0 on tokens that no policy sampled), ``versions`` the policy version
     that sampled each token (-1 likewise). ``group`` identifies the prompt; ``weight`` is shared by parts of one
     episode. ``scores`` are rewards of the whole trajectory by name, ``token_rewards`` further rewards of single
-    tokens (as long as ``token_ids``; None: no such rewards). ``greedy`` is the greedy response to the same prompt,
-    for estimators whose baseline is its reward.
+    tokens (as long as ``token_ids``; None: no such rewards), ``step_ends`` the tokens that have one because a step
+    ends there (None: each action has one). ``greedy`` is the greedy response to the same prompt, for estimators whose
+    baseline is its reward.
     """
 
     token_ids: list[int]
@@ -88,6 +89,7 @@ class Trajectory:
     weight: float = 1.0
     scores: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] | None = None
+    step_ends: list[bool] | None = None
     greedy: Trajectory | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +100,15 @@ class Trajectory:
     def response_ids(self) -> list[int]:
         """Token ids after the prompt."""
         return self.token_ids[len(self.prompt.token_ids) :]
+
+    @property
+    def step_rewards(self) -> list[float]:
+        """Rewards of its steps in order; of its actions where no steps are known."""
+        if self.token_rewards is None:
+            return []
+        ends = self.action_mask if self.step_ends is None else self.step_ends
+        rows = zip(self.token_rewards, ends, self.action_mask, strict=True)
+        return [reward for reward, end, action in rows if end and action]
 
     def total_score(self, weights: Mapping[str, float]) -> float:
         """The sum of the named scores, each times its weight (1 where none is given)."""
@@ -112,12 +123,14 @@ class Trajectory:
 class Score:
     """What a reward source says of one trajectory.
 
-    ``rewards`` of the whole trajectory by name; ``token_rewards`` of single response tokens, as long as the response.
+    ``rewards`` of the whole trajectory by name; ``token_rewards`` of single response tokens, as long as the response,
+    and ``step_ends``, which of them have one because a step ends there (None: all have one).
     ``failed``: the source could not score it, and a reward chosen beforehand stands in.
     """
 
     rewards: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] | None = None
+    step_ends: list[bool] | None = None
     failed: bool = False
 
 

@@ -134,7 +134,7 @@ class RewardShapingConfig:
     """What is done to a score before it becomes the reward of the last action."""
 
     normalize_reward: bool = False
-    """Subtract the mean of the scores and divide by their standard deviation."""
+    """Subtract the mean of the scores and divide by their standard deviation; running: of rewards of steps too."""
     reward_normalizer: Literal["model", "running"] = "model"
     """With --normalize_reward: mean and std that the reward model stores, or those of all scores of the run so far."""
     reward_clip_range: tuple[float, float] = (-10.0, 10.0)

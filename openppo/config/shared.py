@@ -162,7 +162,7 @@ class AdamConfig:
     )
     """Learning-rate schedule; cosine_with_min_lr ends at 10 % of the peak."""
     lr_warmup_ratio: float = 0.03
-    """Share of all optimizer steps in which the learning rate rises from zero to its peak."""
+    """Share of all optimizer steps in which the learning rate rises to its peak: of n steps the first has 1/n of it."""
 
     def validate(self) -> None:
         require(

@@ -36,7 +36,7 @@ def _generalized_advantages(
     values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: float | Tensor
 ) -> Tensor:
     places = mask.cumsum(-1) - 1
-    values, rewards = _in_front(values, mask, places), _in_front(rewards, mask, places)
+    values, rewards = in_front(values, mask, places), in_front(rewards, mask, places)
     deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
     return _back(_discounted_sums(deltas, gamma * lambd), mask, places)
 
@@ -55,11 +55,11 @@ def get_cumulative_returns(rewards: Tensor, action_mask: Tensor, gamma: float) -
     """Discounted reward to go, R_t = r_t + gamma R_next, from each action to the next; (B, L), 0 outside the mask."""
     mask = action_mask.bool()
     places = mask.cumsum(-1) - 1
-    return _back(_discounted_sums(_in_front(rewards, mask, places), gamma), mask, places)
+    return _back(_discounted_sums(in_front(rewards, mask, places), gamma), mask, places)
 
 
-def _in_front(per_token: Tensor, mask: Tensor, places: Tensor) -> Tensor:
-    """Of each row the numbers of its actions one after the other, then zeros; ``places`` (B, L) are theirs."""
+def in_front(per_token: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+    """Of each row the numbers where ``mask`` is set one after the other, then zeros; ``places`` (B, L) are theirs."""
     n_rows, length = mask.shape
     moved = per_token.new_zeros(n_rows, length + 1)  # the last column takes what no action has
     return moved.scatter_(1, torch.where(mask, places, length), per_token)[:, :length]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from openppo.config import AdvantageConfig, LossAggregation
 from openppo.experience.advantages import (
     get_advantages_and_returns,
     get_cumulative_returns,
+    in_front,
     length_adaptive_lambda,
 )
+from openppo.experience.token_rewards import StepRewards
 
 Baseline = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 _EPS = 1e-9
@@ -24,13 +27,16 @@ _EQUAL = 1e-6
 class Estimator:
     """One entry of ``ESTIMATORS``.
 
-    ``baseline(totals, groups, greedy)`` takes each trajectory's whole reward (its score and token rewards), the id
+    ``baseline(totals, groups, greedy)`` takes each trajectory's whole reward (its score and rewards of steps), the id
     of its prompt int64, and the reward of the greedy response to its prompt (None unless ``needs_greedy``), all
-    (B,) and in any order. It returns two (B,): what to subtract from the score, and what to divide the difference
-    and the token rewards by. The KL penalty is neither centred nor divided.
+    (B,) and in any order. It returns two (B,): what to subtract from the reward, and what to divide the difference
+    by. The KL penalty is neither centred nor divided.
     """
 
     baseline: Baseline
+    steps: Literal["whole", "to_go", "normalized"] = "whole"
+    """Rewards of steps and tokens: part of the whole reward, whose advantage each action has; as they are, to go; or
+    normalized by those of the group, then to go."""
     uses_critic: bool = False
     """Generalized advantages with a critic; all others take the discounted reward to go."""
     needs_groups: bool = False
@@ -71,8 +77,7 @@ def group_mean_and_std(totals: Tensor, groups: Tensor, greedy: Tensor | None) ->
     count, mean, squares = _group_statistics(totals, groups)
     _require_several(count, "group_norm")
     std = (squares / (count - 1)).sqrt()
-    equal = std <= _EQUAL * (1 + mean.abs())  # nothing to compare: rewards of its tokens must not be blown up either
-    return mean.to(totals.dtype), torch.where(equal, torch.inf, std + _EPS).to(totals.dtype)
+    return mean.to(totals.dtype), _divisor(std, mean.abs()).to(totals.dtype)
 
 
 def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -82,11 +87,11 @@ def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tupl
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "gae": Estimator(no_baseline, uses_critic=True),
-    "reinforce": Estimator(no_baseline),
+    "gae": Estimator(no_baseline, "to_go", uses_critic=True),
+    "reinforce": Estimator(no_baseline, "to_go"),
     "reinforce_baseline": Estimator(group_mean, needs_groups=True),
     "rloo": Estimator(leave_one_out_mean, needs_groups=True),
-    "group_norm": Estimator(group_mean_and_std, needs_groups=True, normalize=False),
+    "group_norm": Estimator(group_mean_and_std, "normalized", needs_groups=True, normalize=False),
     "dr_grpo": Estimator(group_mean, needs_groups=True, normalize=False, loss_agg="constant"),
     "remax": Estimator(greedy_reward, needs_greedy=True, normalize=False),
 }
@@ -102,6 +107,37 @@ def check_estimator(name: str, n_samples_per_prompt: int) -> None:
             f"--advantage_estimator {name} compares the responses to one prompt: use --n_samples_per_prompt of at "
             f"least 2 instead of {n_samples_per_prompt}, or --advantage_estimator gae, reinforce or remax."
         )
+
+
+def compare(
+    estimator: Estimator, scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Rewards after the baseline: (B,) of the last actions, and (B, L) of steps or None.
+
+    ``scores`` (B,) without the rewards of ``steps``; ``groups`` and ``greedy`` as of ``Estimator``.
+    """
+    if steps is not None and estimator.steps == "normalized":
+        return normalize_steps(scores, steps, groups)
+    if steps is not None and estimator.steps == "whole":
+        scores, steps = steps.added_to(scores), None
+    baseline, scale = estimator.baseline(scores, groups, greedy)
+    return (scores - baseline) / scale, None if steps is None else steps.rewards
+
+
+def normalize_steps(scores: Tensor, steps: StepRewards, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores (B,) and step rewards (B, L) normalized by their group (arXiv 2402.03300, section 4.1.3).
+
+    Each less the mean of its kind, both divided by the root of the sum of both variances: weights between the kinds
+    keep their meaning. Steps with the same rewards in all responses of a group are left out.
+    """
+    ends = steps.ends & ~_are_alike(steps, groups)[:, None]
+    count, mean, squares = _group_statistics(scores, groups)
+    _require_several(count, "group_norm")
+    n_steps, step_mean, step_squares = _group_statistics(steps.rewards, groups, ends)
+    std = (squares / (count - 1) + step_squares / (n_steps - 1).clamp(min=1)).sqrt()
+    scale = _divisor(std, mean.abs() + step_mean.abs()).to(scores.dtype)
+    centred = torch.where(ends, steps.rewards - step_mean[:, None].to(scores.dtype), 0.0)
+    return (scores - mean.to(scores.dtype)) / scale, centred / scale[:, None]
 
 
 def compute_advantages(
@@ -130,20 +166,38 @@ def compute_advantages(
     return get_advantages_and_returns(values, rewards, action_mask, config.gamma, lambd, for_critic)
 
 
-def _group_statistics(totals: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Size, mean and sum of squared deviations of each row's group, (B,) float64.
+def _group_statistics(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Number, mean and sum of squared deviations of the rewards of each row's group, (B,) float64.
 
-    In float64 the mean of equal rewards is exactly that reward, so that such a group has advantages of exactly 0.
+    ``rewards`` (B,), or (B, L) where ``counted``. In float64 the mean of equal rewards is exactly that reward, so that
+    such a group has advantages of exactly 0.
     """
-    _, index = groups.unique(return_inverse=True)  # (B,)
-    values = totals.double()
+    values = (rewards[:, None] if rewards.dim() == 1 else rewards).double()
+    counts = torch.ones_like(values) if counted is None else counted.double()
+    count = _group_sum(counts.sum(-1), groups)
+    mean = _group_sum((counts * values).sum(-1), groups) / count.clamp(min=1)
+    return count, mean, _group_sum((counts * (values - mean[:, None]).square()).sum(-1), groups)
 
-    def group_sum(numbers: Tensor) -> Tensor:
-        return torch.zeros_like(values).index_add_(0, index, numbers)[index]
 
-    count = group_sum(torch.ones_like(values))
-    mean = group_sum(values) / count
-    return count, mean, group_sum((values - mean).square())
+def _group_sum(numbers: Tensor, groups: Tensor) -> Tensor:
+    """Of each row the sum over its group; (B,)."""
+    _, index = groups.unique(return_inverse=True)
+    return torch.zeros_like(numbers).index_add_(0, index, numbers)[index]
+
+
+def _divisor(std: Tensor, size: Tensor) -> Tensor:
+    """``std`` + 1e-9; infinite where rewards of about ``size`` are equal but for rounding: nothing to compare."""
+    return torch.where(std <= _EQUAL * (1 + size), torch.inf, std + _EPS)
+
+
+def _are_alike(steps: StepRewards, groups: Tensor) -> Tensor:
+    """Whether all responses to a row's prompt have the same step rewards, in the same order; bool (B,)."""
+    counts, rows = steps.ends.sum(-1), in_front(steps.rewards, steps.ends, steps.ends.cumsum(-1) - 1)
+    ids, index = groups.unique(return_inverse=True)
+    every = torch.arange(len(groups), device=groups.device)
+    first = every.new_zeros(len(ids)).scatter_reduce(0, index, every, "amin", include_self=False)[index]
+    same = (rows - rows[first]).abs().amax(-1) <= _EQUAL * (1 + rows.abs().amax(-1))
+    return _group_sum((~same | (counts != counts[first])).long(), groups) == 0
 
 
 def _require_several(count: Tensor, name: str) -> None:

@@ -11,12 +11,11 @@ from torch import Tensor
 from openppo.config import TrainPPOConfig
 from openppo.config.ppo import OldLogProbsFrom
 from openppo.experience.collate import collate, idle_experience, join_rows, split_rows
-from openppo.experience.estimators import ESTIMATORS, compute_advantages
+from openppo.experience.estimators import ESTIMATORS, compare, compute_advantages
 from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
 from openppo.experience.measure import measure_experience, measure_scores
 from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
-from openppo.experience.token_rewards import compute_reward
-from openppo.models.masked import compute_approx_kl
+from openppo.experience.token_rewards import StepRewards, collect_step_rewards, compute_reward, kl_penalty
 from openppo.models.padding import MicroBatchSize, micro_batches, price_of_a_batch
 from openppo.tracking import Metrics, progress
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
@@ -53,7 +52,8 @@ class ExperienceMaker:
         self.stop = stop or NeverStops()
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
         self.weights = config.source.weights()
-        self.moments = RunningMoments()
+        self.normalizes_scores = config.shaping.normalize_reward and config.shaping.reward_normalizer == "running"
+        self.moments, self.step_moments = RunningMoments(), RunningMoments()
         kl = config.kl
         self.kl_controller = (
             FixedKLController(kl.init_kl_coef)
@@ -114,8 +114,9 @@ class ExperienceMaker:
         self, experiences: Sequence[Experience], trajectories: Sequence[Trajectory], metrics: Metrics
     ) -> Experience | None:
         """One batch with token rewards, which need no values; None on a rank that has no experience."""
-        if self.config.shaping.normalize_reward and self.config.shaping.reward_normalizer == "running":
+        if self.normalizes_scores:
             self.moments.update(self._total_scores(trajectories), self.comm)
+            self.step_moments.update(torch.tensor([r for t in trajectories for r in t.step_rewards]), self.comm)
         if not experiences:
             return None
         measure_scores(trajectories, self.config.source, metrics)
@@ -142,27 +143,19 @@ class ExperienceMaker:
         return batch if self.reference is None else batch.with_fields(ref_log_probs=self.reference(*inputs))
 
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
-        """The KL penalty, rewards of single tokens, and on the last action the score less its baseline."""
-        shaped, token_rewards = self._shaped_scores(trajectories), _token_rewards(trajectories, batch)
-        totals = shaped if token_rewards is None else shaped + token_rewards.sum(-1)
-        metrics.add_tensor("shaped_reward", totals)
+        """The KL penalty, and what is left of scores and rewards of steps after the baseline."""
+        shaped, steps = self._shaped_scores(trajectories), self._step_rewards(trajectories)
+        metrics.add_tensor("shaped_reward", shaped if steps is None else steps.added_to(shaped))
         groups = torch.tensor([t.group for t in trajectories], device=self.device)
-        baseline, scale = self.estimator.baseline(totals, groups, self._greedy_totals(trajectories))
-        return batch.with_fields(
-            rewards=compute_reward(
-                (shaped - baseline) / scale,
-                self._kl(batch),
-                batch.action_mask,
-                0.0 if self.config.kl.use_kl_loss else self.kl_controller.value,
-                token_rewards=None if token_rewards is None else token_rewards / scale[:, None],
-            )
-        )
+        scores, token_rewards = compare(self.estimator, shaped, steps, groups, self._greedy_totals(trajectories))
+        kl_coef = 0.0 if self.config.kl.use_kl_loss else self.kl_controller.value
+        rewards = compute_reward(scores, self._kl(batch), batch.action_mask, kl_coef, token_rewards=token_rewards)
+        return batch.with_fields(rewards=rewards)
 
     def _kl(self, batch: Experience) -> Tensor | None:
         if batch.ref_log_probs is None:
             return None
-        estimator = self.config.kl.kl_estimator
-        return compute_approx_kl(batch.known_log_probs, batch.ref_log_probs, batch.action_mask, estimator)
+        return kl_penalty(batch.known_log_probs, batch.ref_log_probs, batch.action_mask, self.config.kl.kl_estimator)
 
     def _total_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
         return torch.tensor([t.total_score(self.weights) for t in trajectories], dtype=torch.float32)
@@ -170,12 +163,20 @@ class ExperienceMaker:
     def _shaped_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
         """Scores (B,) normalized, penalized and clipped as the options say."""
         scores, shaping = self._total_scores(trajectories), self.config.shaping
-        if shaping.normalize_reward and shaping.reward_normalizer == "running":
-            scores = self.moments.normalize(scores)
+        if self.normalizes_scores:
+            scores = self.moments.normalize(scores, self.step_moments.variance)
         truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])
         lengths = torch.tensor([sum(t.action_mask) for t in trajectories])
         max_len = self.config.generation.generate_max_len
         return shape_scores(scores, truncated, lengths, shaping, max_len).to(self.device)
+
+    def _step_rewards(self, trajectories: Sequence[Trajectory]) -> StepRewards | None:
+        """Rewards of steps and tokens, normalized as the options say: by one divisor with the scores."""
+        steps = collect_step_rewards(trajectories, self.device)
+        if steps is None or not self.normalizes_scores:
+            return steps
+        normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
+        return StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)
 
     def _greedy_totals(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
         """What the greedy response to each trajectory's prompt earned, (B,); None for estimators that do not ask."""
@@ -183,8 +184,8 @@ class ExperienceMaker:
             return None
         greedy = [t.greedy for t in trajectories if t.greedy is not None]
         assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
-        extra = torch.tensor([sum(t.token_rewards or []) for t in greedy], device=self.device)
-        return self._shaped_scores(greedy) + extra
+        shaped, steps = self._shaped_scores(greedy), self._step_rewards(greedy)
+        return shaped if steps is None else steps.added_to(shaped)
 
 
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
@@ -192,14 +193,3 @@ def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
     ppo = config.ppo
     price = price_of_a_batch(config.deepspeed.zero_stage)
     return MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, price)
-
-
-def _token_rewards(trajectories: Sequence[Trajectory], batch: Experience) -> Tensor | None:
-    """Rewards of single tokens (B, L), None if no trajectory has any."""
-    if all(t.token_rewards is None for t in trajectories):
-        return None
-    rewards = torch.zeros(batch.action_mask.shape)
-    for row, trajectory in enumerate(trajectories):
-        given = trajectory.token_rewards or []
-        rewards[row, : len(given)] = torch.tensor(given)
-    return torch.where(batch.action_mask, rewards.to(batch.action_mask.device), 0.0)

@@ -54,7 +54,7 @@ def one_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 class RunningMoments:
-    """Mean and standard deviation of all scores that all ranks have seen, merged exactly (Chan et al. 1979)."""
+    """Mean and standard deviation of all numbers that all ranks have seen, merged exactly (Chan et al. 1979)."""
 
     def __init__(self) -> None:
         self.count = 0.0
@@ -75,10 +75,14 @@ class RunningMoments:
         self.mean += shift * count / total
         self.count = total
 
-    def normalize(self, scores: Tensor) -> Tensor:
-        """(score - mean) / sqrt(var + 1e-8) with the biased variance of all that was taken in; same shape."""
-        variance = self.squares / max(self.count, 1.0)
-        return (scores - self.mean) / (variance + _EPS) ** 0.5
+    @property
+    def variance(self) -> float:
+        """The biased one, of all that was taken in."""
+        return self.squares / max(self.count, 1.0)
+
+    def normalize(self, scores: Tensor, further_variance: float = 0.0) -> Tensor:
+        """(score - mean) / sqrt(var + 1e-8), same shape; var includes ``further_variance``, of what is added to it."""
+        return (scores - self.mean) / (self.variance + further_variance + _EPS) ** 0.5
 
     def state_dict(self) -> dict[str, float]:
         """What ``load_state_dict`` takes."""

@@ -2,8 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from openppo.models.masked import KLEstimator, compute_approx_kl
+from openppo.types import Trajectory
+
+_LARGEST_K3 = 10.0
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """Rewards of steps or single tokens, (B, L), 0 but at ``ends`` bool (B, L): the actions that have one."""
+
+    rewards: Tensor
+    ends: Tensor
+
+    def added_to(self, scores: Tensor) -> Tensor:
+        """Whole rewards (B,): ``scores`` (B,) and those of all steps."""
+        return (scores.double() + self.rewards.double().sum(-1)).to(scores.dtype)
+
+
+def collect_step_rewards(trajectories: Sequence[Trajectory], device: torch.device) -> StepRewards | None:
+    """Rewards of steps or tokens, padded on the right; None if no trajectory has any."""
+    if all(t.token_rewards is None for t in trajectories):
+        return None
+    rewards = torch.zeros(len(trajectories), max(len(t.token_ids) for t in trajectories))
+    ends = torch.zeros(rewards.shape, dtype=torch.bool)
+    for row, t in enumerate(trajectories):
+        if t.token_rewards is not None:
+            rewards[row, : len(t.token_rewards)] = torch.tensor(t.token_rewards)
+            rewarded = torch.tensor(t.action_mask if t.step_ends is None else t.step_ends)
+            ends[row, : len(t.action_mask)] = rewarded & torch.tensor(t.action_mask)
+    return StepRewards(torch.where(ends, rewards, 0.0).to(device), ends.to(device))
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, kl_estimator: KLEstimator) -> Tensor:
+    """``compute_approx_kl`` as rewards hold it, (B, L): k3 is at most 10, as in verl's ``kl_penalty``.
+
+    Without a bound a single token at a log-prob of -14, where the reference has -0.1, is a million nats.
+    """
+    kl = compute_approx_kl(log_probs, ref_log_probs, action_mask, kl_estimator)
+    return kl.clamp(max=_LARGEST_K3) if kl_estimator == "k3" else kl
 
 
 def compute_reward(

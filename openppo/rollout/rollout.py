@@ -53,6 +53,7 @@ def write_scores(trajectories: Sequence[Trajectory], scores: Sequence[Score]) ->
         if score.token_rewards is not None:
             n_prompt = len(trajectory.token_ids) - len(score.token_rewards)
             trajectory.token_rewards = [0.0] * n_prompt + list(score.token_rewards)
+            trajectory.step_ends = None if score.step_ends is None else [False] * n_prompt + list(score.step_ends)
 
 
 def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 os.environ.setdefault("DS_LOG_LEVEL", "warning")
 if not torch.cuda.is_available():
@@ -106,14 +107,7 @@ class DeepspeedStrategy:
         module.to(self.device)
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = self._adam(trained, adam, learning_rate)
-        extra = {"min_lr_rate": _MIN_LR_RATE} if adam.lr_scheduler == "cosine_with_min_lr" else None
-        scheduler = get_scheduler(
-            adam.lr_scheduler,
-            optimizer,
-            num_warmup_steps=int(adam.lr_warmup_ratio * total_steps),
-            num_training_steps=max(1, total_steps),
-            scheduler_specific_kwargs=extra,
-        )
+        scheduler = learning_rate_schedule(optimizer, adam, total_steps)
         n_trained, on_gpu = sum(p.numel() for p in trained), self.device.type == "cuda"
         options = train_config(self.config, self.zero_stage, n_trained, self.comm.world_size, on_gpu)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=merge(options, self.overrides))
@@ -226,6 +220,22 @@ class DeepspeedStrategy:
 def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
     """The strategy for these options, with the process group joined."""
     return DeepspeedStrategy(config)
+
+
+def learning_rate_schedule(optimizer: torch.optim.Optimizer, adam: AdamConfig, total_steps: int) -> LambdaLR:
+    """Rates of ``total_steps`` optimizer steps: to the peak in equal steps, then as transformers has them.
+
+    The first of n steps of warm-up has 1/n of the peak: with 0, as in transformers, its rollout would be wasted.
+    """
+    n_warmup = 0 if adam.lr_scheduler == "constant" else int(adam.lr_warmup_ratio * total_steps)
+    after_warmup = get_scheduler(
+        adam.lr_scheduler,
+        optimizer,
+        num_warmup_steps=n_warmup,
+        num_training_steps=max(1, total_steps),
+        scheduler_specific_kwargs={"min_lr_rate": _MIN_LR_RATE} if adam.lr_scheduler == "cosine_with_min_lr" else None,
+    ).lr_lambdas[0]
+    return LambdaLR(optimizer, lambda step: (step + 1) / n_warmup if step < n_warmup else after_warmup(step))
 
 
 def _compile_layers(module: nn.Module, device: torch.device) -> None:

@@ -29,7 +29,7 @@ def test_the_learning_rate_rises_for_the_warm_up_and_falls_along_a_cosine_to_a_t
 ) -> None:
     peak, total, warm_up = 0.01, 40, 4
     formula = [
-        peak * t / warm_up
+        peak * (t + 1) / warm_up
         if t < warm_up
         else peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (t - warm_up) / (total - warm_up))))
         for t in range(total)

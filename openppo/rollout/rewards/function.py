@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openppo.rollout.rewards.calling import RewardFunction, Sample, make_samples
-from openppo.rollout.rewards.scoring import check_number, name_sample
+from openppo.rollout.rewards.scoring import check_number, name_sample, score_of_steps
 from openppo.rollout.rewards.steps import step_ends
 from openppo.types import Score, Trajectory
 from openppo.user_code import no_silent_end
@@ -149,15 +149,15 @@ class FunctionScorer:
         if isinstance(result, Mapping):
             return Score({str(name): check_number(value, trajectory, str(self)) for name, value in result.items()})
         if isinstance(result, list | tuple) or (getattr(result, "ndim", 0) == 1 and len(result) != 1):
-            return Score(token_rewards=self._token_rewards(list(result), trajectory))
+            return self._score_of_tokens(list(result), trajectory)
         return Score({self.name: check_number(result, trajectory, str(self))})
 
-    def _token_rewards(self, numbers: Sequence[Any], trajectory: Trajectory) -> list[float]:
-        """One reward per response token, from as many numbers or from one per step."""
+    def _score_of_tokens(self, numbers: Sequence[Any], trajectory: Trajectory) -> Score:
+        """Rewards of response tokens, from as many numbers or from one per step."""
         rewards = [self.token_weight * check_number(number, trajectory, str(self)) for number in numbers]
         n_tokens = len(trajectory.response_ids)
         if len(rewards) == n_tokens:
-            return rewards
+            return Score(token_rewards=rewards)
         ends = step_ends(trajectory.response_ids, self.tokenizer, self.step_separator)
         if len(rewards) != len(ends):
             raise ValueError(
@@ -165,10 +165,7 @@ class FunctionScorer:
                 f"tokens and {len(ends)} steps (text between --step_separator {self.step_separator!r}); give one for "
                 "each token or one for each step."
             )
-        placed = [0.0] * n_tokens
-        for end, reward in zip(ends, rewards, strict=True):
-            placed[end] += reward  # a token may end two steps
-        return placed
+        return score_of_steps(ends, rewards, n_tokens)
 
 
 def _current_gpu() -> int | None:

@@ -17,7 +17,7 @@ from openppo.config import RewardSourceConfig
 from openppo.models.loading import pad_token_id
 from openppo.models.padding import MicroBatchSize, pad_right
 from openppo.rollout.rewards.model import equal_batches
-from openppo.rollout.rewards.scoring import check_number, name_sample
+from openppo.rollout.rewards.scoring import check_number, name_sample, score_of_steps
 from openppo.rollout.rewards.steps import step_ends
 from openppo.tracking import progress
 from openppo.types import Comm, Prompt, Score, Trajectory
@@ -141,7 +141,5 @@ class ProcessScorer:
         good = [check_number(p, trajectory, str(self)) for p in good]
         if self.aggregate != "steps":
             return Score({self.name: AGGREGATES[self.aggregate](good) if good else 0.0})
-        rewards = [0.0] * len(trajectory.response_ids)
-        for end, p in zip(steps.ends, good, strict=True):
-            rewards[end] += self.token_weight * p  # a token may end two steps
-        return Score(token_rewards=rewards)
+        weighted = [self.token_weight * p for p in good]
+        return score_of_steps(steps.ends, weighted, len(trajectory.response_ids))

@@ -121,11 +121,22 @@ class CombinedScorer:
                     )
                 origin[name] = scorer
         per_token = [score.token_rewards for score in scores if score.token_rewards is not None]
+        ends = [s.step_ends or [True] * len(s.token_rewards) for s in scores if s.token_rewards is not None]
         return Score(
             rewards={name: reward for score in scores for name, reward in score.rewards.items()},
             token_rewards=[math.fsum(rewards) for rewards in zip(*per_token, strict=True)] if per_token else None,
+            step_ends=[any(of_token) for of_token in zip(*ends, strict=True)] if ends else None,
             failed=any(score.failed for score in scores),
         )
+
+
+def score_of_steps(ends: Sequence[int], rewards: Sequence[float], n_tokens: int) -> Score:
+    """``rewards`` of steps at the tokens of the response that ``ends`` names; a token may end two steps."""
+    token_rewards, step_ends = [0.0] * n_tokens, [False] * n_tokens
+    for end, reward in zip(ends, rewards, strict=True):
+        token_rewards[end] += reward
+        step_ends[end] = True
+    return Score(token_rewards=token_rewards, step_ends=step_ends)
 
 
 def check_scores(scores: Sequence[Any], trajectories: Sequence[Trajectory], source: str) -> list[float]:

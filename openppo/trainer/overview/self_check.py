@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config.ppo import KLConfig
 from openppo.experience.collate import join_rows
-from openppo.models.masked import compute_approx_kl
+from openppo.experience.token_rewards import kl_penalty
 from openppo.tracking.terminal import harmless
 from openppo.types import Experience
 
@@ -84,7 +84,7 @@ class _Sample:
         rewards, per_token = batch.rewards[row].double(), torch.zeros(len(self.ids), dtype=torch.float64)
         if batch.ref_log_probs is not None:
             given = (batch.known_log_probs[row], batch.ref_log_probs[row], batch.action_mask[row])
-            per_token = compute_approx_kl(*given, kl.kl_estimator).double()
+            per_token = kl_penalty(*given, kl.kl_estimator).double()
         rest = rewards + penalty * per_token  # of a reward, without the KL penalty
         scale = max(1.0, float(rest.abs().max()))
         self.score: list[float] = torch.where(rest.abs() > _TINY * scale, rest, 0.0).tolist()

@@ -31,6 +31,7 @@ def ppo_state(trainer: PPOTrainer) -> dict[str, Any]:
         "progress": dataclasses.asdict(trainer.progress),
         "kl_controller": trainer.maker.kl_controller.state_dict(),
         "moments": trainer.maker.moments.state_dict(),
+        "step_moments": trainer.maker.step_moments.state_dict(),
         "skipped": trainer.update_step.skipped.state_dict(),
         "unreported": trainer.unreported,
         "should_stop": trainer.should_stop,
@@ -54,6 +55,8 @@ def restore_ppo(trainer: PPOTrainer, state: dict[str, Any], experience: dict[str
     trainer.parts.engine.version = trainer.progress.policy_version
     trainer.maker.kl_controller.load_state_dict(state["kl_controller"])
     trainer.maker.moments.load_state_dict(state["moments"])
+    if "step_moments" in state:  # earlier checkpoints have none
+        trainer.maker.step_moments.load_state_dict(state["step_moments"])
     trainer.update_step.skipped.load_state_dict(state["skipped"])
     trainer.unreported = state["unreported"]
     are_the_same = restore_callbacks(trainer.callbacks, state["callbacks"])

@@ -31,6 +31,7 @@ class RolloutStep:
         self.policy_weights = PolicyWeights(parts.strategy, parts.actor)
         self.scorer = parts.scorer
         self.needs_greedy = parts.maker.estimator.needs_greedy
+        self.compares_steps = parts.maker.estimator.steps == "normalized"
         self.stop = parts.stop
         self.n_samples = config.ppo.n_samples_per_prompt
         self.rollout_batch_size = config.ppo.rollout_batch_size
@@ -79,6 +80,10 @@ class RolloutStep:
         if not trajectories:
             return []
         rewards = torch.tensor([t.total_reward(self.weights) for t in trajectories])
+        if self.compares_steps:  # unequal steps teach something though their sums be equal
+            kinds: dict[tuple[float, ...], int] = {}
+            earned = [(t.total_score(self.weights), *t.step_rewards) for t in trajectories]
+            rewards = torch.tensor([kinds.setdefault(each, len(kinds)) for each in earned])
         same = one_reward_groups(rewards, torch.tensor([t.group for t in trajectories]))
         return [t for t, drop in zip(trajectories, same.tolist(), strict=True) if not drop]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from openppo.experience import compute_reward
+from openppo.experience.token_rewards import kl_penalty
 
 KL = torch.tensor([[0.5, 0.25, -1.0, 2.0, 4.0, 8.0]])
 
@@ -22,6 +23,23 @@ def rewards_of(actions: list[int], score: float, kl: torch.Tensor | None = KL, *
 def test_every_action_pays_for_its_kl_and_the_last_one_gets_the_score() -> None:
     # prompt of two tokens, response of three that ends with the end of sequence, one place of padding
     assert rewards_of([0, 0, 1, 1, 1, 0], 3.0) == pytest.approx([0, 0, 0.1, -0.2, 3.0 - 0.4, 0], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("log_prob", "reference", "penalty"),
+    [
+        (-14.0, -0.1, 10.0),  # exp(13.9) - 1 - 13.9 = 1.09e6
+        (-0.1, -14.0, 10.0),  # 13.9 - 1 + exp(-13.9)
+        (-200.0, -1.0, 10.0),  # more than float32 holds
+        (-3.0, -1.0, math.exp(2) - 3),
+        (-1.0, -3.0, math.exp(-2) + 1),
+    ],
+)
+def test_k3_as_a_penalty_is_at_most_ten(log_prob: float, reference: float, penalty: float) -> None:
+    given = torch.tensor([[log_prob]]), torch.tensor([[reference]]), torch.tensor([[True]])
+    assert kl_penalty(*given, "k3").item() == pytest.approx(penalty, rel=1e-6)
+    assert kl_penalty(*given, "k1").item() == pytest.approx(log_prob - reference)
+    assert kl_penalty(*given, "k2").item() == pytest.approx((log_prob - reference) ** 2 / 2)
 
 
 def test_the_score_is_on_the_last_action_though_the_environment_wrote_more() -> None:

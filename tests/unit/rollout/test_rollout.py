@@ -133,3 +133,10 @@ def test_a_weight_must_name_a_reward_unless_tokens_have_rewards_too() -> None:
     write_scores([sample], [Score(token_rewards=[0.25])])
     check_weights([sample], {"math": 2.0, "prm": 0.5})
     assert sample.total_reward({"math": 2.0}) == 2.25
+
+
+def test_step_ends_and_their_rewards_skip_the_prompt() -> None:
+    [sample] = sample_trajectories(RecordingEngine(), [Prompt("a", [3, 4])], PARAMS, 1, seed=0, first_group=0)
+    write_scores([sample], [Score(token_rewards=[0.0], step_ends=[True])])
+    assert (sample.token_rewards, sample.step_ends) == ([0.0] * 3, [False, False, True])
+    assert sample.step_rewards == [0.0]

@@ -23,6 +23,7 @@ from openppo.trainer import PPOTrainer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.estimate.estimate import Estimate, Phase
 from openppo.trainer.parts import Parts
+from openppo.trainer.resume.ppo_state import ppo_state, restore_ppo
 from openppo.types import (
     Completion,
     FinishReason,
@@ -305,3 +306,11 @@ def test_a_run_that_is_interrupted_closes_its_trackers_after_its_checkpoint(tmp_
     trainer._save_interrupted = lambda signal: saved.append(recorder.closed)  # type: ignore[method-assign]
     trainer.fit()
     assert (saved, recorder.closed) == ([0], 1)
+
+
+def test_a_resumed_run_normalizes_steps_as_before() -> None:
+    options = {"normalize_reward": True, "reward_normalizer": "running"}
+    before, after = trainer_of(1, **options), trainer_of(1, **options)
+    before.maker.step_moments.update(torch.tensor([0.25, 1.0, 0.5]), SingleProcess())
+    restore_ppo(after, json.loads(json.dumps(ppo_state(before))), {})
+    assert after.maker.step_moments.state_dict() == before.maker.step_moments.state_dict()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from openppo.config import TrainPPOConfig, from_options
+from openppo.experience import ESTIMATORS
 from openppo.trainer.steps.rollout_step import RolloutStep
 from openppo.types import Completion, FinishReason, NeverStops, Prompt, SamplingParams, Score, SingleProcess, Trajectory
 
@@ -64,7 +65,7 @@ class LastTokenScorer:
 PROMPTS = [Prompt(text=str(i), token_ids=[10 + i]) for i in range(5)]
 
 
-def step_of(comm: Any = None, needs_greedy: bool = False, **options: Any) -> RolloutStep:
+def step_of(comm: Any = None, estimator: str = "gae", **options: Any) -> RolloutStep:
     config = from_options(
         TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", n_samples_per_prompt=2, **options
     )
@@ -73,7 +74,7 @@ def step_of(comm: Any = None, needs_greedy: bool = False, **options: Any) -> Rol
         actor=Actor(),
         engine=EchoEngine(),
         scorer=LastTokenScorer(),
-        maker=SimpleNamespace(estimator=SimpleNamespace(needs_greedy=needs_greedy)),
+        maker=SimpleNamespace(estimator=ESTIMATORS[estimator]),
         stop=NeverStops(),
     )
     return RolloutStep(config, parts)
@@ -91,7 +92,7 @@ def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks(rank_of: 
 
 
 def test_the_greedy_response_is_sampled_once_per_prompt_and_scored_too() -> None:
-    step = step_of(needs_greedy=True)
+    step = step_of(estimator="remax")
     trajectories = step.sample(PROMPTS[:2], first_group=0)
     step.start_scoring(trajectories)()
     greedy = [t.greedy for t in trajectories]
@@ -132,6 +133,15 @@ def test_groups_with_one_reward_are_of_no_use() -> None:
     assert step.useful([]) == []
     weightless = step_of(reward_weights=("a=0",))
     assert weightless.useful(mixed) == []
+
+
+def test_unequal_steps_are_of_use_though_sums_are_equal() -> None:
+    same, unequal = scored(2, 1.0, 1.0), scored(4, 1.0, 1.0)
+    for row in (*same, *unequal):
+        row.token_ids, row.action_mask, row.token_rewards = [1, 2, 2], [False, True, True], [0.0, 0.5, 0.0]
+    unequal[1].token_rewards = [0.0, 0.0, 0.5]
+    assert step_of(estimator="group_norm").useful([*same, *unequal]) == unequal
+    assert step_of(estimator="rloo").useful([*same, *unequal]) == []
 
 
 def test_of_too_many_groups_the_first_of_the_run_are_kept() -> None:

@@ -228,8 +228,9 @@ def test_a_list_as_long_as_the_response_rewards_its_tokens(kind: Any, scorer_of:
 def test_a_list_with_one_number_per_step_rewards_the_last_token_of_each(
     scorer_of: MakeScorer, steps: Trajectory
 ) -> None:
-    (score,) = scorer_of(lambda response: [1, -2, 3], step_separator="z").score([steps])
-    assert score == Score(token_rewards=[0.0, 1.0, 0.0, 0.0, -2.0, 0.0, 3.0, 0.0])
+    (score,) = scorer_of(lambda response: [1, 0, 3], step_separator="z").score([steps])
+    ends = [False, True, False, False, True, False, True, False]  # a reward of 0 is a reward
+    assert score == Score(token_rewards=[0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 3.0, 0.0], step_ends=ends)
 
 
 def test_rewards_of_tokens_and_steps_are_weighted(scorer_of: MakeScorer, steps: Trajectory) -> None:

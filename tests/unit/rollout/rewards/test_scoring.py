@@ -118,11 +118,15 @@ def test_what_a_source_raises_comes_up(collective: bool, two: list[Trajectory]) 
 
 def test_token_rewards_of_several_sources_are_summed(two: list[Trajectory]) -> None:
     sources = [
-        Source(Score(token_rewards=[0.5, -1.0])),
+        Source(Score(token_rewards=[0.5, -1.0, 0.0], step_ends=[True, True, False])),
         Source(Score({"a": 1.0}, failed=True)),
-        Source(Score(token_rewards=[1.0, 4.0]), collective=True),
+        Source(Score(token_rewards=[1.0, 0.0, 0.0], step_ends=[True, False, False]), collective=True),
     ]
-    assert CombinedScorer(sources).score(two[:1]) == [Score({"a": 1.0}, [1.5, 3.0], failed=True)]
+    expected = Score({"a": 1.0}, [1.5, -1.0, 0.0], [True, True, False], failed=True)
+    assert CombinedScorer(sources).score(two[:1]) == [expected]
+    of_each_token = Source(Score(token_rewards=[0.0, 0.0, 0.0]))
+    (score,) = CombinedScorer([*sources, of_each_token]).score(two[:1])
+    assert score.step_ends == [True, True, True]
 
 
 def test_two_sources_of_one_name_are_an_error_naming_both(two: list[Trajectory]) -> None:
