@@ -18,8 +18,8 @@ architectures = pytest.importorskip("tests.architectures")
 
 OTHER_HEADS = tuple(
     """
-    bart bert big_bird bigbird_pegasus camembert data2vec-text electra ernie mbart megatron-bert mvp plbart rembert roberta
-    roberta-prelayernorm roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod
+    bart bert big_bird bigbird_pegasus camembert data2vec-text electra ernie mbart megatron-bert mvp plbart rembert
+    roberta roberta-prelayernorm roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod
     """.split()
 )
 """Encoders, and decoders with an encoder, whose classifier in transformers has a head of another kind."""
