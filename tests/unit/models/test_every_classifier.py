@@ -1,0 +1,67 @@
+"""Critics of every causal family: the head on what the language model's output layer reads, and saved weights alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from openppo.models import get_llm_for_sequence_regression
+from openppo.strategy.saving import save_model
+from openppo.trainer.estimate.shapes import model_shape
+
+architectures = pytest.importorskip("tests.architectures")
+
+OTHER_HEADS = tuple(
+    """
+    bart bert big_bird bigbird_pegasus camembert data2vec-text electra ernie mbart megatron-bert mvp plbart rembert
+    roberta roberta-prelayernorm roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod
+    """.split()
+)
+"""Encoders, and decoders with an encoder, whose classifier in transformers has a head of another kind."""
+TRANSFORMED = ("modernbert-decoder",)
+"""Their output layer reads what a layer of the language model's head makes of the hidden states."""
+FEW = ("granite", "olmoe", "gemma4_text", "bart")
+PARAMS = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in architectures.NAMES]
+ROWS = [[5, 9, 2, 17, 30, 8, 11, 44, 2], [11, 3, 2, 60]]
+
+
+def read_by_output_layer(model: Any, row: list[int]) -> Tensor:
+    """The hidden state of each token, (L, hidden)."""
+    seen: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([row]), use_cache=False)
+    hook.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_critic_reads_what_the_language_model_reads(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(architectures.tiny_config(name)).save_pretrained(tmp_path / "causal")
+    if name in OTHER_HEADS:
+        with pytest.raises(ValueError, match="keeps no linear head named 'score'"):
+            get_llm_for_sequence_regression(str(tmp_path / "causal"), "critic")
+        return
+    causal = AutoModelForCausalLM.from_pretrained(tmp_path / "causal").eval()
+    critic: Any = get_llm_for_sequence_regression(str(tmp_path / "causal"), "critic").eval()
+    width = max(map(len, ROWS))
+    sequences = torch.tensor([row + [2] * (width - len(row)) for row in ROWS])
+    mask = torch.tensor([[t < len(row) for t in range(width)] for row in ROWS])
+    with torch.no_grad():
+        values = critic(sequences, mask)
+    head = critic.classifier.score.weight[0].detach()
+    for b, row in enumerate(ROWS if name not in TRANSFORMED else []):
+        expected = [0.0, *(read_by_output_layer(causal, row) @ head).tolist()[:-1]]
+        assert values[b, : len(row)].tolist() == pytest.approx(expected, abs=1e-4)
+    save_model(critic.model, tmp_path / "out", is_main=True)
+    before = critic.model.state_dict()
+    after = get_llm_for_sequence_regression(str(tmp_path / "out"), "reward").model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert model_shape(causal.config, "scalar").n_parameters == sum(p.numel() for p in critic.parameters())
