@@ -1,8 +1,8 @@
 """What forward and backward passes take above the states, in bytes.
 
 Tensors that transformers' Llama-like layers save for the backward pass are counted one by one, as in arXiv 2205.05198
-(section 4.1), for attention that does not materialize its scores (SDPA, FlashAttention), and for our own of
-bfloat16 models on CPUs. s is the bytes of an element, a token is a place of the padded (B, L) batch.
+(section 4.1), for attention that does not materialize its scores (SDPA, FlashAttention), and for our own, of bfloat16
+models on CPUs and float32 models on GPUs. s is the bytes of an element, a token is a place of the padded (B, L) batch.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def saved_by_layers(shape: ModelShape, batch: Pass, s: int, checkpointing: bool,
     layer = saved_per_layer(shape, s, lora_rank) * batch.tokens
     if batch.on_cpu and s == torch.bfloat16.itemsize:
         layer += kept_in_bfloat16(batch.rows, shape.heads, batch.length)
+    if not batch.on_cpu and s == _FLOAT32:  # keys and values are repeated there, see attention/cuda.py
+        layer += 2 * s * (shape.queries - shape.keys) * batch.tokens
     if checkpointing:
         return shape.layers * s * shape.hidden * batch.tokens + layer
     return shape.layers * layer

@@ -16,6 +16,7 @@ from transformers import (
 
 from openppo.models import Actor
 from openppo.models.attention.cpu import use_cpu_attention
+from openppo.models.attention.cuda import use_cuda_attention
 from openppo.models.padding import rounded_width
 from openppo.rollout.row_cache import PromptCache, RowCache
 from openppo.trainer.estimate.activations import (
@@ -71,7 +72,8 @@ def test_what_a_forward_saves_is_counted(
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    shape, s, asked = model_shape(config, "vocabulary"), dtype.itemsize, Pass(ROWS, LENGTH, LENGTH - PROMPT)
+    shape, s = model_shape(config, "vocabulary"), dtype.itemsize
+    asked = Pass(ROWS, LENGTH, LENGTH - PROMPT, on_cpu=dtype is torch.float32)  # where SDPA takes keys as they are
     counted = saved_by_layers(shape, asked, s, checkpointing, lora_rank) + saved_by_head(shape, asked, s, lora_rank)
     if checkpointing:  # the layer that is computed again is not saved yet
         counted -= saved_per_layer(shape, s, lora_rank) * asked.tokens
@@ -93,11 +95,28 @@ def test_what_attention_keeps_on_cpus_is_counted(
     use_cpu_attention(model)
     shape, s = model_shape(CONFIGS[0], "vocabulary"), dtype.itemsize
     width = rounded_width(length) if dtype is torch.bfloat16 else length
-    cpu, gpu = (
-        saved_by_layers(shape, Pass(ROWS, width, length, on_cpu), s, checkpointing=False) for on_cpu in (True, False)
-    )
-    assert (cpu > gpu) == (dtype is torch.bfloat16)
-    assert cpu - gpu == pytest.approx(saved_bytes(Actor(model).train(), *inputs) - by_torch, rel=0.06)
+    counted = saved_by_layers(shape, Pass(ROWS, width, length, on_cpu=True), s, checkpointing=False)
+    more = counted - shape.layers * saved_per_layer(shape, s) * ROWS * width
+    assert (more > 0) == (dtype is torch.bfloat16)
+    assert more == pytest.approx(saved_bytes(Actor(model).train(), *inputs) - by_torch, rel=0.06)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_that_gpus_repeat_are_counted(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = next(config for config in CONFIGS if config.num_key_value_heads < config.num_attention_heads)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    everything = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    inputs = torch.zeros(ROWS, LENGTH, dtype=torch.int64), everything, everything
+    by_torch = saved_bytes(Actor(model).train(), *inputs)
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(torch.cuda, "is_available", lambda: True)
+        on_gpu.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        use_cuda_attention(model)
+    more = saved_bytes(Actor(model).train(), *inputs) - by_torch
+    shape, s = model_shape(config, "vocabulary"), dtype.itemsize
+    layers = saved_by_layers(shape, Pass(ROWS, LENGTH, LENGTH), s, checkpointing=False)
+    assert layers - shape.layers * saved_per_layer(shape, s) * ROWS * LENGTH == more
+    assert (more > 0) == (dtype is torch.float32)
 
 
 def test_the_cache_of_generation_is_the_engines() -> None:
