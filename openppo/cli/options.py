@@ -128,8 +128,9 @@ def _end_process() -> NoReturn:
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads any more
-            stream.flush()
+        if stream is not None:  # it is where a shell has closed it: >&-
+            with contextlib.suppress(OSError):  # nobody reads any more
+                stream.flush()
     os._exit(0)
 
 
