@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from openppo.config.rewards import RewardSourceConfig
 from openppo.config.roles import DataFormat, validate_data
-from openppo.config.shared import require
+from openppo.config.shared import require, validate_groups
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,7 @@ class GenerateConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
-        self.prompts.validate()
-        self.output.validate()
+        validate_groups(self)
 
 
 @dataclass(frozen=True)
@@ -199,9 +198,7 @@ class EvaluateConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
-        self.prompts.validate()
-        self.source.validate()
-        self.judgement.validate()
+        validate_groups(self)
 
 
 @dataclass(frozen=True)
@@ -212,7 +209,7 @@ class ServeRMConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
-        self.server.validate()
+        validate_groups(self)
 
 
 @dataclass(frozen=True)
@@ -223,7 +220,7 @@ class MergeLoRAConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
-        self.merge.validate()
+        validate_groups(self)
 
 
 @dataclass(frozen=True)
@@ -234,4 +231,4 @@ class ReportConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
-        self.page.validate()
+        validate_groups(self)
