@@ -410,10 +410,10 @@ def test_a_switch_that_is_on_by_default_has_a_flag_to_turn_it_off(arguments: lis
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--zero_stages", "unknown flag --zero_stages; did you mean zero_stage?"),
-        ("--learning_rate", "did you mean actor_learning_rate?"),
-        ("--num-episode=3", "unknown flag --num_episode; did you mean num_episodes?"),
-        ("--no_gamma", "unknown flag --no_gamma; did you mean gamma?"),
+        ("--zero_stages", "unknown flag --zero_stages; did you mean --zero_stage?"),
+        ("--learning_rate", "did you mean --actor_learning_rate?"),
+        ("--num-episode=3", "unknown flag --num_episode; did you mean --num_episodes?"),
+        ("--no_gamma", "unknown flag --no_gamma; did you mean --gamma?"),
         ("--xyzzy", "unknown flag --xyzzy; see --help for all options."),
     ],
 )
@@ -560,6 +560,8 @@ def test_a_file_may_hold_the_required_options(config_file: Path) -> None:
         ("use_tensorboard: true", "--config {file}: --use_tensorboard is no switch, got True; write a text as 'True'."),
         ("loss_agg: on", "--config {file}: --loss_agg is no switch, got True; write a text as 'True'."),
         ("bf16: 1", "--config {file}: --bf16 must be true or false, got 1."),
+        ("gamma: 1\nseed: 2\n\ngamma: 1", "--config {file}: gamma is in lines 1 and 4; keep one of them."),
+        ("'gamma': 1\ngamma: 1", "--config {file}: gamma is in lines 1 and 2; keep one of them."),
         ("- gamma", "--config {file}: it must hold 'option: value' lines."),
         ("gamma", "--config {file}: it must hold 'option: value' lines."),
         ("", "--config {file}: it must hold 'option: value' lines."),
