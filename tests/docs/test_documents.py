@@ -217,12 +217,12 @@ def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
     assert [block.split()[0] for block in bash[:4]] == ["git", "pip", "bash", "."]
     lines = [line for block in bash[4:] for line in block.replace("\\\n", " ").splitlines()]
     assert len(lines) == 5
-    programs = {"openppo": f"{sys.executable} -m openppo", "python": sys.executable}
+    programs = {"openppo": [sys.executable, "-m", "openppo"], "python": [sys.executable]}
     for line in lines:
         line = re.sub(r"(nproc_per_node) 8", r"\1 1", line)
         program, *words = [MODELS.get(word, word) for word in shlex.split(line)]
         small = [] if len(words) == 1 or "--dry_run" in words else SMALL.split()
-        run([*programs.get(program, program).split(), *words, *small], hour)
+        run([*programs.get(program, [program]), *words, *small], hour)
     first = next(block for block in blocks("first-hour", "python") if block.startswith("import json"))
     assert run([sys.executable, "-c", first], hour).split()[0] == "1"
     for saved in ("mine/model", "lora/adapter_model", "ppo/model"):
