@@ -24,6 +24,7 @@ import yaml
 
 from openppo import __version__
 from openppo.cli.migration.openrlhf import without_foreign_flags
+from openppo.cli.shell.cut_short import may_be_cut_short
 from openppo.cli.shell.environment import environment
 from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
 from openppo.config.tracking import KEY_FROM_ELSEWHERE
@@ -73,7 +74,8 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable], 
     ``markers`` as of ``parse_options``.
     """
     if sys.argv[1:] == ["--version"]:
-        print(environment())
+        with may_be_cut_short():
+            print(environment())
         return
     try:
         config = parse_options(config_type, sys.argv[1:], *markers)
@@ -130,8 +132,9 @@ def _end_process() -> NoReturn:
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads any more
-            stream.flush()
+        if stream is not None:  # it is where a shell has closed it: >&-
+            with contextlib.suppress(OSError):  # nobody reads any more
+                stream.flush()
     os._exit(0)
 
 
@@ -158,7 +161,8 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
     if not markers:  # else some values have no flag
         _check_single_values(arguments, known)
     speaks = _local_rank() == 0
-    with contextlib.redirect_stderr(sys.stderr if speaks else io.StringIO()):  # some errors ignore console_outputs
+    quiet = contextlib.redirect_stderr(sys.stderr if speaks else io.StringIO())  # some errors ignore console_outputs
+    with quiet, may_be_cut_short():
         return tyro.cli(
             config_type,
             args=arguments,
@@ -211,11 +215,16 @@ def _take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
 def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field], given: set[str]) -> list[str]:
     """The options of a YAML file as command-line arguments, without those that are ``given`` there already."""
     try:
-        options = yaml.safe_load(file.read_text())
+        text = file.read_text()
+        options, node = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {file}: {error}") from error
     if not isinstance(options, dict):
         raise ValueError(f"--config {file}: it must hold 'option: value' lines.")
+    lines = [(key.value, key.start_mark.line + 1) for key, _ in node.value]
+    for name, line in lines:  # PyYAML takes the last of several
+        if (first := dict(reversed(lines))[name]) < line:
+            raise ValueError(f"--config {file}: {name} is in lines {first} and {line}; keep one of them.")
     arguments = []
     for name, value in options.items():
         _check_known(str(name), known, f"option in --config {file}: ")
@@ -252,7 +261,7 @@ def _check_flags(arguments: list[str], known: dict[str, dataclasses.Field]) -> N
         name, has_value, _ = argument[2:].partition("=")
         switch = name.removeprefix("no_")
         if not (switch in known and known[switch].type == "bool"):
-            _check_known(name, known, "flag --")
+            _check_known(name, known, "flag ", "--")
         elif has_value or not following.startswith("-"):
             raise ValueError(f"--{name} takes no value: use --{switch} or --no_{switch} alone.")
 
@@ -269,12 +278,12 @@ def _check_single_values(arguments: list[str], known: dict[str, dataclasses.Fiel
         values = [value] if has_value else []
 
 
-def _check_known(name: str, known: dict[str, dataclasses.Field], what: str) -> None:
+def _check_known(name: str, known: dict[str, dataclasses.Field], what: str, dashes: str = "") -> None:
     if name in known:
         return
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "see --help for all options."
-    raise ValueError(f"unknown {what}{name}; {hint}")
+    hint = f"did you mean {dashes}{near[0]}?" if near else "see --help for all options."
+    raise ValueError(f"unknown {what}{dashes}{name}; {hint}")
 
 
 def _underscored(argument: str) -> str:

@@ -29,6 +29,7 @@ from openppo.config.shared import (
     RunConfig,
     mask_credentials,
     require,
+    validate_groups,
     validate_lora,
 )
 from openppo.config.supervised import PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
@@ -60,7 +61,7 @@ class TrainPPOConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
-        _validate_groups(self)
+        validate_groups(self)
         world_size = self.run.dry_run_ranks or world_size
         _validate_train_batch(self.batch, world_size)
         validate_lora(self.lora, self.deepspeed)
@@ -189,7 +190,7 @@ class SupervisedCommand:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
-        _validate_groups(self)
+        validate_groups(self)
         world_size = self.run.dry_run_ranks or world_size
         _validate_train_batch(self.batch, world_size)
         validate_lora(self.lora, self.deepspeed)
@@ -225,11 +226,6 @@ class TrainPRMConfig(SupervisedCommand):
 
 
 Command = TypeVar("Command")
-
-
-def _validate_groups(config: Any) -> None:
-    for group in vars(config).values():
-        group.validate()
 
 
 def _validate_train_batch(batch: BatchConfig, world_size: int) -> None:

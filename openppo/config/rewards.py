@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from openppo.config.shared import require
@@ -81,10 +81,6 @@ class RewardSourceConfig:
             self.verify_length is None or self.verify_length >= 1,
             f"--verify_length must be at least 1, got {self.verify_length}.",
         )
-        require(
-            self.reward_error_value is None or math.isfinite(self.reward_error_value),
-            f"--reward_error_value must be a finite number, got {self.reward_error_value}.",
-        )
         require(self.step_separator != "", "--step_separator must not be empty.")
         require(
             len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2,
@@ -137,8 +133,8 @@ class RewardShapingConfig:
     """Subtract the mean of the scores and divide by their standard deviation; running: of rewards of steps too."""
     reward_normalizer: Literal["model", "running"] = "model"
     """With --normalize_reward: mean and std that the reward model stores, or those of all scores of the run so far."""
-    reward_clip_range: tuple[float, float] = (-10.0, 10.0)
-    """Scores are clipped to this range before they enter the token rewards."""
+    reward_clip_range: tuple[float, float] = field(default=(-10.0, 10.0), metadata={"may_be_infinite": True})
+    """Scores are clipped to this range before they enter the token rewards; -inf inf clips none."""
     missing_eos_penalty: float | None = None
     """Subtract this from the score of a response that --generate_max_len cut off."""
     overlong_filter: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -203,7 +204,7 @@ def parse_probs(sources: str, probs: str | None, flag: str) -> list[tuple[str, f
     except ValueError:
         shares = []
     require(
-        len(shares) == len(names) and all(share > 0 for share in shares),
+        len(shares) == len(names) and all(0 < share < math.inf for share in shares),
         f"--{flag}_probs {probs!r}: give one positive number for each of the {len(names)} sources of --{flag}, "
         "with commas.",
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from openppo.config.conditions import Condition, parse_condition
 
@@ -13,6 +15,24 @@ def require(condition: bool, message: str) -> None:
     """Raise ``ValueError`` with ``message`` unless ``condition`` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def validate_groups(command: Any) -> None:
+    """Raise ``ValueError`` for the first option of a command that cannot work, whatever the others are."""
+    for group in vars(command).values():
+        group.validate()
+        _require_finite(group)
+
+
+def _require_finite(group: Any) -> None:
+    """Refuse nan everywhere, and inf unless the field's metadata says ``may_be_infinite``."""
+    for option in dataclasses.fields(group):
+        value, infinite = vars(group)[option.name], option.metadata.get("may_be_infinite", False)
+        numbers = [number for number in (value if isinstance(value, tuple) else (value,)) if isinstance(number, float)]
+        require(
+            all(math.isfinite(number) or (infinite and not math.isnan(number)) for number in numbers),
+            f"--{option.name} must be a {'' if infinite else 'finite '}number, got {' '.join(map(str, numbers))}.",
+        )
 
 
 def mask_credentials(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 from openppo.config.folders import refuse_overwriting
 from openppo.config.rewards import RewardSourceConfig
 from openppo.config.roles import DataFormat, validate_data
-from openppo.config.shared import require
+from openppo.config.shared import require, validate_groups
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,7 @@ class GenerateConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
-        self.prompts.validate()
-        self.output.validate()
+        validate_groups(self)
 
 
 @dataclass(frozen=True)
@@ -238,9 +237,7 @@ class EvaluateConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
-        self.prompts.validate()
-        self.source.validate()
-        self.judgement.validate()
+        validate_groups(self)
 
 
 @dataclass(frozen=True)
@@ -251,7 +248,7 @@ class ServeRMConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
-        self.server.validate()
+        validate_groups(self)
 
 
 @dataclass(frozen=True)
@@ -262,7 +259,7 @@ class MergeLoRAConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
-        self.merge.validate()
+        validate_groups(self)
 
 
 @dataclass(frozen=True)
@@ -285,4 +282,4 @@ class ReportConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
-        self.page.validate()
+        validate_groups(self)

@@ -208,13 +208,18 @@ class DeepspeedStrategy:
 
     @cache  # noqa: B019 (one strategy per process)
     def _can_compile_cpu_adam(self) -> bool:
-        possible = CPUAdamBuilder().is_compatible(verbose=False) and shutil.which(os.environ.get("CXX", "c++"))
-        if not possible and self.is_main:
+        obstacle = _obstacle_to_compiling("c++")
+        if not CPUAdamBuilder().is_compatible(verbose=False):
+            obstacle = "DeepSpeed cannot build it on this machine"
+        if self.is_main and obstacle is None:
+            logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time on a machine")
+        elif self.is_main:
             logger.warning(
-                "--adam_offload: DeepSpeed's CPU Adam cannot be compiled here (it needs a C++ compiler); torch's AdamW "
-                "steps on the CPU instead, which is slower."
+                "--adam_offload: DeepSpeed's CPU Adam cannot be compiled here: %s. torch's AdamW steps on the CPU "
+                "instead, which is slower.",
+                obstacle,
             )
-        return bool(possible)
+        return obstacle is None
 
 
 def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
@@ -240,16 +245,24 @@ def learning_rate_schedule(optimizer: torch.optim.Optimizer, adam: AdamConfig, t
 
 def _compile_layers(module: nn.Module, device: torch.device) -> None:
     """Have torch.compile take the repeated layers one by one: all of a model share one graph, whatever the shapes."""
-    if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        raise ValueError(
-            "--compile needs a C++ compiler (g++, or what CXX names) on CPUs; install one, or leave it out."
-        )
+    if device.type == "cpu" and (obstacle := _obstacle_to_compiling("g++")) is not None:
+        raise ValueError(f"--compile cannot work on CPUs here: {obstacle}. Mend that, or leave --compile out.")
     names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
     layers = [child for child in module.modules() if type(child).__name__ in names]
     if not layers:
         raise ValueError(f"--compile: {type(module).__name__} does not name its layers; leave the flag away.")
     for layer in layers:
         layer.compile(dynamic=True)
+
+
+def _obstacle_to_compiling(compiler: str) -> str | None:
+    """Why torch cannot build C++ here; None where it can."""
+    compiler = os.environ.get("CXX", compiler)
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler ({compiler})"
+    if " " in torch.__file__:  # torch 2.13 gives the linker this path without quotes
+        return f"torch is in {Path(torch.__file__).parent}, and its linker splits a path at spaces"
+    return None
 
 
 def _enable_gradient_checkpointing(module: nn.Module) -> None:

@@ -62,7 +62,7 @@ class Hosts:
         """``train_ppo`` with so many ranks on each host, each in its folder and with its flags, until both end."""
         running = []
         for number, (name, space, folder) in enumerate(zip(NAMES, self.spaces, folders, strict=True)):
-            torchrun = f"""{sys.executable} -m torch.distributed.run --nnodes 2 --node_rank {number}
+            torchrun = f"""{shlex.quote(sys.executable)} -m torch.distributed.run --nnodes 2 --node_rank {number}
                 --nproc_per_node {ranks} --master_addr {ADDRESSES[0]} --master_port 29500"""
             command = f"hostname {name} && exec {torchrun} -m openppo.cli.train_ppo {flags[number]}"
             running.append(

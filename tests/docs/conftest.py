@@ -48,7 +48,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     tokenizer = _tokenizer()
     scores = {"num_labels": 1, "mean": 0.0, "std": 1.0}  # for --normalize_reward
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=1024, **scores, **_special(tokenizer))
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=2048, **scores, **_special(tokenizer))
     for name, kind in (("policy", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
         kind(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)

@@ -208,21 +208,22 @@ def test_the_first_page_runs(run: Run, workshop: Path) -> None:
 def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
     """In its order; the quickstart itself is run by tests/learning, and the installation by tests/packaging."""
     hour = workshop / "hour"
-    (hour / "quickstart").mkdir(parents=True)
-    for name, target in {"quickstart/sft": "policy", "policy": "policy", "reward": "reward"}.items():
-        (hour / name).symlink_to(workshop / target)
-    (hour / "prompts.jsonl").symlink_to(workshop / "prompts.jsonl")
+    hour.mkdir()
+    for name in ("policy", "reward", "prompts.jsonl"):
+        (hour / name).symlink_to(workshop / name)
+    run([sys.executable, str(REPO / "examples/sort_letters.py"), *"make --out quickstart --seed 0".split()], hour)
+    (hour / "quickstart/model").rename(hour / "quickstart/sft")  # as large as the quickstart's, and as short of context
     assert write_files("first-hour", hour) == ["make_prompts.py", "reward.py"]
     bash = blocks("first-hour", "bash")
     assert [block.split()[0] for block in bash[:4]] == ["git", "pip", "bash", "."]
     lines = [line for block in bash[4:] for line in block.replace("\\\n", " ").splitlines()]
     assert len(lines) == 5
-    programs = {"openppo": f"{sys.executable} -m openppo", "python": sys.executable}
+    programs = {"openppo": [sys.executable, "-m", "openppo"], "python": [sys.executable]}
     for line in lines:
         line = re.sub(r"(nproc_per_node) 8", r"\1 1", line)
         program, *words = [MODELS.get(word, word) for word in shlex.split(line)]
-        small = [] if len(words) == 1 else ["--generate_max_len", "4"] if "--dry_run" in words else SMALL.split()
-        run([*programs.get(program, program).split(), *words, *small], hour)
+        small = [] if len(words) == 1 or "--dry_run" in words else SMALL.split()
+        run([*programs.get(program, [program]), *words, *small], hour)
     first = next(block for block in blocks("first-hour", "python") if block.startswith("import json"))
     assert run([sys.executable, "-c", first], hour).split()[0] == "1"
     for saved in ("mine/model", "lora/adapter_model", "ppo/model"):
@@ -394,7 +395,7 @@ def test_lora_runs(run: Run, workshop: Path) -> None:
 def test_the_dry_run_of_memory_ends_without_a_trace(run: Run, workshop: Path) -> None:
     (flags,) = commands("memory", "train_ppo")
     before = sorted(workshop.rglob("*"))
-    words = [MODELS.get(word, word) for word in flags] + ["--generate_max_len", "8"]
+    words = [MODELS.get(word, word) for word in flags]
     run([sys.executable, "-m", "openppo.cli.train_ppo", *words], workshop)
     assert sorted(workshop.rglob("*")) == before
 

@@ -7,16 +7,22 @@ import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 import openppo.config
 from openppo.config import (
+    EvaluateConfig,
+    GenerateConfig,
+    MergeLoRAConfig,
     PPODataConfig,
     PPOModelConfig,
+    ReportConfig,
     RewardSourceConfig,
+    ServeRMConfig,
     SupervisedConfig,
     TrackingConfig,
     TrainPPOConfig,
@@ -502,6 +508,47 @@ def test_an_option_that_cannot_work_is_an_error_naming_the_flag_and_the_remedy(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(command, **changes).validate(world_size)
+
+
+def with_each_float(command: type, number: float) -> Iterator[tuple[str, Any]]:
+    """For each option of numbers, and each number of a pair: its name, and a config where it is ``number``."""
+    options = [option for group in get_type_hints(command).values() for option in dataclasses.fields(group)]
+    missing = {option.name: "x" for option in options if option.default is dataclasses.MISSING}
+    missing |= {"reward_fn": "f.py"} if any(option.name == "reward_fn" for option in options) else {}
+    for option in options:
+        if "float" in str(option.type):
+            pair = option.default if isinstance(option.default, tuple) else ()
+            values = [(*pair[:at], number, *pair[at + 1 :]) for at in range(len(pair))] or [number]
+            yield from ((option.name, from_options(command, **missing, **{option.name: value})) for value in values)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "command",
+    [*DEFAULTS, EvaluateConfig, GenerateConfig, MergeLoRAConfig, ReportConfig, ServeRMConfig],
+    ids=lambda command: command.__name__,
+)
+def test_no_number_may_be_nan_or_infinite(command: type, number: float) -> None:
+    accepted = []
+    for name, config in with_each_float(command, number):
+        try:
+            config.validate(1)
+        except ValueError as error:
+            assert str(error).startswith(f"--{name} ")
+        else:
+            accepted.append(name)
+    assert accepted == ["reward_clip_range"] * (command is PPO and math.isinf(number))  # at one of its ends
+
+
+def test_scores_may_be_clipped_on_one_side_only() -> None:
+    config_of(PPO, reward_clip_range=(-math.inf, 5.0)).validate(1)
+    config_of(PPO, reward_clip_range=(-5.0, math.inf)).validate(1)
+
+
+@pytest.mark.parametrize("share", ["nan", "inf"])
+def test_a_share_of_mixed_sources_is_a_finite_number(share: str) -> None:
+    with pytest.raises(ValueError, match="--prompt_data_probs .* give one positive number"):
+        parse_probs("a,b", f"1,{share}", "prompt_data")
 
 
 @pytest.mark.parametrize(

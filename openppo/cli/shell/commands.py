@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from openppo.cli.shell.cut_short import may_be_cut_short
 from openppo.cli.shell.environment import environment
 
 _CLI = Path(__file__).parents[1]
@@ -29,10 +30,12 @@ def main() -> None:
     asked = sys.argv[1:2]
     known = commands()
     if asked in ([], ["-h"], ["--help"]):
-        print(_usage(known), end="")
+        with may_be_cut_short():
+            print(_usage(known), end="")
         sys.exit(0 if asked else 2)
     if asked == ["--version"]:
-        print(environment())
+        with may_be_cut_short():
+            print(environment())
         return
     command = asked[0].replace("-", "_")
     if command not in known:

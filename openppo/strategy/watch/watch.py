@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TextIO
 
 from openppo.config import RunConfig, mask_credentials
 from openppo.strategy import interrupt
@@ -369,7 +369,7 @@ def _overdue_failure(where: Where, now: float) -> tuple[BaseException, float] | 
 def _write(text: str) -> None:
     """To stderr in one piece, after what Python has buffered; a blocked stdout or a dead log must not keep us."""
     for stream in (sys.stdout, sys.stderr):
-        flushing = threading.Thread(target=stream.flush, daemon=True)
+        flushing = threading.Thread(target=_flush, args=[stream], daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads
             flushing.start()
             flushing.join(timeout=1)
@@ -377,6 +377,13 @@ def _write(text: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads any more
         while rest:
             rest = rest[os.write(2, rest) :]
+
+
+def _flush(stream: TextIO | None) -> None:
+    """Flush a stream that may be missing (``>&-``), closed, or read by nobody."""
+    if stream is not None:
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _status(name: str) -> int:

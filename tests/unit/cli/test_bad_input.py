@@ -580,7 +580,7 @@ OPTIONS = [
     ),
     Case("offload without ZeRO", {"adam_offload": True, "zero_stage": 0}, ["--adam_offload", "use --zero_stage 1"]),
     Case("switch with a value", {"bf16": "true"}, ["--bf16", "use --bf16 or --no_bf16"]),
-    Case("unknown flag", {"gama": 0.9}, ["--gama", "did you mean gamma?"]),
+    Case("unknown flag", {"gama": 0.9}, ["--gama", "did you mean --gamma?"]),
     Case("missing config file", {"config": "D/none.yaml"}, ["--config D/none.yaml", "No such file"]),
     Case("config that is a list", {"config": "D/list.yaml"}, ["--config D/list.yaml", "option: value"]),
     Case("unknown option in config", {"config": "D/bad.yaml"}, ["--config D/bad.yaml", "did you mean gamma?"]),

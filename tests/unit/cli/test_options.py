@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -428,10 +427,10 @@ def test_a_switch_that_is_on_by_default_has_a_flag_to_turn_it_off(arguments: lis
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--zero_stages", "unknown flag --zero_stages; did you mean zero_stage?"),
-        ("--learning_rate", "did you mean actor_learning_rate?"),
-        ("--num-episode=3", "unknown flag --num_episode; did you mean num_episodes?"),
-        ("--no_gamma", "unknown flag --no_gamma; did you mean gamma?"),
+        ("--zero_stages", "unknown flag --zero_stages; did you mean --zero_stage?"),
+        ("--learning_rate", "did you mean --actor_learning_rate?"),
+        ("--num-episode=3", "unknown flag --num_episode; did you mean --num_episodes?"),
+        ("--no_gamma", "unknown flag --no_gamma; did you mean --gamma?"),
         ("--xyzzy", "unknown flag --xyzzy; see --help for all options."),
     ],
 )
@@ -587,6 +586,8 @@ def test_a_file_may_hold_the_required_options(config_file: Path) -> None:
         ("use_tensorboard: true", "--config {file}: --use_tensorboard is no switch, got True; write a text as 'True'."),
         ("loss_agg: on", "--config {file}: --loss_agg is no switch, got True; write a text as 'True'."),
         ("bf16: 1", "--config {file}: --bf16 must be true or false, got 1."),
+        ("gamma: 1\nseed: 2\n\ngamma: 1", "--config {file}: gamma is in lines 1 and 4; keep one of them."),
+        ("'gamma': 1\ngamma: 1", "--config {file}: gamma is in lines 1 and 2; keep one of them."),
         ("- gamma", "--config {file}: it must hold 'option: value' lines."),
         ("gamma", "--config {file}: it must hold 'option: value' lines."),
         ("", "--config {file}: it must hold 'option: value' lines."),
@@ -755,7 +756,7 @@ def test_an_error_of_ours_and_an_error_while_running_keep_their_tracebacks(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", GOOD)
-    monkeypatch.setattr("os._exit", sys.exit)  # ends the watch alone, not pytest
+    monkeypatch.setattr("openppo.strategy.watch.Watch._exit", lambda watch, status: watch._leaving.set())
 
     def build(config: TrainPPOConfig) -> Job:
         raise KeyError("ours")

@@ -53,7 +53,7 @@ def test_the_page_of_several_runs_lies_here_or_where_it_is_told_to(
         ([], "name the folder of a run: python -m openppo.cli.report RUN_DIR"),
         (["none"], "none has no logs/metrics.jsonl: name the --save_path of a run"),
         (["a", "--output", "a/logs/metrics.jsonl/x.html"], "--output a/logs/metrics.jsonl/x.html cannot be written"),
-        (["a", "--ouput", "x"], "unknown flag --ouput; did you mean output?"),
+        (["a", "--ouput", "x"], "unknown flag --ouput; did you mean --output?"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -53,7 +53,21 @@ def test_a_mistyped_command_is_an_error_with_the_nearest_name(given: str) -> Non
 def test_a_command_gets_its_flags_and_its_errors_are_those_of_the_module(given: str) -> None:
     ours, module = openppo(given, "--eps_clipp", "1"), openppo("--eps_clipp", "1", module="openppo.cli.train_ppo")
     assert ours.returncode == module.returncode == 2
-    assert ours.stderr == module.stderr == "error: unknown flag --eps_clipp; did you mean eps_clip?\n"
+    assert ours.stderr == module.stderr == "error: unknown flag --eps_clipp; did you mean --eps_clip?\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", ["openppo --help", "openppo --version", "openppo train_ppo --help", "openppo.cli.report --help"]
+)
+def test_output_that_nobody_reads_ends_a_command_quietly(arguments: str) -> None:
+    """As ``openppo train_ppo --help | head`` does, where head has ended."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", *arguments.split()]
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, env=environment, cwd="/", stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_torchrun_starts_a_command_on_two_ranks_with_both_spellings(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 START = """
 import time
 from openppo.config import RunConfig
@@ -88,6 +90,27 @@ def test_a_log_that_nobody_reads_any_more_keeps_no_process_alive() -> None:
             assert process.wait(timeout=20) == 128 + 15
         finally:
             process.kill()
+
+
+FAILS = f"""{START}
+print("kept in the buffer")
+with Watch(RunConfig(), position, {{}}):
+    raise RuntimeError("of the user")
+"""
+
+
+@pytest.mark.parametrize("stdout", [">&-", ">/dev/full"])
+def test_a_failure_is_reported_where_stdout_cannot_be_written(stdout: str) -> None:
+    ended = subprocess.run(
+        ["bash", "-c", f'unset PYTHONUNBUFFERED; exec "$0" -c "$1" {stdout}', sys.executable, FAILS],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "fault:   rank 0 raised RuntimeError: of the user" in ended.stderr
+    assert "Exception in thread" not in ended.stderr
 
 
 def test_one_rank_is_ended_when_it_stalls_and_not_while_it_goes_on() -> None:

@@ -1,0 +1,111 @@
+"""Each command that a page or a script shows is valid as written; that it runs, in a tiny form, others test."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from openppo.cli.options import parse_options
+from openppo.config import (
+    EvaluateConfig,
+    GenerateConfig,
+    MergeLoRAConfig,
+    ReportConfig,
+    ServeRMConfig,
+    TrainPPOConfig,
+    TrainPRMConfig,
+    TrainRMConfig,
+    TrainSFTConfig,
+)
+
+REPO = Path(__file__).parents[2]
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
+SCRIPTS = sorted(file for file in (REPO / "examples/scripts").glob("*.sh") if file.name != "setup.sh")
+CONFIGS: dict[str, Any] = {
+    "evaluate": EvaluateConfig,
+    "generate": GenerateConfig,
+    "merge_lora": MergeLoRAConfig,
+    "report": ReportConfig,
+    "serve_rm": ServeRMConfig,
+    "train_ppo": TrainPPOConfig,
+    "train_prm": TrainPRMConfig,
+    "train_rm": TrainRMConfig,
+    "train_sft": TrainSFTConfig,
+}
+NO_COMMAND = {
+    "openppo --version": "it has no options",
+    "deepspeed --module openppo.cli.train_ppo FLAGS": "FLAGS stands for those of OpenRLHF",
+    "torchrun --standalone --nproc_per_node 8 -m openppo.cli.train_ppo FLAGS": "the same",
+    "-m openppo.cli.train_ppo --config run.yaml": "run.yaml is the reader's; test_the_loop_over_ssh_runs writes one",
+}
+"""What names no whole command: the reason."""
+
+
+def shown(page: Path) -> Iterator[str]:
+    """The lines of a page's shell blocks that call OpenPPO, each in one piece."""
+    for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+        if language not in ("python", "text"):
+            lines = re.sub(r" *\\\n *", " ", block).splitlines()
+            yield from (line for line in lines if re.search(r"\bopenppo\.cli\.|-m openppo |^openppo ", line))
+
+
+COMMANDS = [
+    pytest.param(line, id=f"{page.stem}: {line[:60]}")
+    for page in PAGES
+    for line in shown(page)
+    if not any(re.sub(r" +", " ", part) in re.sub(r" +", " ", line) for part in NO_COMMAND)
+]
+
+
+def check(words: list[str]) -> None:
+    """``ValueError`` or ``SystemExit`` unless the words after the launcher are a command that can start."""
+    (start,) = (i for i, word in enumerate(words) if word == "openppo" or word.startswith("openppo.cli."))
+    ranks = int(words[words.index("--nproc_per_node") + 1]) if "--nproc_per_node" in words[:start] else 1
+    name, options = words[start].rpartition(".")[2], words[start + 1 :]
+    if name == "openppo":
+        name, *options = options
+    positional = [tyro.conf.PositionalRequiredArgs] if name == "report" else []
+    parse_options(CONFIGS[name], options, *positional).validate(ranks)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_documented_command_is_valid_as_written(line: str) -> None:
+    check(shlex.split(line, comments=True))
+
+
+def test_the_commands_of_all_pages_are_found() -> None:
+    text = re.sub(r" *\\\n *", " ", "\n".join(page.read_text() for page in PAGES))
+    called = re.findall(r"^ *(?:torchrun|python|deepspeed|openppo) .*\bopenppo\b.* --?\w.*$", text, flags=re.MULTILINE)
+    found = {line for parameter in COMMANDS for line in parameter.values}
+    left = [line.strip() for line in called if line not in found]
+    assert [line for line in left if re.sub(r" +", " ", line).partition(" #")[0] not in NO_COMMAND] == []
+    assert len(found) > 20
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_to_copy_is_valid_as_written(script: Path, tmp_path: Path) -> None:
+    """Each program that it calls notes its arguments, and does nothing."""
+    notes = "printf '%s\\0' \"$@\" $'\\n' >> \"$CALLS\""
+    for name, does in {"torchrun": notes, "python": notes, "srun": notes, "scontrol": "echo host"}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "examples/scripts").mkdir(parents=True)
+    (tmp_path / "examples/scripts" / script.name).write_text(script.read_text())
+    (tmp_path / "examples/scripts/setup.sh").write_text(f"repo={shlex.quote(str(tmp_path))}\ninstall() {{ :; }}\n")
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    environment |= {"MODEL": "m", "SLURM_JOB_NODELIST": "host"}
+    command = ["bash", str(tmp_path / "examples/scripts" / script.name)]
+    subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True)
+    calls = [call.split("\0")[:-1] for call in (tmp_path / "calls").read_text().split("\n\0")]
+    trained = [call for call in calls if any(word.startswith("openppo.cli.") for word in call)]
+    assert trained
+    for call in trained:
+        check(call)
