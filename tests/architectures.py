@@ -91,8 +91,8 @@ NAMES = tuple(
     granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe
     hy_v3 hy_v4 hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1
     laguna lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash mamba mamba2 marian mbart megatron-bert mellum
-    mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-
-    decoder moshi mpt mvp nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt pegasus persimmon phi
+    mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
+    modernbert-decoder moshi mpt mvp nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt pegasus persimmon phi
     phi3 phimoe plbart prophetnet qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
     qwen4_exp_text recurrent_gemma rembert roberta roberta-prelayernorm roformer rwkv seed_oss smollm3 solar_open
     stablelm starcoder2 trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zaya
