@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -31,6 +32,8 @@ from openppo.models.trust import RefusedError, refusing_code
 logger = logging.getLogger("openppo")
 
 _HUB_TIMEOUT_SECONDS = 10
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+"""Of positions that there are; not ``seq_length``, which of BLOOM is what it was trained on."""
 
 
 def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -161,16 +164,29 @@ def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTr
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0, modules and plain attributes alike.
+    """Switch off all that is random in training mode: dropout, dropped layers, noise of routers.
 
-    A policy with dropout would have ratios other than 1 before its first update.
+    A policy with it would have ratios other than 1 before its first update. It may be a module or a plain attribute.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if getattr(module, "router_jitter_noise", 0) > 0:
+            # Phi-MoE draws among the experts within that margin, which it has in evaluation mode too: it stays there.
+            module.eval()
+            vars(module)["train"] = partial(_same, module)
         for name, value in vars(module).items():
-            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            if isinstance(value, float) and name != "router_jitter_noise" and _is_random(name):
                 setattr(module, name, 0.0)
+
+
+def _is_random(attribute: str) -> bool:
+    return any(word in attribute for word in ("dropout", "pdrop", "layerdrop", "jitter"))
+
+
+def _same(module: nn.Module, mode: bool = True) -> nn.Module:
+    """In place of a module's ``train``: its mode does not change."""
+    return module
 
 
 def load_tokenizer(
@@ -193,7 +209,9 @@ def load_tokenizer(
 
 def context_length(config: PreTrainedConfig) -> int | None:
     """The most tokens that a model reads, by its config; None where that says nothing, as of some models."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    lengths = (getattr(text, name, None) for name in _CONTEXT_NAMES)
+    return next((length for length in lengths if length is not None and length > 0), None)
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
