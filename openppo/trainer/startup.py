@@ -173,16 +173,26 @@ def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: in
     """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``model``: a flag and a name."""
     text = model_config.get_text_config()
     context, why = context_length(model_config), ""
-    for rope in _rope_parameters(text):
-        original = rope.get("original_max_position_embeddings")
-        if rope.get("rope_type") in ("longrope", "dynamic") and original is not None:
-            context = original
-            why = f" Beyond it, {rope['rope_type']} positions make log-probs depend on what else is in a batch."
+    for length, what in _alone_up_to(text):
+        if context is None or length <= context:
+            context, why = length, f" Beyond it, {what} make log-probs depend on what else is in a batch."
     if context is not None and longest_prompt + new_tokens > context:
         raise ValueError(
             f"The longest prompt has {longest_prompt} tokens; with --generate_max_len {new_tokens} that exceeds the "
             f"context of {context} tokens of {model}. Lower --generate_max_len or --prompt_max_len.{why}"
         )
+
+
+def _alone_up_to(text: PreTrainedConfig) -> Iterator[tuple[int, str]]:
+    """Lengths of rows up to which other rows of a batch do not matter to a model, and what lets them matter beyond."""
+    for rope in _rope_parameters(text):
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") in ("longrope", "dynamic") and original is not None:
+            yield original, f"{rope['rope_type']} positions"
+    if getattr(text, "attn_temperature_tuning", False) and getattr(text, "floor_scale", None):  # Llama 4
+        yield text.floor_scale - 1, "attention temperatures, which count columns,"
+    if getattr(text, "keep_window_size", None):  # Doge
+        yield text.keep_window_size, "dynamic masks"
 
 
 def _rope_parameters(text: PreTrainedConfig) -> list[dict[str, Any]]:
