@@ -110,6 +110,9 @@ class GenerationConfig:
     cuda_graphs: bool = False
     """Record decode steps on the GPU and replay them, which saves launching kernels one by one (with --rollout_engine
     hf; not for models with a sliding window)."""
+    engine_check: Literal["on", "off"] = "on"
+    """At the start, compare log-probs of a few sampled tokens with the actor's own, and refuse a model where they
+    differ."""
 
     def validate(self) -> None:
         share = self.vllm_gpu_memory_utilization

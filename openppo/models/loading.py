@@ -37,6 +37,8 @@ logger = logging.getLogger("openppo")
 
 _HUB_TIMEOUT_SECONDS = 10
 _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+"""Of positions that there are; not ``seq_length``, which of BLOOM is what it was trained on."""
 
 
 def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -168,16 +170,29 @@ def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTr
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0, modules and plain attributes alike.
+    """Switch off all that is random in training mode: dropout, dropped layers, noise of routers.
 
-    A policy with dropout would have ratios other than 1 before its first update.
+    A policy with it would have ratios other than 1 before its first update. It may be a module or a plain attribute.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if getattr(module, "router_jitter_noise", 0) > 0:
+            # Phi-MoE draws among the experts within that margin, which it has in evaluation mode too: it stays there.
+            module.eval()
+            vars(module)["train"] = partial(_same, module)
         for name, value in vars(module).items():
-            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
+            if isinstance(value, float) and name != "router_jitter_noise" and _is_random(name):
                 setattr(module, name, 0.0)
+
+
+def _is_random(attribute: str) -> bool:
+    return any(word in attribute for word in ("dropout", "pdrop", "layerdrop", "jitter"))
+
+
+def _same(module: nn.Module, mode: bool = True) -> nn.Module:
+    """In place of a module's ``train``: its mode does not change."""
+    return module
 
 
 def load_tokenizer(
@@ -237,7 +252,8 @@ def context_length(config: PreTrainedConfig) -> int | None:
     Positions that are rescaled for longer rows end before that: see ``rescaled_positions``.
     """
     text = config.get_text_config()
-    longest: int | None = getattr(text, "max_position_embeddings", None)
+    lengths = (getattr(text, name, None) for name in _CONTEXT_NAMES)
+    longest = next((length for length in lengths if length is not None and length > 0), None)
     return min((rope["original_max_position_embeddings"] for rope in _rescaled(text)), default=longest)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from openppo.rollout.row_cache import RowCache
+from openppo.rollout.row_cache import RowCache, layer_kinds
 
 COLUMNS_TOGETHER = 256
 """A graph is recorded for this many columns more than the last."""
@@ -121,11 +121,9 @@ class CUDARecorder:
 
 def check_layers(config: PreTrainedConfig) -> None:
     """``ValueError`` for models whose layers see a part of the row only: where it begins changes with each step."""
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    windowed = kinds - {"full_attention"} if kinds else getattr(text, "sliding_window", None) is not None
+    windowed = sorted(layer_kinds(config) - {"full_attention", "global"})
     if windowed:
         raise ValueError(
-            f"--cuda_graphs: {text.model_type} has layers with a sliding window, whose decode steps cannot be "
-            "recorded. Leave it out."
+            f"--cuda_graphs: {config.get_text_config().model_type} has layers with {', '.join(windowed)}, whose decode "
+            "steps cannot be recorded. Leave the flag out."
         )

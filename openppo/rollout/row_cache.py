@@ -6,6 +6,7 @@ one column, and a row that enters is copied in as it is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 SLACK_COLUMNS = 64
@@ -105,15 +106,30 @@ class _PromptLayer(CacheLayerMixin):
         return -1
 
 
-_WITHOUT_KEYS = frozenset({"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"})
+_CACHED = frozenset({"full_attention", "sliding_attention", "chunked_attention", "dynamic_mask", "global", "local"})
+"""Layers of these kinds keep keys and values alone, one of each for a token and a head."""
+
+
+def layer_kinds(config: PreTrainedConfig) -> set[str]:
+    """Kinds of a model's layers: those that its config names, else what its windows say."""
+    text = config.get_text_config()
+    named = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
+    if named:
+        return set(named)
+    windows = {"sliding_window": "sliding_attention", "keep_window_size": "dynamic_mask"}
+    found = {kind for name, kind in windows.items() if getattr(text, name, None) is not None}
+    return found or {"full_attention"}
 
 
 def check_cache(config: PreTrainedConfig) -> None:
     """``ValueError`` for models that keep something else than keys and values of their own in each layer."""
     text = config.get_text_config()
-    kinds = sorted(_WITHOUT_KEYS & set(getattr(text, "layer_types", None) or ()))
+    kinds = sorted(layer_kinds(config) - _CACHED)
     if (getattr(text, "num_kv_shared_layers", None) or 0) > 0:
         kinds.append("shared keys and values")
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: code of its own
+    if not kinds and model is not None and "past_key_values" not in inspect.signature(model.forward).parameters:
+        kinds.append("no key-value cache")
     if kinds:
         raise ValueError(
             f"{text.model_type} has layers with {', '.join(kinds)}, from which OpenPPO's engine cannot sample: take a "

@@ -34,6 +34,7 @@ from openppo.strategy.engine import TrainingEngine
 from openppo.strategy.gpu import check_transformers
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.trainer.callbacks import Callback, StopWhen
+from openppo.trainer.engine_check import check_engines, check_hf_engine
 from openppo.trainer.estimate.announce import announce_ppo
 from openppo.trainer.estimate.ppo import most_decode_rows
 from openppo.trainer.evaluation import Evaluator
@@ -144,7 +145,10 @@ def _engine(
             trust_remote_code=model.trust_remote_code,
             max_rows=generation.max_num_seqs,
         )
-        return VLLMEngine(base_model_of(model.pretrain), options, eos, show_progress=strategy.is_main, stop=stop)
+        vllm = VLLMEngine(base_model_of(model.pretrain), options, eos, show_progress=strategy.is_main, stop=stop)
+        if generation.engine_check == "on":
+            check_engines(config, strategy, actor, {"": vllm})
+        return vllm
     in_lockstep = not strategy.fits_gathered(actor, config.ppo.offload_idle)
     if generation.cuda_graphs and in_lockstep:
         logger.warning("--cuda_graphs: ranks that generate in lockstep cannot replay steps; they are launched as usual")
@@ -244,6 +248,8 @@ def _prepare_models(
     policy = load_actor(config)
     actor = strategy.prepare(policy, config.adam, rates.actor_learning_rate, n_steps)
     _pack(config, strategy, policy, actor, "actor")
+    if config.generation.engine_check == "on" and config.generation.rollout_engine == "hf":
+        check_hf_engine(config, strategy, actor)
     if config.kl.init_kl_coef == 0:
         return actor, critic, None
     if config.lora.lora_rank > 0 and model.ref_pretrain is None:

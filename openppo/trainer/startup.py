@@ -181,13 +181,24 @@ def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, kwargs: str | 
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:
     """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``model``: a flag and a name."""
-    context = context_length(model_config)
+    text = model_config.get_text_config()
+    context, why = context_length(model_config), rescaled_positions(model_config)
+    for length, what in _alone_up_to(text):
+        if context is None or length <= context:
+            context, why = length, f" Beyond it, {what} make log-probs depend on what else is in a batch."
     if context is not None and longest_prompt + new_tokens > context:
         raise ValueError(
             f"The longest prompt has {longest_prompt} tokens; with --generate_max_len {new_tokens} that exceeds the "
-            f"context of {context} tokens of {model}. Lower --generate_max_len or --prompt_max_len."
-            f"{rescaled_positions(model_config)}"
+            f"context of {context} tokens of {model}. Lower --generate_max_len or --prompt_max_len.{why}"
         )
+
+
+def _alone_up_to(text: PreTrainedConfig) -> Iterator[tuple[int, str]]:
+    """Lengths up to which other rows of an engine's batch do not matter to a model, and what lets them matter."""
+    if getattr(text, "attn_temperature_tuning", False) and getattr(text, "floor_scale", None):  # Llama 4
+        yield text.floor_scale - 1, "attention temperatures, which count columns,"
+    if getattr(text, "keep_window_size", None):  # Doge
+        yield text.keep_window_size, "dynamic masks"
 
 
 @contextmanager

@@ -106,6 +106,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "micro_train_tokens": None,
         "max_num_seqs": None,
         "cuda_graphs": False,
+        "engine_check": "on",
         "offload_idle": False,
         "old_log_probs": "auto",
         "rollout_batch_size": 512,

@@ -49,6 +49,8 @@ def _attend(
             return causal_attention(query, key, value, scale, learns)[0], None
         if not _has_amx():
             inputs = query.float(), key.float(), value.float()
+            if attention_mask is not None and attention_mask.is_floating_point():  # added to scores, so of their dtype
+                attention_mask = attention_mask.float()
             return sdpa_attention_forward(module, *inputs, attention_mask, **options)[0].bfloat16(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 

@@ -180,6 +180,7 @@ FLAGS: dict[type, list[Flag]] = {
         ("generation", "top_k", ["40"], 40),
         ("generation", "max_num_seqs", ["7"], 7),
         ("generation", "cuda_graphs", [], True),
+        ("generation", "engine_check", ["off"], "off"),
         ("ppo", "offload_idle", [], True),
         ("loss", "old_log_probs", ["recompute"], "recompute"),
         ("ppo", "micro_rollout_tokens", ["7"], 7),

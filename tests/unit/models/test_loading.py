@@ -15,18 +15,30 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    MptConfig,
+    PhimoeForCausalLM,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    XLNetConfig,
+)
 
 from openppo.models import loading
 from openppo.models.loading import (
     check_model,
     check_token_ids,
+    context_length,
     disable_dropout,
     eos_token_ids,
     known_eos_token_ids,
     load_tokenizer,
     pad_token_id,
 )
+from tests.architectures import tiny_config
 
 MakeModel = Callable[..., torch.nn.Module]
 
@@ -192,14 +204,43 @@ def test_dropout_is_removed_from_modules_and_from_plain_attributes() -> None:
             self.drop = nn.Dropout(0.5)
             self.attention_dropout = 0.3
             self.attn_pdrop = 0.2
+            self.layerdrop = 0.2
+            self.jitter_noise = 0.2
             self.eps = 0.1
 
     model = nn.Sequential(Layer(), nn.Dropout(0.2))
     disable_dropout(model)
     layer = model[0]
     assert (layer.drop.p, layer.attention_dropout, layer.attn_pdrop, model[1].p, layer.eps) == (0.0, 0.0, 0.0, 0.0, 0.1)
+    assert (layer.layerdrop, layer.jitter_noise) == (0.0, 0.0)
     ones = torch.ones(100)
     assert torch.equal(model[1].train()(ones), ones)
+
+
+@torch.no_grad()
+def test_routers_that_draw_experts_choose_as_in_evaluation_mode() -> None:
+    torch.manual_seed(3)
+    model = PhimoeForCausalLM(tiny_config("phimoe", router_jitter_noise=0.3)).eval()  # near ties share their weight
+    ids = torch.randint(0, 64, (4, 12))
+    published = model(ids).logits
+    assert not torch.allclose(model.train()(ids).logits, published)
+    disable_dropout(model)
+    assert torch.equal(model.train()(ids).logits, published)
+    assert torch.equal(model.eval()(ids).logits, published)
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        (LlamaConfig(max_position_embeddings=96), 96),
+        (GPT2Config(n_positions=96), 96),
+        (MptConfig(max_seq_len=96), 96),
+        (BloomConfig(seq_length=96), None),  # the length of its training, not of its positions
+        (XLNetConfig(), None),
+    ],
+)
+def test_the_context_is_found_by_each_of_its_names(config: PreTrainedConfig, length: int | None) -> None:
+    assert context_length(config) == length
 
 
 @pytest.mark.parametrize("name", ["sft/", "my model", "a--b"])

@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from openppo.rollout import decode_graphs, row_cache
-from openppo.rollout.decode_graphs import Forward
+from openppo.rollout.decode_graphs import Forward, check_layers
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import Completion, SamplingParams
+from tests.architectures import tiny_config
 
 Models = dict[str, PreTrainedModel]
 Prompts = list[list[int]]
@@ -146,8 +147,22 @@ def test_graphs_do_not_outlive_the_weights_they_were_recorded_with(models: Model
 
 
 def test_a_model_with_a_sliding_window_is_refused(models: Models) -> None:
-    with pytest.raises(ValueError, match="--cuda_graphs: mistral has layers with a sliding window"):
+    with pytest.raises(ValueError, match="--cuda_graphs: mistral has layers with sliding_attention"):
         engine(models["mistral"], RunsAgain())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt_neo", "local"), ("doge", "dynamic_mask"), ("llama4_text", "chunked_attention")]
+)
+def test_layers_that_see_a_part_of_the_row_are_named(name: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=f"--cuda_graphs: {name} has layers with {kind}"):
+        check_layers(tiny_config(name))
+
+
+def test_layers_that_see_the_whole_row_are_recorded() -> None:
+    for name in ("llama", "gpt2", "qwen2", "mixtral"):
+        check_layers(tiny_config(name))
+    check_layers(tiny_config("gpt_neo", attention_types=[[["global"], 2]]))
 
 
 def test_the_recorder_of_these_tests_finds_what_a_graph_could_not_hold() -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import (
+    DeepseekV32Config,
     FalconH1Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Lfm2Config,
     PreTrainedModel,
     Qwen3NextConfig,
+    XLNetConfig,
 )
 
 from openppo.models.actor import Actor
@@ -177,9 +180,14 @@ def test_flash_attention_stands_back_while_the_engine_is_awake(models: Models, h
         (FalconH1Config(), "hybrid"),
         (Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2), "lfm2 has layers with conv"),
         (Gemma3nTextConfig(num_kv_shared_layers=15), "shared keys and values"),
+        (DeepseekV32Config(), "deepseek_v32 has layers with indexed_attention"),
+        (SimpleNamespace(model_type="new", layer_types=["new_kind"]), "new has layers with new_kind"),
+        (XLNetConfig(), "xlnet has layers with no key-value cache"),
     ],
 )
 def test_models_without_keys_of_their_own_in_each_layer_are_refused_by_name(config: Any, named: str) -> None:
+    if isinstance(config, SimpleNamespace):
+        config.get_text_config = lambda: config
     with pytest.raises(ValueError, match=named):
         check_cache(config)
     check_cache(Gemma3TextConfig())

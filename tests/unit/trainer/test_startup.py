@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DogeConfig, Llama4TextConfig, MptConfig, PreTrainedConfig
 
 from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig, flat_dict, from_options
 from openppo.datasets import TokenExample
+from openppo.models.actor import Actor
+from openppo.rollout.hf_engine import HFEngine
 from openppo.trainer.startup import PLACES, check_context, check_options, check_same, on_all_ranks
+from openppo.types import SamplingParams
+from tests.architectures import tiny_config
 
 HOST = socket.gethostname()
 
@@ -162,3 +167,30 @@ def test_positions_that_turn_short_rows_otherwise_beside_long_ones_end_at_the_or
         return
     with pytest.raises(ValueError, match="exceeds the context of 64 tokens of --pretrain model.*depend on what else"):
         check_context(config, "--pretrain model", 40, 25)
+
+
+@pytest.mark.parametrize(
+    ("config", "most", "reason"),
+    [
+        (Llama4TextConfig(), 8191, "temperatures.*depend on what else is in a batch"),
+        (DogeConfig(keep_window_size=512), 512, "dynamic masks make log-probs depend on what else is in a batch"),
+        (MptConfig(max_seq_len=512), 512, ""),
+    ],
+)
+def test_rows_end_where_their_neighbours_would_matter(config: PreTrainedConfig, most: int, reason: str) -> None:
+    check_context(config, "--pretrain model", most - 100, 100)
+    with pytest.raises(ValueError, match=f"context of {most} tokens of --pretrain model.*generate_max_len.*{reason}"):
+        check_context(config, "--pretrain model", most - 100, 101)
+
+
+@pytest.mark.parametrize("beyond", [0, 8])
+@pytest.mark.parametrize(("name", "limit"), [("llama4_text", "floor_scale"), ("doge", "keep_window_size")])
+def test_up_to_there_a_row_is_sampled_as_alone(name: str, limit: str, beyond: int) -> None:
+    torch.manual_seed(1)
+    layers = {"num_hidden_layers": 4} if name == "llama4_text" else {}  # of which every fourth has temperatures
+    model = AutoModelForCausalLM.from_config(tiny_config(name, **{limit: 16 - beyond}, **layers)).eval()
+    prompts = [[3, 4, 5], [9, 12, 2, 6, 11, 13, 8, 1, 4, 30]]
+    sampled = HFEngine(model, (), 0, 2).generate(prompts, SamplingParams(6), [1, 2])
+    row = torch.tensor([prompts[0] + sampled[0].token_ids])
+    alone = Actor(model)(row, torch.ones_like(row).bool())[0, 3:]
+    assert torch.allclose(alone, torch.tensor(sampled[0].log_probs), atol=1e-4) == (beyond == 0)

@@ -1,0 +1,171 @@
+"""Engine against actor at the start: log-probs of a few sampled tokens, on which both must agree.
+
+Where they do not, PPO's ratios are wrong before the first update, and nothing else would say so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import DistError
+
+from openppo.config import TrainPPOConfig
+from openppo.models.loading import context_length
+from openppo.models.padding import pad_right
+from openppo.rollout.decode_graphs import CUDARecorder
+from openppo.rollout.engine import Engine, PolicyWeights
+from openppo.rollout.hf_engine import HFEngine
+from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
+from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.policy_weights import PolicyWeights as ActorWeights
+from openppo.trainer.startup import on_all_ranks
+from openppo.types import Completion, SamplingParams
+
+logger = logging.getLogger("openppo")
+
+REQUESTS = (((3, 5, 4, 1, 6, 2, 7, 3, 2), 2), ((6, 2, 5), 6))
+"""Prompts and numbers of sampled tokens: the long row ends first, and the other goes on without it."""
+LONGEST = max(len(prompt) + n_new for prompt, n_new in REQUESTS)
+WIDER = 16
+"""Columns of padding that must not change log-probs; on CPUs, rows in bfloat16 are padded by up to 7 anyway."""
+FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What the forward of a model raises when it is called in a way that it does not know."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far log-probs may be apart, in nats.
+
+    If ``exact``, no token by more than ``nats``. Else tokens on average by no more than ``nats``, or five times the
+    largest difference that padding makes, if it is more: rounded weights may send a single token to another expert.
+    """
+
+    exact: bool
+    nats: float
+
+
+BOUNDS = {
+    ("hf", True): Bound(True, 1e-3),
+    ("hf", False): Bound(False, 0.1),  # logits near 16 have steps of 1/8 in bfloat16
+    ("vllm", True): Bound(True, 1e-2),
+    ("vllm", False): Bound(False, 0.3),
+}
+"""By engine, and whether weights and logits are float32. vLLM has kernels of its own."""
+_TIMES = 5
+
+
+def check_hf_engine(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainingEngine) -> None:
+    """``ValueError`` on all ranks if an ``HFEngine`` would sample from something else than ``actor``.
+
+    The engines here are for the check alone. Partitioned weights are not gathered, which takes memory: ranks decode in
+    lockstep, which the same prompts on all of them allow.
+    """
+    in_lockstep = strategy.zero_stage == 3
+    policy: Any = actor.module.model
+
+    def engine(graphs: bool) -> Engine:
+        together = strategy.any_rank if in_lockstep else None
+        return HFEngine(policy, (), 0, len(REQUESTS), together, new_recorder=CUDARecorder if graphs else None)
+
+    engines = {"": engine(graphs=False)}
+    if config.generation.cuda_graphs and not in_lockstep:
+        engines[" with --cuda_graphs"] = engine(graphs=True)
+    check_engines(config, strategy, actor, engines)
+
+
+def check_engines(
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainingEngine, engines: Mapping[str, Engine]
+) -> None:
+    """The same for ``engines`` that are there, by how they decode, in words."""
+    name, options = config.model.pretrain, config.generation
+    exact = not (config.deepspeed.bf16 or config.lora.load_in_4bit)
+    weights = ActorWeights(strategy, actor)
+
+    def check() -> None:
+        with strategy.uncompiled(), _left_as_it_was(actor.module):
+            fault = engine_fault(actor, engines, weights, strategy.device, BOUNDS[options.rollout_engine, exact])
+        if fault is not None:
+            raise ValueError(
+                f"--pretrain {name} cannot be sampled by --rollout_engine {options.rollout_engine} as it is trained: "
+                f"{fault}. PPO's ratios would be wrong before the first update. Take another model or engine, or skip "
+                "this check with --engine_check off."
+            )
+
+    on_all_ranks(strategy.comm, check)
+
+
+def engine_fault(
+    actor: Any, engines: Mapping[str, Engine], weights: PolicyWeights, device: torch.device, bound: Bound
+) -> str | None:
+    """Why ``engines`` do not sample from ``actor``, an ``Actor`` or the engine around it, in words; None if they do."""
+    try:
+        return _fault(actor, engines, weights, device, bound)
+    except (torch.OutOfMemoryError, DistError):  # kinds of RuntimeError that say nothing about the model
+        raise
+    except FAILURES as error:
+        return f"a tiny forward fails, {type(error).__name__}: {error}"
+
+
+@torch.no_grad()
+def _fault(
+    actor: Any, engines: Mapping[str, Engine], weights: PolicyWeights, device: torch.device, bound: Bound
+) -> str | None:
+    context = context_length(getattr(actor, "module", actor).model.config)
+    if context is not None and context < LONGEST:
+        logger.warning("the engine is not checked: %d tokens of context are fewer than its %d", context, LONGEST)
+        return None
+    wider = WIDER if context is None else min(WIDER, context - LONGEST)
+    for how, engine in engines.items():
+        actor.train(False)
+        rows, sampled = _sample(engine, weights)
+        sequences, mask = (tensor.to(device) for tensor in pad_right(rows, 0))
+        plain = actor(sequences, mask, temperature=1.0)
+        padded = [torch.nn.functional.pad(tensor, (0, wider)) for tensor in (sequences, mask)]
+        rounding = (actor(*padded, temperature=1.0)[:, : plain.shape[1]] - plain).abs()
+        limit = bound.nats if bound.exact else max(bound.nats, _TIMES * float(rounding.max()))
+        starts = [len(prompt) for prompt, _ in REQUESTS]
+        at_engines = [plain[i, start : start + len(sampled[i])].cpu() for i, start in enumerate(starts)]
+        decoded = [torch.tensor(log_probs) for log_probs in sampled]
+        actor.train(True)  # new adapters add 0, so their dropout does not show
+        trained = actor(sequences, mask, temperature=1.0)
+        for what, differences in (
+            (f"decode steps{how} and the plain forward", (torch.cat(decoded) - torch.cat(at_engines)).abs()),
+            ("forwards in training and evaluation mode", (trained - plain).abs()[mask]),
+            ("forwards of rows padded to other lengths", rounding[mask]),
+        ):
+            found = float(differences.max() if bound.exact else differences.mean())
+            if not found <= limit:  # also of NaN
+                how_far = "at most" if bound.exact else "on average"
+                return f"log-probs of {what} differ by {found:.2g} nats, where {limit:.2g} {how_far} is rounding"
+    return None
+
+
+def _sample(engine: Engine, weights: PolicyWeights) -> tuple[list[list[int]], list[list[float]]]:
+    """Rows of prompts and sampled tokens, and the log-probs of the latter. Ranks take equally many steps."""
+    with engine.awake(weights):
+        numbers = [engine.submit(prompt, SamplingParams(n, 1.0), seed) for seed, (prompt, n) in enumerate(REQUESTS)]
+        done: dict[int, Completion] = {}
+        while engine.busy:
+            engine.step()
+            done |= engine.collect()
+    completions = [done[number] for number in numbers]
+    rows = [[*prompt, *completion.token_ids] for (prompt, _), completion in zip(REQUESTS, completions, strict=True)]
+    return rows, [completion.log_probs for completion in completions]
+
+
+@contextmanager
+def _left_as_it_was(module: torch.nn.Module) -> Iterator[None]:
+    """The mode of each part and all random generators."""
+    modes, state = [(part, part.training) for part in module.modules()], get_random_state()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        set_random_state(state)

@@ -1,0 +1,125 @@
+"""Tiny configs of transformers' causal language models: few and narrow layers, windows shorter than the prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB = 64
+LENGTH = 64
+"""Tokens that each model reads at most, where its config has a limit."""
+_WIDTH, _HEADS, _HEAD_WIDTH = 32, 4, 8
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False, "is_decoder": True},
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "dim_model", "word_embed_proj_dim"), _WIDTH),
+    **dict.fromkeys(("n_positions", "n_ctx", "max_position_embeddings", "max_seq_len"), LENGTH),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff", "dim_ff"), 48),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), _HEADS),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), _HEADS),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "dim_head"), _HEAD_WIDTH),
+    **dict.fromkeys(("d_kv", "rotary_dim"), _HEAD_WIDTH),
+    "num_key_value_heads": 2,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **{"num_experts_per_tok": 2, "expert_hidden_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    **{"n_shared_experts": 1, "num_shared_experts": 1, "moe_layer_start_index": 0},
+    **dict.fromkeys(("sliding_window", "attention_window", "window_size", "local_attention"), 6),
+    **dict.fromkeys(("initializer_range", "init_std"), 0.2),  # so that every token and position matters
+    **{"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_num_heads": 4, "mamba_head_dim": 16},
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
+}
+
+_OWN: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0},
+    "cohere2_moe": {"logit_scale": 1.0},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    },
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+    },
+    "gemma4_text": {
+        "global_head_dim": _HEAD_WIDTH,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"head_dim": _HEAD_WIDTH},
+    "hunyuan_v1_moe": {"head_dim": _HEAD_WIDTH},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 16,
+        "zero_expert_num": 2,
+        "q_lora_rank": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+    },
+    "mamba2": {"head_dim": 16, "n_groups": 1},
+    "ministral": {"head_dim": _HEAD_WIDTH},
+    "nemotron": {"num_key_value_heads": 2},
+    "prophetnet": {
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "num_encoder_attention_heads": 4,
+        "num_decoder_attention_heads": 4,
+    },
+    "xlnet": {"d_head": _HEAD_WIDTH},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What some need beside or instead."""
+
+NAMES = tuple(
+    """
+    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam bert bert-generation big_bird
+    bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe
+    cohere_compass_text cpmant ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4
+    diffllama doge dots1 dots3_note_text electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1
+    falcon_mamba flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4
+    glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj
+    granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2 jamba jetmoe
+    kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash mamba mamba2 marian mbart
+    megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
+    mixtral modernbert-decoder moshi mpt mvp nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt
+    pegasus persimmon phi phi3 phimoe plbart prophetnet qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
+    qwen3_moe qwen3_next qwen4_exp_text recurrent_gemma rembert roberta roberta-prelayernorm roformer rwkv seed_oss
+    smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm
+    xmod youtu zaya
+    """.split()
+)
+"""Model types of causal language models that ``tiny_config`` can make small."""
+
+
+def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
+    """The config of the model type ``name`` with small sizes and ``changes``."""
+    kind = CONFIG_MAPPING[name]
+    defaults, names = kind().to_dict(), kind.attribute_map
+    known = {k: v for k, v in _SIZES.items() if k.endswith("token_id") or defaults.get(names.get(k, k)) is not None}
+    for alias, real in names.items():
+        if real in known:
+            known.pop(alias, None)
+    if "kv_lora_rank" in known:  # latent attention: as many keys as queries, whose width has parts of its own
+        known["num_key_value_heads"] = _HEADS
+        known.pop("head_dim", None)
+    computed = [k for k in known if isinstance(getattr(kind, k, None), property)]
+    own = _OWN.get(name, {}) | changes
+    return kind(**{**{k: v for k, v in known.items() if k not in computed}, **own})
