@@ -41,6 +41,8 @@ FILES = {
     "pairs.jsonl": '{"prompt": "a", "chosen": "bc", "rejected": "de", "margin": "much"}\n' * 4,
     "reward.py": "def other():\n    pass\ndef reward_fn(prompts, responses, labels):\n    return [0] * len(prompts)\n",
     "needs.py": "import not_there\n",
+    "exits.py": "import sys\nsys.exit()\n",
+    "leaves.py": "import os\ndef reward_fn(response):\n    os._exit(0)\n",
     "params.py": "def reward_fn(prompts, colour):\n    return [0] * len(prompts)\n",
     "bare.jsonl": '{"input": "abc"}\n' * 4,
     "strange.jsonl": '{"foo": "abc", "bar": "d"}\n',
@@ -390,6 +392,7 @@ RESCALED = [
         *((name, "max") for name in ("train_sft", "train_rm", "train_prm")),
     )
 ]
+VERIFIED = {"reward_fn": None, "verifiable_reward": "exact_match", "label_key": "answer"}
 REWARDS = [
     Case(
         "missing reward file", {"reward_fn": "D/none.py"}, ["--reward_fn D/none.py", "no such file", "Check the path"]
@@ -397,6 +400,18 @@ REWARDS = [
     Case("missing function", {"reward_fn": "D/reward.py:f"}, ["--reward_fn", "no function 'f'", "other, reward_fn"]),
     Case("reward file of another kind", {"reward_fn": "D/notes.txt"}, ["--reward_fn D/notes.txt", "path.py:name"]),
     Case("reward that needs more", {"reward_fn": "D/needs.py"}, ["--reward_fn D/needs.py", "'not_there'", "Install"]),
+    Case("reward file that exits", {"reward_fn": "D/exits.py"}, ["--reward_fn D/exits.py", "sys.exit()", "Take the"]),
+    Case(
+        "several reward files", {"reward_fn": "D/reward.py D/f.py"}, ["--reward_fn takes one value", "Leave the others"]
+    ),
+    Case(
+        "reward files with commas", {"reward_fn": "D/reward.py,D/f.py"}, ["--reward_fn D/reward.py,D/f.py", "one file"]
+    ),
+    Case(
+        "weight of no reward",
+        {**VERIFIED, "reward_weights": "regex=1"},
+        ["--reward_weights names regex", "are reward."],
+    ),
     Case("no reward", {"reward_fn": None}, ["--reward_fn", "--reward_pretrain", "pass"]),
     Case("unknown parameter", {"reward_fn": "D/params.py"}, ["--reward_fn D/params.py", "'colour'", "answer, input"]),
     Case("weight that is no number", {"reward_weights": "a=b"}, ["--reward_weights", "NAME=NUMBER"]),
@@ -635,6 +650,7 @@ PROCESSES = [
     ),
     Case("ranks and head", reward_model("headless"), ["--reward_pretrain M/headless", "scalar head"], ranks=2),
     Case("ranks and file", {"dataset": "D/none.jsonl"}, ["--dataset D/none.jsonl"], "train_sft", ranks=2),
+    Case("rank that leaves", {"reward_fn": "D/leaves.py"}, ["--reward_fn D/leaves.py", "os._exit(0)", "Take"], ranks=1),
 ]
 
 
