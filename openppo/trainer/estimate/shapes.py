@@ -77,10 +77,10 @@ def model_shape(
     text: Any = model_config.get_text_config()
     sizes = [parameter.numel() for parameter in module.parameters()]
     linears = _linears(module)
-    heads = getattr(text, "num_attention_heads", None) or 0  # none in a model without attention
-    width = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
+    heads = _largest(text, "num_attention_heads") or 0  # none in a model without attention
+    width = _largest(text, "head_dim") or text.hidden_size // max(heads, 1)
     activation = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None)  # GPT-2's name
-    intermediate = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
+    intermediate = _largest(text, "intermediate_size") or _largest(text, "n_inner") or 4 * text.hidden_size
     return ModelShape(
         n_parameters=sum(sizes),
         n_quantized=sum(a * b for a, b in linears.values()),
@@ -90,7 +90,7 @@ def model_shape(
         hidden=text.hidden_size,
         queries=heads * width,
         heads=heads,
-        keys=(getattr(text, "num_key_value_heads", None) or heads) * width,
+        keys=(_largest(text, "num_key_value_heads") or heads) * width,
         intermediate=intermediate,
         gated=_width_of_mlps(linears, intermediate) >= 2 * intermediate * text.num_hidden_layers,
         composed_gelu=activation in ("gelu_new", "gelu_fast"),
@@ -98,6 +98,15 @@ def model_shape(
         vocabulary=text.vocab_size if head == "vocabulary" else 0,
         linears=tuple(pair for name, pair in linears.items() if _is_target(name, target_modules)),
     )
+
+
+def _largest(text: Any, name: str) -> int | None:
+    """A size that the config has, or None; where layers differ, the largest."""
+    try:
+        found: Any = getattr(text, name, None)
+    except RuntimeError:  # transformers refuses to read it from the config of all layers
+        found = [getattr(text.per_layer_config[i], name) for i in range(text.num_hidden_layers)]
+    return max(found) if isinstance(found, list | tuple) else found
 
 
 def _linears(module: nn.Module) -> dict[str, tuple[int, int]]:
