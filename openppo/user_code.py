@@ -68,7 +68,7 @@ def leaving_no_trace(source: str) -> Iterator[None]:
     """
     grad, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
     state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     try:
         with no_silent_end(source):
             yield
@@ -100,8 +100,10 @@ def no_silent_end(source: str) -> Iterator[None]:
 
 
 def _exit_with_a_reason(status: int) -> NoReturn:
-    if status == 0 and vars(_running).get("pid") == os.getpid():
-        os.write(2, f"error: {_running.source} calls os._exit(0), which ends the run. Take the call out.\n".encode())
+    if status % 256 == 0 and vars(_running).get("pid") == os.getpid():
+        os.write(
+            2, f"error: {_running.source} calls os._exit({status}), which ends the run. Take the call out.\n".encode()
+        )
         status = 1
     _exit(status)
 

@@ -107,6 +107,7 @@ os._exit(int(score.rewards["reward"]))
         ("os._exit(0)\ndef reward_fn(response): ...", 1),
         ("def reward_fn(response): os._exit(0)", 1),
         ("async def reward_fn(response): os._exit(0)", 1),
+        ("def reward_fn(response): os._exit(256)", 1),
         ("def reward_fn(response): os._exit(7)", 7),
         ("def reward_fn(response): return 0.0", 0),
         (
@@ -115,7 +116,15 @@ os._exit(int(score.rewards["reward"]))
             0,
         ),
     ],
-    ids=["at import", "in a call", "in an async call", "another status", "ours afterwards", "of a child"],
+    ids=[
+        "at import",
+        "in a call",
+        "in an async call",
+        "256, which is 0",
+        "another status",
+        "ours afterwards",
+        "of a child",
+    ],
 )
 def test_a_reward_file_cannot_end_the_process_with_status_0(body: str, status: int, tmp_path: Path) -> None:
     file = tmp_path / "leaves.py"
@@ -123,4 +132,4 @@ def test_a_reward_file_cannot_end_the_process_with_status_0(body: str, status: i
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run([sys.executable, "-c", CALL, str(file)], env=environment, capture_output=True, text=True)
     assert done.returncode == status, done.stderr
-    assert ("calls os._exit(0)" in done.stderr) == (status == 1)
+    assert ("calls os._exit(" in done.stderr) == (status == 1)

@@ -261,6 +261,7 @@ def test_chats_that_the_reward_models_template_takes_pass_the_check(
     ("roles", "template", "message"),
     [
         (["user"], None, "its tokenizer has no chat template, and the prompts are chats"),
+        (["user"], "{% for i in range(10 ** 9) %}a{% endfor %}", "with the roles user, assistant, user: Range too big"),
         (["system", "user"], TEMPLATE, "its chat template refuses messages with the roles system, user: no system"),
         (["user"], "{{ messages[0]['content'] }}", "it leaves the assistant's turn out"),
     ],
