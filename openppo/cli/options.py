@@ -216,7 +216,8 @@ def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field], given: s
     """The options of a YAML file as command-line arguments, without those that are ``given`` there already."""
     try:
         text = file.read_text()
-        options, node = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        options = yaml.safe_load(text)
+        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {file}: {error}") from error
     if not isinstance(options, dict):

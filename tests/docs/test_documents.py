@@ -408,6 +408,7 @@ def test_the_command_of_faults_runs_and_goes_on(run: Run, workshop: Path) -> Non
     run(words, workshop)
 
 
+@pytest.mark.skipif(" " in sys.executable, reason="the first line of DeepSpeed's program holds no path with a space")
 def test_a_command_line_of_openrlhf_runs_with_its_launcher(run: Run, workshop: Path) -> None:
     flags = """
         --pretrain policy --reward_pretrain reward --save_path openrlhf --save_steps -1 --logging_steps 1

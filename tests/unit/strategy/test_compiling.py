@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -48,5 +49,5 @@ def test_where_nothing_can_be_compiled_torchs_adam_steps(
     adam = offloaded(monkeypatch, lambda *parameters, **options: pytest.fail("compiled"))
     assert type(adam) is torch.optim.AdamW
     assert reason in caplog.text
-    with pytest.raises(ValueError, match=f"--compile cannot work on CPUs here: .*{reason}.*leave --compile out"):
+    with pytest.raises(ValueError, match=f"--compile cannot .*: .*{re.escape(reason)}.*leave --compile out"):
         module._compile_layers(nn.Linear(1, 1), torch.device("cpu"))
