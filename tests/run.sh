@@ -13,11 +13,11 @@ chosen=0 # arguments but for --slow, which is all tests and more
 for argument in "$@"; do
     [ "$argument" = --slow ] || chosen=$((chosen + 1))
 done
-if [ $chosen -eq 0 ]; then
+if [ "$chosen" -eq 0 ]; then
     bash tests/audit.sh
 fi
 beside_each_other=(-n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder) # many wait for ranks of their own
 CUDA_VISIBLE_DEVICES="" python -m pytest "${beside_each_other[@]}" "$@" # the CPU is what the tests are written for
-if [ $chosen -eq 0 ] && command -v nvidia-smi > /dev/null; then
+if [ "$chosen" -eq 0 ] && command -v nvidia-smi > /dev/null; then
     python -m pytest tests/gpu
 fi

@@ -29,8 +29,8 @@ from openppo.types import Completion, SamplingParams
 
 logger = logging.getLogger("openppo")
 
-REQUESTS = (((3, 5, 4, 1, 6, 2, 7, 3, 2), 2), ((6, 2, 5), 6))
-"""Prompts and numbers of sampled tokens: the long row ends first, and the other goes on without it."""
+REQUESTS = (((3, 1, 0, 2, 2, 1, 3, 0, 1), 2), ((2, 3, 1), 6))
+"""Prompts and numbers of sampled tokens: the long row ends first, and the other continues without it."""
 LONGEST = max(len(prompt) + n_new for prompt, n_new in REQUESTS)
 WIDER = 16
 """Columns of padding that must not change log-probs; on CPUs, rows in bfloat16 are padded by up to 7 anyway."""

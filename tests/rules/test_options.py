@@ -42,6 +42,7 @@ OTHER_PROGRAMS = {
     "kill-on-bad-exit",  # srun
     *("requeue", "open-mode"),  # Slurm
     "module",  # deepspeed
+    "slow",  # pytest, of tests/conftest.py
     *(
         "quiet",
         "version",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -69,3 +70,23 @@ def test_without_advisories_it_says_in_one_line_that_it_did_not_look(
     (line,) = ended.stdout.splitlines()
     assert line.startswith("dependency audit skipped: http://127.0.0.1")
     assert "gives no advisories" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "audited"),
+    [([], True), (["--slow"], True), (["tests/unit"], False), (["--slow", "tests/unit"], False)],
+)
+def test_all_tests_include_the_audit_and_a_choice_does_not(arguments: list[str], audited: bool, tmp_path: Path) -> None:
+    for name in ("tests", "examples/scripts", "bin"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(AUDIT.with_name("run.sh"), tmp_path / "tests")
+    (tmp_path / "tests" / "audit.sh").write_text("echo audited\n")
+    (tmp_path / "examples" / "scripts" / "setup.sh").write_text(f"repo={tmp_path}\ninstall() {{ :; }}\n")
+    for name in ("ruff", "mypy", "python"):
+        (tmp_path / "bin" / name).write_text('#!/bin/sh\necho "$0 $*"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    command = ["bash", str(tmp_path / "tests" / "run.sh"), *arguments]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert ("audited" in output) == audited
+    assert " ".join(["--no-loadscope-reorder", *arguments]) in output  # pytest gets them all
