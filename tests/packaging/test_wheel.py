@@ -167,7 +167,7 @@ def test_each_tested_pin_lies_in_the_range_of_the_package(wheel: Path) -> None:
 
 def test_what_is_imported_is_the_installed_package_and_not_the_repository(installed: Path, tmp_path: Path) -> None:
     program = "import openppo, openppo.config, torch; print(openppo.__file__, torch.__file__, sep='\\n')"
-    ours, borrowed = output(installed / "python", "-c", program, cwd=tmp_path).split()
+    ours, borrowed = output(installed / "python", "-c", program, cwd=tmp_path).splitlines()
     assert Path(ours).is_relative_to(installed.parent)
     assert not Path(borrowed).is_relative_to(installed.parent)
 
