@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from openppo.models import get_llm_for_sequence_regression
 from openppo.strategy.saving import save_model
 from openppo.trainer.estimate.shapes import model_shape
-
-architectures = pytest.importorskip("tests.architectures")
+from tests.architectures import NAMES, tiny_config
 
 OTHER_HEADS = tuple(
     """
@@ -26,7 +25,7 @@ OTHER_HEADS = tuple(
 ELSEWHERE = ("modernbert-decoder", "inkling_text", "minicpm3", "prophetnet", "cpmant")
 """Their output layer reads a multiple of the hidden states, or what another layer makes of them, or the whole batch."""
 FEW = ("granite", "olmoe", "gemma4_text", "bart")
-PARAMS = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in architectures.NAMES]
+PARAMS = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in NAMES]
 ROWS = [[5, 9, 2, 17, 30, 8, 11, 44, 2], [11, 3, 2, 60]]
 
 
@@ -43,7 +42,7 @@ def read_by_output_layer(model: Any, row: list[int]) -> Tensor:
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_critic_reads_what_the_language_model_reads(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(architectures.tiny_config(name)).save_pretrained(tmp_path / "causal")
+    AutoModelForCausalLM.from_config(tiny_config(name)).save_pretrained(tmp_path / "causal")
     if name in OTHER_HEADS:
         with pytest.raises(ValueError, match="keeps no linear head named 'score'"):
             get_llm_for_sequence_regression(str(tmp_path / "causal"), "critic")
