@@ -41,7 +41,7 @@ def collect_step_rewards(trajectories: Sequence[Trajectory], device: torch.devic
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, kl_estimator: KLEstimator) -> Tensor:
-    """``compute_approx_kl`` as rewards hold it, (B, L): k3 is at most 10, as in verl's ``kl_penalty``.
+    """``compute_approx_kl`` as rewards hold it, (B, L): k3 is at most 10, like ``low_var_kl`` of verl.
 
     Without a bound a single token at a log-prob of -14, where the reference has -0.1, is a million nats.
     """
