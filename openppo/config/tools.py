@@ -59,6 +59,8 @@ class PromptsConfig:
     """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
     seed: int = 42
     """Seed of sampling."""
+    engine_check: Literal["on", "off"] = "on"
+    """Compare log-probs of a few sampled tokens with those of a plain forward, and refuse a model where they differ."""
 
     def validate(self) -> None:
         validate_data(self.input_template, self.max_samples, self.apply_chat_template, self.chat_template_kwargs)

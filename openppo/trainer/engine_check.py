@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed import DistError
 
-from openppo.config import TrainPPOConfig
+from openppo.config import PromptsConfig, TrainPPOConfig
+from openppo.models.actor import Actor
 from openppo.models.loading import context_length
 from openppo.models.padding import pad_right
 from openppo.rollout.decode_graphs import CUDARecorder
@@ -100,10 +101,26 @@ def check_engines(
     on_all_ranks(strategy.comm, check)
 
 
+def check_frozen(options: PromptsConfig, actor: Actor, device: torch.device) -> None:
+    """``ValueError`` if an ``HFEngine`` would not sample from ``actor``, which is whole and not trained."""
+    policy: Any = actor.model
+    bound, engines = BOUNDS["hf", not options.bf16], {"": HFEngine(policy, (), 0, len(REQUESTS))}
+    with _left_as_it_was(actor):
+        fault = engine_fault(actor, engines, None, device, bound)
+    if fault is not None:
+        raise ValueError(
+            f"--pretrain {options.pretrain} cannot be sampled by OpenPPO's engine: {fault}. Take another model, or "
+            "skip this check with --engine_check off."
+        )
+
+
 def engine_fault(
-    actor: Any, engines: Mapping[str, Engine], weights: PolicyWeights, device: torch.device, bound: Bound
+    actor: Any, engines: Mapping[str, Engine], weights: PolicyWeights | None, device: torch.device, bound: Bound
 ) -> str | None:
-    """Why ``engines`` do not sample from ``actor``, an ``Actor`` or the engine around it, in words; None if they do."""
+    """Why ``engines`` do not sample from ``actor``, an ``Actor`` or the engine around it, in words; None if they do.
+
+    Without ``weights`` the actor is whole and is not trained: only the modes of evaluation are compared.
+    """
     try:
         return _fault(actor, engines, weights, device, bound)
     except (torch.OutOfMemoryError, DistError):  # kinds of RuntimeError that say nothing about the model
@@ -114,16 +131,17 @@ def engine_fault(
 
 @torch.no_grad()
 def _fault(
-    actor: Any, engines: Mapping[str, Engine], weights: PolicyWeights, device: torch.device, bound: Bound
+    actor: Any, engines: Mapping[str, Engine], weights: PolicyWeights | None, device: torch.device, bound: Bound
 ) -> str | None:
-    context = context_length(getattr(actor, "module", actor).model.config)
+    config = getattr(actor, "module", actor).model.config
+    context, n_ids = context_length(config), config.get_text_config().vocab_size
     if context is not None and context < LONGEST:
         logger.warning("the engine is not checked: %d tokens of context are fewer than its %d", context, LONGEST)
         return None
     wider = WIDER if context is None else min(WIDER, context - LONGEST)
     for how, engine in engines.items():
         actor.train(False)
-        rows, sampled = _sample(engine, weights)
+        rows, sampled = _sample(engine, weights, n_ids)
         sequences, mask = (tensor.to(device) for tensor in pad_right(rows, 0))
         plain = actor(sequences, mask, temperature=1.0)
         padded = [torch.nn.functional.pad(tensor, (0, wider)) for tensor in (sequences, mask)]
@@ -132,7 +150,7 @@ def _fault(
         starts = [len(prompt) for prompt, _ in REQUESTS]
         at_engines = [plain[i, start : start + len(sampled[i])].cpu() for i, start in enumerate(starts)]
         decoded = [torch.tensor(log_probs) for log_probs in sampled]
-        actor.train(True)  # new adapters add 0, so their dropout does not show
+        actor.train(weights is not None)  # new adapters add 0, so their dropout does not show
         trained = actor(sequences, mask, temperature=1.0)
         for what, differences in (
             (f"decode steps{how} and the plain forward", (torch.cat(decoded) - torch.cat(at_engines)).abs()),
@@ -146,16 +164,20 @@ def _fault(
     return None
 
 
-def _sample(engine: Engine, weights: PolicyWeights) -> tuple[list[list[int]], list[list[float]]]:
+def _sample(engine: Engine, weights: PolicyWeights | None, n_ids: int) -> tuple[list[list[int]], list[list[float]]]:
     """Rows of prompts and sampled tokens, and the log-probs of the latter. Ranks take equally many steps."""
-    with engine.awake(weights):
-        numbers = [engine.submit(prompt, SamplingParams(n, 1.0), seed) for seed, (prompt, n) in enumerate(REQUESTS)]
+    prompts = [[token_id % n_ids for token_id in prompt] for prompt, _ in REQUESTS]
+    with nullcontext() if weights is None else engine.awake(weights):
+        numbers = [
+            engine.submit(prompt, SamplingParams(n, 1.0), seed)
+            for seed, (prompt, (_, n)) in enumerate(zip(prompts, REQUESTS, strict=True))
+        ]
         done: dict[int, Completion] = {}
         while engine.busy:
             engine.step()
             done |= engine.collect()
     completions = [done[number] for number in numbers]
-    rows = [[*prompt, *completion.token_ids] for (prompt, _), completion in zip(REQUESTS, completions, strict=True)]
+    rows = [[*prompt, *completion.token_ids] for prompt, completion in zip(prompts, completions, strict=True)]
     return rows, [completion.log_probs for completion in completions]
 
 

@@ -20,6 +20,7 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
 from openppo.strategy.gpu import check_transformers
 from openppo.strategy.inference import InferenceStrategy
+from openppo.trainer.engine_check import check_frozen
 from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, naming_model, tokenizing
 from openppo.types import Comm, Prompt, SamplingParams, Trajectory
 
@@ -61,6 +62,8 @@ def load_policy(
         trust = options.trust_remote_code
         actor = Actor(options.pretrain, bf16=options.bf16, flash_attn=options.flash_attn, trust_remote_code=trust)
     strategy.prepare_frozen(actor)
+    if options.engine_check == "on":
+        check_frozen(options, actor, strategy.device)
     policy: Any = actor.model
     engine = HFEngine(
         policy,

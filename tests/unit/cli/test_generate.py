@@ -18,6 +18,7 @@ from openppo.config import GenerateConfig
 from openppo.trainer.evaluation.generate_job import GenerateJob
 from openppo.trainer.evaluation.output import write_rows
 from openppo.types import SingleProcess
+from tests.architectures import tiny_config
 
 PROMPTS = ["abc", "z", "what is 7 times 8", "hello there", "b", "9 8 7"]
 NEW_TOKENS = 9
@@ -121,6 +122,16 @@ def test_responses_do_not_depend_on_the_batch_size(generate: Generate) -> None:
     for line in alone:
         line["mean_log_prob"] = pytest.approx(line["mean_log_prob"], abs=1e-5)
     assert together == alone
+
+
+def test_a_model_with_other_positions_in_its_cache_is_refused(generate: Generate, policy: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config("bart")).save_pretrained(tmp_path / "bart")
+    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "bart")
+    bart = ["--pretrain", str(tmp_path / "bart")]
+    with pytest.raises(ValueError, match="decode steps and the plain forward differ .* --engine_check off"):
+        generate(*bart)
+    assert len(generate(*bart, "--engine_check", "off")) == len(PROMPTS)
 
 
 def test_a_file_that_cannot_be_finished_leaves_the_earlier_one_alone(tmp_path: Path) -> None:

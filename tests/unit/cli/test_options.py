@@ -115,6 +115,7 @@ PROMPTS: list[Flag] = [
     ("prompts", "input_template", ["some_input_template"], "some_input_template"),
     ("prompts", "apply_chat_template", [], True),
     ("prompts", "chat_template_kwargs", ['{"a": 1}'], '{"a": 1}'),
+    ("prompts", "engine_check", ["off"], "off"),
     ("prompts", "max_samples", ["7"], 7),
     ("prompts", "prompt_max_len", ["7"], 7),
     ("prompts", "generate_max_len", ["7"], 7),
