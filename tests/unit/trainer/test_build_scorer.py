@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 import string
 from collections.abc import Callable
@@ -182,7 +181,6 @@ CHAT = Prompt("ab", [3, 4], messages=[{"role": "user", "content": "ab"}])
             "--reward_fn M/f.py: its parameter 'answer' is unknown",
         ),
         ({"reward_fn": "M/none.py"}, "--reward_fn M/none.py: no such file"),
-        ({"reward_fn": "M/f.py", "reward_error_value": math.nan}, "--reward_error_value must be a finite number"),
         ({"verifiable_reward": ("math", "math")}, "--verifiable_reward names one of math math twice"),
         ({"remote_rm_url": "M/none.py"}, "--remote_rm_url M/none.py: no such file"),
         ({"remote_rm_url": "M/f.py"}, "--remote_rm_url M/f.py: M/f.py has no function 'reward_func'"),
