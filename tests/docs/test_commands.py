@@ -8,38 +8,18 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tyro
 
+import openppo.config
 from openppo.cli.options import parse_options
-from openppo.config import (
-    EvaluateConfig,
-    GenerateConfig,
-    MergeLoRAConfig,
-    ReportConfig,
-    ServeRMConfig,
-    TrainPPOConfig,
-    TrainPRMConfig,
-    TrainRMConfig,
-    TrainSFTConfig,
-)
+from openppo.cli.shell.commands import commands
 
 REPO = Path(__file__).parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 SCRIPTS = sorted(file for file in (REPO / "examples/scripts").glob("*.sh") if file.name != "setup.sh")
-CONFIGS: dict[str, Any] = {
-    "evaluate": EvaluateConfig,
-    "generate": GenerateConfig,
-    "merge_lora": MergeLoRAConfig,
-    "report": ReportConfig,
-    "serve_rm": ServeRMConfig,
-    "train_ppo": TrainPPOConfig,
-    "train_prm": TrainPRMConfig,
-    "train_rm": TrainRMConfig,
-    "train_sft": TrainSFTConfig,
-}
+SOURCES = {name: (REPO / f"openppo/cli/{name}.py").read_text() for name in commands()}
 NO_COMMAND = {
     "openppo --version": "it has no options",
     "deepspeed --module openppo.cli.train_ppo FLAGS": "FLAGS stands for those of OpenRLHF",
@@ -72,8 +52,9 @@ def check(words: list[str]) -> None:
     name, options = words[start].rpartition(".")[2], words[start + 1 :]
     if name == "openppo":
         name, *options = options
-    positional = [tyro.conf.PositionalRequiredArgs] if name == "report" else []
-    parse_options(CONFIGS[name], options, *positional).validate(ranks)
+    config = re.findall(r"^from openppo.config import (\w+)", SOURCES[name], flags=re.MULTILINE)[0]
+    markers = [tyro.conf.PositionalRequiredArgs] if "PositionalRequiredArgs" in SOURCES[name] else []
+    parse_options(getattr(openppo.config, config), options, *markers).validate(ranks)
 
 
 @pytest.mark.parametrize("line", COMMANDS)
