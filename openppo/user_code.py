@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import re
@@ -21,7 +22,8 @@ TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, 
 """What a chat template, which is a program too, may raise; ``OverflowError`` where a loop is too long."""
 
 _running = threading.local()
-"""Of a thread that runs a user's code: ``source``, the flag and file, and ``pid``, since a child inherits both."""
+"""Of a thread that runs a user's code: ``source``, the flag and file."""
+_process = os.getpid()
 _exit = os._exit
 
 
@@ -88,10 +90,14 @@ def leaving_no_trace(source: str) -> Iterator[None]:
 
 @contextmanager
 def no_silent_end(source: str) -> Iterator[None]:
-    """Turn ``os._exit(0)`` within the block, on this thread, into status 1 and a line that names ``source``."""
-    os._exit = _exit_with_a_reason  # for good: it differs in such blocks only
+    """Turn ``os._exit(0)`` into status 1 and a line that names ``source``.
+
+    From then on, on all threads: the code may start some. ``end_process`` ends the run.
+    """
+    global _process
+    os._exit, _process = _exit_with_a_reason, os.getpid()
     before = vars(_running).copy()
-    _running.source, _running.pid = source, os.getpid()
+    _running.source = source
     try:
         yield
     finally:
@@ -100,18 +106,21 @@ def no_silent_end(source: str) -> Iterator[None]:
 
 
 def _exit_with_a_reason(status: int) -> NoReturn:
-    if status % 256 == 0 and vars(_running).get("pid") == os.getpid():
-        os.write(
-            2, f"error: {_running.source} calls os._exit({status}), which ends the run. Take the call out.\n".encode()
-        )
+    if status % 256 == 0 and os.getpid() == _process:  # a child may end as it likes
+        source = vars(_running).get("source", "a thread of a reward function or data file")
+        os.write(2, f"error: {source} calls os._exit({status}), which ends the run. Take the call out.\n".encode())
         status = 1
     _exit(status)
 
 
+def end_process() -> NoReturn:
+    """End this process at once, with status 0."""
+    _exit(0)
+
+
 def copied(value: Any) -> Any:
-    """``value`` with lists and dicts of its own, at every depth; other objects are handed on."""
-    if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [copied(item) for item in value]
-    return value
+    """A deep copy of ``value``; the object itself where it cannot be copied, such as an open file or a lock."""
+    try:
+        return copy.deepcopy(value)
+    except TypeError:
+        return value

@@ -135,6 +135,9 @@ def _end_process() -> NoReturn:
         if stream is not None:  # it is where a shell has closed it: >&-
             with contextlib.suppress(OSError):  # nobody reads any more
                 stream.flush()
+    user_code: Any = sys.modules.get("openppo.user_code")
+    if user_code is not None:  # where it has run, os._exit(0) is an error
+        user_code.end_process()
     os._exit(0)
 
 
@@ -222,16 +225,34 @@ def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field], given: s
         raise ValueError(f"--config {file}: {error}") from error
     if not isinstance(options, dict):
         raise ValueError(f"--config {file}: it must hold 'option: value' lines.")
-    lines = [(key.value, key.start_mark.line + 1) for key, _ in node.value]
-    for name, line in lines:  # PyYAML takes the last of several
-        if (first := dict(reversed(lines))[name]) < line:
-            raise ValueError(f"--config {file}: {name} is in lines {first} and {line}; keep one of them.")
+    _check_keys(node, file)
     arguments = []
     for name, value in options.items():
         _check_known(str(name), known, f"option in --config {file}: ")
         if f"--{name}" not in given and f"--no_{name}" not in given:
             arguments += _arguments_of_option(known[name], value, file)
     return arguments
+
+
+def _check_keys(node: Any, file: Path) -> None:
+    """Raise ``ValueError`` for a key that stands twice in a mapping, of which PyYAML takes the last."""
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or isinstance(node, yaml.ScalarNode):  # aliases may lead back
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+            continue
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            first, line = lines.get(str(key.value)), key.start_mark.line + 1
+            if first is not None:
+                where = f"lines {first} and {line}" if first != line else f"line {line} twice"
+                raise ValueError(f"--config {file}: {key.value} is in {where}; keep one of them.")
+            lines[str(key.value)] = line
+            waiting.append(value)
 
 
 def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> list[str]:
@@ -249,7 +270,12 @@ def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> l
         if not value or name != "use_wandb":
             raise ValueError(f"--config {file}: --{name} is no switch, got {value}; write a text as '{value}'.")
     if isinstance(value, dict):
-        value = json.dumps(value)
+        if name != "chat_template_kwargs":
+            raise ValueError(f"--config {file}: --{name} takes no mapping, got {value}.")
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"--config {file}: --{name} must be what JSON can hold ({error}).") from error
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
     return [f"--{name}={value}"]  # in one piece, because a text may start with dashes

@@ -65,9 +65,7 @@ class TrainPPOConfig:
         world_size = self.run.dry_run_ranks or world_size
         _validate_train_batch(self.batch, world_size)
         validate_lora(self.lora, self.deepspeed)
-        critic = {"--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"}
-        outputs = {"--save_path": self.run.save_path} | (critic if self.model.save_value_network else {})
-        refuse_overwriting(self.input_models, outputs)
+        refuse_overwriting(self.input_models, self.output_models)
         _validate_keep_best(self.checkpoint, self.evaluation.eval_data, "--eval_data")
         _validate_stop_when(self.run, self.evaluation.eval_data, "--eval_data")
         best = self.checkpoint.keep_best or ""
@@ -125,6 +123,12 @@ class TrainPPOConfig:
             "--reward_pretrain": self.source.reward_pretrain,
             "--prm_pretrain": self.source.prm_pretrain,
         }
+
+    @property
+    def output_models(self) -> dict[str, str]:
+        """Folders that receive models, by flag."""
+        critic = {"--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"}
+        return {"--save_path": self.run.save_path} | (critic if self.model.save_value_network else {})
 
     def old_log_probs_from(self, at_once: bool) -> OldLogProbsFrom:
         """Where those of the old policy come from, see ``--old_log_probs``; "training": the forward that is trained on.
@@ -194,7 +198,7 @@ class SupervisedCommand:
         world_size = self.run.dry_run_ranks or world_size
         _validate_train_batch(self.batch, world_size)
         validate_lora(self.lora, self.deepspeed)
-        refuse_overwriting(self.input_models, {"--save_path": self.run.save_path})
+        refuse_overwriting(self.input_models, self.output_models)
         _validate_keep_best(self.checkpoint, self.supervised.eval_dataset, "--eval_dataset")
         _validate_stop_when(self.run, self.supervised.eval_dataset, "--eval_dataset")
 
@@ -202,6 +206,11 @@ class SupervisedCommand:
     def input_models(self) -> dict[str, str | None]:
         """As of ``TrainPPOConfig``."""
         return {"--pretrain": self.supervised.pretrain}
+
+    @property
+    def output_models(self) -> dict[str, str]:
+        """As of ``TrainPPOConfig``."""
+        return {"--save_path": self.run.save_path}
 
 
 @dataclass(frozen=True)

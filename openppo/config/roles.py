@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -185,7 +186,7 @@ def validate_data(
 def parse_template_kwargs(text: str | None) -> dict[str, Any]:
     """``--chat_template_kwargs`` by name; ``ValueError`` for anything but a JSON object."""
     try:
-        parsed = {} if text is None else json.loads(text)
+        parsed = {} if text is None else json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse)
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
@@ -194,6 +195,16 @@ def parse_template_kwargs(text: str | None) -> dict[str, Any]:
             "'{\"enable_thinking\": false}'."
         )
     return parsed
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    repeated = [name for name, n in Counter(name for name, _ in pairs).items() if n > 1]
+    require(not repeated, f"the key {', '.join(repeated)} stands twice in a JSON object.")
+    return dict(pairs)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON.")
 
 
 def parse_probs(sources: str, probs: str | None, flag: str) -> list[tuple[str, float | None]]:

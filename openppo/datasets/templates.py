@@ -6,7 +6,9 @@ every example ends with one EOS, as a sampled response does.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ _LARGE = 2**20
 
 Message = dict[str, Any]
 """One turn of a chat: "role" and "content", texts; "content" is None at most where "tool_calls" are."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which data has what an assistant thought."""
 _CAN_BE_WITHOUT_TEXT = ("assistant", "tool")
 
 
@@ -137,17 +141,39 @@ def tool_name(call: object) -> object:
     return function.get("name") if isinstance(function, dict) else None
 
 
+def _texts_of_calls(message: Message) -> Iterator[str]:
+    """Names of the tools that ``message`` calls, and texts among their arguments."""
+    for call in message.get("tool_calls") or []:
+        yield str(tool_name(call))
+        arguments = call.get("function", call).get("arguments")
+        if isinstance(arguments, str):
+            with suppress(ValueError):  # not JSON: one text
+                arguments = json.loads(arguments)
+        yield from _leaves(arguments)
+
+
+def _leaves(value: object) -> Iterator[str]:
+    """The texts in nested lists and dicts, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        yield from chain.from_iterable(map(_leaves, [*value, *value.values()] if isinstance(value, dict) else value))
+
+
 def same_turn(a: Message, b: Message) -> bool:
     """Whether both say the same; what else a row knows of a turn may differ."""
     return all(a.get(part) == b.get(part) for part in ("role", "content", "tool_calls"))
 
 
 def require_whole(message: Message, number: int, rendered: str) -> None:
-    """``ValueError`` if ``rendered`` lacks a text of ``message`` or the name of a tool; blanks do not count."""
-    names = [str(tool_name(call)) for call in message.get("tool_calls") or []]
+    """Raise ``ValueError`` if ``rendered`` lacks a text of ``message``: its content, its reasoning, a call of a tool.
+
+    Blanks do not count, and the texts of a call may be as JSON writes them.
+    """
     squeezed = "".join(rendered.split())
-    for text in (message["content"] or "", message.get("reasoning_content") or "", *names):
-        if "".join(text.split()) not in squeezed:
+    said = [message.get(name) or "" for name in ("content", *_REASONING)]
+    for text in [*filter(lambda text: isinstance(text, str), said), *_texts_of_calls(message)]:
+        if not any("".join(form.split()) in squeezed for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])):
             raise ValueError(
                 f"the chat template leaves out part of turn {number + 1}, {shortened(text)}, so it would not be "
                 "trained on. Use another template, or leave --apply_chat_template out and use --input_template."

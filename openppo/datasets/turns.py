@@ -72,7 +72,7 @@ def _render_turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase, f
     text = render_chat(messages, tokenizer)
     spans = [_span_of_turn(messages, i, text, tokenizer) for i in chosen]
     for i, (start, end) in zip(chosen, spans, strict=True):
-        opened = len(messages[i]["content"] or "")  # a generation prompt may hold its beginning, "<think>"
+        opened = _length_of_generation_prompt(messages[:i], tokenizer)  # which may hold its beginning, "<think>"
         require_whole(messages[i], i, text[max(0, start - opened) : end])
     borders = [border for span in spans for border in span]
     ids, places = encode_cut(tokenizer, text, borders, add_special_tokens=False)
@@ -121,6 +121,14 @@ def _around(messages: list[Message], number: int, tokenizer: PreTrainedTokenizer
         named = {**first.get("function", first), "name": _MARK}
         marked = {**turn, "tool_calls": [{**first, "function": named} if "function" in first else named, *others]}
     return render_chat([*messages[:number], marked, *messages[number + 1 :]], tokenizer).partition(_MARK)
+
+
+def _length_of_generation_prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters that the template adds after ``messages`` for an answer."""
+    if not messages:
+        return 0
+    asked = render_chat(messages, tokenizer, for_generation=True)
+    return len(asked) - _common_length(asked, render_chat(messages, tokenizer))
 
 
 def _is_call(message: Message) -> bool:

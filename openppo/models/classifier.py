@@ -17,7 +17,7 @@ from transformers import (
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
 HEAD = "score"
-_OTHER_HEADS = ("ctrl", "modernbert-decoder")
+_OTHER_HEADS = ("bert", "ctrl", "electra", "ernie", "megatron-bert", "modernbert-decoder", "rembert")
 """Causal families whose classifier in transformers has a head of another kind."""
 
 

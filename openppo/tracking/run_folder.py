@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -40,8 +41,11 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def check_run_folder(folder: Path) -> None:
-    """Raise ``ValueError`` if a run in ``folder`` would have to rename logs or a model that are no run's."""
+def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` if a run in ``folder`` would have to rename logs or a model that are no run's.
+
+    ``models`` are folders by flag that will receive models: ``folder``, and the critic's beside it.
+    """
     logs = folder / "logs"
     try:
         foreign = logs.exists() and not _is_logs(logs) and not (logs.is_dir() and next(logs.iterdir(), None) is None)
@@ -49,10 +53,12 @@ def check_run_folder(folder: Path) -> None:
         raise ValueError(f"--save_path {folder}: cannot be read ({error}); choose another folder.") from error
     if foreign:
         raise ValueError(f"--save_path {folder}: 'logs' in it is not of a run: rename it, or choose another folder.")
-    if holds_model(folder) and not _is_run(folder):
-        raise ValueError(
-            f"--save_path {folder} holds a model that no run has written there (it has no logs): choose another folder."
-        )
+    for flag, place in models.items():
+        if holds_model(Path(place)) and not _is_run(folder):
+            raise ValueError(
+                f"{flag} {place} holds a model that no run has written there ({folder} has no logs): choose another "
+                "folder."
+            )
 
 
 def holds_model(folder: Path) -> bool:
@@ -81,7 +87,11 @@ def set_aside_logs(folder: Path) -> None:
 
 
 def _is_logs(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
+    """Whether a run has written ``folder``: its options begin each run's logs."""
+    try:
+        return re.search(r"^save_path:", (folder / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE) is not None
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        return False
 
 
 def _is_run(folder: Path) -> bool:

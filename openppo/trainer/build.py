@@ -34,7 +34,7 @@ from openppo.strategy.engine import TrainingEngine
 from openppo.strategy.gpu import check_transformers
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.trainer.callbacks import Callback, StopWhen
-from openppo.trainer.engine_check import check_engines, check_hf_engine
+from openppo.trainer.engine_check import LONGEST, check_engines, check_hf_engine
 from openppo.trainer.estimate.announce import announce_ppo
 from openppo.trainer.estimate.ppo import most_decode_rows
 from openppo.trainer.evaluation import Evaluator
@@ -197,8 +197,8 @@ def _check_gpu_options(config: TrainPPOConfig, actor_config: PreTrainedConfig, s
 
 
 def _longest_sequence(config: TrainPPOConfig, actor_config: PreTrainedConfig) -> int:
-    """The most tokens of a prompt with its response, also of prompts that come later than ``--prompt_data``."""
-    wanted = config.data.prompt_max_len + config.generation.generate_max_len
+    """The most tokens of a prompt with its response: of any step, and of the engine's check."""
+    wanted = max(config.data.prompt_max_len + config.generation.generate_max_len, LONGEST)
     context = context_length(actor_config)
     return wanted if context is None else min(wanted, context)
 

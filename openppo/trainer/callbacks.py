@@ -74,7 +74,7 @@ class EarlyStopping(Callback):
         return {"best": self.best, "n_without": self.n_without}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from an earlier session."""
+        """Resume from an earlier session."""
         self.best, self.n_without = state["best"], state["n_without"]
 
     def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
@@ -118,21 +118,21 @@ class StopWhen(Callback):
         return {"stopped_by": self.stopped_by}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from an earlier session."""
+        """Resume from an earlier session."""
         self.stopped_by = state["stopped_by"]
 
     def on_fit_start(self, trainer: PPOTrainer) -> None:
-        """Go on with a run that another condition had ended."""
+        """Resume a run that a condition ended which is not given now."""
         if self.stopped_by is not None and not self.stopping.still_stops(self.stopped_by):
-            logger.info("--stop_when %s is no condition any more: the run goes on", self.stopped_by)
+            logger.info("--stop_when %s is not given any more: the run resumes", self.stopped_by)
             trainer.should_stop, self.stopped_by = False, None
 
     def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        """Look at metrics of training."""
+        """Check metrics of training."""
         self._look(trainer, metrics, of_evaluation=False)
 
     def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        """Look at metrics of evaluation."""
+        """Check metrics of evaluation."""
         self._look(trainer, metrics, of_evaluation=True)
 
     def _look(self, trainer: PPOTrainer, metrics: Mapping[str, float], of_evaluation: bool) -> None:

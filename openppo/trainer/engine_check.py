@@ -1,6 +1,6 @@
 """Engine against actor at the start: log-probs of a few sampled tokens, on which both must agree.
 
-Where they do not, PPO's ratios are wrong before the first update, and nothing else would say so.
+Where they do not, PPO's ratios are wrong before the first update, without any error.
 """
 
 from __future__ import annotations
@@ -41,33 +41,36 @@ FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeEr
 
 @dataclass(frozen=True)
 class Bound:
-    """How far log-probs may be apart, in nats.
+    """How far log-probs may be apart.
 
-    If ``exact``, no token by more than ``nats``. Else tokens on average by no more than ``nats``, or five times the
-    largest difference that padding makes, if it is more: rounded weights may send a single token to another expert.
+    If ``exact``, no token by more than ``size`` nats. Else tokens on average by no more than ``size`` times the largest
+    logit, or five times the largest difference that padding makes, if it is more: rounded weights may send a single
+    token to another expert.
     """
 
     exact: bool
-    nats: float
+    size: float
 
 
+_STEP = 2**-8
+"""Relative distance of numbers in bfloat16: of models that are right the average is at most one of the largest logit,
+of those that are wrong at least twelve, whatever the scale of their weights."""
 BOUNDS = {
     ("hf", True): Bound(True, 1e-3),
-    ("hf", False): Bound(False, 0.1),  # logits near 16 have steps of 1/8 in bfloat16
+    ("hf", False): Bound(False, 8 * _STEP),
     ("vllm", True): Bound(True, 1e-2),
-    ("vllm", False): Bound(False, 0.3),
+    ("vllm", False): Bound(False, 16 * _STEP),
 }
 """By engine, and whether weights and logits are float32. vLLM has kernels of its own."""
 _TIMES = 5
 
 
 def check_hf_engine(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainingEngine) -> None:
-    """``ValueError`` on all ranks if an ``HFEngine`` would sample from something else than ``actor``.
+    """Raise ``ValueError`` on all ranks if an ``HFEngine`` would sample from something else than ``actor``.
 
-    The engines here are for the check alone. Partitioned weights are not gathered, which takes memory: ranks decode in
-    lockstep, which the same prompts on all of them allow.
+    The engines are for the check alone, and decode as those of the run: with whole weights, or in lockstep.
     """
-    in_lockstep = strategy.zero_stage == 3
+    in_lockstep = not strategy.fits_gathered(actor, config.ppo.offload_idle)
     policy: Any = actor.module.model
 
     def engine(graphs: bool) -> Engine:
@@ -83,7 +86,7 @@ def check_hf_engine(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: 
 def check_engines(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainingEngine, engines: Mapping[str, Engine]
 ) -> None:
-    """The same for ``engines`` that are there, by how they decode, in words."""
+    """Raise ``ValueError`` on all ranks if ``engines``, by how they decode, do not sample from ``actor``."""
     name, options = config.model.pretrain, config.generation
     exact = not (config.deepspeed.bf16 or config.lora.load_in_4bit)
     weights = ActorWeights(strategy, actor)
@@ -123,9 +126,12 @@ def engine_fault(
     """
     try:
         return _fault(actor, engines, weights, device, bound)
-    except (torch.OutOfMemoryError, DistError):  # kinds of RuntimeError that say nothing about the model
+    except (torch.OutOfMemoryError, torch.AcceleratorError, DistError):  # RuntimeErrors that are not about the model
         raise
     except FAILURES as error:
+        if isinstance(error, ValueError) and "--" in str(error):  # it names a flag and its own remedy
+            raise
+        logger.debug("the check of the engine failed", exc_info=True)
         return f"a tiny forward fails, {type(error).__name__}: {error}"
 
 
@@ -133,8 +139,8 @@ def engine_fault(
 def _fault(
     actor: Any, engines: Mapping[str, Engine], weights: PolicyWeights | None, device: torch.device, bound: Bound
 ) -> str | None:
-    config = getattr(actor, "module", actor).model.config
-    context, n_ids = context_length(config), config.get_text_config().vocab_size
+    policy: Any = getattr(actor, "module", actor).model
+    context, n_ids = context_length(policy.config), policy.config.get_text_config().vocab_size
     if context is not None and context < LONGEST:
         logger.warning("the engine is not checked: %d tokens of context are fewer than its %d", context, LONGEST)
         return None
@@ -146,22 +152,29 @@ def _fault(
         plain = actor(sequences, mask, temperature=1.0)
         padded = [torch.nn.functional.pad(tensor, (0, wider)) for tensor in (sequences, mask)]
         rounding = (actor(*padded, temperature=1.0)[:, : plain.shape[1]] - plain).abs()
-        limit = bound.nats if bound.exact else max(bound.nats, _TIMES * float(rounding.max()))
+        allowed = bound.size if bound.exact else bound.size * _largest_logit(policy, sequences)
+        limit = allowed if bound.exact else max(allowed, _TIMES * float(rounding.max()))
         starts = [len(prompt) for prompt, _ in REQUESTS]
         at_engines = [plain[i, start : start + len(sampled[i])].cpu() for i, start in enumerate(starts)]
         decoded = [torch.tensor(log_probs) for log_probs in sampled]
         actor.train(weights is not None)  # new adapters add 0, so their dropout does not show
         trained = actor(sequences, mask, temperature=1.0)
-        for what, differences in (
-            (f"decode steps{how} and the plain forward", (torch.cat(decoded) - torch.cat(at_engines)).abs()),
-            ("forwards in training and evaluation mode", (trained - plain).abs()[mask]),
-            ("forwards of rows padded to other lengths", rounding[mask]),
+        for what, differences, most in (
+            ("forwards of rows padded to other lengths", rounding[mask], allowed),
+            (f"decode steps{how} and the plain forward", (torch.cat(decoded) - torch.cat(at_engines)).abs(), limit),
+            ("forwards in training and evaluation mode", (trained - plain).abs()[mask], limit),
         ):
             found = float(differences.max() if bound.exact else differences.mean())
-            if not found <= limit:  # also of NaN
+            if not found <= most:  # also of NaN
                 how_far = "at most" if bound.exact else "on average"
-                return f"log-probs of {what} differ by {found:.2g} nats, where {limit:.2g} {how_far} is rounding"
+                return f"log-probs of {what} differ by {found:.2g} nats, where {most:.2g} {how_far} is rounding"
     return None
+
+
+def _largest_logit(policy: Any, sequences: torch.Tensor) -> float:
+    """The size of the likeliest tokens' logits; others may be masked."""
+    logits: torch.Tensor = policy(input_ids=sequences, use_cache=False).logits
+    return float(logits.float().amax(-1).abs().max())
 
 
 def _sample(engine: Engine, weights: PolicyWeights | None, n_ids: int) -> tuple[list[list[int]], list[list[float]]]:

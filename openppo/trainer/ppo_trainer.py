@@ -140,6 +140,7 @@ class PPOTrainer:
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
         """Sampled and scored responses to this rank's share of ``prompts``, for the step that ``train_on`` ends."""
+        self._finish_interrupted()
         with self.timer.step(self.global_step + 1):
             return self._scored(prompts)
 
@@ -187,7 +188,7 @@ class PPOTrainer:
         if evaluated or last or self.should_stop or position.global_step % self.config.run.logging_steps == 0:
             self.parts.trackers.log(position.global_step, metrics)
         self.unreported = None
-        if self.parts.checkpointer is not None and self.parts.checkpointer.due(position.global_step, episode_ended):
+        if (saver := self.parts.checkpointer) and (self.should_stop or saver.due(position.global_step, episode_ended)):
             self.save_checkpoint()
 
     @phase("saving")

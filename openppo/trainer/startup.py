@@ -86,7 +86,7 @@ def check_options(config: Any, comm: Comm) -> None:
         config.validate(comm.world_size)  # folders may differ, of which it sees some
         check_conditions(config.run.stop_conditions)
         if comm.rank == 0:
-            check_run_folder(Path(config.run.save_path))
+            check_run_folder(Path(config.run.save_path), config.output_models)
             check_trackers(config.tracking)
 
     on_all_ranks(comm, check)

@@ -1,6 +1,7 @@
 """The model made of a checkpoint is, bit for bit, what the run saved at that step."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,9 @@ RUNS = {"averaged": "--enable_ema --ema_beta 0.5 --bf16", "lora": "--lora_rank 4
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """By name; peft writes target modules in the order of a set."""
+    """By name; peft writes target modules in the order of a set, and transformers whether it was offline."""
     found = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    found["tokenizer_config.json"] = re.sub(rb'"local_files_only": \w+', b"", found["tokenizer_config.json"])
     if "adapter_config.json" in found:
         described = json.loads(found["adapter_config.json"])
         described["target_modules"].sort()

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ def test_a_lost_terminal_ends_the_run_with_a_checkpoint(tiny: Path, tmp_path: Pa
         --max_epochs 100000 --save_steps 0 --save_path {tmp_path}/model"""
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
         os.execv(sys.executable, [sys.executable, "-m", "openppo.cli.train_sft", *flags.split()])
     metrics, printed = tmp_path / "model" / "logs" / "metrics.jsonl", b""

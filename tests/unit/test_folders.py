@@ -101,7 +101,11 @@ def test_a_model_in_the_runs_own_checkpoints_is_refused(inside: str, tmp_path: P
 def fill(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
+        (folder / name).write_text(f"save_path: {name}\n")
+
+
+def check(folder: Path) -> None:
+    check_run_folder(folder, {"--save_path": str(folder)})
 
 
 MODEL = ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json")
@@ -111,11 +115,11 @@ OTHERS = ("logs/config.yaml", "notes.txt", "reward.py", "run.log", "checkpoints_
 def test_the_model_of_an_earlier_run_is_set_aside_and_nothing_else(tmp_path: Path) -> None:
     for number in (1, 2):
         fill(tmp_path, *MODEL, *OTHERS)
-        check_run_folder(tmp_path)
+        check(tmp_path)
         set_aside_model(tmp_path)
         assert sorted(path.name for path in (tmp_path / f"model.{number}").iterdir()) == sorted(MODEL)
         assert not any((tmp_path / name).exists() for name in MODEL)
-        assert all((tmp_path / name).read_text() == name for name in OTHERS)
+        assert all((tmp_path / name).read_text() == f"save_path: {name}\n" for name in OTHERS)
     set_aside_model(tmp_path)
     assert not (tmp_path / "model.3").exists()
 
@@ -123,17 +127,31 @@ def test_the_model_of_an_earlier_run_is_set_aside_and_nothing_else(tmp_path: Pat
 def test_a_model_that_no_run_has_written_is_refused(tmp_path: Path) -> None:
     fill(tmp_path, *MODEL)
     with pytest.raises(ValueError, match="holds a model that no run has written there .*: choose another folder"):
-        check_run_folder(tmp_path)
+        check(tmp_path)
+
+
+def test_a_model_beside_a_new_run_is_refused_as_critic(tmp_path: Path) -> None:
+    folder, critic = tmp_path / "run", tmp_path / "run_critic"
+    fill(critic, *MODEL)
+    folders = {"--save_path": str(folder), "--save_value_network: the critic's folder": str(critic)}
+    with pytest.raises(ValueError, match="the critic's folder .*run_critic holds a model that no run has written"):
+        check_run_folder(folder, folders)
+    fill(folder, "logs/config.yaml")  # of the run that wrote it
+    check_run_folder(folder, folders)
 
 
 def test_logs_that_are_no_runs_are_never_renamed(tmp_path: Path) -> None:
-    check_run_folder(tmp_path / "nowhere")
+    check(tmp_path / "nowhere")
     (tmp_path / "logs").mkdir()
-    check_run_folder(tmp_path)  # empty
+    check(tmp_path)  # empty
     fill(tmp_path, "logs/slurm-12.out")
     set_aside_logs(tmp_path / "logs")
     assert (tmp_path / "logs" / "slurm-12.out").exists()
     with pytest.raises(ValueError, match="'logs' in it is not of a run: rename it, or choose another folder"):
-        check_run_folder(tmp_path)
-    fill(tmp_path, "logs/metrics.jsonl")
-    check_run_folder(tmp_path)
+        check(tmp_path)
+    (tmp_path / "logs" / "config.yaml").write_text("of: another program\n")
+    set_aside_logs(tmp_path / "logs")
+    with pytest.raises(ValueError, match="'logs' in it is not of a run"):
+        check(tmp_path)
+    fill(tmp_path, "logs/config.yaml")
+    check(tmp_path)

@@ -93,11 +93,13 @@ from types import SimpleNamespace as Namespace
 from openppo.rollout.rewards import FunctionScorer, load_reward_function
 from openppo.types import FinishReason, Prompt, Trajectory
 
+from openppo.user_code import end_process
 tokenizer = Namespace(batch_decode=lambda ids, skip_special_tokens: [""] * len(ids))
 sample = Trajectory([1, 2], [False, True], [0.0] * 2, [0] * 2, FinishReason.EOS, Prompt("a", [1]), 0)
 function = load_reward_function(sys.argv[1], ())
 (score,) = FunctionScorer(function, tokenizer).score([sample])
-os._exit(int(score.rewards["reward"]))
+status = int(score.rewards["reward"])
+os._exit(status) if status else end_process()
 """
 
 
@@ -108,6 +110,11 @@ os._exit(int(score.rewards["reward"]))
         ("def reward_fn(response): os._exit(0)", 1),
         ("async def reward_fn(response): os._exit(0)", 1),
         ("def reward_fn(response): os._exit(256)", 1),
+        (
+            "import threading, time\ndef reward_fn(response):\n"
+            "    threading.Thread(target=os._exit, args=(0,)).start()\n    time.sleep(60)\n",
+            1,
+        ),
         ("def reward_fn(response): os._exit(7)", 7),
         ("def reward_fn(response): return 0.0", 0),
         (
@@ -121,6 +128,7 @@ os._exit(int(score.rewards["reward"]))
         "in a call",
         "in an async call",
         "256, which is 0",
+        "on another thread",
         "another status",
         "ours afterwards",
         "of a child",

@@ -11,7 +11,7 @@ READY = "ready\n"
 
 
 class LineProcess:
-    """Answers a line with a line. It starts with the first question, and again after it was killed.
+    """A process that answers each line with a line, started with the first question and again after it ended.
 
     ``RuntimeError`` naming ``flag`` if it cannot start.
     """
@@ -24,6 +24,8 @@ class LineProcess:
 
     def ask(self, question: str, seconds: float) -> str | None:
         """The answer; None if it took longer than ``seconds`` or ended the process."""
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None  # killed between two questions, for memory perhaps
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(question + "\n")

@@ -131,7 +131,7 @@ class RegexReward:
         found: str | None = json.loads(answer)
         if found is None or self.pattern.groups == 0:
             return float(found is not None)
-        return float(found.strip() == label_of(trajectory.prompt, "regex"))
+        return float(_plain(found.strip()) == _plain(label_of(trajectory.prompt, "regex")))
 
 
 class LengthReward:

@@ -86,7 +86,7 @@ def _or_none(measure: Callable[[], T], options: RunConfig) -> T | None:
     except ValueError as error:
         if options.dry_run:
             raise
-        logger.warning("no estimate of memory: %s", error)
+        logger.warning("no estimate of memory, so --max_num_seqs is not lowered to what fits: %s", error)
         return None
 
 

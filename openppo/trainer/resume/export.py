@@ -63,6 +63,8 @@ class Export:
         self.is_adapted = self._lora_rank() > 0
         if options.merge and not self.is_adapted:
             raise ValueError("--merge: the run trained all weights, which are written as they are; leave it out.")
+        if self.checkpoint.parent in self.folder.resolve().parents:
+            raise ValueError(f"FOLDER {self.folder} lies among the checkpoints, which runs remove: choose another.")
         if holds_model(self.folder):
             raise ValueError(f"FOLDER {self.folder} holds a model already: choose another.")
         try:

@@ -196,7 +196,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         if due or self.stopped_by or step % run.logging_steps == 0:
             self.parts.trackers.log(step, metrics)
         self.unreported = None
-        if checkpointer is not None and checkpointer.due(step, epoch_ended or last):
+        if checkpointer is not None and (self.stopped_by or checkpointer.due(step, epoch_ended or last)):
             self.save_checkpoint()
 
     @phase("saving")

@@ -590,6 +590,12 @@ def test_a_file_may_hold_the_required_options(config_file: Path) -> None:
         ("bf16: 1", "--config {file}: --bf16 must be true or false, got 1."),
         ("gamma: 1\nseed: 2\n\ngamma: 1", "--config {file}: gamma is in lines 1 and 4; keep one of them."),
         ("'gamma': 1\ngamma: 1", "--config {file}: gamma is in lines 1 and 2; keep one of them."),
+        (
+            "chat_template_kwargs:\n  a: 1\n  b: [{c: 1, c: 2}]",
+            "--config {file}: c is in line 3 twice; keep one of them.",
+        ),
+        ("chat_template_kwargs: {a: 2024-01-01}", "--config {file}: --chat_template_kwargs must be what JSON can hold"),
+        ("save_path: {a: b}", "--config {file}: --save_path takes no mapping, got {{'a': 'b'}}."),
         ("- gamma", "--config {file}: it must hold 'option: value' lines."),
         ("gamma", "--config {file}: it must hold 'option: value' lines."),
         ("", "--config {file}: it must hold 'option: value' lines."),
@@ -606,7 +612,7 @@ def test_a_file_that_cannot_be_used_is_an_error_naming_it(text: str | None, mess
 
 
 @pytest.mark.parametrize(
-    ("line", "named"), [("value_clip: false", "--value_clip"), ("gamma: {a: 1}", "--gamma"), ("seed: []", "--seed")]
+    ("line", "named"), [("value_clip: false", "--value_clip"), ("gamma: [a]", "--gamma"), ("seed: []", "--seed")]
 )
 def test_a_value_of_the_wrong_kind_in_a_file_names_the_flag(
     line: str, named: str, config_file: Path, capsys: pytest.CaptureFixture[str]

@@ -185,6 +185,25 @@ def test_a_template_that_drops_the_reasoning_is_an_error_with_file_and_row(make_
     assert load(rows, make_tokenizer(chat_template=whole), supervised, data)[1] == 0
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": "Yes.", "reasoning_content": "two plus two"},  # which the user says too
+        {"content": "Yes.", "thinking": "a sum"},
+        {"content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"numbers": ["two", "3"]}}}]},
+        {"content": "", "tool_calls": [{"function": {"name": "add", "arguments": '{"unit": "inch"}'}}]},
+    ],
+)
+def test_reasoning_and_arguments_that_a_template_drops_are_an_error(make_tokenizer, turn):
+    names_only = ENDS_IN_EOS.replace(
+        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
+    )
+    assert names_only != ENDS_IN_EOS
+    chat = [{"role": "user", "content": "Is it two plus two?"}, {"role": "assistant", **turn}]
+    with pytest.raises(ValueError, match="the chat template leaves out part of turn 2"):
+        render_conversation(chat, make_tokenizer(chat_template=names_only), input_template=None)
+
+
 def test_a_template_may_change_the_blanks_of_a_turn(make_tokenizer):
     strips = ENDS_IN_EOS.replace("m.content", "m.content.strip().replace('\\n\\n', '\\n')")
     chat = [QUESTION, {"role": "assistant", "content": " b\n\nc "}]

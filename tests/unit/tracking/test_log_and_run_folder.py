@@ -130,7 +130,7 @@ def test_a_second_run_in_the_same_folder_keeps_the_logs_of_the_first(tmp_path: P
     logs = tmp_path / "logs"
     for run in ("first", "second", "third"):
         set_aside_logs(logs)
-        logs.mkdir()
+        save_config(logs, {"save_path": "."})
         (logs / "metrics.jsonl").write_text(run)
     kept = {folder.name: (folder / "metrics.jsonl").read_text() for folder in tmp_path.iterdir()}
     assert kept == {"logs": "third", "logs.1": "first", "logs.2": "second"}

@@ -123,6 +123,14 @@ def test_an_expression_that_backtracks_for_ever_counts_as_wrong(
     assert "--verify_regex took too long" in caplog.text
     verify.seconds = 60.0
     assert judge(verify, "aaa", "aaa") == 1.0
+    verify._process._process.kill()  # as the system does when memory is short
+    verify._process._process.wait()
+    assert judge(verify, "aaa", "aaa") == 1.0
+
+
+def test_regex_compares_numbers_whatever_their_zeros(judge: Callable[..., float]) -> None:
+    verify = verify_of("regex", verify_regex=r"([\d.]+)$")
+    assert [judge(verify, answer, 145.0) for answer in ("145", "145.0", "14.5")] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
