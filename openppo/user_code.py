@@ -1,4 +1,4 @@
-"""Code that users bring: files loaded without a trace in the run, calls that never end it with status 0."""
+"""Files of users: loaded without side effects on the run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def load_callable(location: str, flag: str, default_name: str | None = None) -> 
 
 @contextmanager
 def leaving_no_trace(source: str) -> Iterator[None]:
-    """Undo afterwards what the block sets: gradients on or off, default dtype and device, random generators.
+    """Undo changes of gradient mode, default dtype and device, and seeds.
 
     ``sys.exit()`` in it is a ``ValueError`` naming ``source``. For the thread that trains, before training.
     """
@@ -119,7 +119,7 @@ def end_process() -> NoReturn:
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of ``value``; the object itself where it cannot be copied, such as an open file or a lock."""
+    """Deep copy of ``value``; an object that cannot be copied itself."""
     try:
         return copy.deepcopy(value)
     except TypeError:

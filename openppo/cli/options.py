@@ -235,7 +235,7 @@ def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field], given: s
 
 
 def _check_keys(node: Any, file: Path) -> None:
-    """Raise ``ValueError`` for a key that stands twice in a mapping, of which PyYAML takes the last."""
+    """Refuse keys that stand twice: PyYAML takes the last one."""
     seen, waiting = set(), [node]
     while waiting:
         node = waiting.pop()

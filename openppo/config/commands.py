@@ -115,7 +115,7 @@ class TrainPPOConfig:
 
     @property
     def input_models(self) -> dict[str, str | None]:
-        """Models that are read, by flag; None where an option is not given."""
+        """Input models by flag; None where an option is not given."""
         return {
             "--pretrain": self.model.pretrain,
             "--ref_pretrain": self.model.ref_pretrain,

@@ -31,7 +31,7 @@ class Condition:
     """A finite number."""
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
-        """Whether ``metrics`` have it and it compares so; never for NaN."""
+        """Whether the condition is true of ``metrics``; never for NaN."""
         return self.metric in metrics and _COMPARE[self.comparison](metrics[self.metric], self.bound)
 
 

@@ -11,7 +11,7 @@ from openppo.config.shared import require
 
 
 def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` if an output folder is an input model, whatever the spelling; both by flag.
+    """Refuse output folders that are input models, whatever the spelling.
 
     Of a PEFT folder the base model counts too. None stands for an option that is not given.
     """
@@ -25,7 +25,7 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
 
 
 def refuse_own_checkpoints(inputs: Mapping[str, str | None], flag: str, folder: Path) -> None:
-    """Raise ``ValueError`` for an input model in a checkpoint in ``folder``: a run replaces its older ones."""
+    """Refuse input models inside the run's own checkpoints in ``folder``."""
     for given, name in inputs.items():
         place = Path(os.path.realpath(name)) if name else folder
         inside = place.relative_to(folder).parts if folder in place.parents else ()
@@ -36,7 +36,7 @@ def refuse_own_checkpoints(inputs: Mapping[str, str | None], flag: str, folder: 
 
 
 def _base_of(name: str) -> str | None:
-    """The base model that a PEFT folder names; None for other folders, and where reading it fails later on."""
+    """Base model named by a PEFT folder; None for other folders."""
     try:
         described = json.loads((Path(name) / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -46,7 +46,7 @@ def _base_of(name: str) -> str | None:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two paths lead to one folder: by another spelling, a link, or a second mount."""
+    """Whether two paths lead to one folder, by link or spelling."""
     try:
         return os.path.samefile(one, other)
     except OSError:  # one is not there yet, or is a name on the hub

@@ -94,11 +94,11 @@ class RewardSourceConfig:
         )
 
     def remote_is_file(self) -> bool:
-        """Whether ``--remote_rm_url`` is a Python file, with a function in place of a server."""
+        """Whether ``--remote_rm_url`` names a Python file instead of a server."""
         return bool(re.search(r"\.py(:\w*)?$", self.remote_rm_url or ""))
 
     def names(self) -> list[str]:
-        """The names of the rewards, in the order of the sources; functions may give others."""
+        """Names of the rewards by source; functions may add others."""
         before = {"reward_fn": self.reward_fn, "remote": self.remote_rm_url}
         after = {"reward_model": self.reward_pretrain, "prm": self.prm_pretrain}
         sources = before | {verifier: verifier for verifier in self.verifiable_reward} | after

@@ -18,7 +18,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def validate_groups(command: Any) -> None:
-    """Raise ``ValueError`` for the first option of a command that cannot work, whatever the others are."""
+    """Validate each group of options of a command by itself."""
     for group in vars(command).values():
         group.validate()
         _require_finite(group)
@@ -94,7 +94,7 @@ class RunConfig:
 
     @property
     def stop_conditions(self) -> list[Condition]:
-        """What ``--stop_when`` says; ``ValueError`` if that is no condition."""
+        """Parsed ``--stop_when``; ``ValueError`` for anything but conditions."""
         return [parse_condition(text, "--stop_when") for text in self.stop_when]
 
 

@@ -136,7 +136,7 @@ def _as_message(message: object) -> Message:
 
 
 def tool_name(call: object) -> object:
-    """The name in a tool call, ``{"function": {"name": ...}}`` or ``{"name": ...}``; None if there is none."""
+    """Name in a tool call, in OpenAI's form or flat; None without."""
     function = call.get("function", call) if isinstance(call, dict) else None
     return function.get("name") if isinstance(function, dict) else None
 
@@ -161,12 +161,12 @@ def _leaves(value: object) -> Iterator[str]:
 
 
 def same_turn(a: Message, b: Message) -> bool:
-    """Whether both say the same; what else a row knows of a turn may differ."""
+    """Whether role, content and tool calls of both are equal."""
     return all(a.get(part) == b.get(part) for part in ("role", "content", "tool_calls"))
 
 
 def require_whole(message: Message, number: int, rendered: str) -> None:
-    """Raise ``ValueError`` if ``rendered`` lacks a text of ``message``: its content, its reasoning, a call of a tool.
+    """Refuse a rendering without content, reasoning or tool calls of ``message``.
 
     Blanks do not count, and the texts of a call may be as JSON writes them.
     """
@@ -252,7 +252,7 @@ def is_far_longer(values: list[Any], tokenizer: PreTrainedTokenizerBase, max_len
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All texts in lists, and of chat messages what templates write: contents, reasoning, calls of tools."""
+    """Texts in nested values; of chat messages, what templates write."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

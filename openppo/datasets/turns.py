@@ -132,7 +132,7 @@ def _length_of_generation_prompt(messages: list[Message], tokenizer: PreTrainedT
 
 
 def _is_call(message: Message) -> bool:
-    """Whether the turn calls tools and says nothing, so that the mark must be the name of a tool."""
+    """Whether the turn only calls tools: the mark replaces a name."""
     return not message["content"] and bool(message.get("tool_calls"))
 
 

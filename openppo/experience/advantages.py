@@ -59,7 +59,7 @@ def get_cumulative_returns(rewards: Tensor, action_mask: Tensor, gamma: float) -
 
 
 def in_front(per_token: Tensor, mask: Tensor, places: Tensor) -> Tensor:
-    """Of each row the numbers where ``mask`` is set one after the other, then zeros; ``places`` (B, L) are theirs."""
+    """Pack the entries under ``mask`` (B, L) to the left, zeros behind."""
     n_rows, length = mask.shape
     moved = per_token.new_zeros(n_rows, length + 1)  # the last column takes what no action has
     return moved.scatter_(1, torch.where(mask, places, length), per_token)[:, :length]

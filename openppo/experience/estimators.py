@@ -112,7 +112,7 @@ def check_estimator(name: str, n_samples_per_prompt: int) -> None:
 def compare(
     estimator: Estimator, scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Rewards after the baseline: (B,) of the last actions, and (B, L) of steps or None.
+    """Rewards after the baseline: (B,), and (B, L) of steps.
 
     ``scores`` (B,) without the rewards of ``steps``; ``groups`` and ``greedy`` as of ``Estimator``.
     """
@@ -125,9 +125,9 @@ def compare(
 
 
 def normalize_steps(scores: Tensor, steps: StepRewards, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores (B,) and step rewards (B, L) normalized by their group (arXiv 2402.03300, section 4.1.3).
+    """Normalize scores (B,) and step rewards (B, L) by their group.
 
-    Each less the mean of its kind, both divided by the root of the sum of both variances: weights between the kinds
+    Process supervision of arXiv 2402.03300, section 4.1.3, where scores are 0. Each less the mean of its kind, both divided by the root of the sum of both variances: weights between the kinds
     keep their meaning. Steps with the same rewards in all responses of a group are left out.
     """
     ends = steps.ends & ~_are_alike(steps, groups)[:, None]
@@ -167,7 +167,7 @@ def compute_advantages(
 
 
 def _group_statistics(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Number, mean and sum of squared deviations of the rewards of each row's group, (B,) float64.
+    """Count, mean and squared deviations per group, (B,) float64 each.
 
     ``rewards`` (B,), or (B, L) where ``counted``. In float64 the mean of equal rewards is exactly that reward, so that
     such a group has advantages of exactly 0.
@@ -180,18 +180,18 @@ def _group_statistics(rewards: Tensor, groups: Tensor, counted: Tensor | None = 
 
 
 def _group_sum(numbers: Tensor, groups: Tensor) -> Tensor:
-    """Of each row the sum over its group; (B,)."""
+    """Sum over each row's group, (B,)."""
     _, index = groups.unique(return_inverse=True)
     return torch.zeros_like(numbers).index_add_(0, index, numbers)[index]
 
 
 def _divisor(std: Tensor, size: Tensor) -> Tensor:
-    """``std`` + 1e-9; infinite where rewards of about ``size`` are equal but for rounding: nothing to compare."""
+    """``std`` + 1e-9; infinite where rewards differ by rounding only."""
     return torch.where(std <= _EQUAL * (1 + size), torch.inf, std + _EPS)
 
 
 def _are_alike(steps: StepRewards, groups: Tensor) -> Tensor:
-    """Whether all responses to a row's prompt have the same step rewards, in the same order; bool (B,)."""
+    """Whether a row's group has equal step rewards in order; bool (B,)."""
     counts, rows = steps.ends.sum(-1), in_front(steps.rewards, steps.ends, steps.ends.cumsum(-1) - 1)
     ids, index = groups.unique(return_inverse=True)
     every = torch.arange(len(groups), device=groups.device)

@@ -143,7 +143,7 @@ class ExperienceMaker:
         return batch if self.reference is None else batch.with_fields(ref_log_probs=self.reference(*inputs))
 
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
-        """The KL penalty, and what is left of scores and rewards of steps after the baseline."""
+        """Add token rewards: KL penalty, scores and steps after the baseline."""
         shaped, steps = self._shaped_scores(trajectories), self._step_rewards(trajectories)
         metrics.add_tensor("shaped_reward", shaped if steps is None else steps.added_to(shaped))
         groups = torch.tensor([t.group for t in trajectories], device=self.device)
@@ -171,7 +171,7 @@ class ExperienceMaker:
         return shape_scores(scores, truncated, lengths, shaping, max_len).to(self.device)
 
     def _step_rewards(self, trajectories: Sequence[Trajectory]) -> StepRewards | None:
-        """Rewards of steps and tokens, normalized as the options say: by one divisor with the scores."""
+        """Step rewards, normalized with the same divisor as the scores."""
         steps = collect_step_rewards(trajectories, self.device)
         if steps is None or not self.normalizes_scores:
             return steps

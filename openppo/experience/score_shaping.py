@@ -81,7 +81,7 @@ class RunningMoments:
         return self.squares / max(self.count, 1.0)
 
     def normalize(self, scores: Tensor, further_variance: float = 0.0) -> Tensor:
-        """(score - mean) / sqrt(var + 1e-8), same shape; var includes ``further_variance``, of what is added to it."""
+        """(score - mean) / sqrt(var + ``further_variance`` + 1e-8), same shape."""
         return (scores - self.mean) / (self.variance + further_variance + _EPS) ** 0.5
 
     def state_dict(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ _LARGEST_K3 = 10.0
 
 @dataclass(frozen=True)
 class StepRewards:
-    """Rewards of steps or single tokens, (B, L), 0 but at ``ends`` bool (B, L): the actions that have one."""
+    """Rewards of steps or tokens, 0 outside ``ends``; both (B, L)."""
 
     rewards: Tensor
     ends: Tensor
@@ -27,7 +27,7 @@ class StepRewards:
 
 
 def collect_step_rewards(trajectories: Sequence[Trajectory], device: torch.device) -> StepRewards | None:
-    """Rewards of steps or tokens, padded on the right; None if no trajectory has any."""
+    """Collate rewards of steps or tokens; None without any."""
     if all(t.token_rewards is None for t in trajectories):
         return None
     rewards = torch.zeros(len(trajectories), max(len(t.token_ids) for t in trajectories))
@@ -41,7 +41,7 @@ def collect_step_rewards(trajectories: Sequence[Trajectory], device: torch.devic
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, kl_estimator: KLEstimator) -> Tensor:
-    """``compute_approx_kl`` as rewards hold it, (B, L): k3 is at most 10, like ``low_var_kl`` of verl.
+    """KL penalty (B, L); k3 at most 10, like verl's ``low_var_kl``.
 
     Without a bound a single token at a log-prob of -14, where the reference has -0.1, is a million nats.
     """

@@ -1,4 +1,4 @@
-"""Classifiers with a linear head of any causal language model, also where transformers has none."""
+"""Classifiers with a linear head for any causal language model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHER_HEADS = ("bert", "ctrl", "electra", "ernie", "megatron-bert", "modernbert
 
 
 class HeadOnTransformer(PreTrainedModel):
-    """The transformer of a causal language model, under the name it has there, and a linear head ``score``.
+    """Transformer of a causal language model and a linear head ``score``.
 
     That is what transformers' own classifiers of causal families are. Saved, it holds the transformer's weights under
     the names of the causal language model, and ``score.weight`` (labels, hidden).
@@ -52,7 +52,7 @@ class HeadOnTransformer(PreTrainedModel):
 
 
 def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
-    """What has ``from_pretrained`` and ``from_config`` for classifiers with one label, and the config that it takes.
+    """Classifier class with one label for a config, and its config.
 
     transformers' own where it has them; of a model of images and text the causal language model's part of the config.
     """
@@ -70,7 +70,7 @@ def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
 
 @cache
 def _on_transformer_of(causal: type[PreTrainedModel]) -> type[HeadOnTransformer]:
-    """The class that transformers would have for it, named like it and in the same module, where parts are found."""
+    """Classifier class of ``causal``, named as transformers would name it."""
     family = next(parent for parent in causal.__mro__ if parent.__name__.endswith("PreTrainedModel"))
     name = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", causal.__name__)
     names = {"causal": causal, "base_model_prefix": causal.base_model_prefix, "__module__": causal.__module__}

@@ -170,7 +170,7 @@ def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTr
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch off all that is random in training mode: dropout, dropped layers, noise of routers.
+    """Switch off dropout, layerdrop and router noise.
 
     A policy with it would have ratios other than 1 before its first update. It may be a module or a plain attribute.
     """
@@ -225,7 +225,7 @@ def load_tokenizer(
 
 
 def _check_tokenizer_files(folder: Path) -> None:
-    """``ValueError`` for a model's folder without tokenizer: transformers makes an empty one for some models."""
+    """Refuse a folder without tokenizer files: transformers would invent a tokenizer."""
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ValueError(
             "the folder has no tokenizer files, such as tokenizer.json. Copy those of the model that it was made from."
@@ -233,7 +233,7 @@ def _check_tokenizer_files(folder: Path) -> None:
 
 
 def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, model: str, template_kwargs: Mapping[str, Any]) -> None:
-    """``ValueError`` for arguments that are ours or transformers', or that no chat template of ``model`` reads."""
+    """Refuse reserved arguments, and those the chat template does not use."""
     taken = {"messages", *signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
     templates = str(tokenizer.chat_template or "")
     for argument in template_kwargs:
@@ -258,13 +258,13 @@ def context_length(config: PreTrainedConfig) -> int | None:
 
 
 def rescaled_positions(config: PreTrainedConfig) -> str:
-    """Why ``context_length`` is less than the config says, as a sentence after a blank; empty where it is not."""
+    """Reason for a shortened ``context_length``, as a sentence; else empty."""
     names = [rope["rope_type"] for rope in _rescaled(config.get_text_config())]
     return f" Beyond it, {names[0]} positions make log-probs depend on what else is in a batch." if names else ""
 
 
 def _rescaled(text: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Descriptions of positions whose scale depends on the longest row of a batch: one, or one for a kind of layer."""
+    """Rope parameters of positions rescaled by a batch's longest row."""
     found = getattr(text, "rope_parameters", None) or {}
     every = [found, *(value for value in found.values() if isinstance(value, dict))]
     kinds = [rope for rope in every if rope.get("rope_type") in ("longrope", "dynamic")]
@@ -282,7 +282,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def check_token_ids(
     config: PreTrainedConfig, model: str, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int]]
 ) -> None:
-    """``ValueError`` if a token of ``rows``, or what fills padded places, has no embedding in ``model``.
+    """Refuse token ids of ``rows``, or PAD, without an embedding.
 
     ``model`` is a flag and a name. A tokenizer may know more tokens than a model (Gemma 3) as long as none occurs.
     """

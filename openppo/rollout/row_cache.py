@@ -111,7 +111,7 @@ _CACHED = frozenset({"full_attention", "sliding_attention", "chunked_attention",
 
 
 def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """Kinds of a model's layers: those that its config names, else what its windows say."""
+    """Kinds of a model's layers, by its config."""
     text = config.get_text_config()
     named = getattr(text, "layer_types", None) or getattr(text, "attention_layers", None)
     if named:

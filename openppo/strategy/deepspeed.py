@@ -228,7 +228,7 @@ def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
 
 
 def learning_rate_schedule(optimizer: torch.optim.Optimizer, adam: AdamConfig, total_steps: int) -> LambdaLR:
-    """Rates of ``total_steps`` optimizer steps: to the peak in equal steps, then as transformers has them.
+    """Schedule of ``total_steps``: linear warm-up, then as in transformers.
 
     The first of n steps of warm-up has 1/n of the peak: with 0, as in transformers, its rollout would be wasted.
     """

@@ -1,4 +1,4 @@
-"""What commands settle for GPUs before they load a model."""
+"""GPU settings of all commands, made before a model is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def set_up_gpu(bf16: bool) -> None:
 
 
 def check_transformers() -> None:
-    """Raise ``ValueError`` on a GPU with a transformers that copies grouped keys and values in each decode step."""
+    """Refuse a transformers too old for decoding on GPUs."""
     if torch.cuda.is_available() and Version(transformers.__version__) < Version(_TRANSFORMERS):
         raise ValueError(
             f"transformers {transformers.__version__} copies keys and values for each head in each decode step, which "

@@ -55,7 +55,7 @@ def is_deferred() -> bool:
 
 
 class SignalPipe:
-    """While it is open, SIGTERM, SIGINT and SIGHUP arrive here as names, and do nothing else.
+    """Receives SIGTERM, SIGINT and SIGHUP by name while open.
 
     It is opened on the main thread. An ignored SIGHUP, as under ``nohup``, stays ignored unless torchrun passes it on.
     They arrive even while the main thread is inside a collective, where Python's own handlers would have to wait.

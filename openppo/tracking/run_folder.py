@@ -42,7 +42,7 @@ def _plain(value: object) -> object:
 
 
 def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` if a run in ``folder`` would have to rename logs or a model that are no run's.
+    """Refuse a folder with logs or a model of other programs.
 
     ``models`` are folders by flag that will receive models: ``folder``, and the critic's beside it.
     """
@@ -62,12 +62,12 @@ def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether a Hugging Face model or PEFT folder lies there, or a part of one."""
+    """Whether ``folder`` has files of a model or of adapters."""
     return any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
 
 
 def set_aside_model(folder: Path) -> None:
-    """Move the model of an earlier run, with its tokenizer, to ``<folder>/model.1``, ``.2``, ...; all else stays."""
+    """Move the model of an earlier run to ``<folder>/model.1``, ``.2``, ..."""
     if not holds_model(folder):
         return
     aside = _numbered(folder / "model")

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and on GPUs how much memory its phases take."""
+"""Time and GPU memory of the phases of a step."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class PhaseTimer:
         self._peaks.clear()
 
     def _look_at_gpu(self) -> None:
-        """Work queued on the GPU, and its memory since the last look, belong to the phases that are running."""
+        """Assign queued GPU work and peak memory to the running phases."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()

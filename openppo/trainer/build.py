@@ -197,7 +197,7 @@ def _check_gpu_options(config: TrainPPOConfig, actor_config: PreTrainedConfig, s
 
 
 def _longest_sequence(config: TrainPPOConfig, actor_config: PreTrainedConfig) -> int:
-    """The most tokens of a prompt with its response: of any step, and of the engine's check."""
+    """Largest number of tokens of a prompt with its response."""
     wanted = max(config.data.prompt_max_len + config.generation.generate_max_len, LONGEST)
     context = context_length(actor_config)
     return wanted if context is None else min(wanted, context)
@@ -315,7 +315,7 @@ def _stopping(config: TrainPPOConfig) -> list[Callback]:
 
 
 def _check_vocabularies(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Critic and reference read the actor's token ids, so they must know all of them by the same names."""
+    """Refuse a critic or reference with another vocabulary than the actor."""
     critic = (
         critic_start(config) if ESTIMATORS[config.advantage.advantage_estimator].uses_critic else ("--pretrain", "")
     )
@@ -335,7 +335,7 @@ def _check_vocabularies(config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def _check_contexts(config: TrainPPOConfig, data: PPOData) -> None:
-    """Of critic and reference, where they are other models than the actor."""
+    """Refuse sequences beyond the context of critic or reference."""
     new_tokens = config.generation.generate_max_len
     critic = (
         critic_start(config) if ESTIMATORS[config.advantage.advantage_estimator].uses_critic else ("--pretrain", "")

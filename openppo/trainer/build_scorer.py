@@ -272,6 +272,6 @@ def own_tokenizer(
 
 
 def _embeddings(model: str, flag: str, trust_remote_code: bool) -> int:
-    """How many token ids have one, by the config."""
+    """Number of embeddings by the config."""
     size: int = check_model(model, flag, trust_remote_code).get_text_config().vocab_size
     return size

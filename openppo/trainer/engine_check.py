@@ -41,7 +41,7 @@ FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeEr
 
 @dataclass(frozen=True)
 class Bound:
-    """How far log-probs may be apart.
+    """Largest difference of log-probs that counts as rounding.
 
     If ``exact``, no token by more than ``size`` nats. Else tokens on average by no more than ``size`` times the largest
     logit, or five times the largest difference that padding makes, if it is more: rounded weights may send a single
@@ -66,7 +66,7 @@ _TIMES = 5
 
 
 def check_hf_engine(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainingEngine) -> None:
-    """Raise ``ValueError`` on all ranks if an ``HFEngine`` would sample from something else than ``actor``.
+    """Refuse, on all ranks, an actor that an ``HFEngine`` samples wrongly.
 
     The engines are for the check alone, and decode as those of the run: with whole weights, or in lockstep.
     """
@@ -86,7 +86,7 @@ def check_hf_engine(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: 
 def check_engines(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainingEngine, engines: Mapping[str, Engine]
 ) -> None:
-    """Raise ``ValueError`` on all ranks if ``engines``, by how they decode, do not sample from ``actor``."""
+    """Refuse, on all ranks, an actor that one of ``engines`` samples wrongly."""
     name, options = config.model.pretrain, config.generation
     exact = not (config.deepspeed.bf16 or config.lora.load_in_4bit)
     weights = ActorWeights(strategy, actor)
@@ -105,7 +105,7 @@ def check_engines(
 
 
 def check_frozen(options: PromptsConfig, actor: Actor, device: torch.device) -> None:
-    """``ValueError`` if an ``HFEngine`` would not sample from ``actor``, which is whole and not trained."""
+    """Refuse a frozen ``actor`` that an ``HFEngine`` samples wrongly."""
     policy: Any = actor.model
     bound, engines = BOUNDS["hf", not options.bf16], {"": HFEngine(policy, (), 0, len(REQUESTS))}
     with _left_as_it_was(actor):
@@ -120,7 +120,7 @@ def check_frozen(options: PromptsConfig, actor: Actor, device: torch.device) -> 
 def engine_fault(
     actor: Any, engines: Mapping[str, Engine], weights: PolicyWeights | None, device: torch.device, bound: Bound
 ) -> str | None:
-    """Why ``engines`` do not sample from ``actor``, an ``Actor`` or the engine around it, in words; None if they do.
+    """Difference between ``engines`` and ``actor`` in words; None without one.
 
     Without ``weights`` the actor is whole and is not trained: only the modes of evaluation are compared.
     """
@@ -178,7 +178,7 @@ def _largest_logit(policy: Any, sequences: torch.Tensor) -> float:
 
 
 def _sample(engine: Engine, weights: PolicyWeights | None, n_ids: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Rows of prompts and sampled tokens, and the log-probs of the latter. Ranks take equally many steps."""
+    """Rows of prompts and sampled tokens, and the latter's log-probs."""
     prompts = [[token_id % n_ids for token_id in prompt] for prompt, _ in REQUESTS]
     with nullcontext() if weights is None else engine.awake(weights):
         numbers = [

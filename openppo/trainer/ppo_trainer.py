@@ -139,7 +139,7 @@ class PPOTrainer:
         return reduced | self.timer.take_metrics(self.comm)
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
-        """Sampled and scored responses to this rank's share of ``prompts``, for the step that ``train_on`` ends."""
+        """Sample and score responses to this rank's share of ``prompts``."""
         self._finish_interrupted()
         with self.timer.step(self.global_step + 1):
             return self._scored(prompts)

@@ -194,7 +194,7 @@ def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: in
 
 
 def _alone_up_to(text: PreTrainedConfig) -> Iterator[tuple[int, str]]:
-    """Lengths up to which other rows of an engine's batch do not matter to a model, and what lets them matter."""
+    """Row lengths beyond which an engine's other rows matter, with reasons."""
     if getattr(text, "attn_temperature_tuning", False) and getattr(text, "floor_scale", None):  # Llama 4
         yield text.floor_scale - 1, "attention temperatures, which count columns,"
     if getattr(text, "keep_window_size", None):  # Doge

@@ -31,7 +31,7 @@ class StopConditions:
         self._warned: set[str] = set()
 
     def first_true(self, metrics: Mapping[str, float], step: int, of_evaluation: bool | None = None) -> str | None:
-        """The text of the condition that ends the run after ``step``, which is logged; None if none does.
+        """Text of the first condition that holds, logged; else None.
 
         ``of_evaluation`` says which metrics ``metrics`` are: held-out ones, those of a step, or (None) both.
         """
@@ -50,5 +50,5 @@ class StopConditions:
         return None
 
     def still_stops(self, text: str | None) -> bool:
-        """Whether the condition that has ended an earlier session is one of now."""
+        """Whether ``text``, which ended an earlier session, is still given."""
         return text in [each.text for each in self.conditions]

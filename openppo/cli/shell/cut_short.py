@@ -1,4 +1,4 @@
-"""Output whose reader may leave before its end, as in ``--help | head``."""
+"""Quiet end of output when its reader leaves: ``--help | head``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention on GPUs where torch's SDPA has only its math kernel: heads that share keys, in float32."""
+"""Attention of grouped heads on GPUs in float32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def use_cuda_attention(model: PreTrainedModel) -> None:
 
 
 def repeats_keys(dtype: torch.dtype, capability: Capability, masked: bool) -> bool:
-    """Whether grouped heads need keys and values of their own, since SDPA has no fast kernel without.
+    """Whether grouped heads need repeated keys for a fast kernel.
 
     Only FlashAttention takes grouped heads: in half precision, from sm_80 on, and without a mask. Under a mask
     transformers does what is needed by itself.
@@ -47,7 +47,7 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Heads (B, H, L, D) to outputs (B, L, H, D), as transformers calls it; ``key`` and ``value`` are (B, G, L, D)."""
+    """Attention of (B, H, L, D) to keys (B, G, L, D): (B, L, H, D)."""
     groups = query.shape[1] // key.shape[1]
     if groups == 1 or not repeats_keys(query.dtype, capability, attention_mask is not None):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

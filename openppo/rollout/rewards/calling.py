@@ -88,7 +88,7 @@ class RewardFunction:
         return f"{'lists of' if self.is_batch else 'each sample alone:'} {', '.join(names)}"
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
-        """What the function returns for all of ``samples``, or for the only one of them; it is given copies."""
+        """Call the function with copies of ``samples``."""
         keywords = dict.fromkeys(self.keywords)
         if self.takes_all:
             columns = (column for sample in samples for column in sample.row)

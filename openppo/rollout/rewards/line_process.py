@@ -1,4 +1,4 @@
-"""Work in a process of its own that is killed when it takes too long."""
+"""Work in a separate process with a time limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ READY = "ready\n"
 
 
 class LineProcess:
-    """A process that answers each line with a line, started with the first question and again after it ended.
+    """Process that answers each line with a line, restarted when needed.
 
     ``RuntimeError`` naming ``flag`` if it cannot start.
     """
@@ -23,7 +23,7 @@ class LineProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, question: str, seconds: float) -> str | None:
-        """The answer; None if it took longer than ``seconds`` or ended the process."""
+        """Answer to a line; None after ``seconds`` or a crash."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None  # killed between two questions, for memory perhaps
         process = self._process = self._process or self._start()

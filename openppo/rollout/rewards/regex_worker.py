@@ -1,4 +1,4 @@
-"""A process that matches responses: the pattern first, then JSON texts in; out null without a match, else its group.
+"""Process that matches JSON texts against a pattern, line by line.
 
 It is one because nothing but killing it ends a match that backtracks for ever, during which no other thread runs.
 """
@@ -13,7 +13,7 @@ from openppo.rollout.rewards.line_process import READY
 
 
 def main() -> None:
-    """Say ``READY``, then answer until stdin is closed: of the last match its group, or all of it without one."""
+    """Answer each line with the last match, or its group."""
     pattern = re.compile(sys.argv[1])
     sys.stdout.write(READY)
     sys.stdout.flush()

@@ -131,7 +131,7 @@ class CombinedScorer:
 
 
 def score_of_steps(ends: Sequence[int], rewards: Sequence[float], n_tokens: int) -> Score:
-    """``rewards`` of steps at the tokens of the response that ``ends`` names; a token may end two steps."""
+    """Score with ``rewards`` of steps at the tokens ``ends``."""
     token_rewards, step_ends = [0.0] * n_tokens, [False] * n_tokens
     for end, reward in zip(ends, rewards, strict=True):
         token_rewards[end] += reward

@@ -99,7 +99,7 @@ def final_answer(text: str) -> str:
 
 
 def exact_match(response: str, trajectory: Trajectory) -> float:
-    """1 if the final answers of response and label are the same text or number, else 0."""
+    """1 if both final answers are the same text or number."""
     return float(_plain(final_answer(response)) == _plain(label_of(trajectory.prompt, "exact_match")))
 
 

@@ -56,7 +56,7 @@ class FragmentReader:
         return name in self._places
 
     def names(self) -> set[str]:
-        """Of all tensors, whole or not."""
+        """Names of all tensors, whole or partial."""
         return set(self._places)
 
     def size(self, name: str) -> int:

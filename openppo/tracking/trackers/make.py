@@ -64,7 +64,7 @@ def make_trackers(
 
 
 def _own_subfolder(folder: Path, name: str, kept: Path, go_on_from: int | None) -> Path:
-    """A subfolder ``name`` for this run alone, numbered where another has it; ``kept`` remembers it for a resume."""
+    """Subfolder of this run, numbered if taken, kept for a resume."""
     folder.mkdir(parents=True, exist_ok=True)
     if go_on_from is not None and kept.is_file() and (known := folder / kept.read_text().strip()).is_dir():
         return known

@@ -71,7 +71,7 @@ class PPORun:
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a reference model beside the actor; with LoRA the actor is it, unless another is given."""
+        """Whether a reference model is loaded beside the actor."""
         return self.config.kl.init_kl_coef > 0 and (self.config.lora.lora_rank == 0 or "reference" in self.shapes)
 
     @property

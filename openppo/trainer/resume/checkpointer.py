@@ -35,7 +35,7 @@ _SLACK_BYTES = 16 * 2**20
 
 
 def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
-    """Say what a run that ``signal`` has ended leaves, and what to do with it."""
+    """Message after ``signal``: the checkpoint, and commands for it."""
     return (
         f"stopped by {signal} after {step} of {total} steps. The same command with --load_checkpoint goes on from "
         f"{checkpoint}; 'openppo export {shlex.quote(str(checkpoint))} FOLDER' makes a model of it"

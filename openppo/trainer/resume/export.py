@@ -1,4 +1,4 @@
-"""From a checkpoint to the Hugging Face folder that the run would have saved."""
+"""Export of a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _WEIGHT = "weight/"
 
 
 class Export:
-    """Reads a checkpoint and builds its model when it is made, and writes it in ``fit()``.
+    """Export job: reads a checkpoint when made, writes in ``fit()``.
 
     With ``--enable_ema`` that is the average, as at the end of a run. ``ValueError`` names what cannot work.
     """
@@ -103,7 +103,7 @@ class Export:
         return dataclasses.replace(run, lora=dataclasses.replace(run.lora, load_in_4bit=False))
 
     def _run(self) -> Any:
-        """The options of the run, with the places of its models as they are now."""
+        """Options of the run with the models' present paths."""
         run, base, critic = self.saved, self.options.pretrain, self.options.critic_pretrain
         now: dict[str, Any] = {"trust_remote_code": self.options.trust_remote_code, "flash_attn": False}
         if isinstance(run, SupervisedCommand):
@@ -120,7 +120,7 @@ class Export:
         return critic_start(self.run)[1] if self.options.role == "critic" else self._pretrain()
 
     def _check_starts(self) -> None:
-        """Raise ``ValueError`` if a model that the run started from is gone, or is another one now."""
+        """Refuse missing or changed models that the run started from."""
         starts = [("--pretrain", self._pretrain(), "--pretrain")]
         if self.options.role == "critic":
             starts.append((critic_start(self.saved)[0], self._start(), "--critic_pretrain"))
@@ -154,7 +154,7 @@ class Export:
 
     @torch.no_grad()
     def _fill(self) -> None:
-        """Give the trained parameters what the checkpoint holds, rounded to their dtype as in training."""
+        """Load the checkpoint's weights into the trained parameters."""
         role = "model" if isinstance(self.run, SupervisedCommand) else self.options.role
         averaged = role == "actor" and self.run.ppo.enable_ema
         files = sorted(self.checkpoint.glob(f"{'ema' if averaged else role}-*.safetensors"))
@@ -178,7 +178,7 @@ class Export:
         save_tokenizer(self.tokenizer, folder)
 
     def _write_merged(self, model: Any) -> None:
-        """By way of the adapters, so that it is what merge_lora makes of the folder that the run would have saved."""
+        """Write merged weights by way of merge_lora."""
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".adapters_") as adapters:
             self._write(model, Path(adapters))
             base, trust = self._start(), self.options.trust_remote_code
@@ -187,7 +187,7 @@ class Export:
 
 
 def find_checkpoint(given: Path) -> Path:
-    """``given`` if it is a whole checkpoint, else the newest in it; ``ValueError`` if there is none."""
+    """Checkpoint at ``given``, or the newest in that folder."""
     steps = {int(match[1]): path for path in given.glob("step_*") if (match := _STEP.fullmatch(path.name))}
     if not (given / MANIFEST).is_file() and not steps:
         near = next((path for path in sorted(given.glob("checkpoints_*")) if path.is_dir()), None)

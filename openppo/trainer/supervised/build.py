@@ -132,14 +132,14 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
 
 
 def load_language_model(config: SupervisedCommand) -> Actor:
-    """What train_sft and train_prm train, before training and on the host."""
+    """Language model of train_sft and train_prm before training."""
     name = config.supervised.pretrain
     with naming_model("--pretrain", name):
         return Actor(name, **_model_options(config))
 
 
 def load_reward_model(config: TrainRMConfig, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
-    """What train_rm trains, before training and on the host."""
+    """Reward model of train_rm before training."""
     name, prefix = config.supervised.pretrain, config.data.value_head_prefix
     with naming_model("--pretrain", name):
         model = get_llm_for_sequence_regression(
@@ -174,7 +174,7 @@ def _resumed(trainer: Trainer) -> Trainer:
 def _check_and_load_tokenizer(
     config: SupervisedCommand, strategy: DeepspeedStrategy
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-    """The tokenizer and the model's config, after what can be found wrong before any data or weights are read."""
+    """Check what needs neither data nor weights; tokenizer and config."""
     check_options(config, strategy.comm)
     options = config.supervised
     model_config = on_all_ranks(
