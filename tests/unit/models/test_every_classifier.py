@@ -22,7 +22,9 @@ OTHER_HEADS = tuple(
     """.split()
 )
 """Encoders, and decoders with an encoder, whose classifier in transformers has a head of another kind."""
-ELSEWHERE = ("modernbert-decoder", "inkling_text", "minicpm3", "prophetnet", "cpmant")
+ELSEWHERE = tuple(
+    "bert electra ernie megatron-bert rembert modernbert-decoder inkling_text minicpm3 prophetnet cpmant".split()
+)
 """Their output layer reads a multiple of the hidden states, or what another layer makes of them, or the whole batch."""
 FEW = ("granite", "olmoe", "gemma4_text", "bart")
 PARAMS = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in NAMES]
