@@ -128,7 +128,8 @@ def normalize_steps(scores: Tensor, steps: StepRewards, groups: Tensor) -> tuple
     """Normalize scores (B,) and step rewards (B, L) by their group.
 
     Process supervision of arXiv 2402.03300, section 4.1.3, where scores are 0. Each less the mean of its kind, both
-    divided by the root of the sum of both variances: weights between the kinds keep their meaning. Steps with the same rewards in all responses of a group are left out.
+    divided by the root of the sum of both variances: weights between the kinds keep their meaning. Steps
+    with the same rewards in all responses of a group are left out.
     """
     ends = steps.ends & ~_are_alike(steps, groups)[:, None]
     count, mean, squares = _group_statistics(scores, groups)
