@@ -92,7 +92,7 @@ def leaving_no_trace(source: str) -> Iterator[None]:
 def no_silent_end(source: str) -> Iterator[None]:
     """Turn ``os._exit(0)`` into status 1 and a line that names ``source``.
 
-    From then on, on all threads: the code may start some. ``end_process`` ends the run.
+    In the block, and from then on in all threads but the main one: the code may have started them.
     """
     global _process
     os._exit, _process = _exit_with_a_reason, os.getpid()
@@ -106,16 +106,13 @@ def no_silent_end(source: str) -> Iterator[None]:
 
 
 def _exit_with_a_reason(status: int) -> NoReturn:
-    if status % 256 == 0 and os.getpid() == _process:  # a child may end as it likes
-        source = vars(_running).get("source", "a thread of a reward function or data file")
+    source = vars(_running).get("source")
+    if source is None and threading.current_thread() is not threading.main_thread():
+        source = "a thread of a reward function or data file"
+    if status % 256 == 0 and source is not None and os.getpid() == _process:  # a child may end as it likes
         os.write(2, f"error: {source} calls os._exit({status}), which ends the run. Take the call out.\n".encode())
         status = 1
     _exit(status)
-
-
-def end_process() -> NoReturn:
-    """End this process at once, with status 0."""
-    _exit(0)
 
 
 def copied(value: Any) -> Any:

@@ -135,9 +135,6 @@ def _end_process() -> NoReturn:
         if stream is not None:  # it is where a shell has closed it: >&-
             with contextlib.suppress(OSError):  # nobody reads any more
                 stream.flush()
-    user_code: Any = sys.modules.get("openppo.user_code")
-    if user_code is not None:  # where it has run, os._exit(0) is an error
-        user_code.end_process()
     os._exit(0)
 
 

@@ -93,13 +93,11 @@ from types import SimpleNamespace as Namespace
 from openppo.rollout.rewards import FunctionScorer, load_reward_function
 from openppo.types import FinishReason, Prompt, Trajectory
 
-from openppo.user_code import end_process
 tokenizer = Namespace(batch_decode=lambda ids, skip_special_tokens: [""] * len(ids))
 sample = Trajectory([1, 2], [False, True], [0.0] * 2, [0] * 2, FinishReason.EOS, Prompt("a", [1]), 0)
 function = load_reward_function(sys.argv[1], ())
 (score,) = FunctionScorer(function, tokenizer).score([sample])
-status = int(score.rewards["reward"])
-os._exit(status) if status else end_process()
+os._exit(int(score.rewards["reward"]))
 """
 
 
