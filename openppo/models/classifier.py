@@ -17,8 +17,10 @@ from transformers import (
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
 HEAD = "score"
-_OTHER_HEADS = ("bert", "ctrl", "electra", "ernie", "megatron-bert", "modernbert-decoder", "rembert")
+_OTHER_HEADS = ("ctrl", "modernbert-decoder")
 """Causal families whose classifier in transformers has a head of another kind."""
+_OTHER_HEADS_OF_DECODERS = ("bert", "electra", "ernie", "megatron-bert", "rembert")
+"""Families of encoders, of which the same is true where the config says ``is_decoder``."""
 
 
 class HeadOnTransformer(PreTrainedModel):
@@ -58,7 +60,8 @@ def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
     """
     config = copy.deepcopy(config)
     config.num_labels = 1
-    has_own = type(config) in CLASSIFIERS and config.model_type not in _OTHER_HEADS
+    decodes = config.model_type in _OTHER_HEADS_OF_DECODERS and getattr(config, "is_decoder", False)
+    has_own = type(config) in CLASSIFIERS and config.model_type not in _OTHER_HEADS and not decodes
     if has_own or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForSequenceClassification, config
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
