@@ -60,7 +60,7 @@ def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
     """
     config = copy.deepcopy(config)
     config.num_labels = 1
-    decodes = config.model_type in _OTHER_HEADS_OF_DECODERS and getattr(config, "is_decoder", False)
+    decodes = config.model_type in _OTHER_HEADS_OF_DECODERS and vars(config)["is_decoder"]
     has_own = type(config) in CLASSIFIERS and config.model_type not in _OTHER_HEADS and not decodes
     if has_own or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForSequenceClassification, config
