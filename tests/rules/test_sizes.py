@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "openppo"
 MAXIMA = {
     "file lines": 400,
     "function lines": 60,
-    "class lines": 300,
+    "class lines": 310,
     "parameters": 8,  # without self and cls
     "files in a folder": 16,  # without __init__.py
 }
@@ -68,7 +68,7 @@ def test_the_checker_catches_each_kind_of_too_large(tmp_path: Path) -> None:
     body = "    x = 1\n"
     (tmp_path / "long_file.py").write_text("x = 1\n" * 401)
     (tmp_path / "long_function.py").write_text("def f():\n" + body * 60)
-    (tmp_path / "long_class.py").write_text("class A:\n" + body * 300)
+    (tmp_path / "long_class.py").write_text("class A:\n" + body * 310)
     (tmp_path / "parameters.py").write_text("class A:\n    def f(self, a, b, /, c, d, e, f, *, g, h, i): ...\n")
     (tmp_path / "models").mkdir()
     for index in range(17):
@@ -76,7 +76,7 @@ def test_the_checker_catches_each_kind_of_too_large(tmp_path: Path) -> None:
     found = too_large(tmp_path)
     assert sorted(line.split(" ", 1)[1].split(",")[0].removeprefix("f: ").removeprefix("A: ") for line in found) == [
         "17 files in a folder",
-        "301 class lines",
+        "311 class lines",
         "401 file lines",
         "61 function lines",
         "9 parameters",
