@@ -28,9 +28,9 @@ from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions, check_vllm
+from openppo.strategy.comm import check_transformers, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
-from openppo.strategy.gpu import check_transformers
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.trainer.callbacks import Callback, StopWhen
@@ -52,7 +52,6 @@ from openppo.trainer.startup import (
     check_options,
     load_policy_tokenizer,
     naming_model,
-    on_all_ranks,
     start_trackers,
 )
 from openppo.trainer.steps.update_step import frozen_actor_steps
@@ -70,9 +69,7 @@ def build_ppo_trainer(
     check_options(config, strategy.comm)
     _check_algorithm(config)
     model = config.model
-    actor_config = on_all_ranks(
-        strategy.comm, lambda: check_model(model.pretrain, "--pretrain", model.trust_remote_code)
-    )
+    actor_config = collective(strategy.comm, lambda: check_model(model.pretrain, "--pretrain", model.trust_remote_code))
     _check_lora(config)
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     _check_gpu_options(config, actor_config, strategy)
@@ -180,7 +177,7 @@ def _check_lora(config: TrainPPOConfig) -> None:
 
 def _check_engine(config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy) -> None:
     if config.generation.rollout_engine == "vllm":
-        on_all_ranks(strategy.comm, check_vllm)
+        collective(strategy.comm, check_vllm)
     else:
         check_cache(actor_config)
         check_transformers()

@@ -31,8 +31,9 @@ from openppo.rewards.process import ProcessScorer, StepText
 from openppo.rewards.rendering import PolicyTokens, RewardModelText
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
+from openppo.strategy.comm import collective
 from openppo.trainer.packing import pack_where_exact
-from openppo.trainer.startup import check_same, naming_model, on_all_ranks
+from openppo.trainer.startup import check_same, naming_model
 from openppo.types import Comm, Prompt, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -106,7 +107,7 @@ def _function(
     name: str,
 ) -> Scorer:
     columns = {column for prompt in setup.prompts for column in prompt.row}
-    function = on_all_ranks(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
+    function = collective(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
     check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
     logger.info("%s is called with %s", function.source, function.describe())
     return FunctionScorer(
@@ -175,7 +176,7 @@ def _reader(
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Callable[[Trajectory], list[int]]]:
     """A reward model's config, its tokenizer if it does not read the policy's ids, and what it reads of a sample."""
     flag, named = "--reward_pretrain", f"--reward_pretrain {model}"
-    config = on_all_ranks(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
+    config = collective(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
     own, context = own_tokenizer(flag, model, setup.actor, tokenizer, setup.trust_remote_code), context_length(config)
     text: Callable[[Trajectory], list[int]] = PolicyTokens(tokenizer, named, context)
     if own is not None:
@@ -196,7 +197,7 @@ def _process_reward_model(
 ) -> Scorer:
     """A frozen process reward model, which reads prompt and response as ``train_prm`` renders lists of steps."""
     flag, trust = "--prm_pretrain", setup.trust_remote_code
-    config = on_all_ranks(setup.comm, lambda: check_model(model, flag, trust))
+    config = collective(setup.comm, lambda: check_model(model, flag, trust))
     context = context_length(config)
     own = load_tokenizer(model, flag, trust_remote_code=trust)
     chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token

@@ -10,8 +10,9 @@ from openppo.config import PPODataConfig, TrainPPOConfig, parse_probs
 from openppo.datasets import ShowRows, TokenExample, load_documents, load_mixed_rows, load_prompts, render_prompt
 from openppo.datasets.templates import as_messages
 from openppo.models.loading import check_token_ids
+from openppo.strategy.comm import collective
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import check_context, check_same, log_dropped, on_all_ranks, tokenizing
+from openppo.trainer.startup import check_context, check_same, log_dropped, tokenizing
 from openppo.types import Comm, Prompt
 
 
@@ -37,7 +38,7 @@ def load_ppo_data(
 
     ``ValueError`` names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
-    data = on_all_ranks(comm, lambda: _load(config, tokenizer, actor_config, tokenizing(comm)))
+    data = collective(comm, lambda: _load(config, tokenizer, actor_config, tokenizing(comm)))
     prompts, held_out = ([(p.token_ids, p.label) for p in each] for each in (data.prompts, data.held_out))
     check_same(comm, {"--prompt_data": prompts, "--eval_data": held_out, "--pretrain_data": data.documents})
     return data

@@ -7,11 +7,10 @@ import hashlib
 import json
 import logging
 import os
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -21,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo import __version__
 from openppo.config import flat_dict, parse_template_kwargs
 from openppo.models.loading import context_length, load_tokenizer, rescaled_positions
+from openppo.strategy.comm import collective, name_ranks
 from openppo.tracking import (
     Trackers,
     check_run_folder,
@@ -43,15 +43,6 @@ if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
 
 logger = logging.getLogger("openppo")
 
-Result = TypeVar("Result")
-
-PLACES = {
-    *("save_path", "ckpt_path", "use_tensorboard", "use_wandb", "remote_rm_url", "remote_rm_token_file"),
-    *("pretrain", "ref_pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "reward_fn"),
-    *("prompt_data", "eval_data", "pretrain_data", "dataset", "eval_dataset", "dataset_class"),
-}
-"""Options that say where something is, which may be elsewhere on each host."""
-
 
 def quiet_libraries() -> None:
     """Our log on rank 0; of other libraries only their errors, and no bars for weights that load in a second."""
@@ -71,13 +62,13 @@ def check_options(config: Any, comm: Comm) -> None:
     mine = {"openppo": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     mine["CUDA"] = "available" if torch.cuda.is_available() else "not available"
     for name, value in flat_dict(config).items():
-        mine[f"--{name}"] = ("not given" if value is None else "given") if name in PLACES else str(value)
+        mine[f"--{name}"] = str(value)
     everyones = comm.all_gather_object(mine)
     differences = []
     for name, value in everyones[0].items():
         others = [rank for rank, theirs in enumerate(everyones) if theirs.get(name) != value]
         if others:
-            theirs = f"{everyones[others[0]].get(name)} on {_where(others, comm)}"
+            theirs = f"{everyones[others[0]].get(name)} on {name_ranks(comm, others)}"
             differences.append(f"{name} is {value} on rank 0 and {theirs}")
     if differences:
         raise ValueError(f"{'; '.join(differences)}: start all ranks alike.")
@@ -89,22 +80,7 @@ def check_options(config: Any, comm: Comm) -> None:
             check_run_folder(Path(config.run.save_path), config.output_models)
             check_trackers(config.tracking)
 
-    on_all_ranks(comm, check)
-
-
-def on_all_ranks(comm: Comm, load: Callable[[], Result]) -> Result:
-    """``load()`` on every rank. A ``ValueError`` of one is raised on all, which would wait for it forever otherwise."""
-    result, error = None, None
-    try:
-        result = load()
-    except ValueError as caught:
-        error = caught
-    errors = comm.all_gather_object(None if error is None else str(error))
-    failed = [rank for rank, message in enumerate(errors) if message is not None]
-    if failed:
-        where = "" if len(failed) == comm.world_size else f"on {_where(failed, comm)}: "
-        raise ValueError(where + errors[failed[0]]) from error
-    return cast(Result, result)
+    collective(comm, check)
 
 
 def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
@@ -122,13 +98,8 @@ def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
     for flag, digest in everyones[0].items():
         others = [rank for rank, theirs in enumerate(everyones) if theirs[flag] != digest]
         if others:
-            where = _where(others, comm)
+            where = name_ranks(comm, others)
             raise ValueError(f"{flag} holds something else on {where} than on rank 0: copy the same file to all hosts.")
-
-
-def _where(ranks: Sequence[int], comm: Comm) -> str:
-    hosts = comm.all_gather_object(socket.gethostname())
-    return ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
 
 
 def start_trackers(
@@ -156,7 +127,7 @@ def start_trackers(
                 f"--save_path {config.run.save_path}: cannot be written ({error}); choose another folder."
             ) from error
 
-    on_all_ranks(strategy.comm, prepare)
+    collective(strategy.comm, prepare)
     return make_trackers(
         config.run.save_path, config.tracking, flat_dict(config), strategy.comm, headline, total_steps, go_on_from
     )

@@ -18,8 +18,7 @@ from openppo.models.loading import (
 )
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
-from openppo.strategy.gpu import check_transformers
-from openppo.strategy.inference import InferenceStrategy
+from openppo.strategy.comm import InferenceStrategy, check_transformers
 from openppo.trainer.engine_check import check_frozen
 from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, naming_model, tokenizing
 from openppo.types import Comm, Prompt, SamplingParams, Trajectory

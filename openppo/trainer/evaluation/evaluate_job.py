@@ -7,7 +7,7 @@ from typing import Any
 
 from openppo.config import EvaluateConfig
 from openppo.models.padding import MicroBatchSize
-from openppo.strategy.inference import InferenceStrategy
+from openppo.strategy.comm import InferenceStrategy
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer
 from openppo.trainer.evaluation.answering import load_policy, load_questions, response_row, sampling_params
 from openppo.trainer.evaluation.evaluator import Evaluation, Evaluator, short_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from openppo.config import GenerateConfig
-from openppo.strategy.inference import InferenceStrategy
+from openppo.strategy.comm import InferenceStrategy
 from openppo.tracking import progress_bar
 from openppo.trainer.evaluation.answering import load_policy, load_questions, response_row, sampling_params
 from openppo.trainer.evaluation.evaluator import answer

@@ -14,7 +14,7 @@ from openppo.datasets import shard
 from openppo.experience.score_shaping import one_reward_groups
 from openppo.rewards import PendingScores, start_scoring
 from openppo.rollout.rollout import check_weights, sample_trajectories, write_scores
-from openppo.strategy.policy_weights import PolicyWeights
+from openppo.strategy.weights import PolicyWeights
 from openppo.trainer.components import PPOComponents
 from openppo.types import Prompt, SamplingParams, Trajectory
 
@@ -43,7 +43,7 @@ class RolloutStep:
     def full_weights(self) -> AbstractContextManager[None]:
         """Inside, the engine may decode, with the actor's weights of now."""
         self.actor.train(False)
-        return self.engine.awake(self.policy_weights)
+        return self.engine.with_weights(self.policy_weights)
 
     def sample(self, prompts: Sequence[Prompt], first_group: int) -> list[Trajectory]:
         """Responses to this rank's share of ``prompts``, which are numbered from ``first_group`` in the whole run."""

@@ -70,7 +70,7 @@ class UpdateStep:
                 step.actor_done = step.critic_done = False
                 bar.update()
         for engine in self._resting:
-            engine.offload_moments()
+            engine.offload_adam_moments()
 
     def train_critic_first(self, buffer: ReplayBuffer, step: StepInProgress, complete: Complete) -> None:
         """Train the critic on the first mini-batch, which is all of ``buffer``, and get its values from that forward.
@@ -89,7 +89,7 @@ class UpdateStep:
     def _wake(self) -> None:
         self.components.train()
         for engine in self._resting:
-            engine.load_moments()
+            engine.load_adam_moments()
 
     def _mini_batches(self, buffer: ReplayBuffer, done: int = 0) -> Iterator[MiniBatch]:
         batch, seed = self.config.batch, self.config.deepspeed.seed + self.position.global_step
@@ -100,7 +100,7 @@ class UpdateStep:
         """Continue where ``position`` says, which replaces the old one; engines have their state again."""
         self.position = position
         for engine in self._resting:
-            engine.offload_moments()
+            engine.offload_adam_moments()
         self._documents, self._next_documents = self._document_batches(), None
 
     @property

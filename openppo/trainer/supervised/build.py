@@ -29,6 +29,7 @@ from openppo.models.loading import (
 from openppo.models.loss import IGNORE_INDEX
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.strategy.comm import collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.estimate.announce import announce_supervised
 from openppo.trainer.overview.supervised_start import announce_supervised_start
@@ -41,7 +42,6 @@ from openppo.trainer.startup import (
     load_policy_tokenizer,
     log_dropped,
     naming_model,
-    on_all_ranks,
     start_trackers,
     tokenizing,
 )
@@ -177,7 +177,7 @@ def _check_and_load_tokenizer(
     """Check what needs neither data nor weights; tokenizer and config."""
     check_options(config, strategy.comm)
     options = config.supervised
-    model_config = on_all_ranks(
+    model_config = collective(
         strategy.comm, lambda: check_model(options.pretrain, "--pretrain", options.trust_remote_code)
     )
     load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)
@@ -238,6 +238,6 @@ def load_train_and_eval(
             return train, []
         return train, load(options.eval_dataset, None, "--eval_dataset", options.eval_split)
 
-    train, held_out = on_all_ranks(comm, load_all)
+    train, held_out = collective(comm, load_all)
     check_same(comm, {"--dataset": train, "--eval_dataset": held_out})
     return train, held_out

@@ -79,7 +79,7 @@ class TwoLetters:
 
     version = 0
 
-    def awake(self, weights: Any) -> contextlib.AbstractContextManager[None]:
+    def with_weights(self, weights: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def generate(
@@ -142,7 +142,7 @@ def trainer_of(
         },
     )
     policy: Any = Policy()
-    evaluator = SimpleNamespace(evaluate=lambda awake: SimpleNamespace(metrics={"eval_reward": 1.0}, trajectories=[]))
+    evaluator = SimpleNamespace(evaluate=lambda weights: SimpleNamespace(metrics={"eval_reward": 1.0}, trajectories=[]))
     parts: Any = PPOComponents(
         strategy=Strategy(),  # type: ignore[arg-type]
         tokenizer=SimpleNamespace(),  # type: ignore[arg-type]

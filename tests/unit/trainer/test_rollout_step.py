@@ -22,7 +22,7 @@ class EchoEngine:
 
     version = 3
 
-    def awake(self, weights: Any) -> contextlib.AbstractContextManager[None]:
+    def with_weights(self, weights: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def generate(

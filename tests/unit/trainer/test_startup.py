@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DogeConfig, Llama4TextConfig, MptConfig, PreTrainedConfig
 
-from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig, flat_dict, from_options
+from openppo.config import TrainPPOConfig, from_options
 from openppo.datasets import TokenExample
 from openppo.models.actor import Actor
 from openppo.rollout.hf_engine import HFEngine
-from openppo.trainer.startup import PLACES, check_context, check_options, check_same, on_all_ranks
+from openppo.trainer.startup import check_context, check_options, check_same
 from openppo.types import SamplingParams
 from tests.architectures import tiny_config
 
@@ -70,13 +70,6 @@ def test_all_options_that_differ_are_named() -> None:
     assert f"--gamma is 0.5 on rank 0 and 0.75 on rank 1 ({HOST}); --bf16 is False on rank 0 and True on" in message
 
 
-def test_places_may_differ_but_not_whether_they_are_given() -> None:
-    elsewhere = run(2, lambda comm: check_options(config(pretrain=f"{comm.rank}/m", save_path=f"{comm.rank}"), comm))
-    assert elsewhere == [None, None]
-    (message, _) = run(2, lambda comm: check_options(config(eval_data=[None, "e"][comm.rank]), comm))
-    assert message == f"--eval_data is not given on rank 0 and given on rank 1 ({HOST}): start all ranks alike."
-
-
 def test_versions_that_differ_are_named() -> None:
     class OlderTorch(Threads):
         """A rank of another environment."""
@@ -94,32 +87,6 @@ def test_versions_that_differ_are_named() -> None:
 def test_options_that_cannot_work_are_an_error_on_all_ranks() -> None:
     messages = run(3, lambda comm: check_options(config(), comm))
     assert messages == ["--train_batch_size 128 does not divide among 3 ranks: use a multiple of 3."] * 3
-
-
-def test_places_are_options() -> None:
-    supervised = {"pretrain": "m", "dataset": "d"}
-    commands = [from_options(command, **supervised) for command in (TrainSFTConfig, TrainRMConfig, TrainPRMConfig)]
-    assert {name for command in [config(), *commands] for name in flat_dict(command)} >= PLACES
-
-
-def test_what_one_rank_cannot_load_is_an_error_on_all() -> None:
-    def load(comm: Any) -> str:
-        def read() -> str:
-            if comm.rank == 1:
-                raise ValueError("--prompt_data p: no such file.")
-            return "rows"
-
-        return on_all_ranks(comm, read)
-
-    assert run(1, load) == ["rows"]
-    assert run(3, load) == [f"on rank 1 ({HOST}): --prompt_data p: no such file."] * 3
-
-
-def test_what_no_rank_can_load_is_said_without_naming_ranks() -> None:
-    def fail() -> None:
-        raise ValueError("--prompt_data p: no such file.")
-
-    assert run(2, lambda comm: on_all_ranks(comm, fail)) == ["--prompt_data p: no such file."] * 2
 
 
 @pytest.mark.parametrize("content", [[([1, 2], "a")], "def f(): ...", [TokenExample([1], [False])]])
