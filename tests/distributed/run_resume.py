@@ -28,7 +28,7 @@ from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.steps.actor_step import ActorStep
 from openppo.trainer.steps.critic_step import CriticStep
-from openppo.trainer.supervised.sft import SFTTrainer
+from openppo.trainer.supervised.trainers import SFTTrainer
 from openppo.types import Interrupted
 
 STEPS = {"actor": ActorStep, "critic": CriticStep}

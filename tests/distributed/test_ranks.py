@@ -1,9 +1,10 @@
 """The number of ranks never matters: 1, 2 or 4 of them, at each ZeRO stage, in float32 and bfloat16, full and LoRA.
 
-``test_split.py`` shows on one and two ranks that no way to split a step matters; here is the whole table of ranks and
-what is built on it. What is promised to users is in ``docs/hosts.md``.
+``test_split.py`` shows on one and two ranks that no way to split a step matters. By default four ranks run here; the
+whole table, which ``docs/hosts.md`` promises to users, is slow.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -110,7 +111,18 @@ def reference(case: Case) -> Case:
 
 
 CASES = [*FLOAT32, *BF16_ALONE, *BF16]
-REFERENCES = list(dict.fromkeys(map(reference, CASES)))
+QUICK = [Case("step", stage, 3, lora=lora) for stage in (0, 3) for lora in (False, True)]
+QUICK += [Case("step", 3, ALONE, bf16=True)]
+
+
+def table(cases: list[Case]) -> pytest.MarkDecorator:
+    """Each case on each number of ranks; slow unless it is a quick one on four."""
+    rows = [
+        pytest.param(n, case, id=f"{n}-{case.name}", marks=[] if n == 4 and case in QUICK else pytest.mark.slow)
+        for case in cases
+        for n in RANKS
+    ]
+    return pytest.mark.parametrize(("ranks", "case"), rows)
 
 
 def arguments_of(case: Case, tiny: Path, folder: Path) -> list[str]:
@@ -144,39 +156,38 @@ def update(folder: Path, start: Path) -> Tensor:
 
 @pytest.fixture(scope="module")
 def folders(
-    tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]
-) -> Callable[[int, bool], Path]:
-    """``folders(ranks, bf16)``: what all cases of a dtype left behind on so many ranks; they run in one launch."""
-    made: dict[tuple[int, bool], Path] = {}
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str], request: pytest.FixtureRequest
+) -> Callable[[int], Path]:
+    """``folders(ranks)``: what all cases left behind on so many ranks; they run in one launch."""
+    chosen = CASES if request.config.getoption("slow") else QUICK
 
-    def get(ranks: int, bf16: bool) -> Path:
-        if (ranks, bf16) not in made:
-            folder = made[ranks, bf16] = tmp_path_factory.mktemp(f"ranks{ranks}")
-            (folder / "reward.py").write_text(REWARD)
-            cases = [
-                {
-                    "name": case.name,
-                    "command": "train_ppo",
-                    "arguments": arguments_of(case, tiny, folder),
-                    "lockstep": case.lockstep,
-                    **TASKS[case.task][1],
-                }
-                for case in dict.fromkeys([*CASES, *(REFERENCES if ranks == 1 else [])])
-                if case.bf16 == bf16
-            ]
-            (folder / "cases.json").write_text(json.dumps(cases))
-            launch(ranks, SCRIPT, folder / "cases.json", folder)
-        return made[ranks, bf16]
+    @functools.cache
+    def get(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        (folder / "reward.py").write_text(REWARD)
+        cases = [
+            {
+                "name": case.name,
+                "command": "train_ppo",
+                "arguments": arguments_of(case, tiny, folder),
+                "lockstep": case.lockstep,
+                **TASKS[case.task][1],
+            }
+            for case in dict.fromkeys([*chosen, *(map(reference, chosen) if ranks == 1 else [])])
+        ]
+        (folder / "cases.json").write_text(json.dumps(cases))
+        launch(ranks, SCRIPT, folder / "cases.json", folder)
+        return folder
 
     return get
 
 
 @pytest.fixture(scope="module")
-def outcome(tiny: Path, folders: Callable[[int, bool], Path]) -> Callable[[int, Case], Outcome]:
+def outcome(tiny: Path, folders: Callable[[int], Path]) -> Callable[[int, Case], Outcome]:
     """``outcome(ranks, case)``."""
 
     def get(ranks: int, case: Case) -> Outcome:
-        folder = folders(ranks, case.bf16) / case.name
+        folder = folders(ranks) / case.name
         has_critic = "--advantage_estimator" not in TASKS[case.task][0]
         starts = {"model": "actor"} | ({"model_critic": "reward"} if has_critic else {})
         result = json.loads((folder / "result.json").read_text())
@@ -198,13 +209,7 @@ def distance(first: Tensor, second: Tensor) -> float:
     return float((first - second).norm() / second.norm())
 
 
-def by_name(case: Case) -> str:
-    """The id of a test."""
-    return case.name
-
-
-@pytest.mark.parametrize("case", FLOAT32, ids=by_name)
-@pytest.mark.parametrize("ranks", RANKS)
+@table(FLOAT32)
 def test_ranks_and_stages_never_matter_in_float32(
     outcome: Callable[[int, Case], Outcome], ranks: int, case: Case
 ) -> None:
@@ -217,9 +222,8 @@ def test_ranks_and_stages_never_matter_in_float32(
             assert got.metrics[step][name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), (step, name)
 
 
-@pytest.mark.parametrize("case", BF16_ALONE, ids=by_name)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_ranks_and_stages_never_matter_in_bfloat16_where_forwards_are_the_same(
+@table(BF16_ALONE)
+def test_ranks_and_stages_never_matter_in_bfloat16_row_by_row(
     outcome: Callable[[int, Case], Outcome], ranks: int, case: Case
 ) -> None:
     got = outcome(ranks, case)
@@ -232,8 +236,7 @@ def test_ranks_and_stages_never_matter_in_bfloat16_where_forwards_are_the_same(
             assert distance(got.updates[role], want.updates[role]) <= tolerance, role
 
 
-@pytest.mark.parametrize("case", BF16, ids=by_name)
-@pytest.mark.parametrize("ranks", RANKS)
+@table(BF16)
 def test_in_bfloat16_another_split_is_another_rounding(
     outcome: Callable[[int, Case], Outcome], ranks: int, case: Case
 ) -> None:
@@ -253,22 +256,25 @@ def step_groups(step: list[dict[str, Any]]) -> list[int]:
     return [sample["group"] for sample in step]
 
 
-@pytest.mark.parametrize("case", REFERENCES, ids=by_name)
-def test_the_updates_are_large_enough_to_tell(outcome: Callable[[int, Case], Outcome], tiny: Path, case: Case) -> None:
-    for role, vector in outcome(1, case).updates.items():
+@table(CASES)
+def test_the_updates_are_large_enough_to_tell(
+    outcome: Callable[[int, Case], Outcome], tiny: Path, ranks: int, case: Case
+) -> None:
+    for role, vector in outcome(ranks, case).updates.items():
         weights = load_file(tiny / {"model": "actor", "model_critic": "reward"}[role] / "model.safetensors")
         size = torch.cat([weight.double().flatten() for weight in weights.values()]).norm()
         assert vector.norm() > 1e-3 * size, role
 
 
 def test_the_ranks_stop_at_different_lengths(outcome: Callable[[int, Case], Outcome]) -> None:
-    (step,) = outcome(1, reference(FLOAT32[0])).samples
+    (step,) = outcome(1, reference(QUICK[0])).samples
     assert {sample["finish_reason"] for sample in step} == {"eos", "length"}
     edges = [rank * len(step) // 4 for rank in range(5)]
     work = [sum(len(s["response"]) for s in step[a:b]) for a, b in itertools.pairwise(edges)]
     assert len(set(work)) > 1
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_dropped_prompts_and_sampled_more(outcome: Callable[[int, Case], Outcome]) -> None:
     result = outcome(4, Case("dynamic", 3, 3))
     kept = [group for step in result.samples for group in sorted(set(step_groups(step)))]

@@ -30,5 +30,5 @@ def announce_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
         facts.append(("held out", count(len(parts.eval_examples), "sample")))
     if trainer.global_step > 0:
         facts.append(("goes on", f"after step {trainer.global_step:,} of {trainer.total_steps:,}"))
-    role = model_role("model", config.supervised.pretrain, parts.engine.module, parts.strategy, is_trained=True)
+    role = model_role("model", config.supervised.pretrain, parts.model.module, parts.strategy, is_trained=True)
     announce(page([role], facts + memory_fact(parts.estimate, ranks)))
