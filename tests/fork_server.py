@@ -277,7 +277,8 @@ def become(request: dict[str, Any], rank: int, address: int, fds: list[int]) -> 
     os.close(address)
     os.chdir(request["cwd"])
     sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    sys.modules["numpy"].random.seed()  # Python's own is seeded anew by the fork, torch's is as at its import
+    sys.modules["numpy"].random.seed()  # Python's own is seeded anew by the fork
+    sys.modules["torch"].default_generator.seed()
     importlib.invalidate_caches()
     status = 1
     try:
