@@ -185,7 +185,7 @@ def measure(folder: Path, name: str, options: dict[str, Any]) -> None:
     strategy = DeepspeedStrategy(config("tiny").deepspeed)
     warm_up = build_ppo_trainer(config("tiny"), strategy)
     run_steps(warm_up, 1)
-    warm_up.parts.trackers.close()
+    warm_up.components.trackers.close()
     del warm_up
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -200,7 +200,7 @@ def measure(folder: Path, name: str, options: dict[str, Any]) -> None:
     sent = traffic.sent
     peaks |= timer.peaks
     gathered = strategy.comm.all_gather_object({phase: peaks[phase] - before for phase in PHASES})
-    estimate = trainer.parts.estimate
+    estimate = trainer.components.estimate
     assert estimate is not None
     if strategy.is_main:
         measured = {phase: max(rank[phase] for rank in gathered) for phase in PHASES}

@@ -49,7 +49,7 @@ def train(model: str, data: str, save_path: str, steps: int) -> None:
     for prompts in islice(trainer.prompt_batches(), steps):
         trajectories = trainer.rollout(prompts)  # this rank's share, with the scores of --verifiable_reward
         for trajectory in trajectories:
-            response = trainer.parts.tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
+            response = trainer.components.tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
             trajectory.scores = {"right_places": right_places(trajectory.prompt.label, response)}
         metrics = trainer.train_on(trajectories)
         trainer.report(metrics)  # logs; evaluates at the end of an episode

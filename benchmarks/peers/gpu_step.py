@@ -85,19 +85,21 @@ def run_openppo(arguments: argparse.Namespace, shape: gpu_models.Shape, folder: 
             sys.exit(f"responses of {metrics['response_length']} tokens, {metrics['skipped_steps']} skipped steps")
         measured.append(metrics)
         peaks.append(metrics.get("memory/step_peak_gib", 0.0))
-    trainer.parts.train(False)
+    trainer.components.train(False)
     rows = [prompt.token_ids for prompt in prompts for _ in range(own.get("n_samples_per_prompt", 1))]
     with trainer.rollout_step.full_weights():
         prefill = [
-            seconds(lambda: trainer.parts.engine.generate(rows, SamplingParams(1, 1.0, 1.0, None), range(len(rows))))
+            seconds(
+                lambda: trainer.components.engine.generate(rows, SamplingParams(1, 1.0, 1.0, None), range(len(rows)))
+            )
             for _ in range(arguments.steps)
         ]
-    estimate = trainer.parts.estimate
+    estimate = trainer.components.estimate
     counted = {
         key: statistics.median(metrics[f"time/{key}_s"] for metrics in measured[arguments.warm_up :])
         for key in ("generation", "scoring", "experience", "training", "step")
     }
-    counted["adapters"] = n_adapters(trainer.parts.actor.module)
+    counted["adapters"] = n_adapters(trainer.components.actor.module)
     trainer.close()
     return counted | {
         "prefill": statistics.median(prefill),

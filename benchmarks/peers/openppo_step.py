@@ -50,13 +50,13 @@ class PartTimers:
 
 def time_parts(trainer: Any) -> PartTimers:
     """Timers around all calls of models in a step."""
-    from openppo.strategy.engine import TrainingEngine
+    from openppo.strategy.trainable_model import TrainableModel
 
-    timers, parts = PartTimers(), trainer.parts
+    timers, parts = PartTimers(), trainer.components
     timers.wrap(parts.engine, "generate", "generation")
-    timers.wrap(TrainingEngine, "__call__", "forward")
-    timers.wrap(TrainingEngine, "backward", "backward")
-    timers.wrap(TrainingEngine, "step", "optimizer")
+    timers.wrap(TrainableModel, "__call__", "forward")
+    timers.wrap(TrainableModel, "backward", "backward")
+    timers.wrap(TrainableModel, "step", "optimizer")
     for frozen in (parts.maker.reference, parts.scorer.model):
         timers.wrap(frozen, "forward", "forward")
     return timers
@@ -116,7 +116,7 @@ def main() -> None:
         for turn in clock:
             prompts = next(batches)
             if turn < len(arguments.sizes):
-                prompts = trainer.parts.prompts[: arguments.sizes[turn]]
+                prompts = trainer.components.prompts[: arguments.sizes[turn]]
             metrics = trainer.step(prompts)
             trainer.report(metrics)
             clock.report(**phases(metrics, len(prompts)), **(timers.take() if timers else {}))

@@ -104,7 +104,7 @@ def _run(config: Config, build: Callable[[Config], Runnable]) -> bool:
     """Whether a signal has ended the work before its end."""
     from openppo.strategy import interrupt
     from openppo.strategy.watch import Watch  # with torch: after parsing
-    from openppo.tracking.position import phase, position
+    from openppo.tracking.phase import phase, position
 
     limits, resume = RunConfig(stall_timeout=0), ""  # a server without requests makes no progress
     work: AbstractContextManager[None] = nullcontext()

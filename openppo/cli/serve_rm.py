@@ -27,9 +27,9 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
         pad_token_id,
     )
     from openppo.models.scalar_head import get_llm_for_sequence_regression
-    from openppo.rollout.reward_server import RewardServer, encode_conversation, listen
-    from openppo.rollout.rewards.http import read_token
-    from openppo.rollout.rewards.model import Normalization, forward_scores, stored_normalization
+    from openppo.rewards.http import read_token
+    from openppo.rewards.model import Normalization, forward_scores, stored_normalization
+    from openppo.rewards.server import RewardServer, encode_conversation, listen
     from openppo.strategy.gpu import set_up_gpu
     from openppo.trainer.startup import naming_model, quiet_libraries
 

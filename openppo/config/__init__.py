@@ -29,8 +29,8 @@ from openppo.config.ppo import (
     RolloutCorrection,
 )
 from openppo.config.rewards import (
+    RewardConfig,
     RewardShapingConfig,
-    RewardSourceConfig,
     Verifier,
 )
 from openppo.config.roles import (
@@ -106,8 +106,8 @@ __all__ = [
     "PromptsConfig",
     "ReportConfig",
     "ReportPageConfig",
+    "RewardConfig",
     "RewardShapingConfig",
-    "RewardSourceConfig",
     "RolloutCorrection",
     "RunConfig",
     "SFTDataConfig",

@@ -18,7 +18,7 @@ from openppo.config.ppo import (
     PPOConfig,
     PPOLearningRateConfig,
 )
-from openppo.config.rewards import RewardShapingConfig, RewardSourceConfig
+from openppo.config.rewards import RewardConfig, RewardShapingConfig
 from openppo.config.roles import EvaluationConfig, GenerationConfig, PPODataConfig, PPOModelConfig
 from openppo.config.shared import (
     AdamConfig,
@@ -42,7 +42,7 @@ class TrainPPOConfig:
 
     model: PPOModelConfig
     data: PPODataConfig
-    source: RewardSourceConfig = field(default_factory=RewardSourceConfig)
+    rewards: RewardConfig = field(default_factory=RewardConfig)
     shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -70,7 +70,7 @@ class TrainPPOConfig:
         _validate_stop_when(self.run, self.evaluation.eval_data, "--eval_data")
         best = self.checkpoint.keep_best or ""
         require(
-            "pass@" not in best or self.source.passing(self.evaluation.pass_reward) is not None,
+            "pass@" not in best or self.rewards.passing(self.evaluation.pass_reward) is not None,
             f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward.",
         )
         self._validate_sizes(world_size)
@@ -97,7 +97,7 @@ class TrainPPOConfig:
             "--dynamic_sampling compares the responses to one prompt: use --n_samples_per_prompt of at least 2.",
         )
         require(
-            self.source.reward_pretrain is not None
+            self.rewards.reward_pretrain is not None
             or not (self.shaping.normalize_reward and self.shaping.reward_normalizer == "model"),
             "--normalize_reward takes mean and std from a reward model, and there is no --reward_pretrain: use "
             "--reward_normalizer running.",
@@ -106,7 +106,7 @@ class TrainPPOConfig:
             self.model.ref_pretrain is None or self.kl.init_kl_coef > 0,
             "--ref_pretrain: --init_kl_coef 0 wants no reference model; leave one of them out.",
         )
-        verified = {"exact_match", "math"} & set(self.source.verifiable_reward)
+        verified = {"exact_match", "math"} & set(self.rewards.verifiable_reward)
         require(
             not verified or self.data.label_key is not None or self.data.input_key is None,
             f"--verifiable_reward {' '.join(sorted(verified))} compares with a label: name its column with "
@@ -120,8 +120,8 @@ class TrainPPOConfig:
             "--pretrain": self.model.pretrain,
             "--ref_pretrain": self.model.ref_pretrain,
             "--critic_pretrain": self.model.critic_pretrain,
-            "--reward_pretrain": self.source.reward_pretrain,
-            "--prm_pretrain": self.source.prm_pretrain,
+            "--reward_pretrain": self.rewards.reward_pretrain,
+            "--prm_pretrain": self.rewards.prm_pretrain,
         }
 
     @property

@@ -13,7 +13,7 @@ Verifier = Literal["exact_match", "regex", "math", "length"]
 
 
 @dataclass(frozen=True)
-class RewardSourceConfig:
+class RewardConfig:
     """Where rewards come from: one source or several, whose weighted sum is the reward."""
 
     reward_pretrain: str | None = None

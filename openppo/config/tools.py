@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from openppo.config.folders import refuse_overwriting
-from openppo.config.rewards import RewardSourceConfig
+from openppo.config.rewards import RewardConfig
 from openppo.config.roles import DataFormat, validate_data
 from openppo.config.shared import require, validate_groups
 
@@ -234,7 +234,7 @@ class EvaluateConfig:
     """Options of openppo.cli.evaluate."""
 
     prompts: PromptsConfig
-    source: RewardSourceConfig = field(default_factory=RewardSourceConfig)
+    rewards: RewardConfig = field(default_factory=RewardConfig)
     judgement: JudgementConfig = field(default_factory=JudgementConfig)
 
     def validate(self, world_size: int) -> None:

@@ -15,18 +15,18 @@ from openppo.datasets.process import ProcessExample, StepEncoder, load_process_e
 from openppo.datasets.prompts import PromptOptions, PromptSet, load_prompts
 from openppo.datasets.sampler import BatchSampler, cyclic_batches, shard
 from openppo.datasets.sft import load_documents, load_sft_examples
-from openppo.datasets.shapes import Parts, RowReader
+from openppo.datasets.shapes import RowFields, RowReader
 from openppo.datasets.templates import TokenExample, render_prompt, render_whole
 from openppo.datasets.turns import render_conversation, render_response
 
 __all__ = [
     "BatchSampler",
-    "Parts",
     "PreferenceExample",
     "ProcessExample",
     "PromptOptions",
     "PromptSet",
     "Row",
+    "RowFields",
     "RowReader",
     "ShowRows",
     "SourceRow",

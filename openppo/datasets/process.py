@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from openppo.config import ProcessConfig, SupervisedConfig
 from openppo.datasets.loading import ShowRows, SourceRow, naming_row
-from openppo.datasets.shapes import Keys, Parts, RowReader
+from openppo.datasets.shapes import Keys, RowFields, RowReader
 from openppo.datasets.templates import (
     as_messages,
     as_text,
@@ -184,7 +184,7 @@ def _named_keys(data: ProcessConfig) -> Keys | None:
     }
 
 
-def _steps(parts: Parts, placeholder: str) -> list[str]:
+def _steps(parts: RowFields, placeholder: str) -> list[str]:
     """The text before each placeholder, separators included. What comes after the last one is not judged."""
     if not isinstance(parts.response, list):
         steps = as_text(parts.response).split(placeholder)[:-1]
@@ -197,7 +197,7 @@ def _steps(parts: Parts, placeholder: str) -> list[str]:
     return texts[:1] + [STEP_SEPARATOR + text for text in texts[1:]]
 
 
-def _labels(parts: Parts, n_steps: int, tokens: _Tokens) -> list[int] | list[float]:
+def _labels(parts: RowFields, n_steps: int, tokens: _Tokens) -> list[int] | list[float]:
     """The judgement of each step."""
     label = parts.label
     judgements = _read_off(parts.response, label, tokens) if isinstance(label, str) else label

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from openppo.config import SFTDataConfig, SupervisedConfig
 from openppo.datasets.loading import ShowRows, SourceRow, naming_row
-from openppo.datasets.shapes import Keys, Parts, RowReader
+from openppo.datasets.shapes import Keys, RowFields, RowReader
 from openppo.datasets.templates import (
     TokenExample,
     as_text,
@@ -80,7 +80,7 @@ def _named_keys(data: SFTDataConfig) -> Keys | None:
     return {"prompt": input_column, "response": (data.output_key, "--output_key")}
 
 
-def _render(parts: Parts, tokenizer: PreTrainedTokenizerBase, supervised: SupervisedConfig) -> TokenExample:
+def _render(parts: RowFields, tokenizer: PreTrainedTokenizerBase, supervised: SupervisedConfig) -> TokenExample:
     template, chat = supervised.input_template, supervised.apply_chat_template
     if parts.conversation is not None and chat:
         return render_conversation(parts.conversation, tokenizer, input_template=template)

@@ -22,7 +22,7 @@ Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class RowFields:
     """What a row says, whatever its shape; None where it has no such part.
 
     ``prompt``, ``response``, ``chosen`` and ``rejected`` are texts or lists of chat messages; without a prompt,
@@ -54,7 +54,7 @@ class Shape:
 
     name: str
     needs: Mapping[Task, Columns]
-    normalize: Callable[[Row, bool], Parts]
+    normalize: Callable[[Row, bool], RowFields]
     fits: Callable[[Row], bool] = lambda row: True
 
     def columns_of(self, row: Row, task: Task) -> list[str]:
@@ -74,43 +74,43 @@ def _first(row: Row, *names: str) -> Any:
     return next((row[name] for name in names if name in row), None)
 
 
-def _plain(row: Row, chat: bool) -> Parts:
+def _plain(row: Row, chat: bool) -> RowFields:
     response = _first(row, *PLAIN_RESPONSE)
     reference = _first(row, "label", "answer", *PLAIN_RESPONSE)
-    return Parts(prompt=_first(row, *PLAIN_PROMPT), response=response, label=reference)
+    return RowFields(prompt=_first(row, *PLAIN_PROMPT), response=response, label=reference)
 
 
-def _text(row: Row, chat: bool) -> Parts:
+def _text(row: Row, chat: bool) -> RowFields:
     text = _first(row, "text", "content", "input")
-    return Parts(prompt=text, whole=text)
+    return RowFields(prompt=text, whole=text)
 
 
-def _question_answer(row: Row, chat: bool) -> Parts:
+def _question_answer(row: Row, chat: bool) -> RowFields:
     """Where a row has both, the solution is the response and the shorter answer is the label."""
     answer, solution = row.get("answer"), row.get("solution")
-    return Parts(
+    return RowFields(
         prompt=_first(row, *QUESTION),
         response=answer if solution is None else solution,
         label=solution if answer is None else answer,
     )
 
 
-def _alpaca(row: Row, chat: bool) -> Parts:
+def _alpaca(row: Row, chat: bool) -> RowFields:
     """The input, where there is one, follows the instruction on the next line."""
     instruction, context = as_text(row["instruction"]), row.get("input")
     prompt = f"{instruction}\n{as_text(context)}" if context else instruction
-    return Parts(prompt=prompt, response=row.get("output"), label=row.get("output"))
+    return RowFields(prompt=prompt, response=row.get("output"), label=row.get("output"))
 
 
-def _messages(row: Row, chat: bool) -> Parts:
+def _messages(row: Row, chat: bool) -> RowFields:
     return _parts_of_chat(as_messages(row["messages"]))
 
 
-def _parts_of_chat(turns: list[Message]) -> Parts:
+def _parts_of_chat(turns: list[Message]) -> RowFields:
     """The last turn is the response, if it is the assistant's."""
     if turns[-1]["role"] != "assistant":
-        return Parts(prompt=turns, conversation=turns)
-    return Parts(prompt=turns[:-1], response=turns[-1:], label=turns[-1]["content"], conversation=turns)
+        return RowFields(prompt=turns, conversation=turns)
+    return RowFields(prompt=turns[:-1], response=turns[-1:], label=turns[-1]["content"], conversation=turns)
 
 
 SHAREGPT_ROLES = {
@@ -125,7 +125,7 @@ SHAREGPT_ROLES = {
 }
 
 
-def _sharegpt(row: Row, chat: bool) -> Parts:
+def _sharegpt(row: Row, chat: bool) -> RowFields:
     conversation = row["conversations"]
     if not isinstance(conversation, list) or not conversation:
         raise ValueError(f"column 'conversations' is not a list of turns: {shortened(conversation)}.")
@@ -133,7 +133,7 @@ def _sharegpt(row: Row, chat: bool) -> Parts:
     if "chosen" not in row or "rejected" not in row:
         return _parts_of_chat(turns)
     chosen, rejected = ([_sharegpt_turn(row[side])] for side in ("chosen", "rejected"))
-    return Parts(prompt=turns, response=chosen, chosen=chosen, rejected=rejected)
+    return RowFields(prompt=turns, response=chosen, chosen=chosen, rejected=rejected)
 
 
 def _sharegpt_turn(turn: Any) -> Message:
@@ -144,14 +144,14 @@ def _sharegpt_turn(turn: Any) -> Message:
     return {"role": role, "content": turn["value"]}
 
 
-def _preference(row: Row, chat: bool) -> Parts:
+def _preference(row: Row, chat: bool) -> RowFields:
     """Whole conversations are divided after the turns that they share, whatever the prompt column says."""
     prompt, chosen, rejected = _first(row, "prompt", "question"), row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list) and as_messages(chosen)[0]["role"] != "assistant":
         chosen, rejected = as_messages(chosen), as_messages(rejected)
         n = _shared_turns(chosen, rejected)
         prompt, chosen, rejected = chosen[:n] or None, chosen[n:], rejected[n:]
-    return Parts(prompt=prompt, response=chosen, chosen=chosen, rejected=rejected)
+    return RowFields(prompt=prompt, response=chosen, chosen=chosen, rejected=rejected)
 
 
 def _shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
@@ -173,7 +173,7 @@ def _is_transcript(row: Row) -> bool:
     return all(isinstance(row[side], str) and row[side].startswith("\n\nHuman:") for side in ("chosen", "rejected"))
 
 
-def _hh(row: Row, chat: bool) -> Parts:
+def _hh(row: Row, chat: bool) -> RowFields:
     """The prompt ends where the transcripts part. As text it ends with "Assistant:", and responses start after it."""
     chosen, rejected = (_turns_of_transcript(row[side]) for side in ("chosen", "rejected"))
     n = _shared_turns(chosen, rejected)
@@ -182,12 +182,12 @@ def _hh(row: Row, chat: bool) -> Parts:
             [{**turn, "content": turn["content"].strip()} for turn in turns]
             for turns in (chosen[:n], chosen[n:], rejected[n:])
         )
-        return Parts(prompt=asked or None, response=good, chosen=good, rejected=bad)
+        return RowFields(prompt=asked or None, response=good, chosen=good, rejected=bad)
     if n == 0:
-        return Parts(response=row["chosen"], chosen=row["chosen"], rejected=row["rejected"])
+        return RowFields(response=row["chosen"], chosen=row["chosen"], rejected=row["rejected"])
     good_text, bad_text = (_transcript(turns[n:]).removeprefix(HH_ANSWER) for turns in (chosen, rejected))
     prompt = _transcript(chosen[:n]) + HH_ANSWER
-    return Parts(prompt=prompt, response=good_text, chosen=good_text, rejected=bad_text)
+    return RowFields(prompt=prompt, response=good_text, chosen=good_text, rejected=bad_text)
 
 
 def _turns_of_transcript(value: Any) -> list[Message]:
@@ -202,25 +202,25 @@ def _transcript(turns: Sequence[Message]) -> str:
     return "".join(f"\n\n{HH_NAMES[turn['role']]}:{turn['content']}" for turn in turns)
 
 
-def _math_shepherd(row: Row, chat: bool) -> Parts:
-    return Parts(response=row["input"], label=row["label"])
+def _math_shepherd(row: Row, chat: bool) -> RowFields:
+    return RowFields(response=row["input"], label=row["label"])
 
 
-def _steps(row: Row, chat: bool) -> Parts:
+def _steps(row: Row, chat: bool) -> RowFields:
     """Nobody judged the steps after the first wrong one, so they are left out."""
     question, steps = _first(row, "prompt", *QUESTION), _first(row, *STEPS)
     if "labels" in row:
-        return Parts(prompt=question, response=steps, label=row["labels"])
+        return RowFields(prompt=question, response=steps, label=row["labels"])
     if not isinstance(steps, list):
         raise ValueError(f"the steps are no list but {type(steps).__name__}: {shortened(steps)}. Correct the row.")
     wrong = _first(row, *FIRST_WRONG)
     if wrong is None or wrong == "N/A":
-        return Parts(prompt=question, response=steps, label=[True] * len(steps))
+        return RowFields(prompt=question, response=steps, label=[True] * len(steps))
     if type(wrong) is not int or not 1 <= wrong <= len(steps):
         raise ValueError(
             f"the first wrong step is {shortened(wrong)}, and there are {len(steps)} steps, counted from 1."
         )
-    return Parts(prompt=question, response=steps[:wrong], label=[True] * (wrong - 1) + [False])
+    return RowFields(prompt=question, response=steps[:wrong], label=[True] * (wrong - 1) + [False])
 
 
 _CHAT: Columns = (("messages",),)
@@ -283,7 +283,7 @@ class RowReader:
             if row.source not in self.shapes:
                 self.shapes[row.source] = self._recognize(row, candidates)
 
-    def read(self, row: SourceRow) -> Parts:
+    def read(self, row: SourceRow) -> RowFields:
         """What ``row`` says. Raises ``ValueError`` if it is malformed or lacks the columns of its shape."""
         shape = self.shapes[row.source]
         if not shape.columns_of(row.row, self.task):
@@ -322,7 +322,9 @@ def _candidates(task: Task, data_format: str, keys: Keys) -> list[Shape]:
         raise ValueError(f"--data_format {data_format} knows its columns, and {flags} names others: leave one out.")
     if keys:
         columns = tuple((key,) for key, _ in keys.values())
-        return [Shape("plain", {task: columns}, lambda row, chat: Parts(**{part: row[keys[part][0]] for part in keys}))]
+        return [
+            Shape("plain", {task: columns}, lambda row, chat: RowFields(**{part: row[keys[part][0]] for part in keys}))
+        ]
     shapes = [shape for shape in SHAPES if task in shape.needs and data_format in ("auto", shape.name)]
     if not shapes:
         others = sorted({shape.name for shape in SHAPES if task in shape.needs})

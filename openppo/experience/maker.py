@@ -17,7 +17,7 @@ from openppo.experience.measure import measure_experience, measure_scores
 from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
 from openppo.experience.token_rewards import StepRewards, collect_step_rewards, compute_reward, kl_penalty
 from openppo.models.padding import MicroBatchSize, micro_batches, price_of_a_batch
-from openppo.tracking import Metrics, progress
+from openppo.tracking import Metrics, progress_bar
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
 
 Model = Callable[..., Any]
@@ -51,7 +51,7 @@ class ExperienceMaker:
         self.pad_token_id = pad_token_id
         self.stop = stop or NeverStops()
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
-        self.weights = config.source.weights()
+        self.weights = config.rewards.weights()
         self.normalizes_scores = config.shaping.normalize_reward and config.shaping.reward_normalizer == "running"
         self.moments, self.step_moments = RunningMoments(), RunningMoments()
         kl = config.kl
@@ -80,7 +80,7 @@ class ExperienceMaker:
         batches = micro_batches(lengths, forward_size(self.config))
         n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
         made: dict[int, Experience] = {}
-        for rows in progress(batches, "experience", enabled=self.comm.rank == 0):
+        for rows in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
             self.stop()
             batch = collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device)
             batch = self._forward(batch, old_log_probs, values)
@@ -119,7 +119,7 @@ class ExperienceMaker:
             self.step_moments.update(torch.tensor([r for t in trajectories for r in t.step_rewards]), self.comm)
         if not experiences:
             return None
-        measure_scores(trajectories, self.config.source, metrics)
+        measure_scores(trajectories, self.config.rewards, metrics)
         earned = torch.tensor([t.total_reward(self.weights) for t in trajectories], device=self.device)
         return self._add_rewards(join_rows(experiences).with_fields(scores=earned), trajectories, metrics)
 

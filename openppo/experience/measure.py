@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openppo.config import RewardSourceConfig
+from openppo.config import RewardConfig
 from openppo.models.masked import compute_approx_kl, masked_sum
 from openppo.models.rollout_correction import mismatch_metrics
 from openppo.tracking import Histogram, Metrics, histogram
 from openppo.types import Comm, Experience, Trajectory
 
 
-def measure_scores(trajectories: Sequence[Trajectory], source: RewardSourceConfig, metrics: Metrics) -> None:
+def measure_scores(trajectories: Sequence[Trajectory], source: RewardConfig, metrics: Metrics) -> None:
     """Each named reward as ``reward/<name>``, before weights; nothing where the total says it all."""
     weights = source.weights()
     for trajectory in trajectories:

@@ -8,11 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from openppo.tracking import progress
+from openppo.tracking import progress_bar
 from openppo.types import Completion, SamplingParams
 
 
-class PolicyWeights(Protocol):
+class WeightSource(Protocol):
     """The weights of the policy that is trained, for an engine to sample with. All ranks call every method together."""
 
     def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
@@ -57,7 +57,7 @@ class Engine(Protocol):
         """Submit all, step until all ended; completions in the order of ``prompts``."""
         ...
 
-    def awake(self, weights: PolicyWeights) -> AbstractContextManager[None]:
+    def awake(self, weights: WeightSource) -> AbstractContextManager[None]:
         """Inside, the engine may decode, with the weights of now, on each rank by itself or in lockstep."""
         ...
 
@@ -67,7 +67,7 @@ def run_to_end(
 ) -> dict[int, Completion]:
     """Step while ``goes_on()``; the completions that ended, by the ``place`` of their request numbers."""
     done: dict[int, Completion] = {}
-    with progress(len(place), "generation", enabled=show_progress) as bar:
+    with progress_bar(len(place), "generation", enabled=show_progress) as bar:
         while goes_on():
             engine.step()
             ended = engine.collect()

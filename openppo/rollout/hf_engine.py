@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
-from openppo.rollout.engine import PolicyWeights, run_to_end
+from openppo.rollout.engine import WeightSource, run_to_end
 from openppo.rollout.row_cache import PromptCache, RowCache, check_cache
 from openppo.rollout.sampling import request_uniforms, sample
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
@@ -125,7 +125,7 @@ class HFEngine:
         return [done[i] for i in range(len(prompts))]
 
     @contextmanager
-    def awake(self, weights: PolicyWeights) -> Iterator[None]:
+    def awake(self, weights: WeightSource) -> Iterator[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
         with weights.in_place(in_lockstep=self.any_rank_busy is not None), _attention_of_padded_rows(self.model):
             try:

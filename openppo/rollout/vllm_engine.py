@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openppo.rollout.engine import PolicyWeights, run_to_end
+from openppo.rollout.engine import WeightSource, run_to_end
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
 
 
@@ -120,7 +120,7 @@ class VLLMEngine:
         return [done[i] for i in range(len(prompts))]
 
     @contextmanager
-    def awake(self, weights: PolicyWeights) -> Iterator[None]:
+    def awake(self, weights: WeightSource) -> Iterator[None]:
         """Inside, requests can be decoded, with the weights of now; those still under way at its end are dropped.
 
         All ranks enter together.

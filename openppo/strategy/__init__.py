@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from openppo.strategy.deepspeed import DeepspeedStrategy, get_strategy
-    from openppo.strategy.engine import TrainingEngine
+    from openppo.strategy.trainable_model import TrainableModel
 
-_HOME = {"DeepspeedStrategy": "deepspeed", "get_strategy": "deepspeed", "TrainingEngine": "engine"}
+_HOME = {"DeepspeedStrategy": "deepspeed", "get_strategy": "deepspeed", "TrainableModel": "trainable_model"}
 
-__all__ = ["DeepspeedStrategy", "TrainingEngine", "get_strategy"]
+__all__ = ["DeepspeedStrategy", "TrainableModel", "get_strategy"]
 
 
 def __getattr__(name: str) -> Any:

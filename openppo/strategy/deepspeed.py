@@ -35,9 +35,9 @@ from transformers import PreTrainedModel, get_scheduler
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy.comm import TorchComm, init_process_group
 from openppo.strategy.ds_config import eval_config, merge, train_config
-from openppo.strategy.engine import TrainingEngine
 from openppo.strategy.gpu import set_up_gpu
 from openppo.strategy.saving import save_model, save_tokenizer
+from openppo.strategy.trainable_model import TrainableModel
 
 logger = logging.getLogger("openppo")
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -80,7 +80,7 @@ class DeepspeedStrategy:
             self.zero_stage = 1
             logger.info("--bf16 with --zero_stage 0: optimizer states are partitioned as with --zero_stage 1, since "
                         "DeepSpeed accumulates bf16 gradients in float32 only from there on.")  # fmt: skip
-        self._prepared: list[TrainingEngine] = []
+        self._prepared: list[TrainableModel] = []
         self.seed_everything(config.seed)
 
     @property
@@ -98,7 +98,7 @@ class DeepspeedStrategy:
         """Give each rank its own stream of random numbers; call it when the models are made."""
         self.seed_everything(self.config.seed + 1 + self.comm.rank)
 
-    def prepare(self, module: nn.Module, adam: AdamConfig, learning_rate: float, total_steps: int) -> TrainingEngine:
+    def prepare(self, module: nn.Module, adam: AdamConfig, learning_rate: float, total_steps: int) -> TrainableModel:
         """Wrap a module whose parameters with ``requires_grad`` are trained with AdamW for ``total_steps`` steps."""
         if self.config.gradient_checkpointing:
             _enable_gradient_checkpointing(module)
@@ -115,7 +115,7 @@ class DeepspeedStrategy:
             # Else each parameter gets views of Adam's moments, for DeepSpeed's own checkpoints only, and they would
             # hold the memory of moments that rest on the host.
             engine.optimizer._hp_optimizer_states_linked = True
-        self._prepared.append(TrainingEngine(engine, scheduler))
+        self._prepared.append(TrainableModel(engine, scheduler))
         return self._prepared[-1]
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
@@ -132,7 +132,7 @@ class DeepspeedStrategy:
         engine.eval()
         return engine
 
-    def fits_gathered(self, engine: TrainingEngine, moments_rest: bool = False) -> bool:
+    def fits_gathered(self, engine: TrainableModel, moments_rest: bool = False) -> bool:
         """Whether every rank has memory for the full weights of a ZeRO-3 model; the same answer on all ranks.
 
         Adam's moments come with the first step, and take theirs for good, unless they rest on the host meanwhile.
@@ -159,7 +159,7 @@ class DeepspeedStrategy:
         return bool(self.comm.all_reduce(torch.tensor(int(flag)), "max"))
 
     @contextmanager
-    def for_generation(self, engine: TrainingEngine, in_lockstep: bool) -> Iterator[None]:
+    def for_generation(self, engine: TrainableModel, in_lockstep: bool) -> Iterator[None]:
         """Inside, tokens may be sampled: with whole weights, unless in lockstep, and layers that are not compiled."""
         with nullcontext() if in_lockstep else self.gathered(engine), self.uncompiled():
             yield
@@ -170,7 +170,7 @@ class DeepspeedStrategy:
         return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
 
     @contextmanager
-    def gathered(self, engine: TrainingEngine) -> Iterator[None]:
+    def gathered(self, engine: TrainableModel) -> Iterator[None]:
         """Under ZeRO-3, full weights on every rank and no hooks inside: forwards need no company of other ranks."""
         if self.zero_stage == 3:
             with unwrap_model_for_generation(engine.deepspeed):

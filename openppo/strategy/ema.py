@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from openppo.strategy.checkpoint.fragments import Fragment
-from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.trainable_model import TrainableModel
 from openppo.types import Interrupted
 
 
@@ -22,7 +22,7 @@ class ParameterAverage:
     partition of every parameter under ZeRO-3, else every n-th parameter. All ranks call each method together.
     """
 
-    def __init__(self, engine: TrainingEngine, beta: float) -> None:
+    def __init__(self, engine: TrainableModel, beta: float) -> None:
         self.beta = beta
         self._optimizer: Any = engine.deepspeed.optimizer
         self._partitioned = engine.deepspeed.zero_optimization_stage() == 3

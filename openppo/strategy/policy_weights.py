@@ -11,13 +11,13 @@ from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.trainable_model import TrainableModel
 
 
 class PolicyWeights:
     """Weights of ``engine.module.model``, a Hugging Face or PEFT model. All ranks call every method together."""
 
-    def __init__(self, strategy: DeepspeedStrategy, engine: TrainingEngine) -> None:
+    def __init__(self, strategy: DeepspeedStrategy, engine: TrainableModel) -> None:
         self.strategy = strategy
         self.engine = engine
 

@@ -4,7 +4,7 @@ from openppo.tracking.histogram import Histogram, histogram
 from openppo.tracking.log import get_logger, setup_logging
 from openppo.tracking.metrics import Metrics, Reduction
 from openppo.tracking.profiler import StepProfiler
-from openppo.tracking.progress import Progress, progress
+from openppo.tracking.progress_bar import ProgressBar, progress_bar
 from openppo.tracking.report.environment import environment, save_environment
 from openppo.tracking.run_folder import check_run_folder, cut_logs, save_config, set_aside_logs, set_aside_model
 from openppo.tracking.timers import PhaseTimer
@@ -26,7 +26,7 @@ __all__ = [
     "JSONLTracker",
     "Metrics",
     "PhaseTimer",
-    "Progress",
+    "ProgressBar",
     "Reduction",
     "StepProfiler",
     "TensorBoardTracker",
@@ -41,7 +41,7 @@ __all__ = [
     "histogram",
     "json_form",
     "make_trackers",
-    "progress",
+    "progress_bar",
     "save_config",
     "save_environment",
     "set_aside_logs",

@@ -15,7 +15,7 @@ import torch
 
 from openppo.config import TrackingConfig
 from openppo.tracking.log import get_logger
-from openppo.tracking.position import position
+from openppo.tracking.phase import position
 
 RECORDED_SECONDS = 2.0
 """Of each phase: what runs in a loop looks alike after that, and a trace of all of it would fill the memory."""

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from openppo.tracking.position import begin_step
-from openppo.tracking.position import phase as position_phase
+from openppo.tracking.phase import begin_step
+from openppo.tracking.phase import phase as position_phase
 from openppo.tracking.profiler import NoProfiler, StepProfiler
 from openppo.types import Comm
 

@@ -30,10 +30,11 @@ from openppo.rollout.row_cache import check_cache
 from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions, check_vllm
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
-from openppo.strategy.engine import TrainingEngine
 from openppo.strategy.gpu import check_transformers
+from openppo.strategy.trainable_model import TrainableModel
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.trainer.callbacks import Callback, StopWhen
+from openppo.trainer.components import PPOComponents
 from openppo.trainer.engine_check import LONGEST, check_engines, check_hf_engine
 from openppo.trainer.estimate.announce import announce_ppo
 from openppo.trainer.estimate.ppo import most_decode_rows
@@ -41,7 +42,6 @@ from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.overview.start_table import announce_ppo_start
 from openppo.trainer.packing import pack_where_exact
-from openppo.trainer.parts import Parts
 from openppo.trainer.ppo_data import PPOData, load_ppo_data
 from openppo.trainer.ppo_trainer import HEADLINE, PPOTrainer
 from openppo.trainer.resume.checkpointer import Checkpointer
@@ -83,11 +83,11 @@ def build_ppo_trainer(
     _check_contexts(config, data)
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
     if config.run.dry_run:
-        check_sources(config.source, tokenizer, setup)
+        check_sources(config.rewards, tokenizer, setup)
     uses_critic = ESTIMATORS[config.advantage.advantage_estimator].uses_critic
     estimate = announce_ppo(config, data, critic_start(config) if uses_critic else None, strategy)
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
-    scorer = build_scorer(config.source, tokenizer, setup)  # before the large models: a missing head shows at once
+    scorer = build_scorer(config.rewards, tokenizer, setup)  # before the large models: a missing head shows at once
     plan = batch_plan(config, len(data.prompts), strategy.comm.world_size)
     actor, critic, reference = _prepare_models(config, strategy, plan)
     comm, pad, stop = strategy.comm, pad_token_id(tokenizer), SignalStop(strategy.comm)
@@ -97,7 +97,7 @@ def build_ppo_trainer(
 
     ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
-    parts = Parts(
+    parts = PPOComponents(
         strategy=strategy,
         tokenizer=tokenizer,
         actor=actor,
@@ -127,7 +127,7 @@ def build_ppo_trainer(
 def _engine(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy,
-    actor: TrainingEngine,
+    actor: TrainableModel,
     tokenizer: PreTrainedTokenizerBase,
     stop: StopCheck,
     max_rows: int,
@@ -164,7 +164,7 @@ def _engine(
     )
 
 
-def _packed_row_length(actor: TrainingEngine, data: PPOData, strategy: DeepspeedStrategy) -> int | None:
+def _packed_row_length(actor: TrainableModel, data: PPOData, strategy: DeepspeedStrategy) -> int | None:
     with strategy.uncompiled():
         return packed_row_length(actor, data.documents, data.longest, strategy.device)
 
@@ -233,7 +233,7 @@ def _check_algorithm(config: TrainPPOConfig) -> None:
 
 def _prepare_models(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, plan: BatchPlan
-) -> tuple[TrainingEngine, TrainingEngine | None, Callable[..., Any] | None]:
+) -> tuple[TrainableModel, TrainableModel | None, Callable[..., Any] | None]:
     """Actor, critic (None for estimators without one) and reference (None without a KL penalty).
 
     Each is loaded and wrapped before the next is loaded.
@@ -305,7 +305,7 @@ def critic_start(config: TrainPPOConfig) -> tuple[str, str]:
     """Flag and name of the model that the critic starts from."""
     starts = (
         ("--critic_pretrain", config.model.critic_pretrain),
-        ("--reward_pretrain", config.source.reward_pretrain),
+        ("--reward_pretrain", config.rewards.reward_pretrain),
     )
     return next(((flag, name) for flag, name in starts if name), ("--pretrain", config.model.pretrain))
 
@@ -384,7 +384,7 @@ def _evaluator(
         held_out,
         params,
         options.eval_n_samples_per_prompt,
-        config.source.passing(options.pass_reward),
-        config.source.weights(),
+        config.rewards.passing(options.pass_reward),
+        config.rewards.weights(),
         config.deepspeed.seed,
     )

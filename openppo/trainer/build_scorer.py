@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import RewardSourceConfig, Verifier
+from openppo.config import RewardConfig, Verifier
 from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
 from openppo.models.actor import Actor
@@ -23,14 +23,14 @@ from openppo.models.padding import MicroBatchSize
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.models.trust import RefusedError
-from openppo.rollout.rewards.calling import load_reward_function
-from openppo.rollout.rewards.function import FunctionScorer
-from openppo.rollout.rewards.http import RemoteScorer
-from openppo.rollout.rewards.model import ModelScorer, Normalization, stored_normalization
-from openppo.rollout.rewards.process import ProcessScorer, StepText
-from openppo.rollout.rewards.rendering import PolicyTokens, RewardModelText
-from openppo.rollout.rewards.scoring import CombinedScorer, Scorer
-from openppo.rollout.rewards.verifiable import VerifiableScorer, make_verify
+from openppo.rewards.calling import load_reward_function
+from openppo.rewards.function import FunctionScorer
+from openppo.rewards.http import RemoteScorer
+from openppo.rewards.model import ModelScorer, Normalization, stored_normalization
+from openppo.rewards.process import ProcessScorer, StepText
+from openppo.rewards.rendering import PolicyTokens, RewardModelText
+from openppo.rewards.scoring import CombinedScorer, Scorer
+from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.trainer.packing import pack_where_exact
 from openppo.trainer.startup import check_same, naming_model, on_all_ranks
 from openppo.types import Comm, Prompt, Trajectory
@@ -63,13 +63,13 @@ class ScorerSetup:
     """Models may run code of their own."""
 
 
-def build_scorer(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> Scorer:
+def build_scorer(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> Scorer:
     """The scorer of all sources that are given; ``ValueError`` names the flag of whatever cannot work.
 
     ``tokenizer`` is the policy's. A single source without names of its own gives rewards named "reward"; of several
     they are named "reward_fn", "remote", like the verifier, "reward_model", "prm".
     """
-    makers: list[Callable[[RewardSourceConfig, PreTrainedTokenizerBase, ScorerSetup, str], Scorer]] = []
+    makers: list[Callable[[RewardConfig, PreTrainedTokenizerBase, ScorerSetup, str], Scorer]] = []
     if source.reward_fn is not None:
         makers.append(partial(_function, source.reward_fn, "--reward_fn", "reward_fn"))
     if source.remote_rm_url is not None:
@@ -85,7 +85,7 @@ def build_scorer(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase,
     return scorers[0] if len(scorers) == 1 else CombinedScorer(scorers)
 
 
-def check_sources(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> None:
+def check_sources(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> None:
     """What ``build_scorer`` would find wrong before it loads a model; ``ValueError`` as there."""
     if source.reward_pretrain is not None:
         _reader(source.reward_pretrain, tokenizer, setup)
@@ -100,7 +100,7 @@ def _function(
     location: str,
     flag: str,
     default_name: str,
-    source: RewardSourceConfig,
+    source: RewardConfig,
     tokenizer: PreTrainedTokenizerBase,
     setup: ScorerSetup,
     name: str,
@@ -119,7 +119,7 @@ def _function(
     )
 
 
-def _remote(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str) -> Scorer:
+def _remote(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str) -> Scorer:
     assert source.remote_rm_url is not None
     if source.remote_is_file():
         return _function(source.remote_rm_url, "--remote_rm_url", "reward_func", source, tokenizer, setup, name)
@@ -129,13 +129,13 @@ def _remote(source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setu
 
 
 def _verifier(
-    verifier: Verifier, source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
+    verifier: Verifier, source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
 ) -> Scorer:
     return VerifiableScorer(make_verify(verifier, source, setup.prompts), tokenizer, name)
 
 
 def _reward_model(
-    model: str, source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
+    model: str, source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
 ) -> Scorer:
     """A frozen reward model, which reads the policy's token ids or, if those are not its own, the text again."""
     flag = "--reward_pretrain"
@@ -192,7 +192,7 @@ def _reader(
 
 
 def _process_reward_model(
-    model: str, source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
+    model: str, source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
 ) -> Scorer:
     """A frozen process reward model, which reads prompt and response as ``train_prm`` renders lists of steps."""
     flag, trust = "--prm_pretrain", setup.trust_remote_code

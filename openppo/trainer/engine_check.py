@@ -19,12 +19,12 @@ from openppo.models.actor import Actor
 from openppo.models.loading import context_length
 from openppo.models.padding import pad_right
 from openppo.rollout.decode_graphs import CUDARecorder
-from openppo.rollout.engine import Engine, PolicyWeights
+from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.strategy.engine import TrainingEngine
-from openppo.strategy.policy_weights import PolicyWeights as ActorWeights
+from openppo.strategy.policy_weights import PolicyWeights
+from openppo.strategy.trainable_model import TrainableModel
 from openppo.trainer.startup import on_all_ranks
 from openppo.types import Completion, SamplingParams
 
@@ -65,7 +65,7 @@ BOUNDS = {
 _TIMES = 5
 
 
-def check_hf_engine(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainingEngine) -> None:
+def check_hf_engine(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel) -> None:
     """Refuse, on all ranks, an actor that an ``HFEngine`` samples wrongly.
 
     The engines are for the check alone, and decode as those of the run: with whole weights, or in lockstep.
@@ -84,12 +84,12 @@ def check_hf_engine(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: 
 
 
 def check_engines(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainingEngine, engines: Mapping[str, Engine]
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel, engines: Mapping[str, Engine]
 ) -> None:
     """Refuse, on all ranks, an actor that one of ``engines`` samples wrongly."""
     name, options = config.model.pretrain, config.generation
     exact = not (config.deepspeed.bf16 or config.lora.load_in_4bit)
-    weights = ActorWeights(strategy, actor)
+    weights = PolicyWeights(strategy, actor)
 
     def check() -> None:
         with strategy.uncompiled(), _left_as_it_was(actor.module):
@@ -118,7 +118,7 @@ def check_frozen(options: PromptsConfig, actor: Actor, device: torch.device) -> 
 
 
 def engine_fault(
-    actor: Any, engines: Mapping[str, Engine], weights: PolicyWeights | None, device: torch.device, bound: Bound
+    actor: Any, engines: Mapping[str, Engine], weights: WeightSource | None, device: torch.device, bound: Bound
 ) -> str | None:
     """Difference between ``engines`` and ``actor`` in words; None without one.
 
@@ -137,7 +137,7 @@ def engine_fault(
 
 @torch.no_grad()
 def _fault(
-    actor: Any, engines: Mapping[str, Engine], weights: PolicyWeights | None, device: torch.device, bound: Bound
+    actor: Any, engines: Mapping[str, Engine], weights: WeightSource | None, device: torch.device, bound: Bound
 ) -> str | None:
     policy: Any = getattr(actor, "module", actor).model
     context, n_ids = context_length(policy.config), policy.config.get_text_config().vocab_size
@@ -177,7 +177,7 @@ def _largest_logit(policy: Any, sequences: torch.Tensor) -> float:
     return float(logits.float().amax(-1).abs().max())
 
 
-def _sample(engine: Engine, weights: PolicyWeights | None, n_ids: int) -> tuple[list[list[int]], list[list[float]]]:
+def _sample(engine: Engine, weights: WeightSource | None, n_ids: int) -> tuple[list[list[int]], list[list[float]]]:
     """Rows of prompts and sampled tokens, and the latter's log-probs."""
     prompts = [[token_id % n_ids for token_id in prompt] for prompt, _ in REQUESTS]
     with nullcontext() if weights is None else engine.awake(weights):

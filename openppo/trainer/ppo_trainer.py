@@ -12,11 +12,11 @@ from openppo.config import TrainPPOConfig
 from openppo.datasets import BatchSampler
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.strategy.checkpoint.random_state import get_random_state, rewound_by
-from openppo.tracking import Metrics, PhaseTimer, StepProfiler, progress
-from openppo.tracking.position import phase
+from openppo.tracking import Metrics, PhaseTimer, StepProfiler, progress_bar
+from openppo.tracking.phase import phase
 from openppo.trainer.callbacks import Callback
+from openppo.trainer.components import PPOComponents, StepInProgress, TrainState
 from openppo.trainer.overview.step_view import StepView
-from openppo.trainer.parts import Parts, Progress, StepInProgress
 from openppo.trainer.ppo_data import as_prompt
 from openppo.trainer.resume.checkpointer import stopped
 from openppo.trainer.resume.final_save import keeping_what_was_trained
@@ -50,16 +50,16 @@ class PPOTrainer:
     prompts are dealt out inside. ``should_stop``, set alike on all ranks, ends ``fit()`` after the step under way.
     """
 
-    def __init__(self, config: TrainPPOConfig, parts: Parts, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(self, config: TrainPPOConfig, parts: PPOComponents, callbacks: Sequence[Callback] = ()) -> None:
         self.config = config
-        self.parts = parts
+        self.components = parts
         self.callbacks = list(callbacks)
         self.comm = parts.strategy.comm
         self.maker = parts.maker
         self.rollout_step = RolloutStep(config, parts)
         limit, offload = config.ppo.buffer_limit, config.ppo.buffer_cpu_offload
         self.replay_buffer = ReplayBuffer(self.comm, limit, offload, config.deepspeed.zero_stage)
-        self.progress = Progress()
+        self.progress = TrainState()
         self.update_step = UpdateStep(config, parts, self.progress)
         self.sampler = BatchSampler(len(parts.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
         estimated = parts.estimate.peaks if parts.estimate else None
@@ -90,7 +90,7 @@ class PPOTrainer:
 
         A signal (see ``openppo.strategy.interrupt``) ends it early, with a checkpoint instead of a trained model.
         """
-        with self.parts.trackers:
+        with self.components.trackers:
             self._call("on_fit_start")
             try:
                 self._train_all_episodes()
@@ -102,12 +102,12 @@ class PPOTrainer:
 
     def close(self) -> None:
         """End the logs and leave the process group; the trainer is of no use afterwards."""
-        self.parts.trackers.close()
-        self.parts.strategy.close()
+        self.components.trackers.close()
+        self.components.strategy.close()
 
     def explain_memory(self) -> list[str]:
         """What each model takes by estimate, and which flags lower it, for a report."""
-        return self.parts.estimate.explain() if self.parts.estimate else []
+        return self.components.estimate.explain() if self.components.estimate else []
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
         """Every episode passes over all prompts once, in an order of its own.
@@ -163,9 +163,9 @@ class PPOTrainer:
 
         With ``--enable_ema`` it is the average that answers, as it is what ``save`` writes.
         """
-        if self.parts.evaluator is None:
+        if self.components.evaluator is None:
             return {}
-        evaluation = self.parts.evaluator.evaluate(self._weights_that_answer())
+        evaluation = self.components.evaluator.evaluate(self._weights_that_answer())
         with self._weights_to_save():
             self.sample_log.write_evaluation(self.global_step, evaluation.trajectories)
         self._call("on_evaluate", evaluation.metrics)
@@ -180,26 +180,30 @@ class PPOTrainer:
         due = last or (episode_ended if every == -1 else position.global_step % every == 0)
         evaluated = self.evaluate() if due else {}
         metrics |= evaluated
-        if due and self.parts.checkpointer is not None:
-            self.parts.checkpointer.look_at(position.global_step, metrics, self._write_model)
+        if due and self.components.checkpointer is not None:
+            self.components.checkpointer.look_at(position.global_step, metrics, self._write_model)
         position.ended_episodes = episodes
         self._call("on_step_end", metrics)
-        self.should_stop = self.parts.strategy.any_rank(self.should_stop)
+        self.should_stop = self.components.strategy.any_rank(self.should_stop)
         if evaluated or last or self.should_stop or position.global_step % self.config.run.logging_steps == 0:
-            self.parts.trackers.log(position.global_step, metrics)
+            self.components.trackers.log(position.global_step, metrics)
         self.unreported = None
-        if (saver := self.parts.checkpointer) and (self.should_stop or saver.due(position.global_step, episode_ended)):
+        if (saver := self.components.checkpointer) and (
+            self.should_stop or saver.due(position.global_step, episode_ended)
+        ):
             self.save_checkpoint()
 
     @phase("saving")
     def save(self) -> None:
         """Write the actor (its average with ``--enable_ema``), and the critic if asked for, as Hugging Face folders."""
         folder = Path(self.config.run.save_path).resolve()
-        with keeping_what_was_trained(self.parts.checkpointer, self.global_step, self.save_checkpoint):
+        with keeping_what_was_trained(self.components.checkpointer, self.global_step, self.save_checkpoint):
             self._write_model(folder)
-            if self.config.model.save_value_network and self.parts.critic is not None:
+            if self.config.model.save_value_network and self.components.critic is not None:
                 beside = folder.with_name(folder.name + "_critic")
-                self.parts.strategy.save_pretrained(self.parts.critic.module.model, beside, self.parts.tokenizer)
+                self.components.strategy.save_pretrained(
+                    self.components.critic.module.model, beside, self.components.tokenizer
+                )
         logger.info("saved the trained model to %s", folder)
         self._call("on_save", folder)
 
@@ -209,23 +213,23 @@ class PPOTrainer:
 
         Raises ``CheckpointError`` on all ranks when the disk is full or cannot be written.
         """
-        assert self.parts.checkpointer is not None, "build_ppo_trainer makes a checkpointer"
+        assert self.components.checkpointer is not None, "build_ppo_trainer makes a checkpointer"
         state, experience, random_state = state_to_save(self)
-        return self.parts.checkpointer.save(self.global_step, state, self._write_model, experience, random_state)
+        return self.components.checkpointer.save(self.global_step, state, self._write_model, experience, random_state)
 
     def load_checkpoint(self) -> None:
         """Go on from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
-        assert self.parts.checkpointer is not None
-        restore_ppo(self, *self.parts.checkpointer.load())
+        assert self.components.checkpointer is not None
+        restore_ppo(self, *self.components.checkpointer.load())
 
     def _train_all_episodes(self) -> None:
         position = self.progress
-        with progress(self.total_steps, "PPO", enabled=self.parts.strategy.is_main) as bar:
+        with progress_bar(self.total_steps, "PPO", enabled=self.components.strategy.is_main) as bar:
             bar.update(position.consumed_batches)
             self._finish_interrupted()
             if self.config.evaluation.eval_before_training and not position.has_begun:
-                self.parts.trackers.log(self.global_step, self.evaluate())
-                self.should_stop = self.parts.strategy.any_rank(self.should_stop)
+                self.components.trackers.log(self.global_step, self.evaluate())
+                self.should_stop = self.components.strategy.any_rank(self.should_stop)
             position.has_begun = True
             for prompts in self.prompt_batches() if not self.should_stop else ():
                 before = position.consumed_batches - 1
@@ -233,7 +237,7 @@ class PPOTrainer:
                 bar.update(position.consumed_batches - before)
                 if self.should_stop:
                     break
-        if self.parts.strategy.is_main and self.global_step < self.total_steps and not self.should_stop:
+        if self.components.strategy.is_main and self.global_step < self.total_steps and not self.should_stop:
             logger.info("dynamic sampling has used up all prompts in %d global steps", self.global_step)
 
     def _finish_interrupted(self) -> None:
@@ -250,7 +254,9 @@ class PPOTrainer:
 
     def _write_model(self, folder: Path) -> None:
         with self._weights_to_save():
-            self.parts.strategy.save_pretrained(self.parts.actor.module.model, folder, self.parts.tokenizer)
+            self.components.strategy.save_pretrained(
+                self.components.actor.module.model, folder, self.components.tokenizer
+            )
 
     @contextmanager
     def _weights_that_answer(self) -> Iterator[None]:
@@ -259,15 +265,15 @@ class PPOTrainer:
             yield
 
     def _weights_to_save(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.parts.ema is None else self.parts.ema.swapped_in()
+        return nullcontext() if self.components.ema is None else self.components.ema.swapped_in()
 
     def _next_prompts(self) -> list[Prompt]:
         episode, start = divmod(self.progress.consumed_batches, len(self.sampler))
         self.progress.consumed_batches += 1
-        return [self.parts.prompts[i] for i in next(self.sampler.batches(episode, start))]
+        return [self.components.prompts[i] for i in next(self.sampler.batches(episode, start))]
 
     def _sample(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
-        ready = [as_prompt(prompt, self.parts.tokenizer, self.config.data) for prompt in prompts]
+        ready = [as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts]
         with self.timer.phase("generation"):
             trajectories = self.rollout_step.sample(ready, first_group=self.progress.consumed_samples)
         self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in trajectories))
@@ -289,7 +295,7 @@ class PPOTrainer:
         """Counts errors; ``Interrupted`` on all ranks when the wait is to be left."""
         with self.timer.phase("scoring"), suppress(Interrupted):  # other ranks may not know yet
             self.reward_errors += wait_for_scores()
-        self.parts.stop()
+        self.components.stop()
 
     def _useful_rollout(self, prompts: Sequence[str | Prompt], metrics: Metrics) -> list[Trajectory]:
         """Groups with different rewards, sampled until they fill a rollout batch or one of the bounds is reached."""

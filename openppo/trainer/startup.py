@@ -28,7 +28,7 @@ from openppo.tracking import (
     cut_logs,
     environment,
     make_trackers,
-    progress,
+    progress_bar,
     save_config,
     save_environment,
     set_aside_logs,
@@ -164,7 +164,7 @@ def start_trackers(
 
 def tokenizing(comm: Comm) -> ShowRows:
     """For loaders of data: a bar on rank 0, and a sign of progress from all."""
-    return lambda rows: progress(rows, "tokenizing", enabled=comm.rank == 0)
+    return lambda rows: progress_bar(rows, "tokenizing", enabled=comm.rank == 0)
 
 
 def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.experience import ReplayBuffer
 from openppo.strategy import DeepspeedStrategy
-from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.trainable_model import TrainableModel
 from openppo.types import Experience
 
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -54,7 +54,7 @@ def strategy_of(zero_stage: Any, bf16: bool = False, max_norm: float = 0.0) -> D
     return DeepspeedStrategy(config, timedelta(seconds=60), PARTITION_EVERYTHING)
 
 
-def weights_of(strategy: DeepspeedStrategy, engine: TrainingEngine) -> list[Tensor]:
+def weights_of(strategy: DeepspeedStrategy, engine: TrainableModel) -> list[Tensor]:
     """Copies of all parameters in full."""
     with strategy.gathered(engine):
         return [p.detach().float().clone() for p in engine.module.parameters()]

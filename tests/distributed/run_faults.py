@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from openppo.strategy import interrupt
-from openppo.tracking.position import Position, position
+from openppo.tracking.phase import Position, position
 
 SECONDS_UNTIL_THE_OTHERS_KNOW = 1.5
 

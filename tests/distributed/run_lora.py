@@ -23,7 +23,7 @@ from openppo.models import Actor, get_llm_for_sequence_regression
 from openppo.models.lora.adapters import AdapterOffReference
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
-from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.trainable_model import TrainableModel
 
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 LORA = LoRAConfig(lora_rank=4, lora_alpha=8)
@@ -43,7 +43,7 @@ def batch(step: int) -> dict[str, Tensor]:
     }
 
 
-def train(engine: TrainingEngine, strategy: DeepspeedStrategy, step: int, role: str) -> float:
+def train(engine: TrainableModel, strategy: DeepspeedStrategy, step: int, role: str) -> float:
     """One optimizer step on this rank's half of the batch in micro-batches of 4 and 2; the gradient's norm."""
     rows = {name: tensor.chunk(strategy.comm.world_size)[strategy.comm.rank] for name, tensor in batch(step).items()}
     micro_batches = [{name: tensor[part] for name, tensor in rows.items()} for part in (slice(4), slice(4, None))]
@@ -63,14 +63,14 @@ def outputs(model: Any) -> Tensor:
     return model(data["sequences"], data["mask"])
 
 
-def elements_of_optimizer(engine: TrainingEngine) -> int:
+def elements_of_optimizer(engine: TrainableModel) -> int:
     """Elements of Adam's first moment on this rank."""
     optimizer: Any = engine.deepspeed.optimizer
     states = getattr(optimizer, "optimizer", optimizer).state.values()
     return sum(state["exp_avg"].numel() for state in states)
 
 
-def facts(engine: TrainingEngine, strategy: DeepspeedStrategy) -> dict[str, Any]:
+def facts(engine: TrainableModel, strategy: DeepspeedStrategy) -> dict[str, Any]:
     """Names of the trained parameters, and who holds how much."""
     parameters: dict[str, Any] = dict(engine.module.named_parameters())
     size = {name: getattr(p, "ds_numel", p.numel()) for name, p in parameters.items()}
@@ -115,7 +115,7 @@ def lora(models: Path, out: Path, config: DeepSpeedConfig, load_in_4bit: bool = 
         torch.save(result, out / "result.pt")
 
 
-def full_weights(engine: TrainingEngine) -> dict[str, Tensor]:
+def full_weights(engine: TrainableModel) -> dict[str, Tensor]:
     """Copies of the trained parameters."""
     trained: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     with GatheredParameters(list(trained.values()), enabled=hasattr(next(iter(trained.values())), "ds_id")):

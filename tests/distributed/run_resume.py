@@ -23,7 +23,7 @@ from run_steps import HANG_AFTER, PARTITION_EVERYTHING, SUPERVISED, leave
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.strategy import DeepspeedStrategy
-from openppo.tracking.position import position
+from openppo.tracking.phase import position
 from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.steps.actor_step import ActorStep
@@ -105,7 +105,7 @@ def run(case: dict[str, Any], folder: Path, mode: str) -> None:
     ):
         trainer = build(config, strategy)
         if mode == "rest" and case.get("own_loop"):
-            with trainer.parts.trackers:
+            with trainer.components.trackers:
                 for prompts in trainer.prompt_batches():
                     trainer.report(trainer.step(prompts))
                 trainer.save()

@@ -13,7 +13,7 @@ from openppo.config import RunConfig
 from openppo.strategy import interrupt
 from openppo.strategy.comm import init_process_group
 from openppo.strategy.watch import Watch
-from openppo.tracking.position import phase, position
+from openppo.tracking.phase import phase, position
 
 
 def say(text: str) -> None:

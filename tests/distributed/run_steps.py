@@ -123,13 +123,13 @@ def plain(trajectory: Trajectory) -> dict[str, Any]:
 @torch.no_grad()
 def probe(trainer: PPOTrainer) -> dict[str, list[Any]]:
     """What the trained models say of the first three prompts."""
-    ids = [prompt.token_ids for prompt in trainer.parts.prompts[:3]]
+    ids = [prompt.token_ids for prompt in trainer.components.prompts[:3]]
     sequences, mask = padding.pad_right(ids, 0)
-    trainer.parts.actor.train(False)
-    found = {"ids": ids, "log_probs": trainer.parts.actor(sequences, mask, temperature=1.0).tolist()}
-    if trainer.parts.critic is not None:
-        trainer.parts.critic.train(False)
-        found["values"] = trainer.parts.critic(sequences, mask).tolist()
+    trainer.components.actor.train(False)
+    found = {"ids": ids, "log_probs": trainer.components.actor(sequences, mask, temperature=1.0).tolist()}
+    if trainer.components.critic is not None:
+        trainer.components.critic.train(False)
+        found["values"] = trainer.components.critic(sequences, mask).tolist()
     return found
 
 
@@ -139,7 +139,7 @@ def run_ppo(case: Case, arguments: list[str]) -> dict[str, Any]:
     config = parse_options(TrainPPOConfig, [*arguments, "--save_value_network"] if has_critic else arguments)
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
     trainer = build_ppo_trainer(config, strategy)
-    parts: Any = trainer.parts
+    parts: Any = trainer.components
     found = {
         "actor": parts.actor.module,
         "critic": parts.critic and parts.critic.module,
@@ -152,7 +152,7 @@ def run_ppo(case: Case, arguments: list[str]) -> dict[str, Any]:
     metrics = []
     if "n_steps" in case:
         for start in range(0, case["n_steps"] * case["n_rows"], case["n_rows"]):
-            metrics.append(trainer.step(trainer.parts.prompts[start : start + case["n_rows"]]))
+            metrics.append(trainer.step(trainer.components.prompts[start : start + case["n_rows"]]))
         trainer.save()
     else:
         trainer.fit()
@@ -164,7 +164,7 @@ def run_ppo(case: Case, arguments: list[str]) -> dict[str, Any]:
         "probe": probe(trainer),
         "shares": shares,
         "buffer_types": sorted({str(b.dtype) for model in models.values() for b in model.buffers()}),
-        "zero_stage": trainer.parts.actor.deepspeed.zero_optimization_stage(),
+        "zero_stage": trainer.components.actor.deepspeed.zero_optimization_stage(),
     }
 
 
@@ -175,14 +175,14 @@ def run_supervised(case: Case, arguments: list[str]) -> dict[str, Any]:
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
     trainer = build(config, strategy)
     size = case["n_rows"]
-    steps = [trainer.parts.train_examples[i * size : (i + 1) * size] for i in range(case["n_steps"])]
+    steps = [trainer.components.train_examples[i * size : (i + 1) * size] for i in range(case["n_steps"])]
     metrics = [trainer.step(examples) | trainer.evaluate() for examples in steps]
     trainer.save()
     return {
         "metrics": metrics,
         "samples": [],
-        "shares": {"model": partitioned_share(trainer.parts.engine.module)},
-        "zero_stage": trainer.parts.engine.deepspeed.zero_optimization_stage(),
+        "shares": {"model": partitioned_share(trainer.components.engine.module)},
+        "zero_stage": trainer.components.engine.deepspeed.zero_optimization_stage(),
     }
 
 

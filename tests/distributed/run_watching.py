@@ -39,8 +39,8 @@ def count_calls(trainer: PPOTrainer) -> list[dict[str, Any]]:
 
     counted(trainer, "step", "prompts")
     counted(trainer.maker, "_forward", "forwards")
-    counted(trainer.parts.actor, "backward", "micro_batches")
-    counted(trainer.parts.actor, "step", "optimizer_steps")
+    counted(trainer.components.actor, "backward", "micro_batches")
+    counted(trainer.components.actor, "step", "optimizer_steps")
     return steps
 
 
@@ -53,7 +53,7 @@ def main() -> None:
         trainer = build_ppo_trainer(config, strategy)
         steps = count_calls(trainer)
         trainer.fit()
-        plan = batch_plan(config, len(trainer.parts.prompts), trainer.comm.world_size)
+        plan = batch_plan(config, len(trainer.components.prompts), trainer.comm.world_size)
         rank = trainer.comm.rank
         Path(folder, f"counts_{rank}.json").write_text(json.dumps(steps))
         Path(folder, "plan.json").write_text(json.dumps(dataclasses.asdict(plan) | {"total": plan.optimizer_steps()}))

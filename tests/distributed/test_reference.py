@@ -18,7 +18,7 @@ from openppo.trainer import build_ppo_trainer
 
 config = parse_options(TrainPPOConfig, sys.argv[1:])
 trainer = build_ppo_trainer(config)
-trajectories = trainer.rollout([prompt for prompt in trainer.parts.prompts[:4]])
+trajectories = trainer.rollout([prompt for prompt in trainer.components.prompts[:4]])
 found = trainer.train_on(trajectories)["kl"]
 policy, reference = map(AutoModelForCausalLM.from_pretrained, (config.model.pretrain, config.model.ref_pretrain))
 

@@ -19,8 +19,9 @@ STAIRCASE: dict[str, set[str]] = {
     "strategy": LEVEL_0,
     "datasets": LEVEL_0,
     "rollout": LEVEL_0 | {"models", "tracking"},
+    "rewards": LEVEL_0 | {"models", "tracking", "rollout"},
     "experience": LEVEL_0 | {"models", "tracking"},
-    "trainer": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "experience"},
+    "trainer": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards", "experience"},
 }
 STAIRCASE["__init__"] = set(STAIRCASE)  # lazy public names of openppo itself; everything but cli
 STAIRCASE["cli"] = set(STAIRCASE)

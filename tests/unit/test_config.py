@@ -21,7 +21,7 @@ from openppo.config import (
     PPODataConfig,
     PPOModelConfig,
     ReportConfig,
-    RewardSourceConfig,
+    RewardConfig,
     ServeRMConfig,
     SupervisedConfig,
     TrackingConfig,
@@ -233,8 +233,8 @@ DEFAULTS[TrainPRMConfig] = {
 def config_of(command: type, **changes: Any) -> Any:
     """A valid config of a command with some options changed, each in the group that has it."""
     if command is TrainPPOConfig:
-        source = RewardSourceConfig(reward_fn="f.py")
-        config: Any = TrainPPOConfig(model=PPOModelConfig("m"), data=PPODataConfig("d"), source=source)
+        source = RewardConfig(reward_fn="f.py")
+        config: Any = TrainPPOConfig(model=PPOModelConfig("m"), data=PPODataConfig("d"), rewards=source)
     else:
         config = command(supervised=SupervisedConfig("m", "d"))
     for group_name, group in vars(config).items():
@@ -594,7 +594,7 @@ def test_the_flat_form_keeps_the_order_of_the_groups() -> None:
 
 
 def test_reward_weights_are_numbers_by_name() -> None:
-    assert RewardSourceConfig(reward_weights=("right=1", "a=b=-.5")).weights() == {"right": 1.0, "a=b": -0.5}
+    assert RewardConfig(reward_weights=("right=1", "a=b=-.5")).weights() == {"right": 1.0, "a=b": -0.5}
 
 
 def test_shares_of_mixed_sources_sum_to_one() -> None:
@@ -624,7 +624,7 @@ def test_secrets_in_urls_are_masked_where_options_are_written(text: str, masked:
     assert mask_credentials(text) == masked
     config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", remote_rm_url=text)
     assert flat_dict(config)["remote_rm_url"] == masked
-    assert config.source.remote_rm_url == text
+    assert config.rewards.remote_rm_url == text
 
 
 def test_an_option_that_the_command_does_not_have_is_an_error() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from openppo.datasets import load_mixed_rows
-from openppo.rollout.rewards import load_reward_function
+from openppo.rewards import load_reward_function
 
 REPO = Path(__file__).resolve().parents[2]
 MEDDLES = """
@@ -90,7 +90,7 @@ CALL = """
 import os, sys
 from pathlib import Path
 from types import SimpleNamespace as Namespace
-from openppo.rollout.rewards import FunctionScorer, load_reward_function
+from openppo.rewards import FunctionScorer, load_reward_function
 from openppo.types import FinishReason, Prompt, Trajectory
 
 tokenizer = Namespace(batch_decode=lambda ids, skip_special_tokens: [""] * len(ids))

@@ -63,7 +63,7 @@ def refuse_stacked_adapters(name: str) -> None:
 
 
 class _Engine(Protocol):
-    """A module to be called, possibly wrapped; ``TrainingEngine`` is one."""
+    """A module to be called, possibly wrapped; ``TrainableModel`` is one."""
 
     @property
     def module(self) -> nn.Module: ...

@@ -15,7 +15,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
 from openppo.strategy.checkpoint.fragments import Fragment, FragmentReader
-from openppo.strategy.engine import MOMENTS, TrainingEngine
+from openppo.strategy.trainable_model import MOMENTS, TrainableModel
 
 _BYTES_PER_ELEMENT = 4 * (1 + len(MOMENTS))
 
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
         return f"{name}/{self.name}", Fragment(self.start, values)
 
 
-def engine_fragments(engine: TrainingEngine) -> dict[str, Fragment]:
+def engine_fragments(engine: TrainableModel) -> dict[str, Fragment]:
     """Float32 weights and moments of this rank, by kind and parameter name; no moments before the first step."""
     fragments: dict[str, Fragment] = {}
     for part in _parts(engine):
@@ -44,7 +44,7 @@ def engine_fragments(engine: TrainingEngine) -> dict[str, Fragment]:
     return fragments
 
 
-def engine_numbers(engine: TrainingEngine) -> dict[str, int]:
+def engine_numbers(engine: TrainableModel) -> dict[str, int]:
     """Steps of Adam (a skipped one does not count) and of the schedule. All ranks call this together."""
     steps = [int(_adam(engine).state.get(part.flat, {}).get("step", 0)) for part in _parts(engine)]
     most = torch.tensor(max(steps, default=0))  # a rank may hold no fragment, and so know of no step
@@ -52,12 +52,12 @@ def engine_numbers(engine: TrainingEngine) -> dict[str, int]:
     return {"adam_steps": int(most), "schedule_steps": engine.scheduler.last_epoch}
 
 
-def fragment_bytes(engine: TrainingEngine) -> int:
+def fragment_bytes(engine: TrainableModel) -> int:
     """What this rank's fragments take on disk once there are moments."""
     return _BYTES_PER_ELEMENT * sum(part.numel for part in _parts(engine))
 
 
-def load_engine(engine: TrainingEngine, prefix: str, reader: FragmentReader, numbers: dict[str, int]) -> None:
+def load_engine(engine: TrainableModel, prefix: str, reader: FragmentReader, numbers: dict[str, int]) -> None:
     """Give ``engine`` the state that ``prefix`` names in ``reader``. All ranks call this together."""
     if numbers["adam_steps"] > 0:
         for part in _parts(engine):
@@ -68,7 +68,7 @@ def load_engine(engine: TrainingEngine, prefix: str, reader: FragmentReader, num
     _set_schedule(engine, numbers["schedule_steps"])
 
 
-def _parts(engine: TrainingEngine) -> Iterator[_Part]:
+def _parts(engine: TrainableModel) -> Iterator[_Part]:
     optimizer: Any = engine.deepspeed.optimizer
     stage = engine.deepspeed.zero_optimization_stage()
     parameters: Iterator[tuple[str, Any]] = engine.module.named_parameters()
@@ -97,7 +97,7 @@ def _flat_groups(optimizer: Any) -> list[Tensor]:
     return optimizer.single_partition_of_fp32_groups
 
 
-def _adam(engine: TrainingEngine) -> torch.optim.Optimizer:
+def _adam(engine: TrainableModel) -> torch.optim.Optimizer:
     optimizer: Any = engine.deepspeed.optimizer
     return optimizer if engine.deepspeed.zero_optimization_stage() == 0 else optimizer.optimizer
 
@@ -111,7 +111,7 @@ def _make_moments(adam: torch.optim.Optimizer, flat: Tensor, steps: int) -> None
     state["step"] = steps if counts_in_python else torch.tensor(float(steps), device=flat.device)
 
 
-def _write_parameters(engine: TrainingEngine) -> None:
+def _write_parameters(engine: TrainableModel) -> None:
     """The optimizer's float32 weights into the parameters that the module computes with."""
     optimizer: Any = engine.deepspeed.optimizer
     stage = engine.deepspeed.zero_optimization_stage()
@@ -126,7 +126,7 @@ def _write_parameters(engine: TrainingEngine) -> None:
         optimizer.checkpoint_event_epilogue()
 
 
-def _set_schedule(engine: TrainingEngine, steps: int) -> None:
+def _set_schedule(engine: TrainableModel, steps: int) -> None:
     """The rate follows from the options in force and the position, so that a changed option has its effect."""
     schedule: Any = engine.scheduler
     rates = [base * rate(steps) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]

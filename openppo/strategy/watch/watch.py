@@ -50,7 +50,7 @@ _STUMBLES = 60
 
 
 class Where(Protocol):
-    """The position of the thread that trains (``openppo.tracking.position``)."""
+    """The position of the thread that trains (``openppo.tracking.phase``)."""
 
     phase: str
     step: int

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from openppo.tracking.histogram import Histogram
 from openppo.tracking.log import get_logger
-from openppo.tracking.position import position
+from openppo.tracking.phase import position
 
 
 class Tracker(Protocol):

@@ -36,7 +36,7 @@ def announce_ppo(
 
     Ends the process, with status 0, if ``--dry_run`` is given. ``ValueError`` names the flag of a model that cannot be.
     """
-    targets, trust, source = config.lora.target_modules, config.model.trust_remote_code, config.source
+    targets, trust, source = config.lora.target_modules, config.model.trust_remote_code, config.rewards
     models: dict[str, tuple[str, str | None, Head]] = {
         "actor": ("--pretrain", config.model.pretrain, "vocabulary"),
         "reference": ("--ref_pretrain", config.model.ref_pretrain, "vocabulary"),

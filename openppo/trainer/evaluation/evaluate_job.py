@@ -37,7 +37,7 @@ class EvaluateJob:
             input_template=options.input_template,
             trust_remote_code=options.trust_remote_code,
         )
-        scorer = build_scorer(config.source, self.tokenizer, setup)
+        scorer = build_scorer(config.rewards, self.tokenizer, setup)
         _, engine = load_policy(options, self.tokenizer, self.strategy)
         self.evaluator = Evaluator(
             engine,
@@ -46,8 +46,8 @@ class EvaluateJob:
             prompts,
             sampling_params(options),
             options.n_samples_per_prompt,
-            config.source.passing(judgement.pass_reward),
-            config.source.weights(),
+            config.rewards.passing(judgement.pass_reward),
+            config.rewards.weights(),
             options.seed,
         )
 

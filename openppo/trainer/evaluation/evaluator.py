@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from openppo.datasets import shard
+from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
-from openppo.rollout.rewards import Scorer
 from openppo.rollout.rollout import check_weights, sample_trajectories, write_scores
 from openppo.tracking import Metrics
 from openppo.types import Comm, FinishReason, Prompt, SamplingParams, Trajectory

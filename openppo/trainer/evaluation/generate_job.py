@@ -6,7 +6,7 @@ import torch
 
 from openppo.config import GenerateConfig
 from openppo.strategy.inference import InferenceStrategy
-from openppo.tracking import progress
+from openppo.tracking import progress_bar
 from openppo.trainer.evaluation.answering import load_policy, load_questions, response_row, sampling_params
 from openppo.trainer.evaluation.evaluator import answer
 from openppo.trainer.evaluation.output import check_output, write_rows
@@ -31,7 +31,7 @@ class GenerateJob:
         responses = answer(self.engine, comm, self.prompts, sampling_params(options), n_samples, options.seed)
         rows = [
             response_row(response, i % n_samples, self.tokenizer) | {"mean_log_prob": self._mean_log_prob(response)}
-            for i, response in enumerate(progress(responses, "log-probs", enabled=self.strategy.is_main))
+            for i, response in enumerate(progress_bar(responses, "log-probs", enabled=self.strategy.is_main))
         ]
         write_rows(self.output, rows, comm)
 

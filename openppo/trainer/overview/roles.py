@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from openppo.config import DeepSpeedConfig
-from openppo.rollout.rewards.model import ModelScorer
-from openppo.rollout.rewards.process import ProcessScorer
-from openppo.rollout.rewards.scoring import CombinedScorer, Scorer
+from openppo.rewards.model import ModelScorer
+from openppo.rewards.process import ProcessScorer
+from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.strategy.deepspeed import DeepspeedStrategy
 
 

@@ -16,11 +16,11 @@ from rich.text import Text
 from openppo.config import TrainPPOConfig, mask_credentials
 from openppo.models.lora.adapters import AdapterOffReference
 from openppo.tracking.terminal import announce
+from openppo.trainer.components import PPOComponents
 from openppo.trainer.estimate import Estimate
 from openppo.trainer.estimate.estimate import readable
 from openppo.trainer.overview.batch_plan import BatchPlan, StepPlan, batch_plan
 from openppo.trainer.overview.roles import Role, model_role, scorer_roles
-from openppo.trainer.parts import Parts
 from openppo.trainer.steps.update_step import frozen_actor_steps
 
 _LONGEST_NAME = 40
@@ -28,7 +28,7 @@ Facts = list[tuple[str, str]]
 """Lines: what they are about, and their text."""
 
 
-def announce_ppo_start(config: TrainPPOConfig, parts: Parts, critic: str, done: int) -> None:
+def announce_ppo_start(config: TrainPPOConfig, parts: PPOComponents, critic: str, done: int) -> None:
     """Log roles and batch arithmetic of a train_ppo run, on rank 0.
 
     ``critic`` is what the critic starts from; ``done`` the global steps that a resumed run has behind it.
@@ -44,7 +44,7 @@ def announce_ppo_start(config: TrainPPOConfig, parts: Parts, critic: str, done: 
     )
 
 
-def _ppo_roles(config: TrainPPOConfig, parts: Parts, critic: str) -> list[Role]:
+def _ppo_roles(config: TrainPPOConfig, parts: PPOComponents, critic: str) -> list[Role]:
     strategy, pretrain = parts.strategy, config.model.pretrain
     roles = [model_role("actor", pretrain, parts.actor.module, strategy, is_trained=True)]
     if parts.critic is not None:
@@ -55,7 +55,7 @@ def _ppo_roles(config: TrainPPOConfig, parts: Parts, critic: str) -> list[Role]:
     elif reference is not None:
         name = config.model.ref_pretrain or pretrain
         roles.append(model_role("reference", name, reference, strategy, is_trained=False))
-    source = config.source
+    source = config.rewards
     sources = {
         "reward_pretrain": source.reward_pretrain or "",
         "prm_pretrain": source.prm_pretrain or "",
@@ -65,7 +65,7 @@ def _ppo_roles(config: TrainPPOConfig, parts: Parts, critic: str) -> list[Role]:
     return [*roles, *scorer_roles(parts.scorer, sources, strategy)]
 
 
-def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, parts: Parts) -> Facts:
+def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, parts: PPOComponents) -> Facts:
     batch, ranks, first = config.batch, parts.strategy.comm.world_size, plan.steps[0]
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     most = "at most " if config.ppo.dynamic_sampling else ""

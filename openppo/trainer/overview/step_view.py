@@ -12,8 +12,8 @@ from openppo.experience.measure import experience_histograms
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.models.loading import eos_token_ids
 from openppo.tracking.terminal import announce
+from openppo.trainer.components import PPOComponents
 from openppo.trainer.overview.self_check import self_check
-from openppo.trainer.parts import Parts
 
 logger = logging.getLogger("openppo")
 
@@ -21,9 +21,9 @@ logger = logging.getLogger("openppo")
 class StepView:
     """The self-check of the first step of a session, and the distributions of every step that is logged."""
 
-    def __init__(self, config: TrainPPOConfig, parts: Parts) -> None:
+    def __init__(self, config: TrainPPOConfig, parts: PPOComponents) -> None:
         self.config = config
-        self.parts = parts
+        self.components = parts
         self._has_checked = not config.tracking.self_check or parts.strategy.comm.rank != 0
 
     def before_training(self, step: int, buffer: ReplayBuffer, kl_coef: float) -> None:
@@ -32,12 +32,14 @@ class StepView:
             self._has_checked = True
             self._check(step, buffer, kl_coef)
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
-            self.parts.trackers.log_histograms(step, experience_histograms(buffer.items, self.parts.strategy.comm))
+            self.components.trackers.log_histograms(
+                step, experience_histograms(buffer.items, self.components.strategy.comm)
+            )
 
     def _check(self, step: int, buffer: ReplayBuffer, kl_coef: float) -> None:
-        tokenizer = self.parts.tokenizer
-        eos = eos_token_ids(self.parts.actor.module.model, tokenizer)
-        source = self.config.source  # a function may reward single tokens, and so may steps
+        tokenizer = self.components.tokenizer
+        eos = eos_token_ids(self.components.actor.module.model, tokenizer)
+        source = self.config.rewards  # a function may reward single tokens, and so may steps
         one_score = source.reward_fn is None and source.remote_rm_url is None and source.prm_pretrain is None
         check = self_check(buffer.items, tokenizer, eos, self.config.kl, kl_coef, one_score)
         title = Text.assemble(

@@ -12,7 +12,7 @@ from openppo.trainer.supervised.loop import SupervisedTrainer
 
 def announce_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
     """Log the model and the batch arithmetic of ``trainer``, on rank 0."""
-    parts, config = trainer.parts, trainer.config
+    parts, config = trainer.components, trainer.config
     if not parts.strategy.is_main:
         return
     batch, ranks, n = config.batch, trainer.comm.world_size, len(parts.train_examples)

@@ -22,7 +22,7 @@ from openppo.strategy.checkpoint.manifest import MODEL
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state, set_random_state
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
-from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import set_aside_model
 from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
 from openppo.trainer.startup import on_all_ranks
@@ -65,7 +65,7 @@ class Checkpointer:
         on_all_ranks(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
         self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
         self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents}
-        self.engines: dict[str, TrainingEngine] = {}
+        self.engines: dict[str, TrainableModel] = {}
         self.ema: ParameterAverage | None = None
         self.best: float | None = None
         self.found: Path | None = None
@@ -81,7 +81,7 @@ class Checkpointer:
         """The step that the run goes on from; None at the start of a run."""
         return None if self.found is None else int(self.state["step"])
 
-    def attach(self, engines: Mapping[str, TrainingEngine | None], ema: ParameterAverage | None = None) -> None:
+    def attach(self, engines: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None) -> None:
         """Say what to save and load, by role.
 
         Raises ``ValueError`` if the disk has no room for one checkpoint and the trained model.
@@ -253,7 +253,7 @@ class Checkpointer:
             )
         check_compatible(self.found, self.state, self.identity)
 
-    def _mine(self, engine: TrainingEngine) -> dict[str, Fragment]:
+    def _mine(self, engine: TrainableModel) -> dict[str, Fragment]:
         """What this rank writes. Without ZeRO every rank has everything, so neighbours share the work."""
         fragments = engine_fragments(engine)
         if engine.deepspeed.zero_optimization_stage() > 0:
@@ -261,7 +261,7 @@ class Checkpointer:
         names = sorted(fragments)[self.folder.place :: len(self.folder.neighbours)]
         return {name: fragments[name] for name in names}
 
-    def _share(self, n_bytes: int, engine: TrainingEngine) -> int:
+    def _share(self, n_bytes: int, engine: TrainableModel) -> int:
         return n_bytes if engine.deepspeed.zero_optimization_stage() > 0 else n_bytes // len(self.folder.neighbours)
 
     def _load_random(self) -> None:
@@ -285,7 +285,7 @@ def _as_text(value: object) -> str:
     return str(value)
 
 
-def _model_bytes(engine: TrainingEngine) -> int:
+def _model_bytes(engine: TrainableModel) -> int:
     """What the model takes as a Hugging Face folder; where it has adapters, those alone are written."""
     parameters: list[Any] = list(engine.module.parameters())  # with the attributes of ZeRO-3
     if hasattr(engine.module.model, "peft_config"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.tracking import Metrics
 from openppo.trainer.callbacks import Callback
-from openppo.trainer.parts import Progress, StepInProgress
+from openppo.trainer.components import StepInProgress, TrainState
 from openppo.types import Comm
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def state_to_save(trainer: PPOTrainer) -> tuple[dict[str, Any], dict[str, Tensor
 
 def restore_ppo(trainer: PPOTrainer, state: dict[str, Any], experience: dict[str, Tensor]) -> None:
     """Put a trainer where ``ppo_state`` found one; ``experience`` is the replay buffer's if a step was in progress."""
-    trainer.progress = Progress(**state["progress"])
+    trainer.progress = TrainState(**state["progress"])
     trainer.update_step.go_on_from(trainer.progress)
-    trainer.parts.engine.version = trainer.progress.policy_version
+    trainer.components.engine.version = trainer.progress.policy_version
     trainer.maker.kl_controller.load_state_dict(state["kl_controller"])
     trainer.maker.moments.load_state_dict(state["moments"])
     if "step_moments" in state:  # earlier checkpoints have none

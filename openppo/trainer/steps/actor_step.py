@@ -13,7 +13,7 @@ from openppo.models.loss import log_ratio
 from openppo.models.masked import compute_approx_kl
 from openppo.models.policy_losses import POLICY_LOSSES, policy_loss, token_weights
 from openppo.models.rollout_correction import rollout_correction
-from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
 from openppo.trainer.token_batches import TokenBatch
 from openppo.types import Comm, Experience, NeverStops, StopCheck
@@ -37,7 +37,7 @@ class ActorStep:
 
     def __init__(
         self,
-        engine: TrainingEngine,
+        engine: TrainableModel,
         config: TrainPPOConfig,
         comm: Comm,
         device: torch.device,

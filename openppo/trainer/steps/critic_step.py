@@ -10,7 +10,7 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.replay_buffer import MiniBatch
 from openppo.models.loss import ValueLoss
 from openppo.models.policy_losses import token_weights
-from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
 from openppo.trainer.steps.actor_step import loss_aggregation
 from openppo.types import Comm, Experience, NeverStops, StopCheck
@@ -24,7 +24,7 @@ class CriticStep:
 
     def __init__(
         self,
-        engine: TrainingEngine,
+        engine: TrainableModel,
         config: TrainPPOConfig,
         comm: Comm,
         device: torch.device,

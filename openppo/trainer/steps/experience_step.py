@@ -11,7 +11,7 @@ from openppo.experience.collate import join_rows
 from openppo.experience.measure import measure_experience
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.tracking import Metrics, PhaseTimer
-from openppo.trainer.parts import Parts, StepInProgress
+from openppo.trainer.components import PPOComponents, StepInProgress
 from openppo.trainer.steps.sample_log import SampleLog
 from openppo.trainer.steps.update_step import UpdateStep
 from openppo.types import Experience, Trajectory
@@ -28,14 +28,14 @@ class ExperienceStep:
     def __init__(
         self,
         config: TrainPPOConfig,
-        parts: Parts,
+        parts: PPOComponents,
         buffer: ReplayBuffer,
         update_step: UpdateStep,
         sample_log: SampleLog,
         timer: PhaseTimer,
     ) -> None:
         self.config = config
-        self.parts = parts
+        self.components = parts
         self.comm = parts.strategy.comm
         self.maker = parts.maker
         self.buffer = buffer
@@ -57,11 +57,11 @@ class ExperienceStep:
         ``FloatingPointError`` as of ``UpdateStep.train``; then the step must begin anew.
         """
         n_tokens = count_tokens(trajectories)
-        with self.timer.phase("experience"), self.parts.strategy.uncompiled():
+        with self.timer.phase("experience"), self.components.strategy.uncompiled():
             at_once = 0 < self._count(trajectories) <= self.config.batch.train_batch_size
-            critic_first = at_once and self.parts.critic is not None and self.config.may_train_critic_first
+            critic_first = at_once and self.components.critic is not None and self.config.may_train_critic_first
             source = self.config.old_log_probs_from(at_once and self.update_step.trains_actor)
-            self.parts.train(False)
+            self.components.train(False)
             experiences = self.maker.run_models(
                 trajectories, old_log_probs="recompute" if recompute else source, values=not critic_first
             )
@@ -98,7 +98,7 @@ class ExperienceStep:
             )
         with self.timer.phase("experience"):
             if len(self.buffer) > 0:
-                measure_experience(join_rows(self.buffer.items).to(self.parts.strategy.device), step.metrics)
+                measure_experience(join_rows(self.buffer.items).to(self.components.strategy.device), step.metrics)
 
     def _count(self, samples: Sequence[object]) -> int:
         """Over all ranks."""

@@ -12,10 +12,10 @@ import torch
 from openppo.config import TrainPPOConfig
 from openppo.datasets import shard
 from openppo.experience.score_shaping import one_reward_groups
-from openppo.rollout.rewards import PendingScores, start_scoring
+from openppo.rewards import PendingScores, start_scoring
 from openppo.rollout.rollout import check_weights, sample_trajectories, write_scores
 from openppo.strategy.policy_weights import PolicyWeights
-from openppo.trainer.parts import Parts
+from openppo.trainer.components import PPOComponents
 from openppo.types import Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -24,7 +24,7 @@ logger = logging.getLogger("openppo")
 class RolloutStep:
     """Samples responses with the actor's weights and has them scored. All ranks call every method together."""
 
-    def __init__(self, config: TrainPPOConfig, parts: Parts) -> None:
+    def __init__(self, config: TrainPPOConfig, parts: PPOComponents) -> None:
         self.comm = parts.strategy.comm
         self.actor = parts.actor
         self.engine = parts.engine
@@ -36,7 +36,7 @@ class RolloutStep:
         self.n_samples = config.ppo.n_samples_per_prompt
         self.rollout_batch_size = config.ppo.rollout_batch_size
         self.seed = config.deepspeed.seed
-        self.weights = config.source.weights()
+        self.weights = config.rewards.weights()
         options = config.generation
         self.params = SamplingParams(options.generate_max_len, options.temperature, options.top_p, options.top_k)
 

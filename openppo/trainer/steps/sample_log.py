@@ -15,7 +15,7 @@ from openppo.experience.collate import idle_experience, join_rows
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.models.loss import policy_ratio
 from openppo.tracking import json_form
-from openppo.trainer.parts import Parts
+from openppo.trainer.components import PPOComponents
 from openppo.types import Experience, Trajectory
 
 N_SAMPLES = 4
@@ -37,16 +37,16 @@ class SampleLog:
     Prompts are chosen by their content, so that the same ones are seen again in each episode and evaluation.
     """
 
-    def __init__(self, config: TrainPPOConfig, parts: Parts, total_steps: int) -> None:
-        self.parts = parts
-        self.weights = config.source.weights()
+    def __init__(self, config: TrainPPOConfig, parts: PPOComponents, total_steps: int) -> None:
+        self.components = parts
+        self.weights = config.rewards.weights()
         self.total_steps = total_steps
         self.every = -(-total_steps // N_TOKEN_STEPS)
         self.n_forwards = n_forwards(config)
 
     def describe(self, trajectories: Sequence[Trajectory], buffer: ReplayBuffer, step: int) -> list[Sample]:
         """What is known before training; ``buffer`` holds the experience of this rank's last ``trajectories``."""
-        if not self.parts.strategy.is_main:
+        if not self.components.strategy.is_main:
             return []
         n_dropped = len(trajectories) - len(buffer)  # by --buffer_limit
         kept = list(trajectories)[n_dropped:]
@@ -65,10 +65,10 @@ class SampleLog:
 
     def write_evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log samples of an evaluation, with what the models say of them; ``Interrupted`` as of ``run_models``."""
-        chosen = [trajectories[i] for i in choose(trajectories)] if self.parts.strategy.is_main else []
-        with self.parts.strategy.uncompiled():
-            self.parts.train(False)
-            experiences = self.parts.maker.run_models(chosen)
+        chosen = [trajectories[i] for i in choose(trajectories)] if self.components.strategy.is_main else []
+        with self.components.strategy.uncompiled():
+            self.components.train(False)
+            experiences = self.components.maker.run_models(chosen)
         self._log(step, self._readable(chosen, experiences), evaluation=True)
 
     def _writes_tokens(self, step: int) -> bool:
@@ -77,25 +77,25 @@ class SampleLog:
     def _readable(self, trajectories: Sequence[Trajectory], experiences: Sequence[Experience]) -> list[Sample]:
         samples = []
         for t, experience in zip(trajectories, experiences, strict=True):
-            sample = readable(t, self.parts.tokenizer, self.weights)
+            sample = readable(t, self.components.tokenizer, self.weights)
             kl = _kl(experience)
             if kl is not None:
                 sample["kl"] = float(kl.sum())
-            samples.append(sample | {TOKENS: token_rows(t, experience, self.parts.tokenizer)})
+            samples.append(sample | {TOKENS: token_rows(t, experience, self.components.tokenizer)})
         return samples
 
     @torch.no_grad()
     def _add_policy_of_now(self, rows: Sequence[Sample]) -> None:
         """``n_forwards`` on every rank, as partitioned weights need it; only rank 0 has ``rows``."""
-        with self.parts.strategy.uncompiled():
-            self.parts.train(False)
+        with self.components.strategy.uncompiled():
+            self.components.train(False)
             size = -(-N_SAMPLES // self.n_forwards)
             for start in range(0, N_SAMPLES, size):
                 some = rows[start : start + size]
                 batch = join_rows([_experience(row.pop("sequence")) for row in some]) if some else idle_experience()
-                batch = batch.to(self.parts.strategy.device)
+                batch = batch.to(self.components.strategy.device)
                 inputs = batch.sequences, batch.attention_mask, batch.action_mask
-                log_probs, entropy = self.parts.actor(*inputs, return_entropy=True)
+                log_probs, entropy = self.components.actor(*inputs, return_entropy=True)
                 ratio = policy_ratio(log_probs, batch.rollout_log_probs, batch.action_mask)
                 for i, row in enumerate(some):
                     values = {"ratio": ratio[i : i + 1], "entropy": entropy[i : i + 1]}
@@ -107,8 +107,8 @@ class SampleLog:
         rows = [kind | {"sample": i} | sample[TOKENS] for i, sample in enumerate(samples) if TOKENS in sample]
         for row in rows:
             row.pop("sequence", None)
-        self.parts.trackers.log_samples(step, [{k: v for k, v in s.items() if k != TOKENS} for s in numbered])
-        self.parts.trackers.log_tokens(step, rows)
+        self.components.trackers.log_samples(step, [{k: v for k, v in s.items() if k != TOKENS} for s in numbered])
+        self.components.trackers.log_tokens(step, rows)
 
 
 def n_forwards(config: TrainPPOConfig) -> int:

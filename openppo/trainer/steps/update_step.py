@@ -11,9 +11,9 @@ from openppo.datasets import cyclic_batches
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer
 from openppo.models.loading import pad_token_id
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
-from openppo.strategy.engine import TrainingEngine
-from openppo.tracking import progress
-from openppo.trainer.parts import Parts, Progress, StepInProgress
+from openppo.strategy.trainable_model import TrainableModel
+from openppo.tracking import progress_bar
+from openppo.trainer.components import PPOComponents, StepInProgress, TrainState
 from openppo.trainer.skipped import SkippedSteps
 from openppo.trainer.steps.actor_step import ActorStep
 from openppo.trainer.steps.critic_step import Complete, CriticStep
@@ -27,9 +27,9 @@ class UpdateStep:
     ``position`` is the run's, which it moves on. All ranks call every method together.
     """
 
-    def __init__(self, config: TrainPPOConfig, parts: Parts, position: Progress) -> None:
+    def __init__(self, config: TrainPPOConfig, parts: PPOComponents, position: TrainState) -> None:
         self.config = config
-        self.parts = parts
+        self.components = parts
         self.position = position
         self.comm = parts.strategy.comm
         device = parts.strategy.device
@@ -59,7 +59,7 @@ class UpdateStep:
         self._wake()
         batch, done = self.config.batch, step.optimizer_steps
         n_left = batch.max_epochs * -(-step.n_samples // batch.train_batch_size) - done
-        with progress(n_left, "training", enabled=self.parts.strategy.is_main) as bar:
+        with progress_bar(n_left, "training", enabled=self.components.strategy.is_main) as bar:
             for mini_batch in self._mini_batches(buffer, done):
                 if self.trains_actor and not step.actor_done:
                     self._train_actor(mini_batch, step, kl_coef)
@@ -81,13 +81,13 @@ class UpdateStep:
         """
         self._wake()
         batches = [next(self._mini_batches(buffer))]
-        for mini_batch in progress(batches, "critic", enabled=self.parts.strategy.is_main):
+        for mini_batch in progress_bar(batches, "critic", enabled=self.components.strategy.is_main):
             self._train_critic(mini_batch, step, complete)
             buffer.take_back(mini_batch, ("values", "advantages", "returns"))
         step.critic_done = True
 
     def _wake(self) -> None:
-        self.parts.train()
+        self.components.train()
         for engine in self._resting:
             engine.load_moments()
 
@@ -96,7 +96,7 @@ class UpdateStep:
         micro, tokens = batch.micro_train_batch_size, self.config.ppo.micro_train_tokens
         return buffer.mini_batches(batch.train_batch_size, micro, batch.max_epochs, seed, done, tokens)
 
-    def go_on_from(self, position: Progress) -> None:
+    def go_on_from(self, position: TrainState) -> None:
         """Continue where ``position`` says, which replaces the old one; engines have their state again."""
         self.position = position
         for engine in self._resting:
@@ -104,13 +104,13 @@ class UpdateStep:
         self._documents, self._next_documents = self._document_batches(), None
 
     @property
-    def _resting(self) -> list[TrainingEngine]:
+    def _resting(self) -> list[TrainableModel]:
         """Those whose moments are on the host while nothing is trained."""
-        engines = self.parts.actor, self.parts.critic
+        engines = self.components.actor, self.components.critic
         return [engine for engine in engines if engine is not None] if self.config.ppo.offload_idle else []
 
     def _train_actor(self, batch: MiniBatch, step: StepInProgress, kl_coef: float) -> None:
-        if self.parts.documents and self._next_documents is None:
+        if self.components.documents and self._next_documents is None:
             self._next_documents = next(self._documents)
         documents = self._next_documents
         trained = self._whole_or_nothing(
@@ -120,11 +120,11 @@ class UpdateStep:
             step,
         )
         self._next_documents = None
-        self.position.document_batches += bool(self.parts.documents)
+        self.position.document_batches += bool(self.components.documents)
         self.position.policy_version += 1
-        self.parts.engine.version = self.position.policy_version
-        if trained and self.parts.ema is not None:
-            self.parts.ema.update()
+        self.components.engine.version = self.position.policy_version
+        if trained and self.components.ema is not None:
+            self.components.ema.update()
 
     def _train_critic(self, batch: MiniBatch, step: StepInProgress, complete: Complete | None = None) -> None:
         assert self.critic_step is not None
@@ -155,8 +155,8 @@ class UpdateStep:
 
     def _document_batches(self) -> Iterator[TokenBatch]:
         """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
-        documents, batch, start = self.parts.documents, self.config.batch, self.position.document_batches
-        pad, pack_to = pad_token_id(self.parts.tokenizer), self.parts.pack_documents_to
+        documents, batch, start = self.components.documents, self.config.batch, self.position.document_batches
+        pad, pack_to = pad_token_id(self.components.tokenizer), self.components.pack_documents_to
         length = pack_to or max((len(document.token_ids) for document in documents), default=1)
         rows = rows_of_documents(self.config, length)
         for indices in cyclic_batches(len(documents), batch.train_batch_size, self.config.deepspeed.seed, start):

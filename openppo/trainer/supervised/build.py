@@ -45,7 +45,7 @@ from openppo.trainer.startup import (
     start_trackers,
     tokenizing,
 )
-from openppo.trainer.supervised.loop import SupervisedParts, SupervisedTrainer, total_optimizer_steps
+from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer, total_optimizer_steps
 from openppo.trainer.supervised.process_reward import PRM_HEADLINE, ProcessRewardTrainer
 from openppo.trainer.supervised.reward_model import RM_HEADLINE, RewardModelTrainer
 from openppo.trainer.supervised.sft import SFT_HEADLINE, SFTTrainer
@@ -77,7 +77,7 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
     engine = strategy.prepare(actor, config.adam, options.learning_rate, n_steps)
     checkpointer.attach({"model": engine})
     trackers = start_trackers(config, strategy, SFT_HEADLINE, n_steps, checkpointer.found_step)
-    parts = SupervisedParts(
+    parts = SupervisedComponents(
         strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm), estimate
     )
     return _resumed(SFTTrainer(config, parts))
@@ -99,7 +99,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     engine = strategy.prepare(model, config.adam, options.learning_rate, n_steps)
     checkpointer.attach({"model": engine})
     trackers = start_trackers(config, strategy, RM_HEADLINE, n_steps, checkpointer.found_step)
-    parts = SupervisedParts(
+    parts = SupervisedComponents(
         strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm), estimate
     )
     return _resumed(RewardModelTrainer(config, parts))
@@ -125,7 +125,7 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     engine = strategy.prepare(ProcessRewardModel(actor.model), config.adam, options.learning_rate, n_steps)
     checkpointer.attach({"model": engine})
     trackers = start_trackers(config, strategy, PRM_HEADLINE, n_steps, checkpointer.found_step)
-    parts = SupervisedParts(
+    parts = SupervisedComponents(
         strategy, tokenizer, engine, train, held_out, trackers, checkpointer, SignalStop(strategy.comm), estimate
     )
     return _resumed(ProcessRewardTrainer(config, parts))
@@ -161,7 +161,7 @@ def _checkpointer(
 
 def _resumed(trainer: Trainer) -> Trainer:
     """The trainer, where its checkpoint left off if it goes on from one; and what it is going to do, as a log."""
-    checkpointer = trainer.parts.checkpointer
+    checkpointer = trainer.components.checkpointer
     assert checkpointer is not None, "the builders make one"
     if checkpointer.found is not None:
         trainer.load_checkpoint()

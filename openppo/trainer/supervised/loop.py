@@ -17,9 +17,9 @@ from openppo.config.commands import SupervisedCommand
 from openppo.datasets import BatchSampler
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.strategy.engine import TrainingEngine
-from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress
-from openppo.tracking.position import begin_step, phase
+from openppo.strategy.trainable_model import TrainableModel
+from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress_bar
+from openppo.tracking.phase import begin_step, phase
 from openppo.trainer.estimate import Estimate
 from openppo.trainer.overview.supervised_check import show_examples
 from openppo.trainer.resume.checkpointer import Checkpointer, stopped
@@ -49,12 +49,12 @@ class StepBatch(Protocol):
 
 
 @dataclass
-class SupervisedParts(Generic[Example]):
+class SupervisedComponents(Generic[Example]):
     """What a supervised trainer works with. The data are the same on all ranks."""
 
     strategy: DeepspeedStrategy
     tokenizer: Any
-    engine: TrainingEngine
+    engine: TrainableModel
     train_examples: Sequence[Example]
     eval_examples: Sequence[Example]
     trackers: Trackers
@@ -72,9 +72,9 @@ def total_optimizer_steps(config: SupervisedCommand, n_examples: int) -> int:
 class SupervisedTrainer(ABC, Generic[Example]):
     """Base of the trainers beside it: they say what a batch costs, this says when to step."""
 
-    def __init__(self, config: SupervisedCommand, parts: SupervisedParts[Example]) -> None:
+    def __init__(self, config: SupervisedCommand, parts: SupervisedComponents[Example]) -> None:
         self.config = config
-        self.parts = parts
+        self.components = parts
         self.comm = parts.strategy.comm
         self.device = parts.strategy.device
         self.sampler = BatchSampler(len(parts.train_examples), config.batch.train_batch_size, config.deepspeed.seed)
@@ -100,7 +100,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
         A signal (see ``openppo.strategy.interrupt``) ends it early, with a checkpoint instead of a trained model.
         """
-        with self.parts.trackers:
+        with self.components.trackers:
             try:
                 self._train_all_epochs()
                 self.save()
@@ -108,7 +108,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
                 self._save_interrupted(str(signal))
 
     def _train_all_epochs(self) -> None:
-        with progress(self.total_steps, "training", enabled=self.parts.strategy.is_main) as bar:
+        with progress_bar(self.total_steps, "training", enabled=self.components.strategy.is_main) as bar:
             bar.update(self.global_step)
             if self.unreported is not None:
                 self.report(self.unreported)
@@ -116,18 +116,18 @@ class SupervisedTrainer(ABC, Generic[Example]):
                 epoch, start = divmod(self.global_step, len(self.sampler))
                 steps_left = self.total_steps - self.global_step
                 for indices in islice(self.sampler.batches(epoch, start), steps_left):
-                    self.report(self.step([self.parts.train_examples[i] for i in indices]))
+                    self.report(self.step([self.components.train_examples[i] for i in indices]))
                     bar.update()
                     if self.stopped_by is not None:
                         break
 
     def close(self) -> None:
         """Leave the process group; the trainer is of no use afterwards."""
-        self.parts.strategy.close()
+        self.components.strategy.close()
 
     def explain_memory(self) -> list[str]:
         """What the model takes by estimate, and which flags lower it, for a report."""
-        return self.parts.estimate.explain() if self.parts.estimate else []
+        return self.components.estimate.explain() if self.components.estimate else []
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step on ``examples``, given alike on all ranks; returns its metrics.
@@ -136,8 +136,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
         """
         metrics, timer, engine, random_state = (
             Metrics(),
-            PhaseTimer(self.profiler, self.parts.estimate.peaks if self.parts.estimate else None),
-            self.parts.engine,
+            PhaseTimer(self.profiler, self.components.estimate.peaks if self.components.estimate else None),
+            self.components.engine,
             get_random_state(),
         )
         begin_step(self.global_step + 1)
@@ -148,7 +148,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
             self._check(batch)
             for i, micro in enumerate(batch.micro_batches):
                 try:
-                    self.parts.stop()
+                    self.components.stop()
                 except Interrupted:
                     set_random_state(random_state)
                     raise
@@ -167,34 +167,34 @@ class SupervisedTrainer(ABC, Generic[Example]):
     @phase("evaluation")
     def evaluate(self, examples: Sequence[Example] | None = None) -> dict[str, float]:
         """Metrics of ``examples``, the same on all ranks (default: all held-out ones), with the prefix ``eval_``."""
-        return self._measure(self.parts.eval_examples if examples is None else examples, self.parts.stop)
+        return self._measure(self.components.eval_examples if examples is None else examples, self.components.stop)
 
     @torch.no_grad()
     def _measure(self, examples: Sequence[Example], stop: StopCheck) -> dict[str, float]:
         metrics, size = Metrics(), self.config.batch.train_batch_size
-        self.parts.engine.train(False)
+        self.components.engine.train(False)
         starts = range(0, len(examples), size)
-        for start in progress(starts, "evaluation", enabled=self.parts.strategy.is_main):
+        for start in progress_bar(starts, "evaluation", enabled=self.components.strategy.is_main):
             batch = self.make_batch(examples[start : start + size])
             for micro in batch.micro_batches:
                 stop()
-                self.loss(self.parts.engine, batch, micro, metrics, prefix="eval_")
+                self.loss(self.components.engine, batch, micro, metrics, prefix="eval_")
         return metrics.reduced(self.comm)
 
     def report(self, metrics: dict[str, float]) -> None:
         """Evaluate, log, and save a checkpoint when due."""
         self.unreported = dict(metrics)
         step, run, last = self.global_step, self.config.run, self.global_step == self.total_steps
-        every, checkpointer = self.config.supervised.eval_steps, self.parts.checkpointer
+        every, checkpointer = self.config.supervised.eval_steps, self.components.checkpointer
         epoch_ended = step % len(self.sampler) == 0
         due = (epoch_ended if every == -1 else step % every == 0) or last
-        if due and len(self.parts.eval_examples) > 0:
+        if due and len(self.components.eval_examples) > 0:
             metrics |= self.evaluate()
             if checkpointer is not None:
                 checkpointer.look_at(step, metrics, self.write_model)
         self.stopped_by = self.stopping.first_true(metrics, step)
         if due or self.stopped_by or step % run.logging_steps == 0:
-            self.parts.trackers.log(step, metrics)
+            self.components.trackers.log(step, metrics)
         self.unreported = None
         if checkpointer is not None and (self.stopped_by or checkpointer.due(step, epoch_ended or last)):
             self.save_checkpoint()
@@ -203,26 +203,26 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def save(self) -> None:
         """Write the model as a Hugging Face folder with tokenizer."""
         folder = Path(self.config.run.save_path)
-        with keeping_what_was_trained(self.parts.checkpointer, self.global_step, self.save_checkpoint):
+        with keeping_what_was_trained(self.components.checkpointer, self.global_step, self.save_checkpoint):
             self.write_model(folder)
         logger.info("saved the trained model to %s", folder)
 
     @phase("saving")
     def save_checkpoint(self) -> Path:
         """Write all that ``--load_checkpoint`` needs to go on from here; ``CheckpointError`` when the disk is full."""
-        assert self.parts.checkpointer is not None, "the builders make a checkpointer"
+        assert self.components.checkpointer is not None, "the builders make a checkpointer"
         state = {
             "global_step": self.global_step,
             "skipped": self.skipped.state_dict(),
             "unreported": self.unreported,
             "stopped_by": self.stopped_by,
         }
-        return self.parts.checkpointer.save(self.global_step, state, self.write_model)
+        return self.components.checkpointer.save(self.global_step, state, self.write_model)
 
     def load_checkpoint(self) -> None:
         """Go on from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
-        assert self.parts.checkpointer is not None
-        state, _ = self.parts.checkpointer.load()
+        assert self.components.checkpointer is not None
+        state, _ = self.components.checkpointer.load()
         self.global_step, self.unreported = state["global_step"], state["unreported"]
         if self.stopping.still_stops(state.get("stopped_by")):
             self.stopped_by = state["stopped_by"]
@@ -233,10 +233,10 @@ class SupervisedTrainer(ABC, Generic[Example]):
         """Show on rank 0 what the first step of a session trains on."""
         if not self._has_checked:
             self._has_checked = True
-            show_examples(batch.micro_batches[0], self.parts.tokenizer)
+            show_examples(batch.micro_batches[0], self.components.tokenizer)
 
     def _save_interrupted(self, signal: str) -> None:
-        if self.parts.checkpointer is None:
+        if self.components.checkpointer is None:
             logger.warning("stopped by %s; without a checkpointer nothing is saved", signal)
             return
         path = self.save_checkpoint()
@@ -244,7 +244,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
     def write_model(self, folder: Path) -> None:
         """Write the model in Hugging Face format to ``folder``, on all ranks together."""
-        self.parts.strategy.save_pretrained(self.parts.engine.module.model, folder, self.parts.tokenizer)
+        self.components.strategy.save_pretrained(self.components.engine.module.model, folder, self.components.tokenizer)
 
 
 def _tensors(examples: Sequence[Any]) -> dict[str, Tensor]:

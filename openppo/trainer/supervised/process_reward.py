@@ -14,7 +14,7 @@ from openppo.models.loading import pad_token_id
 from openppo.models.loss import IGNORE_INDEX, PRMLoss
 from openppo.models.padding import pad_right
 from openppo.tracking import Metrics
-from openppo.trainer.supervised.loop import ModelCall, SupervisedParts, SupervisedTrainer
+from openppo.trainer.supervised.loop import ModelCall, SupervisedComponents, SupervisedTrainer
 from openppo.trainer.token_batches import equal_micro_batches
 
 PRM_HEADLINE = ("loss", "accuracy", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate", "time/step_s")
@@ -37,7 +37,7 @@ class ProcessBatch:
 class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
     """Trains a ``ProcessRewardModel``; the loss is the mean over the judged steps of each optimizer step."""
 
-    def __init__(self, config: TrainPRMConfig, parts: SupervisedParts[ProcessExample]) -> None:
+    def __init__(self, config: TrainPRMConfig, parts: SupervisedComponents[ProcessExample]) -> None:
         super().__init__(config, parts)
         data, tokenizer = config.data, parts.tokenizer
         self.placeholder_id = single_token_id(tokenizer, data.placeholder_token, "--placeholder_token")
@@ -64,7 +64,7 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
 
     def _tensors(self, examples: Sequence[ProcessExample]) -> tuple[Tensor, Tensor]:
         """Sequences int64 and labels int64 (hard) or float32 (soft), both (B, L)."""
-        sequences, _ = pad_right([example.token_ids for example in examples], pad_token_id(self.parts.tokenizer))
+        sequences, _ = pad_right([example.token_ids for example in examples], pad_token_id(self.components.tokenizer))
         width = sequences.shape[1]
         padded = [[*example.labels, *[IGNORE_INDEX] * (width - len(example.labels))] for example in examples]
         return sequences, torch.tensor(padded)

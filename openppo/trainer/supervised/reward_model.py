@@ -18,7 +18,7 @@ from openppo.models.loading import pad_token_id
 from openppo.models.loss import LogExpLoss, PairWiseLoss
 from openppo.models.padding import pad_right
 from openppo.tracking import Metrics
-from openppo.trainer.supervised.loop import ModelCall, SupervisedParts, SupervisedTrainer
+from openppo.trainer.supervised.loop import ModelCall, SupervisedComponents, SupervisedTrainer
 from openppo.trainer.token_batches import equal_micro_batches
 from openppo.types import NeverStops
 
@@ -47,7 +47,7 @@ class PairBatch:
 class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
     """Trains a ``ScalarHeadModel`` of role reward; the loss is the mean over the pairs of each optimizer step."""
 
-    def __init__(self, config: TrainRMConfig, parts: SupervisedParts[PreferenceExample]) -> None:
+    def __init__(self, config: TrainRMConfig, parts: SupervisedComponents[PreferenceExample]) -> None:
         super().__init__(config, parts)
         self.uses_margin = config.data.margin_key is not None
         self.pair_loss = PairWiseLoss() if config.data.loss == "sigmoid" else LogExpLoss()
@@ -63,7 +63,7 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         """Summed loss of this micro-batch's pairs over the pairs of the step; both sides in one forward."""
         pairs = micro or [_IDLE]
         rows = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
-        sequences, attention_mask = pad_right(rows, pad_token_id(self.parts.tokenizer))
+        sequences, attention_mask = pad_right(rows, pad_token_id(self.components.tokenizer))
         scores = model(sequences.to(self.device), attention_mask.to(self.device))
         chosen, rejected = scores.chunk(2)  # (B,) each
         margin = torch.tensor([pair.margin for pair in pairs], device=self.device)
@@ -84,10 +84,10 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         They are those of the held-out pairs, both sides, or without such of up to 1024 training pairs. ``std`` is the
         unbiased one, as in OpenRLHF.
         """
-        pairs = self.parts.eval_examples or spread(self.parts.train_examples, _MOST_PAIRS_FOR_STATISTICS)
+        pairs = self.components.eval_examples or spread(self.components.train_examples, _MOST_PAIRS_FOR_STATISTICS)
         metrics = self._measure(pairs, NeverStops())  # a checkpoint upon a signal is written whole
         n = 2 * len(pairs)
-        model: Any = self.parts.engine.module.model
+        model: Any = self.components.engine.module.model
         config = model.config
         config.mean = metrics["eval_reward_mean"]
         config.std = max(metrics["eval_reward_std"] * math.sqrt(n / (n - 1)), _SMALLEST_STD)

@@ -20,7 +20,7 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
 
     def make_batch(self, examples: Sequence[TokenExample]) -> TokenBatch:
         """This rank's micro-batches."""
-        pad = pad_token_id(self.parts.tokenizer)
+        pad = pad_token_id(self.components.tokenizer)
         return token_batch(examples, self.config.batch.micro_train_batch_size, pad, self.comm)
 
     def loss(

@@ -27,6 +27,6 @@ def test_rows_are_those_of_the_flag_without_an_estimate(
         --rollout_batch_size 4 --train_batch_size 4 --save_path {tmp_path / "out"}"""
     monkeypatch.setattr("openppo.trainer.estimate.announce.model_shape", no_shape)
     trainer = build_ppo_trainer(parse_options(TrainPPOConfig, [*arguments.split(), *given]))
-    assert trainer.parts.estimate is None
-    assert trainer.parts.engine.max_batch_size == rows  # type: ignore[attr-defined]
-    trainer.parts.trackers.close()
+    assert trainer.components.estimate is None
+    assert trainer.components.engine.max_batch_size == rows  # type: ignore[attr-defined]
+    trainer.components.trackers.close()

@@ -22,10 +22,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from openppo.config import RewardSourceConfig
+from openppo.config import RewardConfig
 from openppo.models import get_llm_for_sequence_regression
-from openppo.rollout.reward_server import RewardServer
-from openppo.rollout.rewards import RemoteScorer
+from openppo.rewards import RemoteScorer
+from openppo.rewards.server import RewardServer
 from openppo.types import FinishReason, Prompt, Trajectory
 
 REPO = Path(__file__).resolve().parents[3]
@@ -117,7 +117,7 @@ def test_our_client_and_our_server_agree(
                 prompt_ids + ids, [True] * n, zeros, [0] * n, FinishReason.EOS, Prompt(prompt, prompt_ids), group=0
             )
         )
-    source = RewardSourceConfig(
+    source = RewardConfig(
         remote_rm_url=f"{server[0]}/get_reward",
         remote_rm_token_file=str(tmp_path / "token"),
         remote_rm_batch_size=2,

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from openppo.datasets import Parts, RowReader, number_rows
+from openppo.datasets import RowFields, RowReader, number_rows
 
 USER, MORE = {"role": "user", "content": "q"}, {"role": "user", "content": "r"}
 GOOD, BAD = {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -16,23 +16,27 @@ def read(row, task, data_format="auto", chat=True, keys=None):
     return RowReader(rows, task, "--dataset", data_format=data_format, chat=chat, keys=keys).read(rows[0])
 
 
-CHAT = Parts(prompt=[USER], response=[GOOD], label="a", conversation=[USER, GOOD])
-PAIR = Parts(prompt=[USER], response=[GOOD], chosen=[GOOD], rejected=[BAD])
+CHAT = RowFields(prompt=[USER], response=[GOOD], label="a", conversation=[USER, GOOD])
+PAIR = RowFields(prompt=[USER], response=[GOOD], chosen=[GOOD], rejected=[BAD])
 READINGS = [
-    ({"input": "q", "output": "a"}, "plain", Parts(prompt="q", response="a", label="a")),
-    ({"prompt": "q", "completion": "a", "label": 3}, "plain", Parts(prompt="q", response="a", label=3)),
-    ({"prompt": [USER], "response": [GOOD]}, "plain", Parts(prompt=[USER], response=[GOOD], label=[GOOD])),
-    ({"text": "q"}, "plain", Parts(prompt="q", whole="q")),
+    ({"input": "q", "output": "a"}, "plain", RowFields(prompt="q", response="a", label="a")),
+    ({"prompt": "q", "completion": "a", "label": 3}, "plain", RowFields(prompt="q", response="a", label=3)),
+    ({"prompt": [USER], "response": [GOOD]}, "plain", RowFields(prompt=[USER], response=[GOOD], label=[GOOD])),
+    ({"text": "q"}, "plain", RowFields(prompt="q", whole="q")),
     ({"messages": [USER, GOOD], "prompt": "q"}, "messages", CHAT),
-    ({"messages": [USER, GOOD, MORE]}, "messages", Parts(prompt=[USER, GOOD, MORE], conversation=[USER, GOOD, MORE])),
+    (
+        {"messages": [USER, GOOD, MORE]},
+        "messages",
+        RowFields(prompt=[USER, GOOD, MORE], conversation=[USER, GOOD, MORE]),
+    ),
     ({"conversations": [HUMAN, GPT]}, "sharegpt", CHAT),
     ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT_BAD}, "sharegpt", PAIR),
-    ({"instruction": "q", "input": "", "output": "a"}, "alpaca", Parts(prompt="q", response="a", label="a")),
-    ({"instruction": "q", "input": "r", "output": "a"}, "alpaca", Parts(prompt="q\nr", response="a", label="a")),
-    ({"question": "q", "answer": "a #### 1"}, "question_answer", Parts("q", "a #### 1", label="a #### 1")),
-    ({"problem": "q", "solution": "s", "answer": "1"}, "question_answer", Parts("q", "s", label="1")),
-    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference", Parts("q", "a", "a", "b")),
-    ({"question": "q", "chosen": [GOOD], "rejected": [BAD]}, "preference", Parts("q", [GOOD], [GOOD], [BAD])),
+    ({"instruction": "q", "input": "", "output": "a"}, "alpaca", RowFields(prompt="q", response="a", label="a")),
+    ({"instruction": "q", "input": "r", "output": "a"}, "alpaca", RowFields(prompt="q\nr", response="a", label="a")),
+    ({"question": "q", "answer": "a #### 1"}, "question_answer", RowFields("q", "a #### 1", label="a #### 1")),
+    ({"problem": "q", "solution": "s", "answer": "1"}, "question_answer", RowFields("q", "s", label="1")),
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference", RowFields("q", "a", "a", "b")),
+    ({"question": "q", "chosen": [GOOD], "rejected": [BAD]}, "preference", RowFields("q", [GOOD], [GOOD], [BAD])),
     ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "prompt": "q"}, "preference", PAIR),
     ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, "hh", PAIR),
 ]
@@ -55,22 +59,22 @@ def test_a_row_is_recognized_by_its_columns(row, shape, parts, caplog):
         (
             {"input": "s1 ки s2 ки", "label": "s1 + s2 -"},
             "math_shepherd",
-            Parts(response="s1 ки s2 ки", label="s1 + s2 -"),
+            RowFields(response="s1 ки s2 ки", label="s1 + s2 -"),
         ),
         (
             {"prompt": "q", "completions": ["s", "t"], "labels": [True, False]},
             "steps",
-            Parts("q", ["s", "t"], label=[True, False]),
+            RowFields("q", ["s", "t"], label=[True, False]),
         ),
         (
             {"question": "q", "model_output_steps": ["s", "t", "u"], "model_output_solution_first_error_step": 2},
             "steps",
-            Parts("q", ["s", "t"], label=[True, False]),
+            RowFields("q", ["s", "t"], label=[True, False]),
         ),
         (
             {"question": "q", "steps": ["s", "t"], "first_wrong_step": None},
             "steps",
-            Parts("q", ["s", "t"], label=[True, True]),
+            RowFields("q", ["s", "t"], label=[True, True]),
         ),
     ],
 )
@@ -80,7 +84,7 @@ def test_judged_steps_are_recognized_and_cut_after_the_first_wrong_one(row, shap
 
 def test_a_named_column_goes_before_recognition():
     row = {"instruction": "q", "input": "i", "output": "a"}
-    assert read(row, "sft", keys={"prompt": ("input", "--input_key")}) == Parts(prompt="i")
+    assert read(row, "sft", keys={"prompt": ("input", "--input_key")}) == RowFields(prompt="i")
     with pytest.raises(ValueError, match="--data_format alpaca knows its columns, and --input_key names others"):
         read(row, "sft", data_format="alpaca", keys={"prompt": ("input", "--input_key")})
 
@@ -105,12 +109,12 @@ def test_transcripts_part_where_they_first_differ_before_an_answer():
 
 def test_pairs_that_are_the_same_share_all_but_the_response():
     text = "\n\nHuman: q\n\nAssistant: a"
-    assert read({"chosen": text, "rejected": text}, "pairs") == Parts([USER], [GOOD], [GOOD], [GOOD])
+    assert read({"chosen": text, "rejected": text}, "pairs") == RowFields([USER], [GOOD], [GOOD], [GOOD])
 
 
 def test_pairs_that_share_no_turn_are_whole_conversations():
     row = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: r\n\nAssistant: a"}
-    assert read(row, "pairs") == Parts(response=[USER, GOOD], chosen=[USER, GOOD], rejected=[MORE, GOOD])
+    assert read(row, "pairs") == RowFields(response=[USER, GOOD], chosen=[USER, GOOD], rejected=[MORE, GOOD])
     assert read(row, "pairs", chat=False).chosen == row["chosen"]
 
 

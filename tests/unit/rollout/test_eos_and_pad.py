@@ -20,8 +20,8 @@ from openppo.experience import compute_reward, get_advantages_and_returns
 from openppo.experience.collate import collate
 from openppo.models.loading import eos_token_ids, pad_token_id
 from openppo.models.padding import MicroBatchSize
+from openppo.rewards import FunctionScorer, ModelScorer, as_reward_function
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rewards import FunctionScorer, ModelScorer, as_reward_function
 from openppo.rollout.rollout import sample_trajectories
 from openppo.types import Experience, FinishReason, Prompt, SamplingParams, SingleProcess, Trajectory
 

@@ -21,7 +21,7 @@ from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.comm import init_process_group
 from openppo.strategy.ds_config import eval_config, merge, train_config
-from openppo.strategy.engine import MOMENTS, TrainingEngine
+from openppo.strategy.trainable_model import MOMENTS, TrainableModel
 
 
 class FakeDeepSpeed:
@@ -42,11 +42,11 @@ class FakeDeepSpeed:
         return self.norm
 
 
-def engine(norm: float) -> TrainingEngine:
+def engine(norm: float) -> TrainableModel:
     scheduler: Any = SimpleNamespace(n=0)
     scheduler.step = lambda: setattr(scheduler, "n", scheduler.n + 1)
     deepspeed: Any = FakeDeepSpeed(norm)
-    return TrainingEngine(deepspeed, scheduler)
+    return TrainableModel(deepspeed, scheduler)
 
 
 def test_training_goes_on_as_if_moments_had_never_rested_on_the_host() -> None:
@@ -57,7 +57,7 @@ def test_training_goes_on_as_if_moments_had_never_rested_on_the_host() -> None:
         weight = nn.Parameter(torch.randn(5))
         adam = torch.optim.AdamW([weight], lr=0.1)
         deepspeed: Any = SimpleNamespace(basic_optimizer=adam, device=torch.device("cpu"))
-        trained = TrainingEngine(deepspeed, SimpleNamespace())  # type: ignore[arg-type]
+        trained = TrainableModel(deepspeed, SimpleNamespace())  # type: ignore[arg-type]
         for _ in range(4):
             trained.load_moments()
             (weight**2).sum().backward()

@@ -12,7 +12,7 @@ START = """
 import time
 from openppo.config import RunConfig
 from openppo.strategy.watch import Watch
-from openppo.tracking.position import phase, position
+from openppo.tracking.phase import phase, position
 """
 WAITS = f"""{START}
 with Watch(RunConfig(), position, {{}}):

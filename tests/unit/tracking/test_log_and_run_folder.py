@@ -22,7 +22,7 @@ from openppo.tracking import (
     Trackers,
     cut_logs,
     get_logger,
-    progress,
+    progress_bar,
     save_config,
     set_aside_logs,
     setup_logging,
@@ -83,13 +83,13 @@ def test_a_terminal_gets_colours_and_a_file_the_same_words_with_the_name_before_
 
 def test_a_full_disk_under_all_output_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with ``> run.log 2>&1``: that the console cannot be written to can then not be said either."""
-    monkeypatch.setattr(sys.modules["openppo.tracking.progress"], "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(sys.modules["openppo.tracking.progress_bar"], "SECONDS_BETWEEN_LINES", 0.0)
     with open("/dev/full", "wb", buffering=0) as full, io.TextIOWrapper(full, write_through=True) as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         monkeypatch.setattr(sys, "stderr", stream)
         setup_logging(0)
         trackers = Trackers([ConsoleTracker(["reward"], total_steps=2), JSONLTracker(tmp_path)])
-        for step in progress(2, "training", enabled=True):
+        for step in progress_bar(2, "training", enabled=True):
             trackers.log(step, {"reward": 1.0})
         trackers.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from openppo.config import TrackingConfig
-from openppo.tracking import PhaseTimer, StepProfiler, progress
-from openppo.tracking.position import begin_step, position
+from openppo.tracking import PhaseTimer, StepProfiler, progress_bar
+from openppo.tracking.phase import begin_step, position
 
 profiler_module = sys.modules[StepProfiler.__module__]
 
@@ -40,7 +40,7 @@ def work(timer: PhaseTimer, steps: int, loops: int, clock: list[float]) -> None:
         with timer.phase("step"):
             for name in ("generation", "training"):
                 with timer.phase(name):
-                    for _ in progress(loops, name, enabled=False):
+                    for _ in progress_bar(loops, name, enabled=False):
                         matrix.mm(matrix)
                         clock[0] += 1.0
 

@@ -23,7 +23,7 @@ SIZES = {
 
 
 class RecordingEngine:
-    """Behaves like a ``TrainingEngine`` that never changes the weights; ``gradient`` is that of the last step."""
+    """Behaves like a ``TrainableModel`` that never changes the weights; ``gradient`` is that of the last step."""
 
     learning_rate = 0.25
 

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from openppo.config import RewardSourceConfig
+from openppo.config import RewardConfig
 from openppo.models.padding import MicroBatchSize
-from openppo.rollout.rewards import CombinedScorer, FunctionScorer, ModelScorer, Scorer, VerifiableScorer
+from openppo.rewards import CombinedScorer, FunctionScorer, ModelScorer, Scorer, VerifiableScorer
 from openppo.trainer import build_scorer as module
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
@@ -73,7 +73,7 @@ def build(folder: Path) -> Callable[..., Scorer]:
 
     def run(prompts: list[Prompt] = PROMPTS, normalize: bool = False, **options: Any) -> Scorer:
         placed = {k: v.replace("M/", f"{folder}/") if isinstance(v, str) else v for k, v in options.items()}
-        source = RewardSourceConfig(**placed)
+        source = RewardConfig(**placed)
         source.validate()
         setup = ScorerSetup(
             SingleProcess(),

@@ -190,7 +190,7 @@ def test_positions_that_end_early_are_never_exceeded(length: int) -> None:
 
 
 class TrainedAsItIs:
-    """A ``TrainingEngine`` and strategy of one process, without DeepSpeed."""
+    """A ``TrainableModel`` and strategy of one process, without DeepSpeed."""
 
     comm, device, zero_stage, any_rank = SingleProcess(), CPU, 0, bool
     uncompiled = staticmethod(nullcontext)

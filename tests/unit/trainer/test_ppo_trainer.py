@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
 from openppo.tracking import Trackers
-from openppo.tracking.position import begin_step, position
+from openppo.tracking.phase import begin_step, position
 from openppo.trainer import PPOTrainer
 from openppo.trainer.callbacks import Callback
+from openppo.trainer.components import PPOComponents
 from openppo.trainer.estimate.estimate import Estimate, Phase
-from openppo.trainer.parts import Parts
 from openppo.trainer.resume.ppo_state import ppo_state, restore_ppo
 from openppo.types import (
     Completion,
@@ -103,7 +103,7 @@ class FailingScorer:
 
 
 class Policy(nn.Module):
-    """The same log-prob for everything; trained without an optimizer, as a ``TrainingEngine`` is called."""
+    """The same log-prob for everything; trained without an optimizer, as a ``TrainableModel`` is called."""
 
     learning_rate = 0.5
 
@@ -143,7 +143,7 @@ def trainer_of(
     )
     policy: Any = Policy()
     evaluator = SimpleNamespace(evaluate=lambda awake: SimpleNamespace(metrics={"eval_reward": 1.0}, trajectories=[]))
-    parts: Any = Parts(
+    parts: Any = PPOComponents(
         strategy=Strategy(),  # type: ignore[arg-type]
         tokenizer=SimpleNamespace(),  # type: ignore[arg-type]
         actor=policy,
@@ -160,7 +160,7 @@ def trainer_of(
 
 
 def recorder_of(trainer: PPOTrainer) -> Recorder:
-    (recorder,) = trainer.parts.trackers._trackers
+    (recorder,) = trainer.components.trackers._trackers
     assert isinstance(recorder, Recorder)
     return recorder
 
@@ -188,7 +188,7 @@ def prompts(*texts: str) -> list[Prompt]:
 
 def test_errors_of_the_reward_function_are_counted_in_a_loop_of_ones_own() -> None:
     trainer = trainer_of(3)
-    trainer.parts.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
+    trainer.components.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
     batches = [prompts("bad", "good"), prompts("good", "good"), prompts("bad", "bad")]
     assert [trainer.train_on(trainer.rollout(batch))["reward_errors"] for batch in batches] == [1, 0, 2]
 
@@ -196,7 +196,7 @@ def test_errors_of_the_reward_function_are_counted_in_a_loop_of_ones_own() -> No
 def test_errors_of_all_rollouts_of_a_step_are_counted_with_dynamic_sampling() -> None:
     """Prompts on which all responses fail earn the same and are dropped; that they failed is known all the same."""
     trainer = trainer_of(2, dynamic_sampling=True, n_samples_per_prompt=2, train_batch_size=4)
-    trainer.parts.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
+    trainer.components.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
     metrics = trainer.step(prompts("bad", "bad"))
     assert (metrics["sampled_batches"], metrics["useful_groups"]) == (2, 2)
     assert metrics["reward_errors"] == 4
@@ -204,7 +204,7 @@ def test_errors_of_all_rollouts_of_a_step_are_counted_with_dynamic_sampling() ->
 
 def test_errors_of_a_step_are_those_of_its_own_responses() -> None:
     trainer = trainer_of(3)
-    trainer.parts.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
+    trainer.components.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
     batches = [prompts("good", "good"), prompts("good", "bad"), prompts("good", "good")]
     assert [trainer.step(batch)["reward_errors"] for batch in batches] == [0, 1, 0]
 
@@ -242,7 +242,7 @@ def test_a_step_and_its_halves_give_the_same_metrics_and_traces(tmp_path: Path) 
 @pytest.mark.parametrize("make_step", [whole, in_halves])
 def test_a_fault_is_in_the_step_that_has_begun(make_step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, seen = trainer_of(2), []
-    for part, call in ((trainer.parts.engine, "generate"), (trainer.parts.actor, "step")):
+    for part, call in ((trainer.components.engine, "generate"), (trainer.components.actor, "step")):
         given = getattr(part, call)
 
         def spy(*arguments: Any, given: Any = given) -> Any:
@@ -274,7 +274,7 @@ def test_memory_of_a_step_stands_beside_its_estimate(monkeypatch: pytest.MonkeyP
         n_ranks=1,
     )
     without = trainer_of(1)
-    metrics = PPOTrainer(without.config, replace(without.parts, estimate=estimate)).step(prompts("good", "good"))
+    metrics = PPOTrainer(without.config, replace(without.components, estimate=estimate)).step(prompts("good", "good"))
     memory = {name.removeprefix("memory/"): value for name, value in metrics.items() if name.startswith("memory/")}
     peaks = {f"{name}_peak_gib": 3.0 for name in ("generation", "scoring", "experience", "training", "step")}
     assert memory == peaks | {"generation_estimated_gib": 1, "training_estimated_gib": 2, "step_estimated_gib": 2}

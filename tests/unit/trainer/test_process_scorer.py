@@ -11,10 +11,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from openppo.config import ProcessConfig, RewardSourceConfig, SupervisedConfig
+from openppo.config import ProcessConfig, RewardConfig, SupervisedConfig
 from openppo.datasets import load_process_examples, number_rows, render_prompt
 from openppo.models.padding import MicroBatchSize
-from openppo.rollout.rewards.process import ProcessScorer
+from openppo.rewards.process import ProcessScorer
 from openppo.trainer.build_scorer import ScorerSetup, build_scorer
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
 
@@ -52,7 +52,7 @@ def scorer_of(
     template: str | None = None,
     **options: Any,
 ) -> Any:
-    source = RewardSourceConfig(prm_pretrain=str(judge), prm_placeholder_token="#", **options)
+    source = RewardConfig(prm_pretrain=str(judge), prm_placeholder_token="#", **options)
     setup = ScorerSetup(
         SingleProcess(),
         torch.device("cpu"),

@@ -309,7 +309,7 @@ def test_held_out_samples_have_what_the_models_say_of_them(
         assert trajectories == [t]
         return [experience_of(t, ref_log_probs=[0.0, -1.0, -1.0], values=[0.0, 2.0, 3.0], entropy=[0.0, 0.25, 0.5])]
 
-    log.parts.maker = SimpleNamespace(run_models=run_models)  # type: ignore[assignment]
+    log.components.maker = SimpleNamespace(run_models=run_models)  # type: ignore[assignment]
     log.write_evaluation(5, [t])
     (sample,), (tokens,) = logged.samples, logged.tokens
     assert sample["evaluation"] is tokens["evaluation"] is True

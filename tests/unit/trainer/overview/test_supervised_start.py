@@ -26,7 +26,9 @@ def lines(
         estimate=None,
     )
     comm = SimpleNamespace(world_size=ranks)
-    trainer: Any = SimpleNamespace(parts=parts, config=config, comm=comm, total_steps=total_steps, global_step=done)
+    trainer: Any = SimpleNamespace(
+        components=parts, config=config, comm=comm, total_steps=total_steps, global_step=done
+    )
     with caplog.at_level(logging.INFO, logger="openppo"):
         supervised_start.announce_supervised_start(trainer)
     names = ("each step", "in all", "goes on")

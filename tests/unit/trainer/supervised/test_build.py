@@ -11,7 +11,7 @@ from datasets import Dataset, interleave_datasets
 
 from openppo.config import DeepSpeedConfig, SupervisedConfig, TrainSFTConfig
 from openppo.datasets import ShowRows, SourceRow
-from openppo.tracking.position import position
+from openppo.tracking.phase import position
 from openppo.trainer.supervised.build import load_train_and_eval
 from openppo.types import SingleProcess
 

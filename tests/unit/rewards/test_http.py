@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 import pytest
 from aiohttp import web
 
-from openppo.config import RewardSourceConfig
-from openppo.rollout.rewards import RemoteScorer, http, start_scoring
+from openppo.config import RewardConfig
+from openppo.rewards import RemoteScorer, http, start_scoring
 from openppo.types import Score, Trajectory
 
 Answer = Callable[[dict[str, Any], int], Awaitable[web.StreamResponse]]
@@ -107,7 +107,7 @@ def scorer_of(make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatc
     def make(*servers: Server | str, **options: Any) -> RemoteScorer:
         urls = ",".join(server if isinstance(server, str) else server.url for server in servers)
         options = {f"remote_rm_{name}": value for name, value in options.items()}
-        return RemoteScorer(RewardSourceConfig(remote_rm_url=urls, **options), make_tokenizer(), "remote")
+        return RemoteScorer(RewardConfig(remote_rm_url=urls, **options), make_tokenizer(), "remote")
 
     return make
 
@@ -565,10 +565,10 @@ def test_a_server_that_goes_away_in_the_middle_and_comes_back_is_waited_for(
 
 
 def test_the_default_attempts_last_longer_than_a_server_is_away() -> None:
-    shortest = sum(min(2.0**i, 60.0) / 2 for i in range(RewardSourceConfig().remote_rm_retries))
+    shortest = sum(min(2.0**i, 60.0) / 2 for i in range(RewardConfig().remote_rm_retries))
     assert shortest > 60
     load = http._Load(["a"])
-    pauses = [load.pause(attempt) for attempt in range(1, 1 + RewardSourceConfig().remote_rm_retries)]
+    pauses = [load.pause(attempt) for attempt in range(1, 1 + RewardConfig().remote_rm_retries)]
     assert shortest <= sum(pauses) <= 2 * shortest
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from openppo.rollout.rewards import as_reward_function, load_reward_function
-from openppo.rollout.rewards.calling import make_samples
+from openppo.rewards import as_reward_function, load_reward_function
+from openppo.rewards.calling import make_samples
 from openppo.types import Trajectory
 
 COLUMNS = ("question", "answer")

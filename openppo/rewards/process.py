@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from openppo.config import RewardSourceConfig
+from openppo.config import RewardConfig
 from openppo.models.loading import pad_token_id
 from openppo.models.padding import MicroBatchSize, pad_right
-from openppo.rollout.rewards.model import equal_batches
-from openppo.rollout.rewards.scoring import check_number, name_sample, score_of_steps
-from openppo.rollout.rewards.steps import step_ends
-from openppo.tracking import progress
+from openppo.rewards.model import equal_batches
+from openppo.rewards.scoring import check_number, name_sample, score_of_steps
+from openppo.rewards.steps import step_ends
+from openppo.tracking import progress_bar
 from openppo.types import Comm, Prompt, Score, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -97,7 +97,7 @@ class ProcessScorer:
         model: Callable[[Tensor, Tensor], Tensor],
         text: StepText,
         reward_ids: tuple[int, int],
-        source: RewardSourceConfig,
+        source: RewardConfig,
         size: MicroBatchSize,
         comm: Comm,
         device: torch.device,
@@ -121,7 +121,7 @@ class ProcessScorer:
         rows = [self.text(trajectory) for trajectory in trajectories]
         good: dict[int, list[float]] = {}
         batches = equal_batches([len(row.token_ids) for row in rows], self.size, self.comm)
-        for batch in progress(batches, "judging steps", enabled=self.comm.rank == 0):
+        for batch in progress_bar(batches, "judging steps", enabled=self.comm.rank == 0):
             good.update(zip(batch, self._forward([rows[i] for i in batch]), strict=True))
         return [self._score(t, rows[i], good.get(i, [])) for i, t in enumerate(trajectories)]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from openppo.config import RewardSourceConfig
-from openppo.rollout.rewards import VerifiableScorer, start_scoring
-from openppo.rollout.rewards.verifiable import MathReward, Verify, final_answer, make_verify
+from openppo.config import RewardConfig
+from openppo.rewards import VerifiableScorer, start_scoring
+from openppo.rewards.verifiable import MathReward, Verify, final_answer, make_verify
 from openppo.types import Prompt, Score, Trajectory
 
 MakeTrajectory = Callable[..., Trajectory]
@@ -32,7 +32,7 @@ def judge(make_trajectory: MakeTrajectory) -> Callable[..., float]:
 
 def verify_of(verifier: Any, **options: Any) -> Verify:
     """As the command line makes it."""
-    return make_verify(verifier, RewardSourceConfig(verifiable_reward=(verifier,), **options), prompts=[])
+    return make_verify(verifier, RewardConfig(verifiable_reward=(verifier,), **options), prompts=[])
 
 
 # Exact match
@@ -284,7 +284,7 @@ def test_gsm8k_answers_are_right_as_they_stand_and_wrong_for_the_next_question(
 @pytest.mark.parametrize("verifier", ["exact_match", "math", "regex"])
 def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier: Any, label: Any) -> None:
     prompts = [Prompt("good", [1], "72"), Prompt("bad", [1], label)]
-    source = RewardSourceConfig(verifiable_reward=(verifier,), verify_regex="(a)")
+    source = RewardConfig(verifiable_reward=(verifier,), verify_regex="(a)")
     with pytest.raises(ValueError, match=f"^--verifiable_reward {verifier} .* prompt 'bad' is .*--label_key"):
         make_verify(verifier, source, prompts)
 
@@ -292,7 +292,7 @@ def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier: Any, lab
 def test_length_and_expressions_without_group_need_no_label() -> None:
     prompts = [Prompt("ask", [1])]
     for verifier, options in (("length", {"verify_length": 3}), ("regex", {"verify_regex": "a"})):
-        make_verify(verifier, RewardSourceConfig(verifiable_reward=(verifier,), **options), prompts)
+        make_verify(verifier, RewardConfig(verifiable_reward=(verifier,), **options), prompts)
 
 
 def test_a_reward_that_is_no_finite_number_is_an_error_naming_its_sample(

@@ -12,7 +12,7 @@ import logging
 import resource
 import sys
 
-from openppo.rollout.rewards.line_process import READY
+from openppo.rewards.line_process import READY
 
 _SECONDS = 2
 _MEMORY_BYTES = 4 * 2**30

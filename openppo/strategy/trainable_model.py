@@ -13,7 +13,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, by their names in its state."""
 
 
-class TrainingEngine:
+class TrainableModel:
     """A DeepSpeed engine with the few operations that training loops need.
 
     Between two calls of ``step``, ``backward`` is called once for each micro-batch and the last call says

@@ -49,7 +49,7 @@ def two(make_trajectory: MakeTrajectory) -> list[Trajectory]:
 @pytest.fixture(scope="session")
 def assets() -> Path:
     """Real inputs, which are no part of the repository."""
-    folder = Path(os.environ.get("OPENPPO_ASSETS", Path(__file__).resolve().parents[5] / "shared" / "assets"))
+    folder = Path(os.environ.get("OPENPPO_ASSETS", Path(__file__).resolve().parents[4] / "shared" / "assets"))
     if not folder.is_dir():
         pytest.skip(f"no assets in {folder}; set OPENPPO_ASSETS")
     return folder

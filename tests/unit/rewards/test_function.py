@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from openppo.rollout.rewards import FunctionScorer, as_reward_function, start_scoring
+from openppo.rewards import FunctionScorer, as_reward_function, start_scoring
 from openppo.types import Score, Trajectory
 
 MakeScorer = Callable[..., FunctionScorer]

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from openppo.rollout.rewards import CombinedScorer, check_scores, scoring, start_scoring
-from openppo.tracking.position import position
+from openppo.rewards import CombinedScorer, check_scores, scoring, start_scoring
+from openppo.tracking.phase import position
 from openppo.types import Score, Trajectory
 
 

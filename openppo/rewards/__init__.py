@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openppo.rollout.rewards.calling import as_reward_function, load_reward_function
-    from openppo.rollout.rewards.function import FunctionScorer
-    from openppo.rollout.rewards.http import RemoteScorer
-    from openppo.rollout.rewards.model import ModelScorer
-    from openppo.rollout.rewards.scoring import CombinedScorer, PendingScores, Scorer, check_scores, start_scoring
-    from openppo.rollout.rewards.steps import step_ends
-    from openppo.rollout.rewards.verifiable import VerifiableScorer
+    from openppo.rewards.calling import as_reward_function, load_reward_function
+    from openppo.rewards.function import FunctionScorer
+    from openppo.rewards.http import RemoteScorer
+    from openppo.rewards.model import ModelScorer
+    from openppo.rewards.scoring import CombinedScorer, PendingScores, Scorer, check_scores, start_scoring
+    from openppo.rewards.steps import step_ends
+    from openppo.rewards.verifiable import VerifiableScorer
 
 _HOME = {
     "CombinedScorer": "scoring",

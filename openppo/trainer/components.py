@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets import TokenExample
 from openppo.experience.maker import ExperienceMaker
+from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
-from openppo.rollout.rewards import Scorer
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
-from openppo.strategy.engine import TrainingEngine
+from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, Trackers
 from openppo.trainer.estimate import Estimate
 from openppo.trainer.evaluation import Evaluator
@@ -22,7 +22,7 @@ from openppo.types import NeverStops, Prompt, StopCheck
 
 
 @dataclass
-class Parts:
+class PPOComponents:
     """What a PPO trainer works with: engines, scorer, data and places to report to.
 
     ``critic`` is None for estimators without one, ``ema`` without ``--enable_ema``, ``evaluator`` without
@@ -32,8 +32,8 @@ class Parts:
 
     strategy: DeepspeedStrategy
     tokenizer: PreTrainedTokenizerBase
-    actor: TrainingEngine
-    critic: TrainingEngine | None
+    actor: TrainableModel
+    critic: TrainableModel | None
     engine: Engine
     scorer: Scorer
     maker: ExperienceMaker
@@ -55,7 +55,7 @@ class Parts:
 
 
 @dataclass
-class Progress:
+class TrainState:
     """How far a run has come; what the order of data and the random numbers of samples follow from."""
 
     has_begun: bool = False

@@ -19,9 +19,9 @@ from openppo.datasets.templates import render_prompt
 from openppo.datasets.turns import render_response
 from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
-from openppo.rollout.rewards import ModelScorer
-from openppo.rollout.rewards.model import Normalization, stored_normalization
-from openppo.rollout.rewards.rendering import PolicyTokens, RewardModelText, encode_text, end_with_eos
+from openppo.rewards import ModelScorer
+from openppo.rewards.model import Normalization, stored_normalization
+from openppo.rewards.rendering import PolicyTokens, RewardModelText, encode_text, end_with_eos
 from openppo.types import Prompt, SingleProcess, Trajectory
 
 MakeTrajectory = Callable[..., Trajectory]

@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from openppo.config import ServerConfig
-from openppo.rollout.reward_server import RewardServer, encode_conversation, listen
+from openppo.rewards.server import RewardServer, encode_conversation, listen
 
 Use = Callable[[aiohttp.ClientSession, RewardServer], Awaitable[None]]
 

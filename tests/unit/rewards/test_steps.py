@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from openppo.rollout.rewards import step_ends
+from openppo.rewards import step_ends
 
 TEXT = "Add two.\n\nThen ✓🙂 halve.\n\nDone."
 

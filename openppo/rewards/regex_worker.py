@@ -9,7 +9,7 @@ import json
 import re
 import sys
 
-from openppo.rollout.rewards.line_process import READY
+from openppo.rewards.line_process import READY
 
 
 def main() -> None:

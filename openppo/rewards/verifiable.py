@@ -14,10 +14,10 @@ from types import ModuleType
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.config import RewardSourceConfig, Verifier
-from openppo.rollout.rewards import math_worker, regex_worker
-from openppo.rollout.rewards.line_process import LineProcess
-from openppo.rollout.rewards.scoring import check_scores, name_sample
+from openppo.config import RewardConfig, Verifier
+from openppo.rewards import math_worker, regex_worker
+from openppo.rewards.line_process import LineProcess
+from openppo.rewards.scoring import check_scores, name_sample
 from openppo.types import Prompt, Score, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -62,7 +62,7 @@ class VerifiableScorer:
         return [Score({self.name: reward}) for reward in check_scores(rewards, trajectories, str(self))]
 
 
-def make_verify(verifier: Verifier, source: RewardSourceConfig, prompts: Iterable[Prompt]) -> Verify:
+def make_verify(verifier: Verifier, source: RewardConfig, prompts: Iterable[Prompt]) -> Verify:
     """The check named ``verifier``; ``ValueError`` naming the flag for options or labels that it cannot use."""
     if verifier == "length":
         assert source.verify_length is not None, "validated before"

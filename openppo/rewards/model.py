@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from openppo.models.padding import MicroBatchSize, micro_batches, pad_right
-from openppo.rollout.rewards.scoring import check_scores
-from openppo.tracking import progress
+from openppo.rewards.scoring import check_scores
+from openppo.tracking import progress_bar
 from openppo.types import Comm, Score, Trajectory
 
 Model = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -66,7 +66,7 @@ class ModelScorer:
         rows = [self.encode(trajectory) for trajectory in trajectories]
         outputs: dict[int, float] = {}
         batches = equal_batches([len(row) for row in rows], self.size, self.comm)
-        for batch in progress(batches, "scoring", enabled=self.comm.rank == 0):
+        for batch in progress_bar(batches, "scoring", enabled=self.comm.rank == 0):
             ids = [rows[i] for i in batch] or [[self.pad_token_id] * 2]
             outputs.update(zip(batch, forward_scores(self.model, ids, self.pad_token_id, self.device), strict=False))
         scores = check_scores([outputs[i] for i in range(len(rows))], trajectories, str(self))

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from openppo.tracking import Progress, progress
+from openppo.tracking import ProgressBar, progress_bar
 
-progress_module = sys.modules[Progress.__module__]
+progress_module = sys.modules[ProgressBar.__module__]
 
 
 class Terminal(io.StringIO):
@@ -28,13 +28,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_iteration_yields_every_item_of_an_iterable_or_a_total() -> None:
-    assert list(progress(["a", "b"], "letters", enabled=False)) == ["a", "b"]
-    assert list(progress(3, "numbers", enabled=True)) == [0, 1, 2]
-    assert list(progress((n for n in range(2)), "without length", enabled=True)) == [0, 1]
+    assert list(progress_bar(["a", "b"], "letters", enabled=False)) == ["a", "b"]
+    assert list(progress_bar(3, "numbers", enabled=True)) == [0, 1, 2]
+    assert list(progress_bar((n for n in range(2)), "without length", enabled=True)) == [0, 1]
 
 
 def test_a_short_phase_prints_nothing_in_a_log(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in progress(100, "short", enabled=True):
+    for _ in progress_bar(100, "short", enabled=True):
         clock[0] += 0.29
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
@@ -43,7 +43,7 @@ def test_a_short_phase_prints_nothing_in_a_log(clock: list[float], capsys: pytes
 def test_a_long_phase_prints_a_line_every_30_seconds_and_one_at_the_end(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for _ in progress(100, "generation", enabled=True):
+    for _ in progress_bar(100, "generation", enabled=True):
         clock[0] += 1.0
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
@@ -56,7 +56,7 @@ def test_a_long_phase_prints_a_line_every_30_seconds_and_one_at_the_end(
 def test_manual_updates_work_and_the_last_line_comes_also_after_an_error(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(KeyError), progress(10, "work", enabled=True) as bar:
+    with pytest.raises(KeyError), progress_bar(10, "work", enabled=True) as bar:
         bar.update(4)
         clock[0] += 31.0
         raise KeyError
@@ -67,7 +67,7 @@ def test_manual_updates_work_and_the_last_line_comes_also_after_an_error(
 def test_disabled_prints_nothing_even_on_a_terminal(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     for stderr in (io.StringIO(), Terminal()):
         monkeypatch.setattr(sys, "stderr", stderr)
-        with progress(10, "work", enabled=False) as bar:
+        with progress_bar(10, "work", enabled=False) as bar:
             clock[0] += 100.0
             bar.update(10)
         assert stderr.getvalue() == ""
@@ -76,7 +76,7 @@ def test_disabled_prints_nothing_even_on_a_terminal(clock: list[float], monkeypa
 def test_a_terminal_gets_a_bar_that_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
-    for _ in progress(3, "bar", enabled=True):
+    for _ in progress_bar(3, "bar", enabled=True):
         pass
     shown = stderr.getvalue()
     assert "bar          0% " in shown

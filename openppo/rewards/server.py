@@ -15,7 +15,7 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import ServerConfig
-from openppo.rollout.rewards.rendering import encode_text
+from openppo.rewards.rendering import encode_text
 
 logger = logging.getLogger("openppo")
 

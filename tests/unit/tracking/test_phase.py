@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from openppo.tracking import PhaseTimer, progress
-from openppo.tracking.position import begin_step, phase, position
+from openppo.tracking import PhaseTimer, progress_bar
+from openppo.tracking.phase import begin_step, phase, position
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_a_function_can_be_a_phase_each_time_it_is_called() -> None:
 
 def test_phases_and_progress_are_signs_of_life_but_only_phases_count_as_being_farther() -> None:
     ticks, phases = position.ticks, position.phases
-    for _ in progress(3, "work", enabled=False):
+    for _ in progress_bar(3, "work", enabled=False):
         pass
     assert position.ticks == ticks + 3
     assert position.phases == phases

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.rollout.rewards.scoring import name_sample
+from openppo.rewards.scoring import name_sample
 from openppo.types import FinishReason, Prompt, Trajectory
 from openppo.user_code import TEMPLATE_ERRORS
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from openppo.tracking import progress
+from openppo.tracking import progress_bar
 from openppo.types import Interrupted, NeverStops, Score, StopCheck, Trajectory
 
 _LONGEST_QUOTE = 200
@@ -74,7 +74,7 @@ def start_scoring(
 def _result(future: Future[list[Score]], stop: StopCheck, scorer: Scorer, shown: int | None) -> list[Score]:
     """``shown`` is how many samples a bar counts, None for no bar."""
     n_seen = 0
-    with progress(shown or 0, "scoring", enabled=shown is not None and not future.done()) as bar:
+    with progress_bar(shown or 0, "scoring", enabled=shown is not None and not future.done()) as bar:
         while not wait([future], _SECONDS_BETWEEN_LOOKS).done:
             if stop.requested():
                 raise Interrupted("a signal")

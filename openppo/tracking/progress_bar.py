@@ -1,4 +1,4 @@
-"""Progress bars that show the time left, and stay quiet in log files."""
+"""ProgressBar bars that show the time left, and stay quiet in log files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar, overload
 
 from tqdm import tqdm
 
-from openppo.tracking.position import position
+from openppo.tracking.phase import position
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ _NAME = 10  # columns, so that bars below each other line up
 _BAR = "{desc}{percentage:4.0f}% {bar:28} {n_fmt}/{total_fmt}  {elapsed}, {remaining} left"
 
 
-class Progress(Generic[T]):
+class ProgressBar(Generic[T]):
     """Iterate over it, or use it as a context manager and call ``update``.
 
     On a terminal it is a tqdm bar that vanishes at the end. Elsewhere it writes a line every 30 s, and a last
@@ -74,7 +74,7 @@ class Progress(Generic[T]):
                 yield item
                 self.update()
 
-    def __enter__(self) -> Progress[T]:
+    def __enter__(self) -> ProgressBar[T]:
         return self
 
     def __exit__(
@@ -84,12 +84,14 @@ class Progress(Generic[T]):
 
 
 @overload
-def progress(iterable_or_total: int, description: str, *, enabled: bool) -> Progress[int]: ...
+def progress_bar(iterable_or_total: int, description: str, *, enabled: bool) -> ProgressBar[int]: ...
 @overload
-def progress(iterable_or_total: Iterable[T], description: str, *, enabled: bool) -> Progress[T]: ...
-def progress(iterable_or_total: int | Iterable[T], description: str, *, enabled: bool) -> Progress[int] | Progress[T]:
+def progress_bar(iterable_or_total: Iterable[T], description: str, *, enabled: bool) -> ProgressBar[T]: ...
+def progress_bar(
+    iterable_or_total: int | Iterable[T], description: str, *, enabled: bool
+) -> ProgressBar[int] | ProgressBar[T]:
     """Show progress over an iterable, or over ``total`` things (then it also iterates over ``range(total)``)."""
     if isinstance(iterable_or_total, int):
-        return Progress(range(iterable_or_total), iterable_or_total, description, enabled)
+        return ProgressBar(range(iterable_or_total), iterable_or_total, description, enabled)
     total = len(iterable_or_total) if isinstance(iterable_or_total, Sized) else None
-    return Progress(iterable_or_total, total, description, enabled)
+    return ProgressBar(iterable_or_total, total, description, enabled)

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import aiohttp
 from transformers import PreTrainedTokenizerBase
 
-from openppo.config import RewardSourceConfig, mask_credentials
-from openppo.rollout.rewards.calling import make_samples
-from openppo.rollout.rewards.scoring import check_scores
+from openppo.config import RewardConfig, mask_credentials
+from openppo.rewards.calling import make_samples
+from openppo.rewards.scoring import check_scores
 from openppo.types import Score, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -52,7 +52,7 @@ class RemoteScorer:
 
     collective = False
 
-    def __init__(self, source: RewardSourceConfig, tokenizer: PreTrainedTokenizerBase, name: str = "reward") -> None:
+    def __init__(self, source: RewardConfig, tokenizer: PreTrainedTokenizerBase, name: str = "reward") -> None:
         assert source.remote_rm_url is not None, "validated before"
         self.urls = _split_urls(source.remote_rm_url)
         self.headers = _headers(source.remote_rm_token_file)

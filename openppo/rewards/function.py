@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openppo.rollout.rewards.calling import RewardFunction, Sample, make_samples
-from openppo.rollout.rewards.scoring import check_number, name_sample, score_of_steps
-from openppo.rollout.rewards.steps import step_ends
+from openppo.rewards.calling import RewardFunction, Sample, make_samples
+from openppo.rewards.scoring import check_number, name_sample, score_of_steps
+from openppo.rewards.steps import step_ends
 from openppo.types import Score, Trajectory
 from openppo.user_code import no_silent_end
 

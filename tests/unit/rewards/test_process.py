@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from openppo.config import RewardSourceConfig
+from openppo.config import RewardConfig
 from openppo.models.padding import MicroBatchSize
 from openppo.models.process_reward import ProcessRewardModel
-from openppo.rollout.rewards.model import equal_batches
-from openppo.rollout.rewards.process import ProcessScorer, StepText
+from openppo.rewards.model import equal_batches
+from openppo.rewards.process import ProcessScorer, StepText
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
 
 PLACEHOLDER, GOOD, BAD, STEP = 20, 21, 22, 15  # the ids of q, r, s and l; "l" separates steps
@@ -42,7 +42,7 @@ def scorer_of(model: Any, tokenizer: Any, micro: int = 2, context: int | None = 
         return ids, places
 
     text = StepText(tokenizer, tokenizer, render, "l", "--prm_pretrain judge", context)
-    source = RewardSourceConfig(prm_pretrain="judge", **options)
+    source = RewardConfig(prm_pretrain="judge", **options)
     return ProcessScorer(model, text, (GOOD, BAD), source, MicroBatchSize(micro), SingleProcess(), torch.device("cpu"))
 
 
