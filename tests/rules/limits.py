@@ -2,10 +2,10 @@
 
 PACKAGE_LINES = 23_600
 PACKAGE_FILES = 207
-TEST_LINES = 35_600
+TEST_LINES = 35_800
 FILES_IN_A_FOLDER = 16  # without __init__.py
 FILE_LINES = 400
-CLASS_LINES = 300
+CLASS_LINES = 310
 FUNCTION_LINES = 60
 PARAMETERS = 8  # without self and cls
 ATTRIBUTES = 23  # that methods of a class give to self
