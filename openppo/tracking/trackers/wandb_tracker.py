@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from openppo.config import TrackingConfig, mask_credentials
-from openppo.config.tracking import KEY_FROM_ELSEWHERE
+from openppo.config.fields import KEY_FROM_ELSEWHERE
 from openppo.tracking.histogram import Histogram
 from openppo.tracking.log import get_logger
 
