@@ -1,30 +1,29 @@
-"""What a run tells about itself: metrics, timers, trackers, progress, log."""
+"""What a run reports: metrics, timers, trackers, progress, log."""
 
-from openppo.tracking.histogram import Histogram, histogram
-from openppo.tracking.log import get_logger, setup_logging
-from openppo.tracking.metrics import Metrics, Reduction
+from openppo.tracking.console import ProgressBar, get_logger, progress_bar, setup_logging
+from openppo.tracking.metrics import Histogram, Metrics, Moments, Reduction, histogram
 from openppo.tracking.profiler import StepProfiler
-from openppo.tracking.progress_bar import ProgressBar, progress_bar
-from openppo.tracking.report.environment import environment, save_environment
-from openppo.tracking.run_folder import check_run_folder, cut_logs, save_config, set_aside_logs, set_aside_model
-from openppo.tracking.timers import PhaseTimer
-from openppo.tracking.trackers import (
-    ConsoleTracker,
-    JSONLTracker,
-    TensorBoardTracker,
-    Tracker,
-    Trackers,
-    WandbTracker,
-    check_trackers,
-    json_form,
-    make_trackers,
+from openppo.tracking.run_folder import (
+    check_run_folder,
+    cut_logs,
+    environment,
+    save_config,
+    save_environment,
+    set_aside_logs,
+    set_aside_model,
 )
+from openppo.tracking.timers import PhaseTimer
+from openppo.tracking.trackers import check_trackers, make_trackers
+from openppo.tracking.trackers.dashboards import TensorBoardTracker, WandbTracker
+from openppo.tracking.trackers.local import ConsoleTracker, JSONLTracker, json_form
+from openppo.tracking.trackers.tracker import Tracker, Trackers
 
 __all__ = [
     "ConsoleTracker",
     "Histogram",
     "JSONLTracker",
     "Metrics",
+    "Moments",
     "PhaseTimer",
     "ProgressBar",
     "Reduction",
