@@ -64,7 +64,7 @@ OUR_COMMAND = re.compile(r"openppo(?:\.cli\.| )(\w+)")
 
 def config_classes(repo: Path) -> dict[str, dict[str, str]]:
     """The dataclasses of the config: class name -> field name -> annotation."""
-    files = sorted((repo / "openppo" / "config").glob("*.py"))
+    files = sorted(file for file in (repo / "openppo" / "config").glob("*.py") if file.stem != "fields")
     nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
     found = [node for node in nodes if isinstance(node, ast.ClassDef)]
     classes = {node.name: node for node in found if "NamedTuple" not in [ast.unparse(base) for base in node.bases]}
