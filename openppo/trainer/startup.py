@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
-from openppo.config import flat_dict, parse_template_kwargs
+from openppo.config import declared_options, flat_dict, parse_template_kwargs, rules_of
 from openppo.models.loading import context_length, load_tokenizer, rescaled_positions
 from openppo.strategy.comm import collective, name_ranks
 from openppo.tracking import (
@@ -61,8 +61,9 @@ def check_options(config: Any, comm: Comm) -> None:
     """
     mine = {"openppo": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     mine["CUDA"] = "available" if torch.cuda.is_available() else "not available"
+    places = {name for name, declared in declared_options(type(config)).items() if rules_of(declared).place}
     for name, value in flat_dict(config).items():
-        mine[f"--{name}"] = str(value)
+        mine[f"--{name}"] = ("not given" if value is None else "given") if name in places else str(value)
     everyones = comm.all_gather_object(mine)
     differences = []
     for name, value in everyones[0].items():

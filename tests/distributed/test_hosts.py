@@ -129,7 +129,7 @@ def test_two_hosts_train_and_resume_like_one(
     assert "step 3/3" in first.output
     assert "step " not in second.output and "[openppo]" not in second.output
 
-    launch(2 * ranks, "-m", "-m", "openppo.cli.train_ppo", *f"{ppo} --save_path {tmp_path}/one".split(), cwd=folders[0])
+    launch(2 * ranks, "-m", "openppo.cli.train_ppo", *f"{ppo} --save_path {tmp_path}/one".split(), cwd=folders[0])
 
     def check() -> None:
         assert logged(folders[0] / "model") == logged(tmp_path / "one")

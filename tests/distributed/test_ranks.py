@@ -1,10 +1,10 @@
 """The number of ranks never matters: 1, 2 or 4 of them, at each ZeRO stage, in float32 and bfloat16, full and LoRA.
 
-``test_split.py`` shows on one and two ranks that no way to split a step matters. By default four ranks run here; the
-whole table, which ``docs/hosts.md`` promises to users, is slow.
+``test_split.py`` shows on one and two ranks that no way to split a step matters; here is the whole table of ranks and
+what is built on it. What is promised to users is in ``docs/hosts.md``. Most of the table is slow; every run compares
+four ranks with one, under ZeRO-0 and ZeRO-3.
 """
 
-import functools
 import itertools
 import json
 import math
@@ -111,18 +111,27 @@ def reference(case: Case) -> Case:
 
 
 CASES = [*FLOAT32, *BF16_ALONE, *BF16]
-QUICK = [Case("step", stage, 3, lora=lora) for stage in (0, 3) for lora in (False, True)]
-QUICK += [Case("step", 3, ALONE, bf16=True)]
+REFERENCES = list(dict.fromkeys(map(reference, CASES)))
+COMPARED_IN_EVERY_RUN = [
+    *(Case("step", stage, 3, lora=lora) for stage in (0, 3) for lora in (False, True)),
+    *(Case(task, 3, 3) for task in ("function", "verified", "dynamic")),
+    Case("step", 3, ALONE, bf16=True),
+]
+"""On four ranks."""
+IN_EVERY_RUN = {
+    *((4, case) for case in COMPARED_IN_EVERY_RUN),
+    *((1, reference(case)) for case in COMPARED_IN_EVERY_RUN),
+    *((1, case) for case in COMPARED_IN_EVERY_RUN if case.bf16),
+}
 
 
-def table(cases: list[Case]) -> pytest.MarkDecorator:
-    """Each case on each number of ranks; slow unless it is a quick one on four."""
-    rows = [
-        pytest.param(n, case, id=f"{n}-{case.name}", marks=[] if n == 4 and case in QUICK else pytest.mark.slow)
-        for case in cases
-        for n in RANKS
+def table(cases: list[Case], ranks: tuple[int, ...] = RANKS) -> list[Any]:
+    """Parameters ``ranks`` and ``case``, those that every run has first."""
+    both = sorted(itertools.product(ranks, cases), key=lambda pair: pair not in IN_EVERY_RUN)
+    return [
+        pytest.param(n, case, id=f"{n}-{case.name}", marks=() if (n, case) in IN_EVERY_RUN else pytest.mark.slow)
+        for n, case in both
     ]
-    return pytest.mark.parametrize(("ranks", "case"), rows)
 
 
 def arguments_of(case: Case, tiny: Path, folder: Path) -> list[str]:
@@ -156,38 +165,39 @@ def update(folder: Path, start: Path) -> Tensor:
 
 @pytest.fixture(scope="module")
 def folders(
-    tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str], request: pytest.FixtureRequest
-) -> Callable[[int], Path]:
-    """``folders(ranks)``: what all cases left behind on so many ranks; they run in one launch."""
-    chosen = CASES if request.config.getoption("slow") else QUICK
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str], pytestconfig: pytest.Config
+) -> Callable[[int, bool], Path]:
+    """``folders(ranks, bf16)``: what all cases of a dtype left behind on so many ranks; they run in one launch."""
+    made: dict[tuple[int, bool], Path] = {}
 
-    @functools.cache
-    def get(ranks: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        (folder / "reward.py").write_text(REWARD)
-        cases = [
-            {
-                "name": case.name,
-                "command": "train_ppo",
-                "arguments": arguments_of(case, tiny, folder),
-                "lockstep": case.lockstep,
-                **TASKS[case.task][1],
-            }
-            for case in dict.fromkeys([*chosen, *(map(reference, chosen) if ranks == 1 else [])])
-        ]
-        (folder / "cases.json").write_text(json.dumps(cases))
-        launch(ranks, SCRIPT, folder / "cases.json", folder)
-        return folder
+    def get(ranks: int, bf16: bool) -> Path:
+        if (ranks, bf16) not in made:
+            folder = made[ranks, bf16] = tmp_path_factory.mktemp(f"ranks{ranks}")
+            (folder / "reward.py").write_text(REWARD)
+            cases = [
+                {
+                    "name": case.name,
+                    "command": "train_ppo",
+                    "arguments": arguments_of(case, tiny, folder),
+                    "lockstep": case.lockstep,
+                    **TASKS[case.task][1],
+                }
+                for case in dict.fromkeys([*CASES, *(REFERENCES if ranks == 1 else [])])
+                if case.bf16 == bf16 and (pytestconfig.getoption("slow") or (ranks, case) in IN_EVERY_RUN)
+            ]
+            (folder / "cases.json").write_text(json.dumps(cases))
+            launch(ranks, SCRIPT, folder / "cases.json", folder)
+        return made[ranks, bf16]
 
     return get
 
 
 @pytest.fixture(scope="module")
-def outcome(tiny: Path, folders: Callable[[int], Path]) -> Callable[[int, Case], Outcome]:
+def outcome(tiny: Path, folders: Callable[[int, bool], Path]) -> Callable[[int, Case], Outcome]:
     """``outcome(ranks, case)``."""
 
     def get(ranks: int, case: Case) -> Outcome:
-        folder = folders(ranks) / case.name
+        folder = folders(ranks, case.bf16) / case.name
         has_critic = "--advantage_estimator" not in TASKS[case.task][0]
         starts = {"model": "actor"} | ({"model_critic": "reward"} if has_critic else {})
         result = json.loads((folder / "result.json").read_text())
@@ -209,7 +219,7 @@ def distance(first: Tensor, second: Tensor) -> float:
     return float((first - second).norm() / second.norm())
 
 
-@table(FLOAT32)
+@pytest.mark.parametrize(("ranks", "case"), table(FLOAT32))
 def test_ranks_and_stages_never_matter_in_float32(
     outcome: Callable[[int, Case], Outcome], ranks: int, case: Case
 ) -> None:
@@ -222,8 +232,8 @@ def test_ranks_and_stages_never_matter_in_float32(
             assert got.metrics[step][name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), (step, name)
 
 
-@table(BF16_ALONE)
-def test_ranks_and_stages_never_matter_in_bfloat16_row_by_row(
+@pytest.mark.parametrize(("ranks", "case"), table(BF16_ALONE))
+def test_ranks_and_stages_never_matter_in_bfloat16_where_forwards_are_the_same(
     outcome: Callable[[int, Case], Outcome], ranks: int, case: Case
 ) -> None:
     got = outcome(ranks, case)
@@ -236,7 +246,7 @@ def test_ranks_and_stages_never_matter_in_bfloat16_row_by_row(
             assert distance(got.updates[role], want.updates[role]) <= tolerance, role
 
 
-@table(BF16)
+@pytest.mark.parametrize(("ranks", "case"), table(BF16))
 def test_in_bfloat16_another_split_is_another_rounding(
     outcome: Callable[[int, Case], Outcome], ranks: int, case: Case
 ) -> None:
@@ -256,7 +266,7 @@ def step_groups(step: list[dict[str, Any]]) -> list[int]:
     return [sample["group"] for sample in step]
 
 
-@table(CASES)
+@pytest.mark.parametrize(("ranks", "case"), table(REFERENCES, ranks=(1,)))
 def test_the_updates_are_large_enough_to_tell(
     outcome: Callable[[int, Case], Outcome], tiny: Path, ranks: int, case: Case
 ) -> None:
@@ -267,14 +277,13 @@ def test_the_updates_are_large_enough_to_tell(
 
 
 def test_the_ranks_stop_at_different_lengths(outcome: Callable[[int, Case], Outcome]) -> None:
-    (step,) = outcome(1, reference(QUICK[0])).samples
+    (step,) = outcome(1, reference(FLOAT32[0])).samples
     assert {sample["finish_reason"] for sample in step} == {"eos", "length"}
     edges = [rank * len(step) // 4 for rank in range(5)]
     work = [sum(len(s["response"]) for s in step[a:b]) for a, b in itertools.pairwise(edges)]
     assert len(set(work)) > 1
 
 
-@pytest.mark.slow
 def test_dynamic_sampling_dropped_prompts_and_sampled_more(outcome: Callable[[int, Case], Outcome]) -> None:
     result = outcome(4, Case("dynamic", 3, 3))
     kept = [group for step in result.samples for group in sorted(set(step_groups(step)))]

@@ -70,6 +70,13 @@ def test_all_options_that_differ_are_named() -> None:
     assert f"--gamma is 0.5 on rank 0 and 0.75 on rank 1 ({HOST}); --bf16 is False on rank 0 and True on" in message
 
 
+def test_places_may_differ_but_not_whether_they_are_given() -> None:
+    elsewhere = run(2, lambda comm: check_options(config(pretrain=f"{comm.rank}/m", save_path=f"{comm.rank}"), comm))
+    assert elsewhere == [None, None]
+    (message, _) = run(2, lambda comm: check_options(config(eval_data=[None, "e"][comm.rank]), comm))
+    assert message == f"--eval_data is not given on rank 0 and given on rank 1 ({HOST}): start all ranks alike."
+
+
 def test_versions_that_differ_are_named() -> None:
     class OlderTorch(Threads):
         """A rank of another environment."""
