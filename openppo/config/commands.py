@@ -70,7 +70,7 @@ class TrainPPOConfig:
         _validate_stop_when(self.run, self.evaluation.eval_data, "--eval_data")
         best = self.checkpoint.keep_best or ""
         require(
-            "pass@" not in best or self.rewards.passing(self.evaluation.pass_reward) is not None,
+            "pass@" not in best or self.rewards.pass_threshold(self.evaluation.pass_reward) is not None,
             f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward.",
         )
         self._validate_sizes(world_size)

@@ -105,7 +105,7 @@ class RewardConfig:
         given = [name for name, source in sources.items() if source is not None]
         return ["reward"] if len(given) == 1 else given
 
-    def passing(self, pass_reward: float | None) -> float | None:
+    def pass_threshold(self, pass_reward: float | None) -> float | None:
         """``--pass_reward`` if given, else 1; none where a model or a server scores, whose scale is its own."""
         learned = self.reward_pretrain or self.remote_rm_url or self.prm_pretrain
         return pass_reward if pass_reward is not None or learned else 1.0

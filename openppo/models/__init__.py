@@ -7,9 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from openppo.models.actor import Actor
-    from openppo.models.loss import GPTLMLoss, LogExpLoss, PairWiseLoss, PolicyLoss, PRMLoss, ValueLoss
+    from openppo.models.loss import (
+        POLICY_LOSSES,
+        CISPOLoss,
+        GPTLMLoss,
+        GSPOLoss,
+        LogExpLoss,
+        PairWiseLoss,
+        PolicyLoss,
+        PRMLoss,
+        ValueLoss,
+        policy_loss,
+        token_weights,
+    )
     from openppo.models.masked import compute_approx_kl, masked_mean
-    from openppo.models.policy_losses import POLICY_LOSSES, CISPOLoss, GSPOLoss, policy_loss, token_weights
     from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 
 _HOME = {
@@ -24,11 +35,11 @@ _HOME = {
     "PRMLoss": "loss",
     "masked_mean": "masked",
     "compute_approx_kl": "masked",
-    "CISPOLoss": "policy_losses",
-    "GSPOLoss": "policy_losses",
-    "POLICY_LOSSES": "policy_losses",
-    "policy_loss": "policy_losses",
-    "token_weights": "policy_losses",
+    "CISPOLoss": "loss",
+    "GSPOLoss": "loss",
+    "POLICY_LOSSES": "loss",
+    "policy_loss": "loss",
+    "token_weights": "loss",
 }
 
 __all__ = [

@@ -6,8 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from openppo.rewards.calling import as_reward_function, load_reward_function
-    from openppo.rewards.function import FunctionScorer
+    from openppo.rewards.function import FunctionScorer, as_reward_function, load_reward_function
     from openppo.rewards.http import RemoteScorer
     from openppo.rewards.model import ModelScorer
     from openppo.rewards.scoring import CombinedScorer, PendingScores, Scorer, check_scores, start_scoring
@@ -22,9 +21,9 @@ _HOME = {
     "RemoteScorer": "http",
     "Scorer": "scoring",
     "VerifiableScorer": "verifiable",
-    "as_reward_function": "calling",
+    "as_reward_function": "function",
     "check_scores": "scoring",
-    "load_reward_function": "calling",
+    "load_reward_function": "function",
     "start_scoring": "scoring",
     "step_ends": "steps",
 }

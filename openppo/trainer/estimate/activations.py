@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from openppo.models.attention.cpu import kept_in_bfloat16
+from openppo.models.attention import kept_in_bfloat16
 from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
 from openppo.rollout.hf_engine import PREFILL_TOKENS
 from openppo.rollout.row_cache import SLACK_COLUMNS

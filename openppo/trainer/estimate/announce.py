@@ -11,7 +11,7 @@ import torch
 
 from openppo.config import RunConfig, TrainPPOConfig
 from openppo.config.commands import SupervisedCommand
-from openppo.models.loading import check_model
+from openppo.models.pretrained import check_model
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.estimate.estimate import Estimate
 from openppo.trainer.estimate.ppo import Lengths, PPORun, estimate_ppo

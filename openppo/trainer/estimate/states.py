@@ -45,7 +45,7 @@ class Setting:
         return 2 if self.options.bf16 else 4
 
     def width(self, length: int) -> int:
-        """Places of a padded row of ``length`` tokens: see ``widen``."""
+        """Places of a padded row of ``length`` tokens: see ``pad_width``."""
         return rounded_width(length) if self.on_cpu and self.options.bf16 else length
 
     def share(self, n: int) -> int:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from openppo.config import TrainPPOConfig, mask_credentials
-from openppo.models.lora.adapters import AdapterOffReference
+from openppo.models.adapters import AdapterOffReference
 from openppo.tracking.terminal import announce
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.estimate import Estimate

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from openppo.models.attention import cpu
-from openppo.models.attention.cpu import causal_attention, causal_operator, kept_in_bfloat16
+from openppo.models.attention import causal_attention, causal_operator, cpu, kept_in_bfloat16
 from openppo.models.loading import load_causal_lm
 
 SCALE = 0.3

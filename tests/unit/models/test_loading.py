@@ -28,11 +28,11 @@ from transformers import (
 )
 
 from openppo.models import loading
-from openppo.models.loading import (
+from openppo.models.loading import disable_dropout
+from openppo.models.pretrained import (
     check_model,
     check_token_ids,
     context_length,
-    disable_dropout,
     eos_token_ids,
     known_eos_token_ids,
     load_tokenizer,

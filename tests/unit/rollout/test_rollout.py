@@ -91,13 +91,13 @@ def test_two_ranks_sample_what_one_rank_samples(models: dict[str, PreTrainedMode
 
 def test_a_trajectory_says_of_each_token_where_it_came_from() -> None:
     prompt = Prompt("ab", [11, 12], label="x", row={"input": "ab"})
-    completion = Completion([13, 14, 1], [-0.1, -0.2, -0.3], FinishReason.EOS)
+    completion = Completion([13, 14, 1], [-0.1, -0.2, -0.3], FinishReason.STOP)
     trajectory = make_trajectory(prompt, completion, group=4, version=9)
     assert trajectory.token_ids == [11, 12, 13, 14, 1]
     assert trajectory.action_mask == [False, False, True, True, True]
     assert trajectory.log_probs == [0.0, 0.0, -0.1, -0.2, -0.3]
     assert trajectory.versions == [-1, -1, 9, 9, 9]
-    assert trajectory.finish_reason is FinishReason.EOS
+    assert trajectory.finish_reason is FinishReason.STOP
     assert trajectory.prompt is prompt
     assert trajectory.group == 4
     assert trajectory.weight == 1.0

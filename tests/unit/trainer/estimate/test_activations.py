@@ -15,8 +15,7 @@ from transformers import (
 )
 
 from openppo.models import Actor
-from openppo.models.attention.cpu import use_cpu_attention
-from openppo.models.attention.cuda import use_cuda_attention
+from openppo.models.attention import use_cpu_attention, use_cuda_attention
 from openppo.models.padding import rounded_width
 from openppo.rollout.row_cache import PromptCache, RowCache
 from openppo.trainer.estimate.activations import (

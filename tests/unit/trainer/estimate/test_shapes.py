@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from openppo.config import LoRAConfig
-from openppo.models.lora.adapters import add_adapters
+from openppo.models.adapters import add_adapters
 from openppo.trainer.estimate.shapes import model_shape
 from openppo.trainer.estimate.states import n_trained
 
