@@ -146,14 +146,14 @@ def text_of(content: object) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise ValueError(f"content of a chat message is neither text nor a list of parts: {shortened(content)}.")
+        raise ValueError(f"not a chat message with a text or list of parts as content: {shortened(content)}.")
     return "".join(map(_text_of_part, content))
 
 
 def _text_of_part(part: object) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
     if not isinstance(text, str):
-        raise ValueError(f"content of a chat message has a part that is not text: {shortened(part)}. Leave it out.")
+        raise ValueError(f"not a chat message with text only: its content has the part {shortened(part)}.")
     return text
 
 

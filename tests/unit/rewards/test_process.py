@@ -100,7 +100,7 @@ def test_steps_before_the_context_of_the_model_are_not_judged(
     scorer = scorer_of(says([0.25, 0.75]), tokenizer, context=4)  # of "hiabqcqdq"
     [score] = scorer.score([trajectory("ablcld", tokenizer)])
     assert score.token_rewards == pytest.approx([0, 0, 0, 0, 0, 0.25, 0, 0.75, 0])
-    assert score.step_ends == [False, False, False, True, False, True, False]
+    assert score.step_ends == [False, False, False, False, False, True, False, True, False]
     assert "--prm_pretrain judge reads 4 tokens, but prompt 'hi' has 9 of its tokens" in caplog.text
 
 
