@@ -66,7 +66,8 @@ def config_classes(repo: Path) -> dict[str, dict[str, str]]:
     """The dataclasses of the config: class name -> field name -> annotation."""
     files = sorted((repo / "openppo" / "config").glob("*.py"))
     nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
-    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    found = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    classes = {node.name: node for node in found if "NamedTuple" not in [ast.unparse(base) for base in node.bases]}
 
     def fields_of(node: ast.ClassDef) -> dict[str, str]:
         bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]

@@ -25,7 +25,7 @@ from openppo.config import (
     from_options,
 )
 from openppo.config.commands import SupervisedCommand
-from openppo.config.folders import refuse_overwriting
+from openppo.config.models import refuse_overwriting
 from openppo.experience.estimators import ESTIMATORS
 from openppo.models.merge_lora import LoRAMerge, to_bf16
 from openppo.models.pretrained import check_model, load_tokenizer
