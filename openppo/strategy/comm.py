@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any, TypeVar, cast
 
 import torch
@@ -152,6 +155,23 @@ def collective(
         where = "" if len(failed) == comm.world_size else f"on {name_ranks(comm, failed)}: "
         raise raised(where + messages[failed[0]]) from error
     return cast(T, result)
+
+
+def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ranks have read something else; ``contents`` is what was read, by its flag."""
+
+    def plain(value: Any) -> Any:
+        return vars(value) if dataclasses.is_dataclass(value) else type(value).__name__
+
+    if comm.world_size == 1:
+        return
+    mine = {flag: sha256(json.dumps(content, default=plain).encode()).digest() for flag, content in contents.items()}
+    digests_of_ranks = comm.all_gather_object(mine)
+    for flag, digest in digests_of_ranks[0].items():
+        others = [rank for rank, digests in enumerate(digests_of_ranks) if digests[flag] != digest]
+        if others:
+            where = name_ranks(comm, others)
+            raise ValueError(f"{flag} holds something else on {where} than on rank 0: copy the same file to all hosts.")
 
 
 def name_ranks(comm: Comm, ranks: Sequence[int]) -> str:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
 from openppo.config import declared_options, flat_dict, parse_template_kwargs, rules_of
-from openppo.models.loading import context_length, load_tokenizer, rescaled_positions
+from openppo.models.pretrained import context_length, load_tokenizer, rescaled_positions
 from openppo.strategy.comm import collective, name_ranks
 from openppo.tracking import (
     Trackers,
@@ -82,25 +77,6 @@ def check_options(config: Any, comm: Comm) -> None:
             check_trackers(config.tracking)
 
     collective(comm, check)
-
-
-def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if ranks have read something else; ``contents`` is what was read, by its flag."""
-    if comm.world_size == 1:
-        return
-
-    def plain(value: Any) -> Any:
-        return vars(value) if dataclasses.is_dataclass(value) else type(value).__name__
-
-    def digest_of(content: Any) -> str:
-        return hashlib.sha256(json.dumps(content, default=plain).encode()).hexdigest()
-
-    everyones = comm.all_gather_object({flag: digest_of(content) for flag, content in contents.items()})
-    for flag, digest in everyones[0].items():
-        others = [rank for rank, theirs in enumerate(everyones) if theirs[flag] != digest]
-        if others:
-            where = name_ranks(comm, others)
-            raise ValueError(f"{flag} holds something else on {where} than on rank 0: copy the same file to all hosts.")
 
 
 def start_trackers(
@@ -171,15 +147,3 @@ def _alone_up_to(text: PreTrainedConfig) -> Iterator[tuple[int, str]]:
         yield text.floor_scale - 1, "attention temperatures, which count columns,"
     if getattr(text, "keep_window_size", None):  # Doge
         yield text.keep_window_size, "dynamic masks"
-
-
-@contextmanager
-def naming_model(flag: str, name: str, role: str = "") -> Iterator[None]:
-    """Whatever goes wrong while a model is loaded, as a ``ValueError`` that starts with its flag; and a log line."""
-    logger.info("loading %s %s%s", flag, name, f" for the {role}" if role else "")
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{flag} {error}" if str(error).startswith(name) else f"{flag} {name}: {error}") from error
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{flag} {name}: its weights cannot be read ({error}). Check the folder.") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -18,28 +18,20 @@ from openppo.datasets import (
     load_sft_examples,
 )
 from openppo.models.actor import Actor
-from openppo.models.loading import (
-    check_model,
-    check_token_ids,
-    context_length,
-    load_options,
-    rescaled_positions,
-)
-from openppo.models.process_reward import ProcessRewardModel
-from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
-from openppo.strategy.comm import collective
+from openppo.models.loading import load_options, model_error_context
+from openppo.models.pretrained import check_model, check_token_ids, context_length, rescaled_positions
+from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.trainer.estimate.announce import announce_supervised
+from openppo.trainer.memory import log_supervised_memory
 from openppo.trainer.overview.supervised_start import announce_supervised_start
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
 from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.startup import (
     check_options,
-    check_same,
     load_policy_tokenizer,
     log_dropped,
-    naming_model,
     start_trackers,
     tokenizing,
 )
@@ -59,7 +51,7 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
 def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None = None) -> RewardModelTrainer:
     """A trainer of a reward model on preference pairs; errors as in ``build_sft_trainer``."""
     load_model = partial(load_reward_model, config)
-    return _build(config, strategy, RewardModelTrainer, load_preferences, load_model, "scalar")
+    return _build(config, strategy, RewardModelTrainer, load_preferences, load_model, scalar=True)
 
 
 def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None = None) -> ProcessRewardTrainer:
@@ -77,7 +69,7 @@ def _build(
     trainer_class: type[Trainer],
     load_examples: Callable[..., Any],
     load_model: Callable[[PreTrainedTokenizerBase], nn.Module],
-    head: Literal["vocabulary", "scalar"] = "vocabulary",
+    scalar: bool = False,
 ) -> Trainer:
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     tokenizer, model_config = _check_and_load_tokenizer(config, strategy)
@@ -87,7 +79,7 @@ def _build(
     rows = [row for example in examples for row in trainer_class.rows_of(example)]
     _check_rows(config, rows, model_config, tokenizer)
     most_scored = max((n for n in map(trainer_class.n_scored, examples) if n is not None), default=None)
-    estimate = announce_supervised(config, head, rows, strategy, len(rows) // len(examples), most_scored)
+    estimate = log_supervised_memory(config, scalar, rows, strategy, len(rows) // len(examples), most_scored)
     contents = {"--pretrain": model_fingerprint(options.pretrain), "--dataset": examples_fingerprint(train)}
     checkpointer = Checkpointer(config, strategy, trainer_class.kind, contents)
     n_steps = total_optimizer_steps(config, len(train))
@@ -110,14 +102,14 @@ def _build(
 def load_language_model(config: SupervisedCommand) -> Actor:
     """Language model of train_sft and train_prm before training."""
     name = config.supervised.pretrain
-    with naming_model("--pretrain", name):
+    with model_error_context("--pretrain", name):
         return Actor(name, **_model_options(config))
 
 
 def load_reward_model(config: TrainRMConfig, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
     """Reward model of train_rm before training."""
     name, prefix = config.supervised.pretrain, config.data.value_head_prefix
-    with naming_model("--pretrain", name):
+    with model_error_context("--pretrain", name):
         model = get_llm_for_sequence_regression(
             name, "reward", value_head_prefix=prefix, init_value_head=True, **_model_options(config)
         )

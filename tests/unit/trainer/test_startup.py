@@ -18,7 +18,8 @@ from openppo.config import TrainPPOConfig, from_options
 from openppo.datasets import TokenExample
 from openppo.models.actor import Actor
 from openppo.rollout.hf_engine import HFEngine
-from openppo.trainer.startup import check_context, check_options, check_same
+from openppo.strategy.comm import check_same
+from openppo.trainer.startup import check_context, check_options
 from openppo.types import SamplingParams
 from tests.architectures import tiny_config
 
