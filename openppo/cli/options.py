@@ -201,7 +201,7 @@ def _take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
 def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field]) -> list[str]:
     """Turn the options of a YAML file into command-line arguments."""
     try:
-        options = yaml.load(file.read_text(), Loader=_UniqueKeys)
+        options = _UniqueKeys(file.read_text()).get_single_data()
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {file}: {error}") from error
     if not isinstance(options, dict):
