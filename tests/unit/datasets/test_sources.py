@@ -126,7 +126,8 @@ def test_a_row_knows_its_file_and_line(tmp_path, caplog):
     (tmp_path / "train-2.jsonl").touch()
     rows = placed(tmp_path)
     assert [row.place for row in rows] == ["train-0.jsonl, line 1", "train-0.jsonl, line 2", "train-1.jsonl, line 3"]
-    with pytest.raises(ValueError, match=r"^--prompt_data, row 3 of .* \(train-1.jsonl, line 3\): no column 'n'"):
+    message = r"row 3 of .* \(train-1.jsonl, line 3\): no column 'n'. Its columns are text: .*--input_key"
+    with pytest.raises(ValueError, match=f"^--prompt_data, {message}"):
         require_column(rows, "n", flag_of_key="--input_key", flag_of_data="--prompt_data")
     assert caplog.messages == [f"--prompt_data {tmp_path}/train-2.jsonl: empty, it has no rows"]
 
@@ -222,17 +223,17 @@ def test_a_damaged_parquet_file_is_an_error(tmp_path, compression, damage):
         load(tmp_path / "a.parquet")
 
 
-def view(values, kind, of=pyarrow.int64()):
-    return pyarrow.array(values, of).view(kind)
+def view(value, kind, of=pyarrow.int64):
+    return pyarrow.array([value], of()).view(kind)
 
 
 TEXT_BUFFERS = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).buffers()
 TABLES = {
-    "microseconds": {"when": view([10**18], pyarrow.timestamp("us"))},
-    "milliseconds": {"when": view([10**15], pyarrow.timestamp("ms"))},
-    "days": {"when": view([10**8], pyarrow.date32(), pyarrow.int32())},
-    "duration": {"when": view([2**62], pyarrow.duration("s"))},
-    "unknown zone": {"when": view([0], pyarrow.timestamp("s", tz="Nowhere/None"))},
+    "microseconds": {"when": view(10**18, pyarrow.timestamp("us"))},
+    "milliseconds": {"when": view(10**15, pyarrow.timestamp("ms"))},
+    "days": {"when": view(10**8, pyarrow.date32(), pyarrow.int32)},
+    "duration": {"when": view(2**62, pyarrow.duration("s"))},
+    "unknown zone": {"when": view(0, pyarrow.timestamp("s", tz="Nowhere/None"))},
     "not UTF-8": {"text": pyarrow.Array.from_buffers(pyarrow.string(), 2, TEXT_BUFFERS)},
 }
 
@@ -272,6 +273,7 @@ def test_a_damaged_saved_folder_is_an_error(tmp_path, pattern, damage):
 
 
 def test_a_folder_without_data_or_with_several_kinds_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="--prompt_data .*no data file in this folder"):
         load(tmp_path)
     write_jsonl(tmp_path / "a.jsonl")
