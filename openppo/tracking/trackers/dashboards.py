@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from openppo.config import TrackingConfig, mask_credentials
-from openppo.config.tracking import KEY_FROM_ELSEWHERE
+from openppo.config.fields import KEY_FROM_ELSEWHERE
 from openppo.tracking.console import get_logger
 from openppo.tracking.metrics import Histogram
 from openppo.tracking.trackers.tracker import Tracker
