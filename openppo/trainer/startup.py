@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
-from openppo.config import flat_dict, parse_template_kwargs
+from openppo.config import declared_options, flat_dict, parse_template_kwargs, rules_of
 from openppo.models.loading import context_length, load_tokenizer, rescaled_positions
 from openppo.tracking import (
     Trackers,
@@ -45,13 +45,6 @@ logger = logging.getLogger("openppo")
 
 Result = TypeVar("Result")
 
-PLACES = {
-    *("save_path", "ckpt_path", "use_tensorboard", "use_wandb", "remote_rm_url", "remote_rm_token_file"),
-    *("pretrain", "ref_pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "reward_fn"),
-    *("prompt_data", "eval_data", "pretrain_data", "dataset", "eval_dataset", "dataset_class"),
-}
-"""Options that say where something is, which may be elsewhere on each host."""
-
 
 def quiet_libraries() -> None:
     """Our log on rank 0; of other libraries only their errors, and no bars for weights that load in a second."""
@@ -70,8 +63,9 @@ def check_options(config: Any, comm: Comm) -> None:
     """
     mine = {"openppo": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     mine["CUDA"] = "available" if torch.cuda.is_available() else "not available"
+    places = {name for name, declared in declared_options(type(config)).items() if rules_of(declared).place}
     for name, value in flat_dict(config).items():
-        mine[f"--{name}"] = ("not given" if value is None else "given") if name in PLACES else str(value)
+        mine[f"--{name}"] = ("not given" if value is None else "given") if name in places else str(value)
     everyones = comm.all_gather_object(mine)
     differences = []
     for name, value in everyones[0].items():

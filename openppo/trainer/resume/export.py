@@ -25,7 +25,7 @@ from openppo.config import (
     from_options,
 )
 from openppo.config.commands import SupervisedCommand
-from openppo.config.folders import refuse_overwriting
+from openppo.config.models import refuse_overwriting
 from openppo.experience.estimators import ESTIMATORS
 from openppo.models.loading import check_model, load_tokenizer
 from openppo.models.lora.merge import LoRAMerge, to_bf16
