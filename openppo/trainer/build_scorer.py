@@ -31,7 +31,7 @@ from openppo.rewards.process import ProcessScorer, StepText
 from openppo.rewards.rendering import PolicyTokens, RewardModelText
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
-from openppo.trainer.packing import pack_where_exact
+from openppo.trainer.batches import pack_where_exact
 from openppo.trainer.startup import check_same, naming_model, on_all_ranks
 from openppo.types import Comm, Prompt, Trajectory
 
