@@ -240,7 +240,7 @@ class HFEngine:
             request.token_ids.append(token)
             request.log_probs.append(log_prob)
             if token in self.eos_token_ids:
-                self._end(request, FinishReason.EOS)
+                self._end(request, FinishReason.STOP)
             elif len(request.token_ids) == request.params.max_new_tokens:
                 self._end(request, FinishReason.LENGTH)
             else:

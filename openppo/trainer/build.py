@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -13,16 +14,11 @@ from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import ExperienceMaker, forward_size
 from openppo.models.actor import Actor
-from openppo.models.loading import (
-    check_model,
-    context_length,
-    known_eos_token_ids,
-    load_options,
-    pad_token_id,
-)
-from openppo.models.lora.adapters import AdapterOffReference, refuse_stacked_adapters
-from openppo.models.lora.folder import base_model_of
+from openppo.models.adapters import AdapterOffReference, refuse_stacked_adapters
+from openppo.models.loading import load_options, model_error_context
+from openppo.models.pretrained import base_model_of, check_model, context_length, known_eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.rewards.build import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.rollout.decode_graphs import CUDARecorder, check_layers
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
@@ -33,7 +29,6 @@ from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.gpu import check_transformers
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.trainer.batches import pack_where_exact, packed_row_length
-from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.engine_check import LONGEST, check_engines, check_hf_engine
@@ -47,8 +42,8 @@ from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.startup import (
     check_context,
     check_options,
+    check_same,
     load_policy_tokenizer,
-    naming_model,
     on_all_ranks,
     start_trackers,
 )
@@ -252,7 +247,7 @@ def _prepare_models(
     flag, name = (
         ("--pretrain", model.pretrain) if model.ref_pretrain is None else ("--ref_pretrain", model.ref_pretrain)
     )
-    with naming_model(flag, name, "reference"):
+    with model_error_context(flag, name, "reference"):
         frozen = Actor(name, temperature=config.generation.temperature, **_loading(config))
     reference = strategy.prepare_frozen(frozen)
     _pack(config, strategy, frozen, reference, "reference")
@@ -262,7 +257,7 @@ def _prepare_models(
 def load_actor(config: TrainPPOConfig) -> Actor:
     """The policy before training, on the host."""
     name = config.model.pretrain
-    with naming_model("--pretrain", name, "actor"):
+    with model_error_context("--pretrain", name, "actor"):
         return Actor(name, temperature=config.generation.temperature, **_loading(config), **vars(config.lora))
 
 
@@ -270,7 +265,7 @@ def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
     """The critic before training, on the host."""
     (flag, name), prefix = critic_start(config), config.model.value_head_prefix
     lora = vars(_critic_lora(config))
-    with naming_model(flag, name, "critic"):
+    with model_error_context(flag, name, "critic"):
         return get_llm_for_sequence_regression(name, "critic", value_head_prefix=prefix, **_loading(config), **lora)
 
 
@@ -356,6 +351,9 @@ def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: 
         normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
         input_template=config.data.input_template,
         trust_remote_code=config.model.trust_remote_code,
+        collective=partial(on_all_ranks, strategy.comm),
+        check_same=partial(check_same, strategy.comm),
+        pack_where_exact=pack_where_exact if config.model.flash_attn else None,
     )
 
 
@@ -379,7 +377,7 @@ def _evaluator(
         held_out,
         params,
         options.eval_n_samples_per_prompt,
-        config.rewards.passing(options.pass_reward),
+        config.rewards.pass_threshold(options.pass_reward),
         config.rewards.weights(),
         config.deepspeed.seed,
     )

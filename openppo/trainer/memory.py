@@ -16,8 +16,8 @@ import torch
 from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.remedies import remedies
-from openppo.models.loading import check_model
 from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
+from openppo.models.pretrained import check_model
 from openppo.models.size import ModelSize, model_size
 from openppo.rollout.hf_engine import PREFILL_TOKENS, ROWS_ON_CPU, ROWS_ON_GPU, rows_that_fit
 from openppo.rollout.row_cache import SLACK_COLUMNS

@@ -18,7 +18,7 @@ from openppo.config import KLConfig
 from openppo.datasets import PreferenceExample, ProcessExample
 from openppo.experience.collate import join_rows
 from openppo.experience.token_rewards import kl_penalty
-from openppo.models.loss import IGNORE_INDEX
+from openppo.models.supervised_loss import IGNORE_INDEX
 from openppo.tracking.console import escape_control, log_lines, table_lines
 from openppo.trainer.batches import TokenMicroBatch
 from openppo.types import Experience

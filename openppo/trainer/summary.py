@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from openppo.config import TrainPPOConfig, mask_credentials
-from openppo.models.lora.adapters import AdapterOffReference
+from openppo.models.adapters import AdapterOffReference
 from openppo.rewards.model import ModelScorer
 from openppo.rewards.process import ProcessScorer
 from openppo.rewards.scoring import CombinedScorer, Scorer

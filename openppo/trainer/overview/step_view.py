@@ -5,7 +5,7 @@ from __future__ import annotations
 from openppo.config import TrainPPOConfig
 from openppo.experience.measure import experience_histograms
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.models.loading import eos_token_ids
+from openppo.models.pretrained import eos_token_ids
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.self_check import check_samples
 

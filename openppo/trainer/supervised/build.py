@@ -19,16 +19,10 @@ from openppo.datasets import (
     load_sft_examples,
 )
 from openppo.models.actor import Actor
-from openppo.models.loading import (
-    check_model,
-    check_token_ids,
-    context_length,
-    load_options,
-    rescaled_positions,
-)
+from openppo.models.loading import load_options, model_error_context
 from openppo.models.loss import IGNORE_INDEX
-from openppo.models.process_reward import ProcessRewardModel
-from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.models.pretrained import check_model, check_token_ids, context_length, rescaled_positions
+from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.memory import log_supervised_memory
 from openppo.trainer.resume.checkpointer import Checkpointer
@@ -39,7 +33,6 @@ from openppo.trainer.startup import (
     check_same,
     load_policy_tokenizer,
     log_dropped,
-    naming_model,
     on_all_ranks,
     start_trackers,
     tokenizing,
@@ -134,14 +127,14 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
 def load_language_model(config: SupervisedCommand) -> Actor:
     """Language model of train_sft and train_prm before training."""
     name = config.supervised.pretrain
-    with naming_model("--pretrain", name):
+    with model_error_context("--pretrain", name):
         return Actor(name, **_model_options(config))
 
 
 def load_reward_model(config: TrainRMConfig, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
     """Reward model of train_rm before training."""
     name, prefix = config.supervised.pretrain, config.data.value_head_prefix
-    with naming_model("--pretrain", name):
+    with model_error_context("--pretrain", name):
         model = get_llm_for_sequence_regression(
             name, "reward", value_head_prefix=prefix, init_value_head=True, **_model_options(config)
         )

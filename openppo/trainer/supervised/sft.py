@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from openppo.datasets import TokenExample
-from openppo.models.loading import pad_token_id
+from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics
 from openppo.trainer.batches import TokenBatch, TokenMicroBatch, token_batch
 from openppo.trainer.supervised.loop import ModelCall, SupervisedTrainer

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from openppo.config import LoRAConfig
-from openppo.models.lora.adapters import add_adapters
+from openppo.models.adapters import add_adapters
 from openppo.models.size import cache_elements, model_size
 from openppo.rollout.row_cache import SLACK_COLUMNS, PromptCache, RowCache
 

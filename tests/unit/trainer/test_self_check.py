@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openppo.config import KLConfig
 from openppo.datasets import PreferenceExample, ProcessExample
-from openppo.models.loss import IGNORE_INDEX
+from openppo.models.supervised_loss import IGNORE_INDEX
 from openppo.trainer.batches import TokenMicroBatch
 from openppo.trainer.self_check import check_samples, show_examples
 from openppo.types import Experience
