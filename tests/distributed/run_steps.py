@@ -76,9 +76,9 @@ def circumstances(case: Case, widener: Widener) -> ExitStack:
         stack.enter_context(mock.patch("openppo.experience.replay_buffer.join_rows", widener.join_rows))
         for module in (
             "experience.collate",
-            "trainer.token_batches",
+            "trainer.batches",
             "trainer.supervised.trainers",
-            "rollout.rewards.model",
+            "rewards.model",
         ):
             stack.enter_context(mock.patch(f"openppo.{module}.pad_right", widener.pad_right))
     if case.get("no_compiler"):

@@ -24,7 +24,6 @@ from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel, get_
 from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.memory import log_supervised_memory
-from openppo.trainer.overview.supervised_start import announce_supervised_start
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
 from openppo.trainer.resume.stop import SignalStop
@@ -35,6 +34,7 @@ from openppo.trainer.startup import (
     start_trackers,
     tokenizing,
 )
+from openppo.trainer.summary import log_supervised_start
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer, total_optimizer_steps
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer, SFTTrainer
 from openppo.types import Comm
@@ -95,7 +95,7 @@ def _build(
         trainer.load_checkpoint()
     else:
         checkpointer.set_aside_earlier()
-    announce_supervised_start(trainer)
+    log_supervised_start(trainer)
     return trainer
 
 
