@@ -41,7 +41,7 @@ class TrainPPOConfig:
     """Options of openppo.cli.train_ppo."""
 
     model: PPOModelConfig
-    data: PPODataConfig
+    data: PPODataConfig = field(default_factory=PPODataConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
@@ -59,8 +59,17 @@ class TrainPPOConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
+    def validate(self, world_size: int, own_source: bool = False) -> None:
+        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks.
+
+        With a source of trajectories of the caller's no prompts and rewards are needed.
+        """
+        require(
+            own_source or self.data.prompt_data is not None,
+            "No prompts are given: pass --prompt_data FILE.",
+        )
+        if not own_source:
+            self.rewards.require_source()
         validate_groups(self)
         world_size = self.run.dry_run_ranks or world_size
         _validate_train_batch(self.batch, world_size)
@@ -145,15 +154,6 @@ class TrainPPOConfig:
         samples = self.ppo.rollout_batch_size * self.ppo.n_samples_per_prompt
         always = samples <= self.batch.train_batch_size and self.batch.max_epochs == 1  # or metrics would change sides
         return "training" if at_once and always and self.lora.lora_dropout == 0 else "recompute"
-
-    @property
-    def may_train_critic_first(self) -> bool:
-        """Whether the critic's training forward over all samples gives the values that experience needs.
-
-        Not where samples are dropped between values and training, nor where adapters have dropout.
-        """
-        dropped = self.shaping.overlong_filter or self.ppo.buffer_limit > 0
-        return not dropped and self.lora.lora_dropout == 0
 
     def _validate_sizes(self, world_size: int) -> None:
         prompts, samples = self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt

@@ -21,6 +21,8 @@ class PPOConfig:
 
     num_episodes: int = 1
     """Passes over all prompts."""
+    max_steps: int | None = None
+    """End after this many global steps (default: those of --num_episodes)."""
     rollout_batch_size: int = 512
     """Prompts of one rollout batch, over all ranks."""
     micro_rollout_batch_size: int = 8
@@ -53,6 +55,11 @@ class PPOConfig:
     ema_beta: float = 0.992
     """Share of the old average in the new one, at each optimizer step."""
 
+    @property
+    def frozen_actor_steps(self) -> int:
+        """Global steps at the start in which the actor stays as it is."""
+        return max(self.freezing_actor_steps, self.value_pretrain_steps, 0)
+
     def validate(self) -> None:
         for name, value, least in (
             ("num_episodes", self.num_episodes, 1),
@@ -71,6 +78,8 @@ class PPOConfig:
             ("micro_train_tokens", self.micro_train_tokens),
         ):
             require(tokens is None or tokens >= 1, f"--{name} must be at least 1, got {tokens}.")
+        steps = self.max_steps
+        require(steps is None or steps >= 1, f"--max_steps must be at least 1, got {steps}.")
         require(0 <= self.ema_beta < 1, f"--ema_beta must lie in [0, 1), got {self.ema_beta}.")
 
 

@@ -45,7 +45,7 @@ class PPOModelConfig:
 class PPODataConfig:
     """Prompts, and documents for the PTX loss."""
 
-    prompt_data: str
+    prompt_data: str | None = None
     """Prompts: JSONL, JSON, CSV or Parquet files, folders saved by 'datasets', or hub names; several with commas."""
     prompt_data_probs: str | None = None
     """Shares in which several --prompt_data are mixed, with commas, until one is used up (default: all rows of all)."""
@@ -80,7 +80,8 @@ class PPODataConfig:
 
     def validate(self) -> None:
         validate_data(self.input_template, self.max_samples, self.apply_chat_template, self.chat_template_kwargs)
-        parse_probs(self.prompt_data, self.prompt_data_probs, "prompt_data")
+        if self.prompt_data is not None:
+            parse_probs(self.prompt_data, self.prompt_data_probs, "prompt_data")
         if self.pretrain_data is not None:
             parse_probs(self.pretrain_data, self.pretrain_data_probs, "pretrain_data")
         require(self.prompt_max_len >= 1, f"--prompt_max_len must be at least 1, got {self.prompt_max_len}.")

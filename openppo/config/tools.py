@@ -239,6 +239,7 @@ class EvaluateConfig:
 
     def validate(self, world_size: int) -> None:
         """Raise ``ValueError`` for the first option that cannot work."""
+        self.rewards.require_source()
         validate_groups(self)
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
         get_cumulative_returns,
         length_adaptive_lambda,
     )
-    from openppo.experience.estimators import ESTIMATORS, Estimator, compute_advantages
+    from openppo.experience.estimators import ESTIMATORS, Estimator
     from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
     from openppo.experience.maker import ExperienceMaker
     from openppo.experience.replay_buffer import ReplayBuffer
@@ -24,7 +24,6 @@ _HOME = {
     "ExperienceMaker": "maker",
     "FixedKLController": "kl_controller",
     "ReplayBuffer": "replay_buffer",
-    "compute_advantages": "estimators",
     "compute_reward": "token_rewards",
     "get_advantages_and_returns": "advantages",
     "get_cumulative_returns": "advantages",
@@ -38,7 +37,6 @@ __all__ = [
     "ExperienceMaker",
     "FixedKLController",
     "ReplayBuffer",
-    "compute_advantages",
     "compute_reward",
     "get_advantages_and_returns",
     "get_cumulative_returns",

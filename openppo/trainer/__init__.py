@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from openppo.trainer.build import build_ppo_trainer
-    from openppo.trainer.ppo_trainer import PPOTrainer
+    from openppo.trainer.ppo import PPOTrainer
     from openppo.trainer.startup import quiet_libraries
     from openppo.trainer.supervised.process_reward import ProcessRewardTrainer
     from openppo.trainer.supervised.reward_model import RewardModelTrainer
     from openppo.trainer.supervised.sft import SFTTrainer
 
 _HOME = {
-    "PPOTrainer": "ppo_trainer",
+    "PPOTrainer": "ppo",
     "ProcessRewardTrainer": "supervised.process_reward",
     "RewardModelTrainer": "supervised.reward_model",
     "SFTTrainer": "supervised.sft",

@@ -13,11 +13,11 @@ from openppo.config import RunConfig, TrainPPOConfig
 from openppo.config.commands import SupervisedCommand
 from openppo.models.loading import check_model
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.trainer.data import PPOData
 from openppo.trainer.estimate.estimate import Estimate
 from openppo.trainer.estimate.ppo import Lengths, PPORun, estimate_ppo
 from openppo.trainer.estimate.shapes import Head, ModelShape, model_shape
 from openppo.trainer.estimate.supervised import SupervisedRun, estimate_supervised
-from openppo.trainer.ppo_data import PPOData
 
 logger = logging.getLogger("openppo")
 T = TypeVar("T")

@@ -22,8 +22,9 @@ from openppo.trainer.estimate.states import (
     step_moments,
     trained_states,
 )
+from openppo.trainer.one_pass_critic import OnePassCritic
 from openppo.trainer.steps.sample_log import n_forwards
-from openppo.trainer.steps.update_step import rows_of_documents
+from openppo.trainer.update import rows_of_documents
 
 _EXPERIENCE_BYTES = 8 + 2 + 8 * 4
 """For one token: id, two masks, and eight float32 fields of ``Experience``."""
@@ -291,7 +292,7 @@ def _sent(run: PPORun, lasting: int) -> dict[str, int]:
     ranks = run.lora_ranks
     forwards = {role: forward_bytes(shape, setting, ranks.get(role, 0)) for role, shape in run.shapes.items()}
     at_once = run.samples * run.n_ranks <= batch.train_batch_size
-    critic_first = at_once and "critic" in forwards and run.config.may_train_critic_first
+    critic_first = at_once and "critic" in forwards and OnePassCritic.is_exact(run.config)
     left_out = {"critic"} if critic_first else set()
     if run.config.old_log_probs_from(at_once) != "recompute":
         left_out.add("actor")

@@ -32,22 +32,32 @@ class BatchPlan:
 
     episodes: int
     steps: list[StepPlan]
+    max_steps: int | None = None
+    """``--max_steps``, which may end the last episode early."""
 
     @property
     def n_steps(self) -> int:
         """Global steps."""
-        return self.episodes * len(self.steps)
+        n_steps = self.episodes * len(self.steps)
+        return n_steps if self.max_steps is None else min(n_steps, self.max_steps)
 
     def optimizer_steps(self, without: int = 0) -> int:
         """Optimizer steps after the first ``without`` global steps."""
-        return sum([step.optimizer_steps for step in self.steps * self.episodes][without:])
+        return sum([step.optimizer_steps for step in self.steps * self.episodes][without : self.n_steps])
 
 
-def batch_plan(config: TrainPPOConfig, n_prompts: int, world_size: int) -> BatchPlan:
-    """The plan for ``n_prompts`` prompts; with ``--dynamic_sampling`` it is the most that there can be."""
+def batch_plan(config: TrainPPOConfig, n_prompts: int, world_size: int, n_steps: int | None = None) -> BatchPlan:
+    """The plan for ``n_prompts`` prompts; with ``--dynamic_sampling`` it is the most that there can be.
+
+    A source without prompts has ``n_steps`` steps, each planned as one of full batches.
+    """
+    if n_steps is not None:
+        full_batch = _step_plan(config, config.ppo.rollout_batch_size, world_size)
+        return BatchPlan(1, [full_batch] * n_steps, config.ppo.max_steps)
     full, rest = divmod(n_prompts, config.ppo.rollout_batch_size)
     sizes = [config.ppo.rollout_batch_size] * full + [rest] * (rest > 0)
-    return BatchPlan(config.ppo.num_episodes, [_step_plan(config, size, world_size) for size in sizes])
+    steps = [_step_plan(config, size, world_size) for size in sizes]
+    return BatchPlan(config.ppo.num_episodes, steps, config.ppo.max_steps)
 
 
 def _step_plan(config: TrainPPOConfig, n_prompts: int, world_size: int) -> StepPlan:

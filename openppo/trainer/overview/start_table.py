@@ -19,23 +19,21 @@ from openppo.tracking.terminal import announce
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.estimate import Estimate
 from openppo.trainer.estimate.estimate import readable
-from openppo.trainer.overview.batch_plan import BatchPlan, StepPlan, batch_plan
+from openppo.trainer.overview.batch_plan import BatchPlan, StepPlan
 from openppo.trainer.overview.roles import Role, model_role, scorer_roles
-from openppo.trainer.steps.update_step import frozen_actor_steps
 
 _LONGEST_NAME = 40
 Facts = list[tuple[str, str]]
 """Lines: what they are about, and their text."""
 
 
-def announce_ppo_start(config: TrainPPOConfig, parts: PPOComponents, critic: str, done: int) -> None:
+def announce_ppo_start(config: TrainPPOConfig, parts: PPOComponents, plan: BatchPlan, critic: str, done: int) -> None:
     """Log roles and batch arithmetic of a train_ppo run, on rank 0.
 
     ``critic`` is what the critic starts from; ``done`` the global steps that a resumed run has behind it.
     """
     if not parts.strategy.is_main:
         return
-    plan = batch_plan(config, len(parts.prompts), parts.strategy.comm.world_size)
     facts = _ppo_facts(config, plan, parts)
     if done > 0:
         facts.append(("goes on", f"after step {done:,} of {plan.n_steps:,}"))
@@ -62,7 +60,7 @@ def _ppo_roles(config: TrainPPOConfig, parts: PPOComponents, critic: str) -> lis
         "remote_rm_url": mask_credentials(source.remote_rm_url or ""),
         "verifiable_reward": " ".join(source.verifiable_reward),
     }
-    return [*roles, *scorer_roles(parts.scorer, sources, strategy)]
+    return roles if parts.scorer is None else [*roles, *scorer_roles(parts.scorer, sources, strategy)]
 
 
 def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, parts: PPOComponents) -> Facts:
@@ -78,13 +76,15 @@ def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, parts: PPOComponents) ->
     mini = count(first.mini_batches, "mini-batch", "mini-batches")
     facts.append(("training", f"{count(batch.max_epochs, 'epoch')} of {mini} of {size:,} samples, in {micro}{each}"))
     total = count(plan.optimizer_steps(), "optimizer step")
-    if (frozen := frozen_actor_steps(config)) > 0:
+    if (frozen := config.ppo.frozen_actor_steps) > 0:
         total += f", {plan.optimizer_steps(without=frozen):,} of them of the actor"
     last = plan.steps[-1]
     rest = f", the last of {last.n_prompts:,}" if last.n_prompts < first.n_prompts else ""
     in_all = f"{count(plan.episodes, 'episode')} of {len(parts.prompts):,} prompts in "
-    facts.append(("in all", in_all + f"{count(len(plan.steps), 'batch', 'batches')}{rest}"))
-    return [*facts, ("", f"{most}{count(plan.n_steps, 'step')}, {total}")]
+    if parts.prompts:
+        facts.append(("in all", in_all + f"{count(len(plan.steps), 'batch', 'batches')}{rest}"))
+    ended = " (--max_steps)" if plan.n_steps == plan.max_steps else ""
+    return [*facts, ("" if parts.prompts else "in all", f"{most}{count(plan.n_steps, 'step')}{ended}, {total}")]
 
 
 def _pieces(n: int | None, what: str, size: str, tokens: int | None) -> str:

@@ -30,11 +30,10 @@ from openppo.models.loss import IGNORE_INDEX
 from openppo.models.process_reward import ProcessRewardModel
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.trainer.checkpointer import Checkpointer, SignalStop
 from openppo.trainer.estimate.announce import announce_supervised
 from openppo.trainer.overview.supervised_start import announce_supervised_start
-from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
-from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.startup import (
     check_options,
     check_same,
