@@ -15,10 +15,10 @@ from openppo.config.ppo import OldLogProbsFrom
 from openppo.experience.collate import collate, idle_experience, join_rows, split_rows
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
-from openppo.experience.measure import measure_experience, measure_scores
+from openppo.experience.measure import measure_experience, measure_scores, measure_staleness
 from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
 from openppo.experience.token_rewards import StepRewards, collect_step_rewards, compute_reward, kl_penalty
-from openppo.models.padding import MicroBatchSize, micro_batches, price_of_a_batch
+from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
 from openppo.rollout.rollout import Rollout, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
@@ -73,13 +73,16 @@ class ExperienceMaker:
             else AdaptiveKLController(kl.init_kl_coef, kl.kl_target, kl.kl_horizon)
         )
 
-    def make(self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0) -> list[Experience]:
+    def make(
+        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0, version: int = 0
+    ) -> list[Experience]:
         """One experience per trajectory, in their order, on this maker's device.
 
-        Runs the models, then waits for scores still under way. ``n_done`` global steps have been trained before.
-        ``Interrupted`` on all ranks if a signal comes while scores are awaited.
+        Runs the models, then waits for scores still under way. ``n_done`` global steps have been trained before, to the
+        policy of ``version``. ``Interrupted`` on all ranks if a signal comes while scores are awaited.
         """
         batch = self._rewarded(trajectories, metrics, n_done)
+        measure_staleness(trajectories, version, metrics)
         return self._completed(batch, metrics, n_done)
 
     @torch.no_grad()
@@ -227,5 +230,5 @@ class ExperienceMaker:
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
     """Size of a forward that trains nothing."""
     ppo = config.ppo
-    price = price_of_a_batch(config.deepspeed.zero_stage)
+    price = split_overhead(config.deepspeed.zero_stage)
     return MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, price)

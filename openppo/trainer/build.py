@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -12,13 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker, Hooks, forward_size
 from openppo.models.actor import Actor
-from openppo.models.loading import (
-    known_eos_token_ids,
-    pad_token_id,
-)
-from openppo.models.lora.adapters import AdapterOffReference
-from openppo.models.lora.folder import base_model_of
+from openppo.models.adapters import AdapterOffReference
+from openppo.models.loading import model_error_context
+from openppo.models.pretrained import base_model_of, known_eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.rewards.build import ScorerSetup, build_scorer, check_sources
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
@@ -27,7 +26,6 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler
-from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer, SignalStop
 from openppo.trainer.checks import check_contexts, check_models, critic_start, longest_sequence
@@ -35,9 +33,8 @@ from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, CriticUpdate
 from openppo.trainer.data import PPOData, load_ppo_data
 from openppo.trainer.engine_check import check_engines, check_hf_engine
-from openppo.trainer.estimate.announce import announce_ppo
-from openppo.trainer.estimate.ppo import most_decode_rows
 from openppo.trainer.evaluation import Grading
+from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.one_pass_critic import OnePassCritic
 from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.overview.start_table import announce_ppo_start
@@ -47,7 +44,8 @@ from openppo.trainer.resume.compatible import model_fingerprint, prompts_fingerp
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import (
     check_options,
-    naming_model,
+    check_same,
+    on_all_ranks,
     start_trackers,
 )
 from openppo.trainer.token_batches import packed_row_length
@@ -87,7 +85,7 @@ def build_ppo_trainer(
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
     if config.run.dry_run and source is None:
         check_sources(config.rewards, tokenizer, setup)
-    estimate = announce_ppo(config, data, critic, strategy) if source is None else None
+    estimate = log_ppo_memory(config, data, critic, strategy) if source is None else None
     plan = batch_plan(config, len(data.prompts), strategy.comm.world_size, source_steps(config, source))
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     # before the large models: a missing head shows at once
@@ -99,9 +97,8 @@ def build_ppo_trainer(
     hooks = Hooks(timer, SignalStop(strategy.comm), strategy.uncompiled)
     engine = None
     if source is None:
-        rows = estimate.decode_rows if estimate else most_decode_rows(config.generation, strategy.device.type == "cpu")
         longest = longest_sequence(config, actor_config)
-        engine = _engine(config, strategy, trained.actor, tokenizer, hooks.stop, rows, longest)
+        engine = _engine(config, strategy, trained.actor, tokenizer, hooks.stop, longest)
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
 
     ema = ParameterAverage(trained.actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
@@ -165,7 +162,6 @@ def _engine(
     actor: TrainableModel,
     tokenizer: PreTrainedTokenizerBase,
     stop: StopCheck,
-    max_rows: int,
     max_tokens: int,
 ) -> Engine:
     """Samples with the actor's own module, or a copy of it in vLLM."""
@@ -191,7 +187,7 @@ def _engine(
         policy,
         eos,
         pad_token_id(tokenizer),
-        max_rows,
+        generation.max_num_seqs,
         any_rank_busy=strategy.any_rank if in_lockstep else None,
         show_progress=strategy.is_main,
         stop=stop,
@@ -245,7 +241,7 @@ def _prepare_models(
     flag, name = (
         ("--pretrain", model.pretrain) if model.ref_pretrain is None else ("--ref_pretrain", model.ref_pretrain)
     )
-    with naming_model(flag, name, "reference"):
+    with model_error_context(flag, name, "reference"):
         frozen = Actor(name, temperature=config.generation.temperature, **_loading(config))
     reference = strategy.prepare_frozen(frozen)
     _pack(config, strategy, frozen, reference, "reference")
@@ -255,7 +251,7 @@ def _prepare_models(
 def load_actor(config: TrainPPOConfig) -> Actor:
     """The policy before training, on the host."""
     name = config.model.pretrain
-    with naming_model("--pretrain", name, "actor"):
+    with model_error_context("--pretrain", name, "actor"):
         return Actor(name, temperature=config.generation.temperature, **_loading(config), **vars(config.lora))
 
 
@@ -263,7 +259,7 @@ def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
     """The critic before training, on the host."""
     (flag, name), prefix = critic_start(config), config.model.value_head_prefix
     lora = vars(_critic_lora(config))
-    with naming_model(flag, name, "critic"):
+    with model_error_context(flag, name, "critic"):
         return get_llm_for_sequence_regression(name, "critic", value_head_prefix=prefix, **_loading(config), **lora)
 
 
@@ -308,10 +304,13 @@ def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: 
         normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
         input_template=config.data.input_template,
         trust_remote_code=config.model.trust_remote_code,
+        collective=partial(on_all_ranks, strategy.comm),
+        check_same=partial(check_same, strategy.comm),
+        pack_where_exact=pack_where_exact if config.model.flash_attn else None,
     )
 
 
 def _grading(config: TrainPPOConfig, strategy: DeepspeedStrategy) -> Grading:
     """How responses to held-out prompts are measured."""
-    passing = config.rewards.passing(config.evaluation.pass_reward)
+    passing = config.rewards.pass_threshold(config.evaluation.pass_reward)
     return Grading(strategy.comm, passing, config.rewards.weights())

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from openppo.config.conditions import Condition
+from openppo.config import Condition
 from openppo.tracking.report.catalog import GROUPS, matches
 
 logger = logging.getLogger("openppo")

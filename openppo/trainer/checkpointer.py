@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
-from openppo.config.folders import refuse_own_checkpoints
+from openppo.config.run import refuse_own_checkpoints
 from openppo.strategy import interrupt
 from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder, Fragment, FragmentReader, write_fragments
 from openppo.strategy.checkpoint.engine_state import engine_fragments, engine_numbers, fragment_bytes, load_engine

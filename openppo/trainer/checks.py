@@ -8,14 +8,15 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS, check_estimator
-from openppo.models.loading import check_model, context_length, load_options
-from openppo.models.lora.adapters import refuse_stacked_adapters
+from openppo.models.adapters import refuse_stacked_adapters
+from openppo.models.loading import load_options
+from openppo.models.pretrained import check_model, context_length
+from openppo.rewards.build import own_tokenizer
 from openppo.rollout.decode_graphs import check_layers
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.gpu import check_transformers
-from openppo.trainer.build_scorer import own_tokenizer
 from openppo.trainer.data import PPOData
 from openppo.trainer.engine_check import LONGEST
 from openppo.trainer.startup import check_context, load_policy_tokenizer, on_all_ranks

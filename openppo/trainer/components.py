@@ -19,8 +19,8 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Trackers
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.critic_step import CriticUpdate
-from openppo.trainer.estimate import Estimate
 from openppo.trainer.evaluation import Grading
+from openppo.trainer.memory import Estimate
 from openppo.types import NeverStops, Prompt, StopCheck
 
 

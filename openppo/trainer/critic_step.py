@@ -9,8 +9,7 @@ from torch import Tensor
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.replay_buffer import MiniBatch
-from openppo.models.loss import ValueLoss
-from openppo.models.policy_losses import token_weights
+from openppo.models.loss import ValueLoss, token_weights
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import loss_aggregation
@@ -56,7 +55,8 @@ class CriticStep:
         value_loss = self.clipped_loss if clip else self.plain_loss
         loss = value_loss(values, micro.values, micro.returns, micro.action_mask)  # (B, L)
         metrics.add_tensor("value_loss", loss.detach(), micro.action_mask)
-        weights = token_weights(micro.action_mask, self.loss_agg, batch.n_tokens, batch.n_sequences, self.max_len)
+        counts = batch.n_tokens, batch.n_sequences, self.max_len
+        weights = token_weights(micro.action_mask, self.loss_agg, *counts, micro.weight)
         return (loss * weights).sum()
 
     def step(self, metrics: Metrics) -> float:

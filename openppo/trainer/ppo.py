@@ -74,7 +74,7 @@ class PPOTrainer:
         """One global step on this rank's trajectories and those of all others; returns its metrics."""
         metrics = Metrics()
         with self.timer.step(self.state.global_step + 1):
-            experience = self.maker.make(trajectories, metrics, self.state.global_step)
+            experience = self.maker.make(trajectories, metrics, self.state.global_step, self.state.policy_version)
             self.replay_buffer.fill(experience)
             reduced = self.update(self.replay_buffer, metrics)
         self.view.trained_on = trajectories
@@ -165,8 +165,8 @@ class PPOTrainer:
         self.components.strategy.close()
 
     def explain_memory(self) -> list[str]:
-        """The estimate of what each model takes, and which flags lower it, for a report."""
-        return self.components.estimate.explain() if self.components.estimate else []
+        """What each model takes by estimate, for a report."""
+        return self.components.estimate.lines() if self.components.estimate else []
 
     @property
     def global_step(self) -> int:

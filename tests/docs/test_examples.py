@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from openppo.trainer.steps.actor_step import loss_aggregation
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
+from openppo.trainer.actor_step import loss_aggregation
 
 REPO = Path(__file__).parents[2]
 ASSETS = Path(os.environ.get("OPENPPO_ASSETS", REPO.parent / "shared" / "assets"))

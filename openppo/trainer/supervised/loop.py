@@ -22,7 +22,7 @@ from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progre
 from openppo.tracking.phase import begin_step, phase
 from openppo.trainer.callbacks import StopConditions
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
-from openppo.trainer.estimate import Estimate
+from openppo.trainer.memory import Estimate
 from openppo.trainer.overview.supervised_check import show_examples
 from openppo.trainer.skipped import SkippedSteps
 from openppo.types import Interrupted, NeverStops, StopCheck
@@ -125,8 +125,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.components.strategy.close()
 
     def explain_memory(self) -> list[str]:
-        """What the model takes by estimate, and which flags lower it, for a report."""
-        return self.components.estimate.explain() if self.components.estimate else []
+        """What the model takes by estimate, for a report."""
+        return self.components.estimate.lines() if self.components.estimate else []
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step on ``examples``, given alike on all ranks; returns its metrics.

@@ -86,7 +86,7 @@ class TwoLetters:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
-        return [Completion([1 + i % 2], [-1.0], FinishReason.EOS) for i in range(len(prompts))]
+        return [Completion([1 + i % 2], [-1.0], FinishReason.STOP) for i in range(len(prompts))]
 
 
 class FailingScorer:
