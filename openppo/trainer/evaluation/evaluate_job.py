@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,7 +64,7 @@ class EvaluateJob:
 
     def evaluate(self) -> Evaluation:
         """Generate, score, and write; collective."""
-        evaluation = self.evaluator.evaluate(nullcontext())
+        evaluation = self.evaluator.evaluate()
         if self.output is not None:
             n_samples = self.evaluator.n_samples
             rows = [self._row(response, i % n_samples) for i, response in enumerate(evaluation.trajectories)]
@@ -79,4 +78,4 @@ class EvaluateJob:
     def _row(self, response: Trajectory, sample: int) -> dict[str, Any]:
         reward = response.total_reward(self.evaluator.reward_weights)
         row = response_row(response, sample, self.tokenizer) | {"rewards": response.scores, "reward": reward}
-        return row if self.evaluator.pass_reward is None else row | {"passed": self.evaluator.passes(reward)}
+        return row if self.evaluator.pass_reward is None else row | {"passed": self.evaluator.grading.passes(reward)}

@@ -31,28 +31,40 @@ class PPOData:
 
 
 def load_ppo_data(
-    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig, comm: Comm
+    config: TrainPPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    actor_config: PreTrainedConfig,
+    comm: Comm,
+    prompts: bool = True,
 ) -> PPOData:
-    """Everything that the run reads, the same on all ranks.
+    """Everything that the run reads, the same on all ranks; without ``prompts`` only documents.
 
     ``ValueError`` names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
-    data = on_all_ranks(comm, lambda: _load(config, tokenizer, actor_config, tokenizing(comm)))
-    prompts, held_out = ([(p.token_ids, p.label) for p in each] for each in (data.prompts, data.held_out))
-    check_same(comm, {"--prompt_data": prompts, "--eval_data": held_out, "--pretrain_data": data.documents})
+    data = on_all_ranks(comm, lambda: _load(config, tokenizer, actor_config, tokenizing(comm), prompts))
+    prompt_ids, held_out = ([(p.token_ids, p.label) for p in each] for each in (data.prompts, data.held_out))
+    check_same(comm, {"--prompt_data": prompt_ids, "--eval_data": held_out, "--pretrain_data": data.documents})
     return data
 
 
 def _load(
-    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, actor_config: PreTrainedConfig, show: ShowRows
+    config: TrainPPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    actor_config: PreTrainedConfig,
+    show: ShowRows,
+    with_prompts: bool,
 ) -> PPOData:
-    data, held_out = config.data, []
+    data, new_tokens = config.data, config.generation.generate_max_len
+    if not with_prompts:
+        documents, fingerprint = _documents(config, tokenizer, data.prompt_max_len + new_tokens, show)
+        return PPOData([], [], documents, fingerprint, data.prompt_max_len + new_tokens)
+    assert data.prompt_data is not None
+    held_out: list[Prompt] = []
     flag, source, split = "--prompt_data", data.prompt_data, data.prompt_split
     prompts = _prompts(config, tokenizer, flag, source, data.prompt_data_probs, split, show)
     if config.evaluation.eval_data is not None:
         source, split = config.evaluation.eval_data, config.evaluation.eval_split
         held_out = _prompts(config, tokenizer, "--eval_data", source, None, split, show)
-    new_tokens = config.generation.generate_max_len
     longest_prompt = max(len(prompt.token_ids) for prompt in [*prompts, *held_out])
     check_context(actor_config, f"--pretrain {config.model.pretrain}", longest_prompt, new_tokens)
     longest = longest_prompt + new_tokens
