@@ -18,7 +18,7 @@ from openppo.tracking.phase import phase
 from openppo.trainer.callbacks import Callback, notify, restore_callbacks
 from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.overview.step_view import StepView
+from openppo.trainer.diagnostics import StepDiagnostics
 from openppo.trainer.update import Update
 from openppo.types import Interrupted, Prompt, PromptRollouts, RolloutSource, Trajectory
 
@@ -48,7 +48,8 @@ class PPOTrainer:
         self.replay_buffer = ReplayBuffer(self.comm, ppo.buffer_limit, ppo.buffer_cpu_offload, stage, normalizes)
         self.update = Update(config, components)
         self.planned_steps = source.steps or self.total_steps
-        self.view = StepView(config, components, self.total_steps)
+        self.view = StepDiagnostics(config, components, self.total_steps)
+        self.update.actor_step.observe = self.view.observe
         self.should_stop = False
         self.components.train(False)
 
@@ -85,8 +86,7 @@ class PPOTrainer:
         """Metrics of responses to held-out prompts, the same on all ranks; empty without such prompts."""
         trajectories = self.source.evaluate()
         if metrics := self.components.grading.measure(trajectories):
-            with self.components.weights_to_save():
-                self.view.show_evaluation(self.global_step, trajectories)
+            self.view.show_evaluation(self.global_step, trajectories)
             notify(self.callbacks, "on_evaluate", self, metrics)
         return metrics
 

@@ -14,10 +14,10 @@ from openppo.models.pretrained import pad_token_id
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, progress_bar
 from openppo.trainer.actor_step import ActorStep
+from openppo.trainer.batches import TokenBatch, token_batch
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, CriticUpdate
 from openppo.trainer.skipped import SkippedSteps
-from openppo.trainer.batches import TokenBatch, token_batch
 
 
 class Update:

@@ -155,7 +155,7 @@ def trainer_of(
     hooks = Hooks(PhaseTimer(profiler, estimated))
     parts: Any = PPOComponents(
         strategy=Strategy(),  # type: ignore[arg-type]
-        tokenizer=SimpleNamespace(),  # type: ignore[arg-type]
+        tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),  # type: ignore[arg-type]
         actor=policy,
         critic=None,
         engine=TwoLetters(),  # type: ignore[arg-type]
