@@ -28,14 +28,12 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer, SignalStop
-from openppo.trainer.checks import check_contexts, check_models, critic_start, longest_sequence
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.critic_step import CriticStep, CriticUpdate
-from openppo.trainer.data import PPOData, load_ppo_data
+from openppo.trainer.critic_step import CriticStep, CriticUpdate, OnePassCritic
+from openppo.trainer.data import PPOData, check_contexts, check_models, critic_start, load_ppo_data, longest_sequence
 from openppo.trainer.engine_check import check_engines, check_hf_engine
 from openppo.trainer.evaluation import Grading
 from openppo.trainer.memory import log_ppo_memory
-from openppo.trainer.one_pass_critic import OnePassCritic
 from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.overview.start_table import announce_ppo_start
 from openppo.trainer.packing import pack_where_exact
@@ -78,7 +76,7 @@ def build_ppo_trainer(
     ``source`` makes trajectories instead of the one that samples responses to ``--prompt_data`` and scores them.
     """
     strategy = strategy or DeepspeedStrategy(config.deepspeed)
-    check_options(config, strategy.comm, **({} if source is None else {"own_source": True}))
+    check_options(config, strategy.comm, own_source=source is not None)
     tokenizer, actor_config, critic = check_models(config, strategy)
     data = load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=source is None)
     check_contexts(config, data, critic)
@@ -88,17 +86,13 @@ def build_ppo_trainer(
     estimate = log_ppo_memory(config, data, critic, strategy) if source is None else None
     plan = batch_plan(config, len(data.prompts), strategy.comm.world_size, source_steps(config, source))
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
-    # before the large models: a missing head shows at once
-    scorer = build_scorer(config.rewards, tokenizer, setup) if source is None else None
+    scorer = build_scorer(config.rewards, tokenizer, setup) if source is None else None  # before the large models
     trained = _prepare_models(config, strategy, plan, critic)
-    timer = PhaseTimer(
-        StepProfiler(config.run.save_path, config.tracking, strategy.comm.rank), estimate.peaks if estimate else None
-    )
+    profiler = StepProfiler(config.run.save_path, config.tracking, strategy.comm.rank)
+    timer = PhaseTimer(profiler, estimate.peaks if estimate else None)
     hooks = Hooks(timer, SignalStop(strategy.comm), strategy.uncompiled)
-    engine = None
-    if source is None:
-        longest = longest_sequence(config, actor_config)
-        engine = _engine(config, strategy, trained.actor, tokenizer, hooks.stop, longest)
+    longest = longest_sequence(config, actor_config)
+    engine = _engine(config, strategy, trained.actor, tokenizer, hooks.stop, longest) if source is None else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
 
     ema = ParameterAverage(trained.actor, config.ppo.ema_beta) if config.ppo.enable_ema else None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from openppo.config import TrainPPOConfig
 from openppo.datasets import cyclic_batches
-from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer
+from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, mini_batches
 from openppo.models.pretrained import pad_token_id
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, progress_bar
@@ -134,13 +134,6 @@ class Update:
         for indices in cyclic_batches(len(documents), batch.train_batch_size, self.config.deepspeed.seed, start):
             chosen = [documents[i] for i in indices]
             yield token_batch(chosen, rows, pad, self.comm, pack_to)
-
-
-def mini_batches(buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int) -> Iterator[MiniBatch]:
-    """The optimizer steps of the global step after ``n_done`` of them, with their samples."""
-    batch, seed = config.batch, config.deepspeed.seed + n_done
-    sizes = batch.train_batch_size, batch.micro_train_batch_size, batch.max_epochs
-    return buffer.mini_batches(*sizes, seed, config.ppo.micro_train_tokens)
 
 
 def rows_of_documents(config: TrainPPOConfig, length: int) -> int:

@@ -102,6 +102,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {
         "save_value_network": False,
         # PPO
         "num_episodes": 1,
+        "max_steps": None,
         "micro_rollout_tokens": None,
         "micro_train_tokens": None,
         "max_num_seqs": None,
@@ -516,7 +517,8 @@ def with_each_float(command: type, number: float) -> Iterator[tuple[str, Any]]:
     """For each option of numbers, and each number of a pair: its name, and a config where it is ``number``."""
     options = [option for group in get_type_hints(command).values() for option in dataclasses.fields(group)]
     missing = {option.name: "x" for option in options if option.default is dataclasses.MISSING}
-    missing |= {"reward_fn": "f.py"} if any(option.name == "reward_fn" for option in options) else {}
+    needed = {"reward_fn": "f.py", "prompt_data": "x"}
+    missing |= {option.name: needed[option.name] for option in options if option.name in needed}
     for option in options:
         if "float" in str(option.type):
             pair = option.default if isinstance(option.default, tuple) else ()
@@ -631,8 +633,8 @@ def test_secrets_in_urls_are_masked_where_options_are_written(text: str, masked:
 def test_an_option_that_the_command_does_not_have_is_an_error() -> None:
     with pytest.raises(ValueError, match="TrainSFTConfig has no option eps_clip; see --help"):
         from_options(TrainSFTConfig, pretrain="m", dataset="d", eps_clip=0.1)
-    with pytest.raises(TypeError, match="prompt_data"):
-        from_options(TrainPPOConfig, pretrain="m")
+    with pytest.raises(TypeError, match="pretrain"):
+        from_options(TrainPPOConfig, prompt_data="d")
 
 
 def test_a_key_of_wandb_is_in_no_file_and_the_file_reads_back() -> None:

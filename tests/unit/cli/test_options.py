@@ -139,6 +139,7 @@ FLAGS: dict[type, list[Flag]] = {
         ("learning_rate", "actor_learning_rate", ["2e-6"], 2e-6),
         ("learning_rate", "critic_learning_rate", ["0.001"], 0.001),
         ("ppo", "num_episodes", ["2"], 2),
+        ("ppo", "max_steps", ["7"], 7),
         ("ppo", "rollout_batch_size", ["64"], 64),
         ("ppo", "micro_rollout_batch_size", ["3"], 3),
         ("ppo", "n_samples_per_prompt", ["4"], 4),
@@ -485,12 +486,12 @@ def test_several_values_of_a_flag_that_takes_one_are_named_in_one_line(arguments
         ppo(*given, "--seed", "1")
 
 
-@pytest.mark.parametrize(("command", "named"), [(TrainPPOConfig, "--prompt_data"), (TrainSFTConfig, "--dataset")])
+@pytest.mark.parametrize(("command", "named"), [(TrainPPOConfig, "--pretrain"), (TrainSFTConfig, "--dataset")])
 def test_a_missing_required_flag_ends_the_command_and_is_named(
     command: type, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse_options(command, ["--pretrain", "m"])
+        parse_options(command, ["--seed", "1"] if named == "--pretrain" else ["--pretrain", "m"])
     assert ended.value.code == 2
     assert named in capsys.readouterr().err
 
