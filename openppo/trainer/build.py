@@ -26,6 +26,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler
+from openppo.trainer.batches import pack_where_exact, packed_row_length
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer, SignalStop
 from openppo.trainer.components import PPOComponents
@@ -34,9 +35,6 @@ from openppo.trainer.data import PPOData, check_contexts, check_models, critic_s
 from openppo.trainer.engine_check import check_engines, check_hf_engine
 from openppo.trainer.evaluation import Grading
 from openppo.trainer.memory import log_ppo_memory
-from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
-from openppo.trainer.overview.start_table import announce_ppo_start
-from openppo.trainer.packing import pack_where_exact
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.resume.compatible import model_fingerprint, prompts_fingerprint
 from openppo.trainer.source import PromptSource
@@ -46,7 +44,7 @@ from openppo.trainer.startup import (
     on_all_ranks,
     start_trackers,
 )
-from openppo.trainer.token_batches import packed_row_length
+from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
 from openppo.types import Prompt, RolloutSource, StopCheck
 
 logger = logging.getLogger("openppo")
@@ -73,7 +71,7 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """A trainer ready for ``fit()`` or ``step()``. ``ValueError`` names the flag of whatever cannot work.
 
-    ``source`` makes trajectories instead of the one that samples responses to ``--prompt_data`` and scores them.
+    ``source`` makes trajectories in place of responses to ``--prompt_data``.
     """
     strategy = strategy or DeepspeedStrategy(config.deepspeed)
     check_options(config, strategy.comm, own_source=source is not None)
@@ -94,7 +92,6 @@ def build_ppo_trainer(
     longest = longest_sequence(config, actor_config)
     engine = _engine(config, strategy, trained.actor, tokenizer, hooks.stop, longest) if source is None else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
-
     ema = ParameterAverage(trained.actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": trained.actor, "critic": trained.critic}, ema)
     maker, critic_update = _maker(config, strategy, trained, pad_token_id(tokenizer), hooks)
@@ -118,13 +115,14 @@ def build_ppo_trainer(
         stop=hooks.stop,
         estimate=estimate,
     )
-    source = source or PromptSource(config, components)
-    trainer = PPOTrainer(config, components, source, [*callbacks, *_stopping(config)])
+    trainer = PPOTrainer(
+        config, components, source or PromptSource(config, components), [*callbacks, *_stopping(config)]
+    )
     if checkpointer.found is not None:
         trainer.load_checkpoint()
     else:
         checkpointer.set_aside_earlier()
-    announce_ppo_start(config, components, plan, critic="" if critic is None else critic[1], done=trainer.global_step)
+    log_ppo_start(config, components, plan, critic="" if critic is None else critic[1], done=trainer.global_step)
     return trainer
 
 

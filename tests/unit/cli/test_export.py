@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openppo.trainer.resume.checkpointer import stopped
+from openppo.trainer.checkpointer import stopped
 
 from openppo.trainer.resume.export import find_checkpoint
 
