@@ -110,10 +110,10 @@ class TrainPPOConfig(TrainingConfig):
 
     def validate(self, world_size: int, own_source: bool = False) -> None:
         """As of ``TrainingConfig``; a source of trajectories of the caller's needs neither prompts nor rewards."""
+        super().validate(world_size)
         if not own_source:
             require(self.data.prompt_data != "", "No prompts are given: pass --prompt_data FILE.")
             self.rewards.require_source()
-        super().validate(world_size)
         best = self.checkpoint.keep_best or ""
         require(
             "pass@" not in best or self.rewards.pass_threshold(self.evaluation.pass_reward) is not None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from openppo.config import TrainPPOConfig
 from openppo.experience.collate import PER_ROW_FIELDS, idle_experience, join_rows, split_rows
 from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
 from openppo.types import Comm, Experience, SingleProcess
@@ -151,6 +152,13 @@ class ReplayBuffer:
         packed = self.comm.all_gather_object(_pack(self.items))
         device = self.items[0].sequences.device if self.items else torch.device("cpu")
         return [Experience(**row).to(device) for rank in packed for row in _unpack(rank)]
+
+
+def mini_batches(buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int) -> Iterator[MiniBatch]:
+    """The optimizer steps of the global step after ``n_done`` of them, with their samples."""
+    batch, seed = config.batch, config.deepspeed.seed + n_done
+    sizes = batch.train_batch_size, batch.micro_train_batch_size, batch.max_epochs
+    return buffer.mini_batches(*sizes, seed, config.ppo.micro_train_tokens)
 
 
 def _pack(items: list[Experience]) -> tuple[list[int], dict[str, Tensor]]:

@@ -26,17 +26,14 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler
-from openppo.trainer.batches import pack_where_exact, packed_row_length
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer, SignalStop
-from openppo.trainer.checks import check_contexts, check_models, critic_start, longest_sequence
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.critic_step import CriticStep, CriticUpdate
-from openppo.trainer.data import PPOData, load_ppo_data
+from openppo.trainer.critic_step import CriticStep, CriticUpdate, OnePassCritic
+from openppo.trainer.data import PPOData, check_contexts, check_models, critic_start, load_ppo_data, longest_sequence
 from openppo.trainer.engine_check import check_engines, check_hf_engine
 from openppo.trainer.evaluation import Grading
 from openppo.trainer.memory import log_ppo_memory
-from openppo.trainer.one_pass_critic import OnePassCritic
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.resume.compatible import model_fingerprint, prompts_fingerprint
 from openppo.trainer.source import PromptSource
@@ -47,6 +44,7 @@ from openppo.trainer.startup import (
     start_trackers,
 )
 from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
+from openppo.trainer.supervised.batches import pack_where_exact, packed_row_length
 from openppo.types import Prompt, RolloutSource, StopCheck
 
 logger = logging.getLogger("openppo")
@@ -73,10 +71,10 @@ def build_ppo_trainer(
 ) -> PPOTrainer:
     """A trainer ready for ``fit()`` or ``step()``. ``ValueError`` names the flag of whatever cannot work.
 
-    ``source`` makes trajectories instead of the one that samples responses to ``--prompt_data`` and scores them.
+    ``source`` makes trajectories in place of responses to ``--prompt_data``.
     """
     strategy = strategy or DeepspeedStrategy(config.deepspeed)
-    check_options(config, strategy.comm, **({} if source is None else {"own_source": True}))
+    check_options(config, strategy.comm, own_source=source is not None)
     tokenizer, actor_config, critic = check_models(config, strategy)
     data = load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=source is None)
     check_contexts(config, data, critic)
@@ -86,19 +84,14 @@ def build_ppo_trainer(
     estimate = log_ppo_memory(config, data, critic, strategy) if source is None else None
     plan = batch_plan(config, len(data.prompts), strategy.comm.world_size, source_steps(config, source))
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
-    # before the large models: a missing head shows at once
-    scorer = build_scorer(config.rewards, tokenizer, setup) if source is None else None
+    scorer = build_scorer(config.rewards, tokenizer, setup) if source is None else None  # before the large models
     trained = _prepare_models(config, strategy, plan, critic)
-    timer = PhaseTimer(
-        StepProfiler(config.run.save_path, config.tracking, strategy.comm.rank), estimate.peaks if estimate else None
-    )
+    profiler = StepProfiler(config.run.save_path, config.tracking, strategy.comm.rank)
+    timer = PhaseTimer(profiler, estimate.peaks if estimate else None)
     hooks = Hooks(timer, SignalStop(strategy.comm), strategy.uncompiled)
-    engine = None
-    if source is None:
-        longest = longest_sequence(config, actor_config)
-        engine = _engine(config, strategy, trained.actor, tokenizer, hooks.stop, longest)
+    longest = longest_sequence(config, actor_config)
+    engine = _engine(config, strategy, trained.actor, tokenizer, hooks.stop, longest) if source is None else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
-
     ema = ParameterAverage(trained.actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": trained.actor, "critic": trained.critic}, ema)
     maker, critic_update = _maker(config, strategy, trained, pad_token_id(tokenizer), hooks)
@@ -122,8 +115,9 @@ def build_ppo_trainer(
         stop=hooks.stop,
         estimate=estimate,
     )
-    source = source or PromptSource(config, components)
-    trainer = PPOTrainer(config, components, source, [*callbacks, *_stopping(config)])
+    trainer = PPOTrainer(
+        config, components, source or PromptSource(config, components), [*callbacks, *_stopping(config)]
+    )
     if checkpointer.found is not None:
         trainer.load_checkpoint()
     else:

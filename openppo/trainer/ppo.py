@@ -18,7 +18,7 @@ from openppo.tracking.phase import phase
 from openppo.trainer.callbacks import Callback, notify, restore_callbacks
 from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.diagnostics import StepDiagnostics
+from openppo.trainer.sample_log import StepDiagnostics
 from openppo.trainer.update import Update
 from openppo.types import Interrupted, Prompt, PromptRollouts, RolloutSource, Trajectory
 

@@ -68,7 +68,10 @@ class BatchPlan:
 
 
 def batch_plan(config: TrainPPOConfig, n_prompts: int, world_size: int, n_steps: int | None = None) -> BatchPlan:
-    """Plan for ``n_prompts`` prompts (with ``--dynamic_sampling`` an upper bound), or for ``n_steps`` full batches."""
+    """Plan for ``n_prompts`` prompts; with ``--dynamic_sampling`` an upper bound.
+
+    A source without prompts has ``n_steps`` steps, each planned as one of full batches.
+    """
     if n_steps is not None:
         full_batch = _step_plan(config, config.ppo.rollout_batch_size, world_size)
         return BatchPlan(1, [full_batch] * n_steps, config.ppo.max_steps)
@@ -194,14 +197,13 @@ def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, n_prompts: int, ranks: i
     total = count(plan.optimizer_steps(), "optimizer step")
     if (frozen := config.ppo.frozen_actor_steps) > 0:
         total += f", {plan.optimizer_steps(without=frozen):,} of them of the actor"
-    ended = " (--max_steps)" if plan.n_steps == plan.max_steps else ""
-    steps = f"{most}{count(plan.n_steps, 'step')}{ended}, {total}"
     in_all = f"{count(plan.episodes, 'episode')} of {n_prompts:,} prompts in {batches}"
     return [
         ("each step", f"{most}{samples}{kept}"),
         ("experience", passes + each),
         ("training", f"{count(batch.max_epochs, 'epoch')} of {mini} of {size:,} samples, in {micro}{each}"),
-        *([("in all", in_all), ("", steps)] if n_prompts > 0 else [("in all", steps)]),
+        ("in all", in_all if n_prompts else "trajectories of the given source"),
+        ("", f"{most}{count(plan.n_steps, 'step')}, {total}"),
     ]
 
 

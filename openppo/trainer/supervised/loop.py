@@ -24,7 +24,7 @@ from openppo.trainer.callbacks import StopConditions
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.memory import Estimate
 from openppo.trainer.self_check import show_examples
-from openppo.trainer.skipped import SkippedSteps
+from openppo.trainer.update import SkippedSteps
 from openppo.types import Interrupted, NeverStops, StopCheck
 
 logger = logging.getLogger("openppo")

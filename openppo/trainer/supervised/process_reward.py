@@ -14,7 +14,7 @@ from openppo.models.loss import IGNORE_INDEX, PRMLoss
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics
-from openppo.trainer.batches import equal_micro_batches
+from openppo.trainer.supervised.batches import equal_micro_batches
 from openppo.trainer.supervised.loop import ModelCall, SupervisedComponents, SupervisedTrainer
 
 PRM_HEADLINE = ("loss", "accuracy", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate", "time/step_s")

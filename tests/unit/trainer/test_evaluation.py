@@ -107,7 +107,7 @@ class FakeScorer:
         return [
             Score(
                 {"right": float(sum(t.response_ids) % 2), "bonus": float(len(t.response_ids))},
-                [0.1 * token for token in t.response_ids],
+                [0.1 * token for token in t.token_ids],
             )
             for t in trajectories
         ]

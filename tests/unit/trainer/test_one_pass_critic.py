@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker, ReplayBuffer
+from openppo.experience.replay_buffer import mini_batches
 from openppo.models import ScalarHeadModel
 from openppo.tracking import Metrics
-from openppo.trainer.critic_step import CriticStep
-from openppo.trainer.one_pass_critic import OnePassCritic
-from openppo.trainer.update import mini_batches
+from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
 
 CPU = torch.device("cpu")
@@ -63,7 +62,7 @@ def trajectories(n: int) -> list[Trajectory]:
                 mask,
                 [-1.0 * m for m in mask],
                 [0 if m else -1 for m in mask],
-                FinishReason.EOS,
+                FinishReason.STOP,
                 Prompt("", ids[:2]),
                 i,
                 scores={"a": float(i % 3)},
