@@ -29,7 +29,7 @@ from openppo.tracking import (
     set_aside_logs,
     setup_logging,
 )
-from openppo.trainer.stopping import check_conditions
+from openppo.trainer.callbacks import check_conditions
 from openppo.types import Comm
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
@@ -49,8 +49,8 @@ def quiet_libraries() -> None:
     transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error instead of a question on stdin
 
 
-def check_options(config: Any, comm: Comm) -> None:
-    """``config.validate()``, and ``ValueError`` if not all ranks were started with the same options and versions.
+def check_options(config: Any, comm: Comm, **given: bool) -> None:
+    """``config.validate()`` with ``given``, and ``ValueError`` if ranks have different options or versions.
 
     Ranks with another seed or batch size would train something that nobody asked for, or wait for each other forever.
     """
@@ -70,7 +70,7 @@ def check_options(config: Any, comm: Comm) -> None:
         raise ValueError(f"{'; '.join(differences)}: start all ranks alike.")
 
     def check() -> None:
-        config.validate(comm.world_size)  # folders may differ, of which it sees some
+        config.validate(comm.world_size, **given)  # folders may differ, of which it sees some
         check_conditions(config.run.stop_conditions)
         if comm.rank == 0:
             check_run_folder(Path(config.run.save_path), config.output_models)

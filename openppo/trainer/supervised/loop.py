@@ -18,12 +18,11 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress_bar
 from openppo.tracking.phase import begin_step, phase
+from openppo.trainer.callbacks import StopConditions
+from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.memory import Estimate
-from openppo.trainer.resume.checkpointer import Checkpointer, stopped
-from openppo.trainer.resume.final_save import keeping_what_was_trained
 from openppo.trainer.self_check import show_examples
-from openppo.trainer.skipped import SkippedSteps
-from openppo.trainer.stopping import StopConditions
+from openppo.trainer.update import SkippedSteps
 from openppo.types import Interrupted, NeverStops, StopCheck
 
 logger = logging.getLogger("openppo")
@@ -199,7 +198,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         if due and len(self.components.eval_examples) > 0:
             metrics |= self.evaluate()
             if checkpointer is not None:
-                checkpointer.look_at(step, metrics, self.write_model)
+                checkpointer.save_if_best(step, metrics, self.write_model)
         self.stopped_by = self.stopping.first_true(metrics, step)
         if due or self.stopped_by or step % run.logging_steps == 0:
             self.components.trackers.log(step, metrics)
@@ -211,7 +210,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def save(self) -> None:
         """Write the model as a Hugging Face folder with tokenizer."""
         folder = Path(self.config.run.save_path)
-        with keeping_what_was_trained(self.components.checkpointer, self.global_step, self.save_checkpoint):
+        with ensure_checkpoint_on_save_error(self.components.checkpointer, self.global_step, self.save_checkpoint):
             self.write_model(folder)
         logger.info("saved the trained model to %s", folder)
 
@@ -230,7 +229,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def load_checkpoint(self) -> None:
         """Resume from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
         assert self.components.checkpointer is not None
-        state, _ = self.components.checkpointer.load()
+        state = self.components.checkpointer.load()
         self.global_step, self.unreported = state["global_step"], state["unreported"]
         if self.stopping.still_stops(state.get("stopped_by")):
             self.stopped_by = state["stopped_by"]

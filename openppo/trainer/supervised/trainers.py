@@ -18,7 +18,7 @@ from openppo.models.loss import IGNORE_INDEX, LogExpLoss, PairWiseLoss, PRMLoss
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics
-from openppo.trainer.batches import TokenBatch, TokenMicroBatch, equal_micro_batches, token_batch
+from openppo.trainer.supervised.batches import TokenBatch, TokenMicroBatch, equal_micro_batches, token_batch
 from openppo.trainer.supervised.loop import ModelCall, SupervisedComponents, SupervisedTrainer
 from openppo.types import NeverStops
 

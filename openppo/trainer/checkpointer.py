@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run: engines, averages, random numbers, and what the trainer itself has to remember."""
+"""Checkpoints of a whole run: models, averages, random numbers, and the state of the trainer."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
+from openppo.strategy import interrupt
 from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
 from openppo.strategy.checkpoint.engine_state import (
     Fragment,
@@ -34,10 +36,11 @@ from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import set_aside_model
 from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
+from openppo.types import Comm, Interrupted
 
 logger = logging.getLogger("openppo")
 
-_STATE, _RANDOM, _EXTRA = "state.json", "random.safetensors", "extra.safetensors"
+_STATE, _RANDOM = "state.json", "random.safetensors"
 _SLACK_BYTES = 16 * 2**20
 """For what is small: random numbers, the trainer's state, a tokenizer."""
 
@@ -48,6 +51,51 @@ def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
         f"stopped by {signal} after {step} of {total} steps. The same command with --load_checkpoint goes on from "
         f"{checkpoint}; 'openppo export {shlex.quote(str(checkpoint))} FOLDER' makes a model of it"
     )
+
+
+class SignalStop:
+    """``StopCheck`` of signals; where no command has installed handlers for them, it never stops."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def requested(self) -> bool:
+        """Whether this rank has a signal; others may not know yet."""
+        return interrupt.requested() is not None
+
+    def __call__(self) -> None:
+        """Raise ``Interrupted`` on all ranks if one of them has a signal. All ranks call this together."""
+        if not interrupt.installed():
+            return
+        if int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
+            names = self.comm.all_gather_object(interrupt.requested())
+            raise Interrupted(next(name for name in names if name is not None))
+
+
+@contextmanager
+def ensure_checkpoint_on_save_error(
+    checkpointer: Checkpointer | None, step: int, save_checkpoint: Callable[[], Path]
+) -> Iterator[None]:
+    """If saving the model fails, make sure that a checkpoint of ``step`` exists, and name it in the error.
+
+    The block raises ``OSError`` on all ranks or none. ``CheckpointError`` if no checkpoint can be written either.
+    """
+    try:
+        yield
+    except OSError as error:
+        if checkpointer is None:
+            raise
+        try:
+            kept = checkpointer.kept(step) or save_checkpoint()
+        except CheckpointError as failure:
+            raise CheckpointError(
+                f"{error}. Nor could a checkpoint be written, so that what was trained since the last one is lost: "
+                f"{failure}"
+            ) from error
+        raise OSError(
+            f"{error}. All that was trained is in {kept}: make room, or choose another --save_path beside "
+            f"--ckpt_path {kept.parent}, and the same command with --load_checkpoint writes the model."
+        ) from error
 
 
 class Checkpointer:
@@ -146,15 +194,14 @@ class Checkpointer:
         step: int,
         state: Mapping[str, Any],
         write_model: Callable[[Path], None],
-        extra: Mapping[str, Tensor] | None = None,
         random_state: RandomState | None = None,
     ) -> Path:
         """Write a checkpoint of ``step``; ``CheckpointError`` on all ranks if one of them cannot.
 
-        ``state`` of the trainer is JSON, ``extra`` are tensors, both the same on all ranks. ``random_state`` stands for
-        that of now. ``write_model`` writes the Hugging Face folder of ``--save_hf_ckpt``.
+        ``state`` of the trainer is JSON, the same on all ranks. ``write_model`` writes the Hugging Face folder of
+        ``--save_hf_ckpt``. ``random_state`` replaces the current one.
         """
-        self.check_space(sum(tensor.nbytes for tensor in (extra or {}).values()))
+        self.check_space()
         numbers = {role: engine_numbers(engine) for role, engine in self.engines.items()}
         everyones = self.comm.all_gather_object(random_state or get_random_state())
         whole = {**self.identity, "step": step, "engines": numbers, "best": self.best, "trainer": state}
@@ -169,7 +216,6 @@ class Checkpointer:
             if self.strategy.is_main:
                 randoms = {f"{rank}/{name}": t for rank, each in enumerate(everyones) for name, t in each.items()}
                 save_file(randoms, folder / _RANDOM)
-                save_file(dict(extra or {}), folder / _EXTRA)
                 (folder / _STATE).write_text(json.dumps(whole, default=_as_text), encoding="utf-8")
 
         path = self.folder.save(step, write)
@@ -177,8 +223,8 @@ class Checkpointer:
         logger.info("saved a checkpoint of step %d to %s", step, path)
         return path
 
-    def load(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Give engines, averages and random numbers the state of ``found``; returns the trainer's state and extra.
+    def load(self) -> dict[str, Any]:
+        """Give models, averages and random numbers the state of ``found``; returns the trainer's state.
 
         Raises ``ValueError`` if it does not fit this run's models.
         """
@@ -194,7 +240,8 @@ class Checkpointer:
         self._load_random()
         self.last = int(self.state["step"]), self.found
         logger.info("going on from %s", self.found)
-        return self.state["trainer"], load_file(self.found / _EXTRA)
+        trainer: dict[str, Any] = self.state["trainer"]
+        return trainer
 
     def _best_of(self, state: dict[str, Any]) -> float | None:
         """The best score of the run so far, if scores of now can be compared with it."""
@@ -204,7 +251,7 @@ class Checkpointer:
             logger.warning("%s changed: the best model is looked for anew, %.4g is forgotten", names, state["best"])
         return None if changed else state["best"]
 
-    def look_at(self, step: int, metrics: Mapping[str, float], write_model: Callable[[Path], None]) -> None:
+    def save_if_best(self, step: int, metrics: Mapping[str, float], write_model: Callable[[Path], None]) -> None:
         """Keep the model as the best one if ``metrics`` of an evaluation say so."""
         name = self.options.keep_best
         if name is None:
