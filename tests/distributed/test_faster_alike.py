@@ -25,7 +25,7 @@ COMPILED = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("slow", "fast", "more"),
     [
-        pytest.param("", "--compile", "--zero_stage 2", marks=COMPILED),
+        pytest.param("", "--compile", "--zero_stage 2", marks=[COMPILED, pytest.mark.slow]),
         pytest.param("", "--compile", "--zero_stage 0 --gradient_checkpointing", marks=COMPILED),
         ("--old_log_probs recompute", "", "--zero_stage 3 --max_epochs 2"),
         # With a limit on the buffer, though it holds all samples, the critic is asked for values before training.

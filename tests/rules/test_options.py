@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -62,6 +63,7 @@ FLAG = re.compile(r"(?<![\w!-])--([a-z][a-z0-9_-]*)")
 OUR_COMMAND = re.compile(r"openppo(?:\.cli\.| )(\w+)")
 
 
+@cache
 def config_classes(repo: Path) -> dict[str, dict[str, str]]:
     """The dataclasses of the config: class name -> field name -> annotation."""
     files = sorted((repo / "openppo" / "config").glob("*.py"))
@@ -77,6 +79,7 @@ def config_classes(repo: Path) -> dict[str, dict[str, str]]:
     return {name: fields_of(node) for name, node in classes.items()}
 
 
+@cache
 def flags_of(repo: Path, command: str | None = None) -> set[str]:
     """Flags of one command (of all commands when None): field names, and ``no_`` before boolean ones."""
     classes = config_classes(repo)
