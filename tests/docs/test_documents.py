@@ -126,9 +126,27 @@ def write_files(name: str, folder: Path) -> list[str]:
 
 def train(run: Run, folder: Path, lines: Sequence[Sequence[str]]) -> None:
     """Train in a tiny form with each line of flags, all in one process."""
-    small = [[MODELS.get(word, word) for word in line] + SMALL.split() for line in lines]
-    printed = run([sys.executable, "-c", TRAIN, *("\t".join(line) for line in small)], folder)
+    printed = run([sys.executable, "-c", TRAIN, *("\t".join(tiny_words(line)) for line in lines)], folder)
     assert printed.splitlines().count("done") == len(lines)
+
+
+def run_blocks(run: Run, folder: Path, names: Sequence[str], replaced: dict[str, str] | None = None) -> str:
+    """Run the Python blocks of some documents, each on its own, all in one process; what they print."""
+    program = "\n".join(f"exec({block!r}, {{}})" for name in names for block in blocks(name, "python"))
+    for old, new in (replaced or {}).items():
+        assert old in program
+        program = program.replace(old, new)
+    return run([sys.executable, "-c", program], folder)
+
+
+def tiny_words(words: Sequence[str]) -> list[str]:
+    """A documented command in a tiny form."""
+    return [*(MODELS.get(word, word) for word in words), *SMALL.split()]
+
+
+def train_ppo(run: Run, folder: Path, words: Sequence[str]) -> None:
+    """Train with a documented command in a tiny form, in a process of its own."""
+    run([sys.executable, "-m", "openppo.cli.train_ppo", *tiny_words(words)], folder)
 
 
 @pytest.mark.parametrize("name", DOCS)
@@ -155,10 +173,8 @@ def test_names_in_backticks_exist_in_the_code(name: str) -> None:
 
 def test_the_code_of_algorithms_runs(run: Run, tmp_path: Path) -> None:
     """Each block states what the formula above it gives."""
-    code = {name: blocks(name, "python") for name in ALGORITHMS}
-    assert sum(block.count("assert ") for found in code.values() for block in found) > 30
-    program = "\n".join(f"exec({block!r}, {{}})" for found in code.values() for block in found)
-    run([sys.executable, "-c", program], tmp_path)
+    assert sum(block.count("assert ") for name in ALGORITHMS for block in blocks(name, "python")) > 30
+    run_blocks(run, tmp_path, ALGORITHMS)
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"algorithms/index"}))
@@ -196,13 +212,8 @@ def choices(hint: Any) -> list[str]:
 
 def test_the_first_page_runs(run: Run, workshop: Path) -> None:
     train(run, workshop, commands("index", "train_ppo"))
-    loop, loss = blocks("index", "python")
     small = 'max_samples=4, rollout_batch_size=4, train_batch_size=4, generate_max_len=4, pretrain="policy"'
-    for old, new in {'pretrain="MODEL"': small, "REWARD_MODEL": "reward"}.items():
-        assert old in loop
-        loop = loop.replace(old, new)
-    run([sys.executable, "-c", loop], workshop)
-    run([sys.executable, "-c", loss], workshop)
+    run_blocks(run, workshop, ["index"], {'pretrain="MODEL"': small, "REWARD_MODEL": "reward"})
 
 
 def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
@@ -231,14 +242,12 @@ def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
 
 
 def test_internals_run(run: Run, tmp_path: Path) -> None:
-    (block,) = blocks("internals", "python")
-    assert "gradient norm" in run([sys.executable, "-c", block], tmp_path)
+    assert "gradient norm" in run_blocks(run, tmp_path, ["internals"])
 
 
 def test_what_replaces_a_script_of_trl_runs(run: Run, workshop: Path) -> None:
     train(run, workshop, [[*line, "--max_epochs", "1"] for line in commands("trl", "train_ppo")])
-    (block,) = blocks("trl", "python")
-    for old, new in {
+    replaced = {
         '"MODEL"': '"policy"',
         "REWARD_MODEL": "reward",
         "heldout": "prompts",
@@ -247,10 +256,8 @@ def test_what_replaces_a_script_of_trl_runs(run: Run, workshop: Path) -> None:
         "=53": "=4",
         "=10000": "=8",
         "max_epochs=4": "max_epochs=1",
-    }.items():
-        assert old in block
-        block = block.replace(old, new)
-    run([sys.executable, "-c", block], workshop)
+    }
+    run_blocks(run, workshop, ["trl"], replaced)
 
 
 def test_command_and_block_that_replace_a_script_of_trl_ask_for_the_same_run() -> None:
@@ -287,10 +294,9 @@ def test_the_command_of_vllm_is_one() -> None:
 
 def test_the_command_of_checkpoints_runs_and_goes_on(run: Run, workshop: Path) -> None:
     (flags,) = commands("checkpoints", "train_ppo")
-    words = [MODELS.get(word, word) for word in flags] + SMALL.split()
-    words[words.index("--save_steps") + 1] = "1"
+    flags[flags.index("--save_steps") + 1] = "1"
     for _ in range(2):
-        run([sys.executable, "-m", "openppo.cli.train_ppo", *words], workshop)
+        train_ppo(run, workshop, flags)
     assert len((workshop / "ckpt/run/logs/metrics.jsonl").read_text().splitlines()) == 2
     (export,) = commands("checkpoints", "export")
     run([sys.executable, "-m", "openppo.cli.export", *export], workshop)
@@ -300,23 +306,17 @@ def test_the_command_of_checkpoints_runs_and_goes_on(run: Run, workshop: Path) -
 
 def test_a_callback_and_a_condition_end_their_runs(run: Run, workshop: Path) -> None:
     (flags,) = commands("callbacks", "train_ppo")
-    words = [{"kl > 0.2": "kl > -1", **MODELS}.get(word, word) for word in flags] + SMALL.split()
-    run([sys.executable, "-m", "openppo.cli.train_ppo", *words], workshop)
+    train_ppo(run, workshop, [{"kl > 0.2": "kl > -1"}.get(word, word) for word in flags])
     assert len((workshop / "ckpt/stopped/logs/metrics.jsonl").read_text().splitlines()) == 1
-    (block,) = blocks("callbacks", "python")
     small = 'pretrain="policy", rollout_batch_size=4, train_batch_size=4, generate_max_len=4, max_samples=8'
-    for old, new in {'pretrain="MODEL"': small, "REWARD_MODEL": "reward", "10_000_000": "1"}.items():
-        assert old in block
-        block = block.replace(old, new)
-    run([sys.executable, "-c", block], workshop)
+    run_blocks(run, workshop, ["callbacks"], {'pretrain="MODEL"': small, "REWARD_MODEL": "reward", "10_000_000": "1"})
     assert (workshop / "tokens.csv").read_text().startswith("1,")
     assert len((workshop / "tokens.csv").read_text().splitlines()) == 1
     assert (workshop / "ckpt/budget/model.safetensors").is_file()
 
 
 def test_parts_run(run: Run, workshop: Path) -> None:
-    program = "\n".join(f"exec({block!r}, {{}})" for block in blocks("parts", "python"))
-    assert "reward" in run([sys.executable, "-c", program.replace('"MODEL"', '"policy"')], workshop)
+    assert "reward" in run_blocks(run, workshop, ["parts"], {'"MODEL"': '"policy"'})
 
 
 def test_recipes_of_algorithms_run(run: Run, workshop: Path) -> None:
@@ -385,9 +385,8 @@ def test_data_runs(run: Run, workshop: Path) -> None:
 
 def test_lora_runs(run: Run, workshop: Path) -> None:
     train(run, workshop, commands("lora", "train_ppo"))
-    (block,) = blocks("lora", "python")
     (merge,) = commands("lora", "merge_lora")
-    run([sys.executable, "-c", block], workshop)
+    run_blocks(run, workshop, ["lora"])
     run([sys.executable, "-m", "openppo.cli.merge_lora", *merge], workshop)
     assert (workshop / "ckpt/lora_merged/model.safetensors").is_file()
 
@@ -402,7 +401,7 @@ def test_the_dry_run_of_memory_ends_without_a_trace(run: Run, workshop: Path) ->
 
 def test_the_command_of_faults_runs_and_goes_on(run: Run, workshop: Path) -> None:
     (block,) = blocks("faults", "bash")
-    words = [MODELS.get(word, word) for word in shlex.split(block.replace("\\\n", " "))] + SMALL.split()
+    words = tiny_words(shlex.split(block.replace("\\\n", " ")))
     run(words, workshop)
     assert (workshop / "ckpt/elastic/model.safetensors").is_file()
     run(words, workshop)
