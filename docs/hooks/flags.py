@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
-from openppo.cli.shell.commands import commands
+from openppo.__main__ import commands
 
 _LONGEST_CHOICE = 40
 _OPTION = re.compile(r'(?<!">)(<code>--([a-z0-9_]+)(?: [^<]*)?</code>)')  # but not inside a link
@@ -100,9 +100,10 @@ def config_type(command: str) -> type | None:
 
 def docstrings(group: type) -> dict[str, str]:
     """The text below each field of a dataclass, on one line."""
+    bases = [base for base in reversed(group.__bases__) if dataclasses.is_dataclass(base)]
+    found = {name: text for base in bases for name, text in docstrings(base).items()}
     (node,) = ast.parse(inspect.getsource(group)).body
     assert isinstance(node, ast.ClassDef)
-    found = {}
     for field, text in zip(node.body, node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())

@@ -12,10 +12,8 @@ def main() -> None:
 
 
 def _build(config: MergeLoRAConfig) -> Runnable:  # heavy imports after parsing
-    from openppo.models.lora.merge import LoRAMerge
-    from openppo.trainer.startup import quiet_libraries
+    from openppo.models.merge_lora import LoRAMerge
 
-    quiet_libraries()
     return LoRAMerge(config.merge)
 
 

@@ -1,50 +1,34 @@
-"""What a run tells about itself: metrics, timers, trackers, progress, log."""
+"""What a run reports: metrics, timers, trackers, progress, log."""
 
-from openppo.tracking.histogram import Histogram, histogram
-from openppo.tracking.log import get_logger, setup_logging
-from openppo.tracking.metrics import Metrics, Reduction
-from openppo.tracking.profiler import StepProfiler
-from openppo.tracking.progress_bar import ProgressBar, progress_bar
-from openppo.tracking.report.environment import environment, save_environment
-from openppo.tracking.run_folder import check_run_folder, cut_logs, save_config, set_aside_logs, set_aside_model
-from openppo.tracking.timers import PhaseTimer
-from openppo.tracking.trackers import (
-    ConsoleTracker,
-    JSONLTracker,
-    TensorBoardTracker,
-    Tracker,
-    Trackers,
-    WandbTracker,
-    check_trackers,
-    json_form,
-    make_trackers,
+from openppo.tracking.console import (
+    ProgressBar as ProgressBar,
+    get_logger as get_logger,
+    progress_bar as progress_bar,
+    setup_logging as setup_logging,
 )
-
-__all__ = [
-    "ConsoleTracker",
-    "Histogram",
-    "JSONLTracker",
-    "Metrics",
-    "PhaseTimer",
-    "ProgressBar",
-    "Reduction",
-    "StepProfiler",
-    "TensorBoardTracker",
-    "Tracker",
-    "Trackers",
-    "WandbTracker",
-    "check_run_folder",
-    "check_trackers",
-    "cut_logs",
-    "environment",
-    "get_logger",
-    "histogram",
-    "json_form",
-    "make_trackers",
-    "progress_bar",
-    "save_config",
-    "save_environment",
-    "set_aside_logs",
-    "set_aside_model",
-    "setup_logging",
-]
+from openppo.tracking.metrics import (
+    Histogram as Histogram,
+    Metrics as Metrics,
+    Moments as Moments,
+    Reduction as Reduction,
+    histogram as histogram,
+)
+from openppo.tracking.profiler import StepProfiler as StepProfiler
+from openppo.tracking.run_folder import (
+    check_run_folder as check_run_folder,
+    cut_logs as cut_logs,
+    environment as environment,
+    save_config as save_config,
+    save_environment as save_environment,
+    set_aside_logs as set_aside_logs,
+    set_aside_model as set_aside_model,
+)
+from openppo.tracking.timers import PhaseTimer as PhaseTimer
+from openppo.tracking.trackers import check_trackers as check_trackers, make_trackers as make_trackers
+from openppo.tracking.trackers.dashboards import TensorBoardTracker as TensorBoardTracker, WandbTracker as WandbTracker
+from openppo.tracking.trackers.local import (
+    ConsoleTracker as ConsoleTracker,
+    JSONLTracker as JSONLTracker,
+    json_form as json_form,
+)
+from openppo.tracking.trackers.tracker import Tracker as Tracker, Trackers as Trackers

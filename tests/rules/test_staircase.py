@@ -9,17 +9,18 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "openppo"
 
-LEVEL_0 = {"config", "types", "user_code"}
+LEVEL_0 = {"config", "types", "user_code", "lazy"}
 STAIRCASE: dict[str, set[str]] = {
     "config": set(),
     "types": set(),
     "user_code": set(),
+    "lazy": set(),
     "tracking": LEVEL_0,
     "models": LEVEL_0,
     "strategy": LEVEL_0,
     "datasets": LEVEL_0,
     "rollout": LEVEL_0 | {"models", "tracking"},
-    "rewards": LEVEL_0 | {"models", "tracking", "rollout"},
+    "rewards": LEVEL_0 | {"models", "tracking", "datasets"},
     "experience": LEVEL_0 | {"models", "tracking"},
     "trainer": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards", "experience"},
 }

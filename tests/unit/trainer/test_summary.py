@@ -1,0 +1,62 @@
+"""What the table at the start of supervised training counts."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from openppo.config import TrainSFTConfig, from_options
+from openppo.trainer import summary
+
+
+def lines(
+    caplog: pytest.LogCaptureFixture, n: int, total_steps: int, done: int = 0, ranks: int = 1, **options: Any
+) -> dict[str, str]:
+    """The facts below the table of roles, by name."""
+    config = from_options(TrainSFTConfig, pretrain="m", dataset="d", **options)
+    parts = SimpleNamespace(
+        strategy=SimpleNamespace(is_main=True),
+        train_examples=[None] * n,
+        eval_examples=[],
+        engine=SimpleNamespace(module=None),
+        estimate=None,
+    )
+    comm = SimpleNamespace(world_size=ranks)
+    trainer: Any = SimpleNamespace(
+        components=parts, config=config, comm=comm, total_steps=total_steps, global_step=done
+    )
+    with caplog.at_level(logging.INFO, logger="openppo"):
+        summary.log_supervised_start(trainer)
+    names = ("each step", "in all", "resumes")
+    found = (line.strip() for line in caplog.text.splitlines())
+    return {name: line[len(name) :].strip() for line in found for name in names if line.startswith(name)}
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of roles is tested elsewhere."""
+    monkeypatch.setattr(summary, "model_role", lambda *_, **__: summary.Role("model", "m"))
+
+
+def test_the_last_step_of_an_epoch_may_be_small(caplog: pytest.LogCaptureFixture) -> None:
+    found = lines(caplog, 10, 6, train_batch_size=4, micro_train_batch_size=2, max_epochs=2)
+    assert found == {
+        "each step": "4 samples, in 2 micro-batches of up to 2",
+        "in all": "2 epochs of 10 samples, 6 steps",
+    }
+
+
+def test_max_steps_ends_a_run_before_its_epochs(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"train_batch_size": 4, "max_epochs": 2, "max_steps": 5}
+    found = lines(caplog, 10, 5, done=3, **options)
+    assert found["in all"] == "2 epochs of 10 samples, 6 steps; --max_steps ends it after 5"
+    assert found["resumes"] == "after step 3 of 5"
+
+
+def test_ranks_share_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    found = lines(caplog, 3, 1, ranks=2, train_batch_size=8, micro_train_batch_size=1)
+    assert found["each step"] == "3 samples, in 2 micro-batches of up to 1 on each of 2 ranks"
+    assert found["in all"] == "1 epoch of 3 samples, 1 step"
