@@ -74,6 +74,7 @@ def test_phases_accumulate_and_an_outer_phase_contains_its_inner_ones(clock: lis
                 clock[0] += seconds
         clock[0] += 0.5
     timer.count_tokens("generation", 6)
+    timer.count_tokens("never", 5)  # no measured time, no speed
     expected = {"time/generation_s": 3.0, "time/step_s": 3.5, "speed/generation_tokens_per_s": 2.0}
     assert timer.metrics(SingleProcess()) == timer.take_metrics(SingleProcess()) == expected
     assert timer.metrics(SingleProcess()) == {}
