@@ -112,7 +112,7 @@ class TrainPPOConfig(TrainingConfig):
         super().validate(world_size)
         best = self.checkpoint.keep_best or ""
         require(
-            "pass@" not in best or self.rewards.passing(self.evaluation.pass_reward) is not None,
+            "pass@" not in best or self.rewards.pass_threshold(self.evaluation.pass_reward) is not None,
             f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward.",
         )
         self._validate_sizes(self.run.dry_run_ranks or world_size)

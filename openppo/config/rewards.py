@@ -95,7 +95,7 @@ class RewardConfig(Options):
         given = [name for name, source in sources.items() if source is not None]
         return ["reward"] if len(given) == 1 else given
 
-    def passing(self, pass_reward: float | None) -> float | None:
+    def pass_threshold(self, pass_reward: float | None) -> float | None:
         """``--pass_reward``, else 1; None for a model or server, whose scale is its own."""
         learned = self.reward_pretrain or self.remote_rm_url or self.prm_pretrain
         return pass_reward if pass_reward is not None or learned else 1.0

@@ -9,18 +9,16 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
 from openppo.config import declared_options, flat_dict, parse_template_kwargs, rules_of
-from openppo.models.loading import context_length, load_tokenizer, rescaled_positions
+from openppo.models.pretrained import context_length, load_tokenizer, rescaled_positions
 from openppo.tracking import (
     Trackers,
     check_run_folder,
@@ -193,15 +191,3 @@ def _alone_up_to(text: PreTrainedConfig) -> Iterator[tuple[int, str]]:
         yield text.floor_scale - 1, "attention temperatures, which count columns,"
     if getattr(text, "keep_window_size", None):  # Doge
         yield text.keep_window_size, "dynamic masks"
-
-
-@contextmanager
-def naming_model(flag: str, name: str, role: str = "") -> Iterator[None]:
-    """Whatever goes wrong while a model is loaded, as a ``ValueError`` that starts with its flag; and a log line."""
-    logger.info("loading %s %s%s", flag, name, f" for the {role}" if role else "")
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{flag} {error}" if str(error).startswith(name) else f"{flag} {name}: {error}") from error
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{flag} {name}: its weights cannot be read ({error}). Check the folder.") from error

@@ -1,10 +1,10 @@
-"""From options to the sources of rewards of a run: what is cheap to check comes first, models come last."""
+"""Options to the sources of rewards of a run. Cheap checks come first, models last."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,54 +17,65 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo.config import RewardConfig, Verifier
 from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
+from openppo.datasets.templates import text_of
 from openppo.models.actor import Actor
-from openppo.models.loading import check_model, check_token_ids, context_length, load_tokenizer, pad_token_id
+from openppo.models.loading import model_error_context
 from openppo.models.padding import MicroBatchSize
-from openppo.models.process_reward import ProcessRewardModel
-from openppo.models.scalar_head import get_llm_for_sequence_regression
-from openppo.models.trust import RefusedError
-from openppo.rewards.calling import load_reward_function
-from openppo.rewards.function import FunctionScorer
+from openppo.models.pretrained import (
+    UntrustedModelError,
+    check_model,
+    check_token_ids,
+    context_length,
+    load_tokenizer,
+    pad_token_id,
+)
+from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
+from openppo.rewards.function import FunctionScorer, load_reward_function
 from openppo.rewards.http import RemoteScorer
 from openppo.rewards.model import ModelScorer, Normalization, stored_normalization
 from openppo.rewards.process import ProcessScorer, StepText
 from openppo.rewards.rendering import PolicyTokens, RewardModelText
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
-from openppo.trainer.packing import pack_where_exact
-from openppo.trainer.startup import check_same, naming_model, on_all_ranks
 from openppo.types import Comm, Prompt, Trajectory
 
 logger = logging.getLogger("openppo")
 
 
+def _call(load: Callable[[], Any]) -> Any:
+    return load()
+
+
 @dataclass(frozen=True)
 class ScorerSetup:
-    """What the sources of rewards need to know of the run that they are for."""
+    """What the sources of rewards need to know of their run.
+
+    ``prepare_frozen`` brings a module that is only evaluated to the device, partitioned if need be. ``prompts`` are all
+    that will be scored: their columns, labels and chats are checked. ``actor`` is ``--pretrain``, whose token ids the
+    trajectories hold. ``size`` is that of a forward. ``normalize`` uses the reward model's stored mean and std.
+    ``collective`` calls a function and raises its ``ValueError`` on all ranks, ``check_same`` raises one if ranks read
+    other contents; ``pack_where_exact`` lets a model (and its engine) drop padding.
+    """
 
     comm: Comm
     device: torch.device
     prepare_frozen: Callable[[nn.Module], Any]
-    """Brings a module that is only evaluated to the device, partitioned if need be (``DeepspeedStrategy`` has it)."""
     prompts: Sequence[Prompt]
-    """All prompts that will be scored: their columns, labels and chats are checked."""
     actor: str
-    """``--pretrain``: the model whose token ids the trajectories hold."""
     size: MicroBatchSize
-    """Of one forward."""
     bf16: bool = False
     flash_attn: bool = False
     value_head_prefix: str = "score"
     normalize: bool = False
-    """Use the mean and std that the reward model stores."""
     input_template: str | None = None
-    """``--input_template`` of the prompts."""
     trust_remote_code: bool = False
-    """Models may run code of their own."""
+    collective: Callable[[Callable[[], Any]], Any] = _call
+    check_same: Callable[[Mapping[str, Any]], None] | None = None
+    pack_where_exact: Callable[[Any, Any, torch.device, str], None] | None = None
 
 
 def build_scorer(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> Scorer:
-    """The scorer of all sources that are given; ``ValueError`` names the flag of whatever cannot work.
+    """Scorer of all sources that are given; ``ValueError`` names the flag of whatever cannot work.
 
     ``tokenizer`` is the policy's. A single source without names of its own gives rewards named "reward"; of several
     they are named "reward_fn", "remote", like the verifier, "reward_model", "prm".
@@ -106,8 +117,9 @@ def _function(
     name: str,
 ) -> Scorer:
     columns = {column for prompt in setup.prompts for column in prompt.row}
-    function = on_all_ranks(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
-    check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
+    function = setup.collective(lambda: load_reward_function(location, columns, flag, default_name))
+    if setup.check_same is not None:
+        setup.check_same({flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
     logger.info("%s is called with %s", function.source, function.describe())
     return FunctionScorer(
         function,
@@ -146,7 +158,7 @@ def _reward_model(
     if setup.normalize:
         remedy = "Train it with openppo.cli.train_rm, which stores them, or use --reward_normalizer running."
         normalization = stored_normalization(config, f"{flag} {model}", remedy)
-    with naming_model(flag, model, "reward model"):
+    with model_error_context(flag, model, "reward model"):
         reward = get_llm_for_sequence_regression(
             model,
             "reward",
@@ -156,18 +168,10 @@ def _reward_model(
             trust_remote_code=setup.trust_remote_code,
         )
     frozen = setup.prepare_frozen(reward)
-    if setup.flash_attn:
-        pack_where_exact(reward, frozen, setup.device, "reward model")
-    return ModelScorer(
-        frozen,
-        setup.size,
-        pad_token_id(own or tokenizer),
-        setup.comm,
-        setup.device,
-        name,
-        read,
-        normalization,
-    )
+    if setup.pack_where_exact is not None:
+        setup.pack_where_exact(reward, frozen, setup.device, "reward model")
+    pad = pad_token_id(own or tokenizer)
+    return ModelScorer(frozen, setup.size, pad, setup.comm, setup.device, name, read, normalization)
 
 
 def _reader(
@@ -175,7 +179,7 @@ def _reader(
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Callable[[Trajectory], list[int]]]:
     """A reward model's config, its tokenizer if it does not read the policy's ids, and what it reads of a sample."""
     flag, named = "--reward_pretrain", f"--reward_pretrain {model}"
-    config = on_all_ranks(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
+    config = setup.collective(lambda: check_model(model, flag, setup.trust_remote_code))
     own, context = own_tokenizer(flag, model, setup.actor, tokenizer, setup.trust_remote_code), context_length(config)
     text: Callable[[Trajectory], list[int]] = PolicyTokens(tokenizer, named, context)
     if own is not None:
@@ -196,7 +200,7 @@ def _process_reward_model(
 ) -> Scorer:
     """A frozen process reward model, which reads prompt and response as ``train_prm`` renders lists of steps."""
     flag, trust = "--prm_pretrain", setup.trust_remote_code
-    config = on_all_ranks(setup.comm, lambda: check_model(model, flag, trust))
+    config = setup.collective(lambda: check_model(model, flag, trust))
     context = context_length(config)
     own = load_tokenizer(model, flag, trust_remote_code=trust)
     chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
@@ -212,7 +216,7 @@ def _process_reward_model(
     def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
         question: Any = prompt.messages or prompt.text
         if prompt.messages and not chat:
-            question = STEP_SEPARATOR.join(message["content"] or "" for message in prompt.messages)
+            question = STEP_SEPARATOR.join(text_of(message["content"]) for message in prompt.messages)
         ids, places = encode(question, steps)
         check_token_ids(config, f"{flag} {model}", own, [ids, [good, bad]])
         return ids, places
@@ -223,19 +227,11 @@ def _process_reward_model(
         except ValueError as error:  # a chat template may refuse its roles
             raise ValueError(f"{flag} {model}: {error}") from error
     text = StepText(tokenizer, own, render, source.step_separator, f"{flag} {model}", context)
-    with naming_model(flag, model, "process reward model"):
+    with model_error_context(flag, model, "process reward model"):
         policy = Actor(model, bf16=setup.bf16, flash_attn=setup.flash_attn, trust_remote_code=trust)
         judge = ProcessRewardModel(policy.model)
-    return ProcessScorer(
-        setup.prepare_frozen(judge),
-        text,
-        (good, bad),
-        source,
-        setup.size,
-        setup.comm,
-        setup.device,
-        name,
-    )
+    frozen = setup.prepare_frozen(judge)
+    return ProcessScorer(frozen, text, (good, bad), source, setup.size, setup.comm, setup.device, name)
 
 
 def own_tokenizer(
@@ -247,7 +243,7 @@ def own_tokenizer(
     """
     try:
         own = load_tokenizer(model, flag, trust_remote_code=trust_remote_code)
-    except RefusedError:
+    except UntrustedModelError:
         raise
     except ValueError as error:
         sizes = _embeddings(model, flag, trust_remote_code), _embeddings(actor, "--pretrain", trust_remote_code)

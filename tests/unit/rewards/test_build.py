@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from openppo.config import RewardConfig
 from openppo.models.padding import MicroBatchSize
 from openppo.rewards import CombinedScorer, FunctionScorer, ModelScorer, Scorer, VerifiableScorer
-from openppo.trainer import build_scorer as module
-from openppo.trainer.build_scorer import ScorerSetup, build_scorer
+from openppo.rewards import build as module
+from openppo.rewards.build import ScorerSetup, build_scorer
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
 
 LETTERS = string.ascii_lowercase + " "
@@ -93,7 +93,8 @@ def trajectory(response: str, prompt: Prompt = PROMPTS[0]) -> Trajectory:
     """A finished response, in the actor's tokens."""
     ids = prompt.token_ids + make_tokenizer(LETTERS)(response)["input_ids"] + [1]
     n = len(ids)
-    return Trajectory(ids, [True] * n, [0.0] * n, [0] * n, FinishReason.EOS, prompt, group=0)
+    mask = [place >= len(prompt.token_ids) for place in range(n)]
+    return Trajectory(ids, mask, [0.0] * n, [0] * n, FinishReason.STOP, prompt, group=0)
 
 
 def test_a_single_source_gives_a_reward_named_reward(build: Callable[..., Scorer]) -> None:
@@ -166,7 +167,7 @@ def test_a_functions_options_reach_it(build: Callable[..., Scorer], folder: Path
     )
     scorer = build(reward_fn="M/steps.py", step_separator="z", reward_error_value=-3.0, reward_weights=("reward=0.5",))
     first, second = scorer.score([trajectory("azbz"), trajectory("")])
-    assert first.token_rewards == [0.5, 0.0, 0.5, 0.0, 0.0]
+    assert first.token_rewards == [*[0.0] * len(PROMPTS[0].token_ids), 0.5, 0.0, 0.5, 0.0, 0.0]
     assert (second.rewards, second.failed) == ({"reward": -3.0}, True)
 
 

@@ -1,17 +1,23 @@
-"""Attention on CPUs where it is faster than torch's SDPA: of decode steps in float32, causal in bfloat16."""
+"""Attention where torch's SDPA is slow, as transformers calls it.
+
+On CPUs of decode steps in float32, and causal in bfloat16; on GPUs of grouped heads in float32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-_NAME = "openppo_cpu"
+_CPU_NAME = "openppo_cpu"
+_GPU_NAME = "openppo_cuda"
+_OLDEST_WITH_FLASH = (8, 0)
 _BLOCK = 64
 """Queries at a time; of the keys after them nothing is computed."""
 _LONGEST = 1024
@@ -21,13 +27,15 @@ _LONGEST_WITH_AMX = 512
 _SCORES = 1 << 20
 """Scores at a time, about: 4 MiB in float32."""
 
+Capability = tuple[int, int]
+
 
 def use_cpu_attention(model: PreTrainedModel) -> None:
     """Replace SDPA in a model on CPUs."""
     if not torch.cuda.is_available() and model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(_NAME, _attend)
-        AttentionMaskInterface.register(_NAME, sdpa_mask)
-        model.set_attn_implementation(_NAME)
+        AttentionInterface.register(_CPU_NAME, _attend_on_cpu)
+        AttentionMaskInterface.register(_CPU_NAME, sdpa_mask)
+        model.set_attn_implementation(_CPU_NAME)
 
 
 def kept_in_bfloat16(n_rows: int, heads: int, length: int) -> int:
@@ -35,7 +43,7 @@ def kept_in_bfloat16(n_rows: int, heads: int, length: int) -> int:
     return torch.bfloat16.itemsize * _n_weights(n_rows, heads, length) if length <= _longest() else 0
 
 
-def _attend(
+def _attend_on_cpu(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Heads (B, H, L, D) to outputs (B, L, H, D), as transformers calls it."""
@@ -216,3 +224,47 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, T
 
 
 causal_operator.register_autograd(_differentiate, setup_context=_keep)
+
+
+def use_cuda_attention(model: PreTrainedModel) -> None:
+    """Replace SDPA in a model on GPUs, if its dtype and the GPU need it."""
+    if not torch.cuda.is_available() or model.config._attn_implementation != "sdpa":
+        return
+    capability = torch.cuda.get_device_capability()
+    if repeats_keys(model.dtype, capability, masked=False):
+        AttentionInterface.register(_GPU_NAME, partial(_attend_on_gpu, capability))
+        AttentionMaskInterface.register(_GPU_NAME, sdpa_mask)
+        model.set_attn_implementation(_GPU_NAME)
+
+
+def repeats_keys(dtype: torch.dtype, capability: Capability, masked: bool) -> bool:
+    """Whether grouped heads need repeated keys for a fast kernel.
+
+    Only FlashAttention takes grouped heads: in half precision, from sm_80 on, and without a mask. Under a mask
+    transformers does what is needed by itself.
+    """
+    in_flash = dtype in (torch.bfloat16, torch.float16) and capability >= _OLDEST_WITH_FLASH
+    return not masked and not in_flash
+
+
+def _attend_on_gpu(
+    capability: Capability,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of (B, H, L, D) to keys (B, G, L, D): (B, L, H, D)."""
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1 or not repeats_keys(query.dtype, capability, attention_mask is not None):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if query.shape[2] == 1:  # under a mask, even of nothing, the queries of a group share their keys without a copy
+        all_keys = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=key.device)
+        return sdpa_attention_forward(module, query, key, value, all_keys, **options)
+    if options.get("is_causal") is None:
+        options["is_causal"] = bool(getattr(module, "is_causal", True))
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    no_module: Any = None  # its groups would reach SDPA
+    return sdpa_attention_forward(no_module, query, key, value, None, **options)

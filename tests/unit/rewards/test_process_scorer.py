@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from openppo.config import ProcessConfig, RewardConfig, SupervisedConfig
 from openppo.datasets import load_process_examples, number_rows, render_prompt
 from openppo.models.padding import MicroBatchSize
+from openppo.rewards.build import ScorerSetup, build_scorer
 from openppo.rewards.process import ProcessScorer
-from openppo.trainer.build_scorer import ScorerSetup, build_scorer
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz#+-\n "
@@ -77,8 +77,9 @@ def test_scoring_reads_what_training_reads(
     content = template.replace("{}", QUESTION) if template else QUESTION
     prompt = Prompt(text, ids, messages=[{"role": "user", "content": content}] if policy_chats else None)
     ids = [*ids, *policy("\n\n".join(STEPS))["input_ids"], policy.eos_token_id]
-    rest: Any = ([True] * len(ids), [0.0] * len(ids), [0] * len(ids))
-    response = Trajectory(ids, *rest, FinishReason.EOS, prompt, group=0)
+    mask = [place >= len(prompt.token_ids) for place in range(len(ids))]
+    rest: Any = (mask, [0.0] * len(ids), [0] * len(ids))
+    response = Trajectory(ids, *rest, FinishReason.STOP, prompt, group=0)
 
     scorer = scorer_of(judge, policy, [prompt], template, prm_apply_chat_template=judge_chats)
     assert isinstance(scorer, ProcessScorer)
@@ -88,7 +89,7 @@ def test_scoring_reads_what_training_reads(
     [example], _ = load_process_examples(rows, own, supervised, ProcessConfig(placeholder_token="#"))
     assert read.token_ids == example.token_ids
     assert read.places == [t for t, label in enumerate(example.labels) if label != -100]
-    assert read.ends == [2, 11, 18]
+    assert read.ends == [len(prompt.token_ids) + end for end in (2, 11, 18)]
     assert set(scorer.score([response])[0].rewards) == set()
 
 

@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openppo.config import MergeConfig
-from openppo.models.loading import check_model, load_causal_lm, load_tokenizer
-from openppo.models.lora.folder import HEAD_TASK, is_peft_folder, task_of
+from openppo.models.adapters import HEAD_TASK
+from openppo.models.loading import load_causal_lm
+from openppo.models.pretrained import check_model, is_peft_folder, load_tokenizer, task_of
 from openppo.models.scalar_head import load_classifier
 
 logger = logging.getLogger("openppo")
