@@ -11,7 +11,7 @@ from typing import Generic, TypeVar, overload
 
 from tqdm import tqdm
 
-from openppo.tracking.phase import position
+from openppo.tracking.phase import current
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class ProgressBar(Generic[T]):
     def update(self, n: int = 1) -> None:
         """Say that ``n`` more are done."""
         self._done += n
-        position.tick()
+        current.progress()
         self._bar.update(n)
         if self._lines and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._write_line()

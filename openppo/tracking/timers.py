@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from openppo.tracking.phase import begin_step
-from openppo.tracking.phase import phase as position_phase
+from openppo.tracking.phase import phase as current_phase
 from openppo.tracking.profiler import NoProfiler, StepProfiler
 from openppo.types import Comm
 
@@ -32,13 +32,13 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the ``with`` block to phase ``name``, which is also this process's position."""
+        """Add the time of the ``with`` block to phase ``name``, which is also the current phase of this process."""
         assert name not in self._running, f"phase {name} is already running"
         self._look_at_gpu()
         self._running.add(name)
         start = time.perf_counter()
         try:
-            with position_phase(name), self._profiler.phase(name):
+            with current_phase(name), self._profiler.phase(name):
                 yield
                 self._look_at_gpu()  # not after an exception: the report names the peak
         finally:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from openppo.tracking.histogram import Histogram
 from openppo.tracking.log import get_logger
-from openppo.tracking.phase import position
+from openppo.tracking.phase import current
 
 
 class Tracker(Protocol):
@@ -81,12 +81,12 @@ class Trackers:
     ) -> None:
         closed = False
         if isinstance(error, Exception):
-            position.failing = (error, time.monotonic())
+            current.failing = (error, time.monotonic())
         try:
             self.close()
             closed = True
         finally:
-            position.failing = None
+            current.failing = None
             if error is not None and not closed:
                 raise error  # what ended the run; that closing failed too is its context
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from openppo.strategy import interrupt
+from openppo.strategy import signals
 from openppo.types import Comm, Interrupted
 
 
@@ -16,12 +16,12 @@ class SignalStop:
 
     def requested(self) -> bool:
         """Whether this rank knows of a signal; others may not know yet."""
-        return interrupt.requested() is not None
+        return signals.requested() is not None
 
     def __call__(self) -> None:
         """Raise ``Interrupted`` on all ranks if one of them knows of a signal. All ranks call this together."""
-        if not interrupt.installed():
+        if not signals.installed():
             return
         if int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
-            names = self.comm.all_gather_object(interrupt.requested())
+            names = self.comm.all_gather_object(signals.requested())
             raise Interrupted(next(name for name in names if name is not None))

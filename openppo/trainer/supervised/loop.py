@@ -98,7 +98,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def fit(self) -> None:
         """Train, evaluate when due, and save to ``save_path``.
 
-        A signal (see ``openppo.strategy.interrupt``) ends it early, with a checkpoint instead of a trained model.
+        A signal (see ``openppo.strategy.signals``) ends it early, with a checkpoint instead of a trained model.
         """
         with self.components.trackers:
             try:
