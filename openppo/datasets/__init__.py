@@ -1,52 +1,40 @@
 """Rows -> examples: loading, templates, prompts, supervised and preference examples, the order of batches."""
 
-from openppo.datasets.formats import Row
-from openppo.datasets.loading import (
-    ShowRows,
-    SourceRow,
-    load_mixed_rows,
-    load_rows,
-    naming_row,
-    number_rows,
-    require_column,
-)
-from openppo.datasets.preference import PreferenceExample, load_preferences
-from openppo.datasets.process import ProcessExample, StepEncoder, load_process_examples, single_token_id
-from openppo.datasets.prompts import PromptOptions, PromptSet, load_prompts
-from openppo.datasets.sampler import BatchSampler, cyclic_batches, shard
-from openppo.datasets.sft import load_documents, load_sft_examples
-from openppo.datasets.shapes import RowFields, RowReader
-from openppo.datasets.templates import TokenExample, render_prompt, render_whole
-from openppo.datasets.turns import render_conversation, render_response
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BatchSampler",
-    "PreferenceExample",
-    "ProcessExample",
-    "PromptOptions",
-    "PromptSet",
-    "Row",
-    "RowFields",
-    "RowReader",
-    "ShowRows",
-    "SourceRow",
-    "StepEncoder",
-    "TokenExample",
-    "cyclic_batches",
-    "load_documents",
-    "load_mixed_rows",
-    "load_preferences",
-    "load_process_examples",
-    "load_prompts",
-    "load_rows",
-    "load_sft_examples",
-    "naming_row",
-    "number_rows",
-    "render_conversation",
-    "render_prompt",
-    "render_response",
-    "render_whole",
-    "require_column",
-    "shard",
-    "single_token_id",
-]
+from openppo.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from openppo.datasets.formats import Row as Row
+    from openppo.datasets.loading import (
+        ShowRows as ShowRows,
+        SourceRow as SourceRow,
+        load_mixed_rows as load_mixed_rows,
+        load_rows as load_rows,
+        naming_row as naming_row,
+        number_rows as number_rows,
+        require_column as require_column,
+    )
+    from openppo.datasets.preference import PreferenceExample as PreferenceExample, load_preferences as load_preferences
+    from openppo.datasets.process import (
+        ProcessExample as ProcessExample,
+        StepEncoder as StepEncoder,
+        load_process_examples as load_process_examples,
+        single_token_id as single_token_id,
+    )
+    from openppo.datasets.prompts import (
+        PromptOptions as PromptOptions,
+        PromptSet as PromptSet,
+        load_prompts as load_prompts,
+    )
+    from openppo.datasets.sampler import BatchSampler as BatchSampler, cyclic_batches as cyclic_batches, shard as shard
+    from openppo.datasets.sft import load_documents as load_documents, load_sft_examples as load_sft_examples
+    from openppo.datasets.shapes import RowFields as RowFields, RowReader as RowReader
+    from openppo.datasets.templates import (
+        TokenExample as TokenExample,
+        render_prompt as render_prompt,
+        render_whole as render_whole,
+    )
+    from openppo.datasets.turns import render_conversation as render_conversation, render_response as render_response
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

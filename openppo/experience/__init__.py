@@ -1,52 +1,26 @@
 """From trajectories to experience: token rewards, advantages, the maker and the replay buffer."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from openppo.experience.advantages import (
-        get_advantages_and_returns,
-        get_cumulative_returns,
-        length_adaptive_lambda,
+        get_advantages_and_returns as get_advantages_and_returns,
+        get_cumulative_returns as get_cumulative_returns,
+        length_adaptive_lambda as length_adaptive_lambda,
     )
-    from openppo.experience.estimators import ESTIMATORS, Estimator, compute_advantages
-    from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
-    from openppo.experience.maker import ExperienceMaker
-    from openppo.experience.replay_buffer import ReplayBuffer
-    from openppo.experience.token_rewards import compute_reward
+    from openppo.experience.estimators import (
+        ESTIMATORS as ESTIMATORS,
+        Estimator as Estimator,
+        compute_advantages as compute_advantages,
+    )
+    from openppo.experience.kl_controller import (
+        AdaptiveKLController as AdaptiveKLController,
+        FixedKLController as FixedKLController,
+    )
+    from openppo.experience.maker import ExperienceMaker as ExperienceMaker
+    from openppo.experience.replay_buffer import ReplayBuffer as ReplayBuffer
+    from openppo.experience.token_rewards import compute_reward as compute_reward
 
-_HOME = {
-    "AdaptiveKLController": "kl_controller",
-    "ESTIMATORS": "estimators",
-    "Estimator": "estimators",
-    "ExperienceMaker": "maker",
-    "FixedKLController": "kl_controller",
-    "ReplayBuffer": "replay_buffer",
-    "compute_advantages": "estimators",
-    "compute_reward": "token_rewards",
-    "get_advantages_and_returns": "advantages",
-    "get_cumulative_returns": "advantages",
-    "length_adaptive_lambda": "advantages",
-}
-
-__all__ = [
-    "ESTIMATORS",
-    "AdaptiveKLController",
-    "Estimator",
-    "ExperienceMaker",
-    "FixedKLController",
-    "ReplayBuffer",
-    "compute_advantages",
-    "compute_reward",
-    "get_advantages_and_returns",
-    "get_cumulative_returns",
-    "length_adaptive_lambda",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,57 +1,30 @@
 """Actor, critic, reward model and losses. Names load on first use, so a loss costs torch only."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.models.actor import Actor
-    from openppo.models.loss import GPTLMLoss, LogExpLoss, PairWiseLoss, PolicyLoss, PRMLoss, ValueLoss
-    from openppo.models.masked import compute_approx_kl, masked_mean
-    from openppo.models.policy_losses import POLICY_LOSSES, CISPOLoss, GSPOLoss, policy_loss, token_weights
-    from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
+    from openppo.models.actor import Actor as Actor
+    from openppo.models.loss import (
+        GPTLMLoss as GPTLMLoss,
+        LogExpLoss as LogExpLoss,
+        PairWiseLoss as PairWiseLoss,
+        PolicyLoss as PolicyLoss,
+        PRMLoss as PRMLoss,
+        ValueLoss as ValueLoss,
+    )
+    from openppo.models.masked import compute_approx_kl as compute_approx_kl, masked_mean as masked_mean
+    from openppo.models.policy_losses import (
+        POLICY_LOSSES as POLICY_LOSSES,
+        CISPOLoss as CISPOLoss,
+        GSPOLoss as GSPOLoss,
+        policy_loss as policy_loss,
+        token_weights as token_weights,
+    )
+    from openppo.models.scalar_head import (
+        ScalarHeadModel as ScalarHeadModel,
+        get_llm_for_sequence_regression as get_llm_for_sequence_regression,
+    )
 
-_HOME = {
-    "Actor": "actor",
-    "ScalarHeadModel": "scalar_head",
-    "get_llm_for_sequence_regression": "scalar_head",
-    "PolicyLoss": "loss",
-    "ValueLoss": "loss",
-    "GPTLMLoss": "loss",
-    "PairWiseLoss": "loss",
-    "LogExpLoss": "loss",
-    "PRMLoss": "loss",
-    "masked_mean": "masked",
-    "compute_approx_kl": "masked",
-    "CISPOLoss": "policy_losses",
-    "GSPOLoss": "policy_losses",
-    "POLICY_LOSSES": "policy_losses",
-    "policy_loss": "policy_losses",
-    "token_weights": "policy_losses",
-}
-
-__all__ = [
-    "POLICY_LOSSES",
-    "Actor",
-    "CISPOLoss",
-    "GPTLMLoss",
-    "GSPOLoss",
-    "LogExpLoss",
-    "PRMLoss",
-    "PairWiseLoss",
-    "PolicyLoss",
-    "ScalarHeadModel",
-    "ValueLoss",
-    "compute_approx_kl",
-    "get_llm_for_sequence_regression",
-    "masked_mean",
-    "policy_loss",
-    "token_weights",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

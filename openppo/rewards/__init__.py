@@ -1,51 +1,25 @@
 """Where rewards come from: reward models, Python functions, servers, verifiers. Names load on first use."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.rewards.calling import as_reward_function, load_reward_function
-    from openppo.rewards.function import FunctionScorer
-    from openppo.rewards.http import RemoteScorer
-    from openppo.rewards.model import ModelScorer
-    from openppo.rewards.scoring import CombinedScorer, PendingScores, Scorer, check_scores, start_scoring
-    from openppo.rewards.steps import step_ends
-    from openppo.rewards.verifiable import VerifiableScorer
+    from openppo.rewards.calling import (
+        as_reward_function as as_reward_function,
+        load_reward_function as load_reward_function,
+    )
+    from openppo.rewards.function import FunctionScorer as FunctionScorer
+    from openppo.rewards.http import RemoteScorer as RemoteScorer
+    from openppo.rewards.model import ModelScorer as ModelScorer
+    from openppo.rewards.scoring import (
+        CombinedScorer as CombinedScorer,
+        PendingScores as PendingScores,
+        Scorer as Scorer,
+        check_scores as check_scores,
+        start_scoring as start_scoring,
+    )
+    from openppo.rewards.steps import step_ends as step_ends
+    from openppo.rewards.verifiable import VerifiableScorer as VerifiableScorer
 
-_HOME = {
-    "CombinedScorer": "scoring",
-    "FunctionScorer": "function",
-    "ModelScorer": "model",
-    "PendingScores": "scoring",
-    "RemoteScorer": "http",
-    "Scorer": "scoring",
-    "VerifiableScorer": "verifiable",
-    "as_reward_function": "calling",
-    "check_scores": "scoring",
-    "load_reward_function": "calling",
-    "start_scoring": "scoring",
-    "step_ends": "steps",
-}
-
-__all__ = [
-    "CombinedScorer",
-    "FunctionScorer",
-    "ModelScorer",
-    "PendingScores",
-    "RemoteScorer",
-    "Scorer",
-    "VerifiableScorer",
-    "as_reward_function",
-    "check_scores",
-    "load_reward_function",
-    "start_scoring",
-    "step_ends",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

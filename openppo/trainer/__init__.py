@@ -1,38 +1,15 @@
 """The training loops. Names load on first use."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.trainer.build import build_ppo_trainer
-    from openppo.trainer.ppo_trainer import PPOTrainer
-    from openppo.trainer.startup import quiet_libraries
-    from openppo.trainer.supervised.process_reward import ProcessRewardTrainer
-    from openppo.trainer.supervised.reward_model import RewardModelTrainer
-    from openppo.trainer.supervised.sft import SFTTrainer
+    from openppo.trainer.build import build_ppo_trainer as build_ppo_trainer
+    from openppo.trainer.ppo_trainer import PPOTrainer as PPOTrainer
+    from openppo.trainer.startup import quiet_libraries as quiet_libraries
+    from openppo.trainer.supervised.process_reward import ProcessRewardTrainer as ProcessRewardTrainer
+    from openppo.trainer.supervised.reward_model import RewardModelTrainer as RewardModelTrainer
+    from openppo.trainer.supervised.sft import SFTTrainer as SFTTrainer
 
-_HOME = {
-    "PPOTrainer": "ppo_trainer",
-    "ProcessRewardTrainer": "supervised.process_reward",
-    "RewardModelTrainer": "supervised.reward_model",
-    "SFTTrainer": "supervised.sft",
-    "build_ppo_trainer": "build",
-    "quiet_libraries": "startup",
-}
-
-__all__ = [
-    "PPOTrainer",
-    "ProcessRewardTrainer",
-    "RewardModelTrainer",
-    "SFTTrainer",
-    "build_ppo_trainer",
-    "quiet_libraries",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

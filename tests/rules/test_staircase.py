@@ -9,11 +9,12 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "openppo"
 
-LEVEL_0 = {"config", "types", "user_code"}
+LEVEL_0 = {"config", "types", "user_code", "lazy"}
 STAIRCASE: dict[str, set[str]] = {
     "config": set(),
     "types": set(),
     "user_code": set(),
+    "lazy": set(),
     "tracking": LEVEL_0,
     "models": LEVEL_0,
     "strategy": LEVEL_0,
