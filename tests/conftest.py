@@ -1,6 +1,15 @@
-"""Tests marked slow run with --slow only."""
+"""Ways to run programs; tests marked slow run with --slow only."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.fork_server import ENVIRONMENT, REPO, Launcher
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -12,3 +21,65 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """``launcher.run(["-m", "openppo.cli.train_ppo", ...], ranks=2)`` stands for ``subprocess.run``."""
+    started = Launcher()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def launch(launcher: Launcher) -> Callable[..., str]:
+    """``launch(ranks, "script.py" or "-m", ...)`` runs Python, under torchrun unless ``ranks`` is 0, until it ends.
+
+    Returns its output. Fails with it if the exit status is not ``status``. ``real`` starts new processes.
+    """
+
+    def run(ranks: int, *words: object, cwd: Path | None = None, status: int = 0, real: bool = False) -> str:
+        try:
+            done = launcher.run(words, ranks, cwd, real)
+        except subprocess.TimeoutExpired as error:
+            output = error.output.decode(errors="replace") if error.output else ""
+            pytest.fail(f"{error.cmd}\ndid not end within {error.timeout} s. Its output:\n{output}")
+        if done.returncode != status:
+            pytest.fail(f"{done.args}\nended with status {done.returncode}. Its output:\n{done.stdout}")
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run(launcher: Launcher) -> Callable[..., str]:
+    """``run("command line" or [words], folder, NAME=value)`` returns the output of a command that must succeed."""
+
+    def run_in(command: str | list[str], cwd: Path, **env: str) -> str:
+        words = shlex.split(command) if isinstance(command, str) else command
+        if words[0] == sys.executable:
+            done = launcher.run(words[1:], cwd=cwd, separate=True, **env)
+        else:
+            path = {"PATH": f"{launcher.programs()}:{os.environ['PATH']}"}
+            environment = os.environ | ENVIRONMENT | path | env
+            done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+        return done.stdout
+
+    return run_in
+
+
+def build_pages(folder: Path, config: Path = REPO / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
+    """Build the pages as they are published; a warning is an error."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder, "--config-file", config]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages, built without a single warning."""
+    folder = tmp_path_factory.mktemp("site")
+    done = build_pages(folder)
+    assert (done.returncode, "WARNING" in done.stderr) == (0, False), done.stderr
+    return folder

@@ -8,7 +8,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start processes of their 
 ruff check .
 ruff format --check .
 mypy
-NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict # broken links and anchors are errors
 chosen=0 # arguments but for --slow, which is all tests and more
 for argument in "$@"; do
     [ "$argument" = --slow ] || chosen=$((chosen + 1))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +10,6 @@ import pytest
 pytest.importorskip("material", reason="needs mkdocs-material (requirements-dev.txt)")
 By = pytest.importorskip("selenium.webdriver.common.by", reason="needs selenium (requirements-dev.txt)").By
 Wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
-REPO = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def site(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages, built only where there is a browser."""
-    folder = tmp_path_factory.mktemp("site")
-    environment = os.environ | {"PYTHONPATH": str(REPO), "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
-    subprocess.run([*command, "--config-file", str(REPO / "mkdocs.yml")], env=environment, check=True)
-    return folder
 
 
 def complaints(browser: Any) -> list[str]:

@@ -1,11 +1,8 @@
-"""Inputs small enough to train on a laptop's CPU in a second, and a way to start several ranks."""
+"""Inputs small enough to train on a laptop's CPU in a second."""
 
 import datetime
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-REPO = Path(__file__).resolve().parents[2]
 LETTERS = "abcdefgh"
 VOCABULARY = ["<pad>", "<eos>", "<unk>", *LETTERS]
-SECONDS_UNTIL_A_HANG_IS_CERTAIN = 900  # other tests run beside it
 
 
 def _write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -88,37 +83,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dated = [{"input": text(1, 9), "label": datetime.date(2026, 11, 1 + i)} for i in range(24)]
     pq.write_table(pa.Table.from_pylist(dated), folder / "dated.parquet")
     return folder
-
-
-@pytest.fixture(scope="session")
-def launch() -> Callable[..., str]:
-    """``launch(ranks, "script.py" or "-m", ...)`` runs Python, under torchrun unless ``ranks`` is 0, until it ends.
-
-    Returns its output. Fails with it if the exit status is not ``status``, or if it does not end.
-    """
-
-    def run(ranks: int, *arguments: object, cwd: Path | None = None, status: int = 0) -> str:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-        command = [sys.executable, *torchrun, *map(str, arguments)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
-        try:
-            done = subprocess.run(
-                command,
-                cwd=cwd,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=SECONDS_UNTIL_A_HANG_IS_CERTAIN,
-            )
-        except subprocess.TimeoutExpired as error:
-            output = error.stdout.decode(errors="replace") if error.stdout else ""
-            pytest.fail(f"{' '.join(command)}\ndid not end within {error.timeout} s. Its output:\n{output}")
-        if done.returncode != status:
-            pytest.fail(f"{' '.join(command)}\nended with status {done.returncode}. Its output:\n{done.stdout}")
-        return done.stdout
-
-    return run
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def sft_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Launch
     arguments = f"""--pretrain {tiny}/actor --dataset {tiny}/sft.jsonl --eval_dataset {tiny}/sft.jsonl
         --max_epochs 3 --train_batch_size 10 --micro_train_batch_size 2 --learning_rate 1e-2
         --zero_stage 3 --gradient_checkpointing --save_path {folder}/model --use_tensorboard {folder}/events"""
-    launch(2, "-m", *command("train_sft", arguments))
+    launch(2, *command("train_sft", arguments))
     return folder
 
 
@@ -55,7 +55,7 @@ def rm_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Launch)
     arguments = f"""--pretrain {tiny}/actor --dataset {tiny}/preference.jsonl --eval_dataset {tiny}/preference.jsonl
         --prompt_key prompt --margin_key margin --max_epochs 8 --train_batch_size 10 --micro_train_batch_size 2
         --learning_rate 1e-2 --zero_stage 2 --save_path {folder}/model"""
-    launch(2, "-m", *command("train_rm", arguments))
+    launch(2, *command("train_rm", arguments))
     return folder
 
 
@@ -69,7 +69,7 @@ def ppo_run(tiny: Path, rm_run: Path, tmp_path_factory: pytest.TempPathFactory, 
         --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --temperature 0.9 --value_clip None
         --reward_clip_range -5 5 --zero_stage 3 --seed 5 --save_value_network --save_path {folder}/model
         --use_tensorboard {folder}/events"""
-    launch(2, "-m", *command("train_ppo", arguments))
+    launch(2, *command("train_ppo", arguments))
     return folder
 
 
@@ -123,7 +123,7 @@ def test_train_rm_learns_and_its_folder_is_a_plain_classifier(rm_run: Path, tiny
 def test_train_rm_takes_the_log_exp_loss(tiny: Path, tmp_path: Path, launch: Launch) -> None:
     arguments = f"""--pretrain {tiny}/reward --dataset {tiny}/preference.jsonl --prompt_key prompt --loss logexp
         --max_epochs 1 --train_batch_size 26 --learning_rate 0 --zero_stage 1 --save_path {tmp_path}/model"""
-    launch(2, "-m", *command("train_rm", arguments))
+    launch(2, *command("train_rm", arguments))
     (line,) = logged(tmp_path / "model")
     gap = line["chosen_reward"] - line["rejected_reward"]
     assert line["loss"] >= math.log1p(math.exp(-gap))  # convex in the gap of each pair
@@ -169,7 +169,7 @@ def test_train_ppo_saves_policy_and_critic(ppo_run: Path, tiny: Path) -> None:
 def test_the_saved_options_repeat_the_run_exactly(ppo_run: Path, tmp_path: Path, launch: Launch) -> None:
     saved = ppo_run / "model" / "logs" / "config.yaml"
     again = f"--config {saved} --save_path {tmp_path}/again --use_tensorboard {tmp_path}/events"
-    launch(2, "-m", *command("train_ppo", again))
+    launch(2, *command("train_ppo", again))
     first, second = (yaml.safe_load(path.read_text()) for path in (saved, tmp_path / "again" / "logs" / "config.yaml"))
     elsewhere = {"save_path": f"{tmp_path}/again", "use_tensorboard": f"{tmp_path}/events"}
     assert second == first | elsewhere
@@ -212,7 +212,7 @@ def test_train_ppo_works_without_torchrun_and_with_a_python_reward(tiny: Path, t
 def test_a_mistake_of_the_user_ends_all_ranks_with_one_line(tiny: Path, tmp_path: Path, launch: Launch) -> None:
     arguments = f"""--pretrain {tiny}/actor --reward_pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl
         --generate_max_len 8"""
-    output = launch(2, "-m", *command("train_ppo", arguments), cwd=tmp_path, status=1)
+    output = launch(2, *command("train_ppo", arguments), cwd=tmp_path, status=1)
     (line,) = (line for line in output.splitlines() if "no scalar head" in line)
     assert line.startswith(f"error: --reward_pretrain {tiny}/actor has no scalar head")
     assert f'File "{PACKAGE}/' not in output  # torchrun prints a traceback of its own

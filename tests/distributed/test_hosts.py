@@ -131,7 +131,7 @@ def test_two_hosts_train_what_one_host_trains(
     assert (first.status, second.status) == (0, 0), first.output + second.output
 
     one = f"{FILES} {PPO} --save_path {tmp_path}/one/model"
-    launch(2 * ranks, "-m", "-m", "openppo.cli.train_ppo", *one.split(), cwd=folders[0])
+    launch(2 * ranks, "-m", "openppo.cli.train_ppo", *one.split(), cwd=folders[0])
     assert logged(saved) == logged(tmp_path / "one" / "model")
     for role in ("model", "model_critic"):
         got = load_file(saved.with_name(role) / "model.safetensors")

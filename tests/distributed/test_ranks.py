@@ -1,7 +1,8 @@
 """The number of ranks never matters: 1, 2 or 4 of them, at each ZeRO stage, in float32 and bfloat16, full and LoRA.
 
 ``test_split.py`` shows on one and two ranks that no way to split a step matters; here is the whole table of ranks and
-what is built on it. What is promised to users is in ``docs/hosts.md``.
+what is built on it. What is promised to users is in ``docs/hosts.md``. Most of the table is slow; every run compares
+four ranks with one, under ZeRO-0 and ZeRO-3.
 """
 
 import itertools
@@ -111,6 +112,26 @@ def reference(case: Case) -> Case:
 
 CASES = [*FLOAT32, *BF16_ALONE, *BF16]
 REFERENCES = list(dict.fromkeys(map(reference, CASES)))
+COMPARED_IN_EVERY_RUN = [
+    *(Case("step", stage, 3, lora=lora) for stage in (0, 3) for lora in (False, True)),
+    *(Case(task, 3, 3) for task in ("function", "verified", "dynamic")),
+    Case("step", 3, ALONE, bf16=True),
+]
+"""On four ranks."""
+IN_EVERY_RUN = {
+    *((4, case) for case in COMPARED_IN_EVERY_RUN),
+    *((1, reference(case)) for case in COMPARED_IN_EVERY_RUN),
+    *((1, case) for case in COMPARED_IN_EVERY_RUN if case.bf16),
+}
+
+
+def table(cases: list[Case], ranks: tuple[int, ...] = RANKS) -> list[Any]:
+    """Parameters ``ranks`` and ``case``, those that every run has first."""
+    both = sorted(itertools.product(ranks, cases), key=lambda pair: pair not in IN_EVERY_RUN)
+    return [
+        pytest.param(n, case, id=f"{n}-{case.name}", marks=() if (n, case) in IN_EVERY_RUN else pytest.mark.slow)
+        for n, case in both
+    ]
 
 
 def arguments_of(case: Case, tiny: Path, folder: Path) -> list[str]:
@@ -144,7 +165,7 @@ def update(folder: Path, start: Path) -> Tensor:
 
 @pytest.fixture(scope="module")
 def folders(
-    tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str], pytestconfig: pytest.Config
 ) -> Callable[[int, bool], Path]:
     """``folders(ranks, bf16)``: what all cases of a dtype left behind on so many ranks; they run in one launch."""
     made: dict[tuple[int, bool], Path] = {}
@@ -162,7 +183,7 @@ def folders(
                     **TASKS[case.task][1],
                 }
                 for case in dict.fromkeys([*CASES, *(REFERENCES if ranks == 1 else [])])
-                if case.bf16 == bf16
+                if case.bf16 == bf16 and (pytestconfig.getoption("slow") or (ranks, case) in IN_EVERY_RUN)
             ]
             (folder / "cases.json").write_text(json.dumps(cases))
             launch(ranks, SCRIPT, folder / "cases.json", folder)
@@ -198,13 +219,7 @@ def distance(first: Tensor, second: Tensor) -> float:
     return float((first - second).norm() / second.norm())
 
 
-def by_name(case: Case) -> str:
-    """The id of a test."""
-    return case.name
-
-
-@pytest.mark.parametrize("case", FLOAT32, ids=by_name)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "case"), table(FLOAT32))
 def test_ranks_and_stages_never_matter_in_float32(
     outcome: Callable[[int, Case], Outcome], ranks: int, case: Case
 ) -> None:
@@ -217,8 +232,7 @@ def test_ranks_and_stages_never_matter_in_float32(
             assert got.metrics[step][name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), (step, name)
 
 
-@pytest.mark.parametrize("case", BF16_ALONE, ids=by_name)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "case"), table(BF16_ALONE))
 def test_ranks_and_stages_never_matter_in_bfloat16_where_forwards_are_the_same(
     outcome: Callable[[int, Case], Outcome], ranks: int, case: Case
 ) -> None:
@@ -232,8 +246,7 @@ def test_ranks_and_stages_never_matter_in_bfloat16_where_forwards_are_the_same(
             assert distance(got.updates[role], want.updates[role]) <= tolerance, role
 
 
-@pytest.mark.parametrize("case", BF16, ids=by_name)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "case"), table(BF16))
 def test_in_bfloat16_another_split_is_another_rounding(
     outcome: Callable[[int, Case], Outcome], ranks: int, case: Case
 ) -> None:
@@ -253,9 +266,11 @@ def step_groups(step: list[dict[str, Any]]) -> list[int]:
     return [sample["group"] for sample in step]
 
 
-@pytest.mark.parametrize("case", REFERENCES, ids=by_name)
-def test_the_updates_are_large_enough_to_tell(outcome: Callable[[int, Case], Outcome], tiny: Path, case: Case) -> None:
-    for role, vector in outcome(1, case).updates.items():
+@pytest.mark.parametrize(("ranks", "case"), table(REFERENCES, ranks=(1,)))
+def test_the_updates_are_large_enough_to_tell(
+    outcome: Callable[[int, Case], Outcome], tiny: Path, ranks: int, case: Case
+) -> None:
+    for role, vector in outcome(ranks, case).updates.items():
         weights = load_file(tiny / {"model": "actor", "model_critic": "reward"}[role] / "model.safetensors")
         size = torch.cat([weight.double().flatten() for weight in weights.values()]).norm()
         assert vector.norm() > 1e-3 * size, role

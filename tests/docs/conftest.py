@@ -1,13 +1,10 @@
-"""A folder with tiny models and data of each kind, and a way to run a command in it."""
+"""A folder with tiny models and data of each kind."""
 
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import string
-import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +19,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-REPO = Path(__file__).parents[2]
 CHAT = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}\n{% endfor %}"
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
-@pytest.fixture(scope="session")
-def run() -> Callable[..., str]:
-    """``run("command line" or [words], folder, NAME=value)`` returns the output of a command that must succeed."""
-
-    def run_in(command: str | list[str], cwd: Path, **env: str) -> str:
-        words = shlex.split(command) if isinstance(command, str) else command
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"} | env
-        done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-        return done.stdout
-
-    return run_in
 
 
 @pytest.fixture(scope="session")

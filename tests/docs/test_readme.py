@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForS
 REPO = Path(__file__).parents[2]
 README = (REPO / "README.md").read_text()
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+Run = Callable[..., str]
 NOT_IN_EVERY_RUN = ("eval_reward",)
 SMALL = shlex.split(
     "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 2 --micro_train_batch_size 2 "
@@ -29,16 +29,8 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def run(command: list[str], cwd: Path, **env: str) -> str:
-    """Output of a command that must succeed."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)} | env
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the commands need: model, reward model, prompts, SFT and preference data, a reward file."""
     folder = tmp_path_factory.mktemp("readme")
     run([sys.executable, str(REPO / "examples/sort_letters.py"), "make", "--out", str(folder), "--seed", "0"], folder)
@@ -92,7 +84,7 @@ def test_every_path_that_the_readme_names_exists() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tiny: Path) -> list[Path]:
+def trained(run: Run, tiny: Path) -> list[Path]:
     """What each training command of README saved."""
     rows = [{"question": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(8)]
     (tiny / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -117,7 +109,7 @@ def test_training_commands_of_the_readme_run(trained: list[Path]) -> None:
         assert len((saved / "logs/metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_evaluation_command_of_the_readme_runs(tiny: Path) -> None:
+def test_evaluation_command_of_the_readme_runs(run: Run, tiny: Path) -> None:
     (block,) = (block for block in blocks("bash") if "openppo.cli.evaluate" in block)
     words = shlex.split(block.replace("\\\n", " "))
     replaced = {"ckpt/ppo": "policy", "256": "4", "python": sys.executable}
@@ -133,7 +125,7 @@ def test_evaluation_command_of_the_readme_runs(tiny: Path) -> None:
         ("train_ppo.sh", " ".join(SMALL)),
     ],
 )
-def test_script_to_copy_runs(script: str, flags: str, tiny: Path) -> None:
+def test_script_to_copy_runs(script: str, flags: str, run: Run, tiny: Path) -> None:
     data = {"DATASET": "preference.jsonl" if "rm" in script else "sft.jsonl", "PROMPT_DATA": "prompts.jsonl"}
     models = {"PRETRAIN": "policy", "REWARD_PRETRAIN": "reward", "SAVE_PATH": f"out/{script}"}
     run(["bash", str(REPO / "examples/scripts" / script), *flags.split()], tiny, GPUS="2", **data, **models)
@@ -148,7 +140,7 @@ def test_loss_block_runs() -> None:
     assert names["loss"].isfinite()
 
 
-def test_own_loop_runs(tiny: Path) -> None:
+def test_own_loop_runs(run: Run, tiny: Path) -> None:
     (block,) = (block for block in blocks("python") if "build_ppo_trainer" in block)
     small = 'label_key="label", max_samples=4, rollout_batch_size=4, train_batch_size=4, generate_max_len=4, '
     block = block.replace('"MODEL"', '"policy"').replace('reward_fn="reward.py",', f'reward_fn="reward.py", {small}')

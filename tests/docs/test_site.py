@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,28 +18,13 @@ import pytest
 from openppo import __version__
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
+from tests.conftest import build_pages
 
 REPO = Path(__file__).parents[2]
 TROUBLE = (REPO / "docs" / "troubleshooting.md").read_text()
 COMMANDS = sorted(file.stem for file in (REPO / "openppo/cli").glob("*.py") if "__main__" in file.read_text())
 VARIABLE = "…"
 """What stands for names and numbers in quoted messages."""
-
-
-def mkdocs(*arguments: str, config: Path = REPO / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
-    """``python -m mkdocs build --strict`` with more arguments."""
-    environment = os.environ | {"PYTHONPATH": str(REPO), "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages, built without a single warning."""
-    folder = tmp_path_factory.mktemp("site")
-    done = mkdocs("--site-dir", str(folder))
-    assert (done.returncode, "WARNING" in done.stderr) == (0, False), done.stderr
-    return folder
 
 
 @pytest.fixture
@@ -59,24 +44,21 @@ def test_each_document_is_a_page(site: Path) -> None:
     assert documents <= pages
 
 
-@pytest.mark.parametrize(
-    ("page", "text", "complaint"),
-    [
-        ("data.md", "[x](no-such-page.md)", "no-such-page.md"),
-        ("data.md", "[x](rewards.md#no-such-part)", "no-such-part"),
-        ("data.md", "[x](flags/train_ppo.md#no_such_flag)", "no_such_flag"),
-        ("algorithms/gae.md", "[x](../../examples/no_such_example.sh)", "no_such_example.sh"),
-        ("forgotten.md", "# A page that no menu has", "forgotten.md"),
-    ],
-)
-def test_a_broken_link_anchor_or_a_forgotten_page_fails_the_build(
-    copy: Path, page: str, text: str, complaint: str
-) -> None:
-    with (copy / "docs" / page).open("a") as file:
-        file.write(f"\n{text}\n")
-    done = mkdocs("--site-dir", str(copy / "site"), config=copy / "mkdocs.yml")
+def test_broken_links_and_anchors_and_a_forgotten_page_fail_the_build(copy: Path) -> None:
+    wrong = [
+        ("data.md", "[x](no-such-page.md)"),
+        ("data.md", "[x](rewards.md#no-such-part)"),
+        ("data.md", "[x](flags/train_ppo.md#no_such_flag)"),
+        ("algorithms/gae.md", "[x](../../examples/no_such_example.sh)"),
+        ("no-such-menu.md", "# A page that no menu has"),
+    ]
+    for page, text in wrong:
+        with (copy / "docs" / page).open("a") as file:
+            file.write(f"\n{text}\n")
+    done = build_pages(copy / "site", copy / "mkdocs.yml")
     assert done.returncode == 1
-    assert complaint in done.stderr
+    for complaint in ("no-such-page.md", "no-such-part", "no_such_flag", "no_such_example.sh", "no-such-menu.md"):
+        assert complaint in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -109,26 +91,21 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_page_of_a_command_has_each_flag_of_its_help(site: Path, command: str) -> None:
+def test_the_page_of_a_command_has_each_flag_of_its_help(run: Callable[..., str], site: Path, command: str) -> None:
     """``--help`` is made by tyro, the page by our own reading of the dataclasses."""
-    words = [sys.executable, "-m", "openppo", command, "--help"]
-    environment = os.environ | {"PYTHONPATH": str(REPO), "COLUMNS": "200"}
-    help_text = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
-    flags = set(
-        re.findall(r"--([a-z]\w*)", "\n".join(re.findall(r"^│ (-\S.*?)(?: {2,}|$)", help_text, flags=re.MULTILINE)))
-    )
+    shown = run([sys.executable, "-m", "openppo", command, "--help"], site, COLUMNS="200")
+    rows = re.findall(r"^│ (-\S.*?)(?: {2,}|$)", shown, flags=re.MULTILINE)
+    flags = set(re.findall(r"--([a-z]\w*)", "\n".join(rows)))
     page = (site / "flags" / f"{command}.html").read_text()
     assert len(flags) > 1
-    missing = {flag for flag in flags if f'id="{flag}"' not in page and not flag.startswith("no_")} - {"help"}
-    assert missing == set()
+    assert {flag for flag in flags if f'id="{flag}"' not in page and not flag.startswith("no_")} <= {"help"}
 
 
 def test_a_row_has_form_default_and_docstring_of_its_field(site: Path) -> None:
     def row(flag: str) -> list[str]:
         (found,) = re.findall(rf'<tr>\s*<td><a id="{flag}".*?</tr>', page, flags=re.DOTALL)
-        return [
-            " ".join(re.sub(r"<[^>]+>", "", cell).split()) for cell in re.findall(r"<td>(.*?)</td>", found, re.DOTALL)
-        ]
+        cells = re.findall(r"<td>(.*?)</td>", found, re.DOTALL)
+        return [" ".join(re.sub(r"<[^>]+>", "", cell).split()) for cell in cells]
 
     page = (site / "flags" / "train_ppo.html").read_text()
     assert row("gamma") == ["--gamma X", "1.0", "Discount per action token."]
@@ -196,15 +173,11 @@ def test_examples_lists_every_script_and_marks_what_was_not_run() -> None:
         assert measured or "not run here" in row, row
 
 
+@pytest.mark.slow
 def test_two_versions_are_kept_beside_each_other(copy: Path) -> None:
     """The commands of docs/versions.md, and a second release, in a repository of its own."""
     (block,) = re.findall(r"```bash\n(.*?)```", (REPO / "docs/versions.md").read_text(), flags=re.DOTALL)
-    identity = {
-        "GIT_AUTHOR_NAME": "a",
-        "GIT_AUTHOR_EMAIL": "a@b",
-        "GIT_COMMITTER_NAME": "a",
-        "GIT_COMMITTER_EMAIL": "a@b",
-    }
+    identity = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | identity | {"PYTHONPATH": str(REPO), "PATH": programs, "NO_MKDOCS_2_WARNING": "1"}
 

@@ -1,10 +1,7 @@
 """A model with random weights, and a way to run the commands that users run."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-REPO = Path(__file__).resolve().parents[2]
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
-SECONDS_UNTIL_A_HANG_IS_CERTAIN = 900  # other tests run beside it
 
 
 @pytest.fixture
@@ -47,23 +42,11 @@ def random_llama(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def run_command(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """``run_command(words, **variables)``: the metrics that a command of the shell logs in the folder ``out``."""
+def run_command(run: Callable[..., str], tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """``run_command(words, **variables)``: the metrics that a command logs in the folder ``out``."""
 
-    def run(words: Sequence[str], **variables: str) -> list[dict[str, Any]]:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for torchrun
-        here = {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            words,
-            cwd=tmp_path,
-            env={**os.environ, **here, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS_UNTIL_A_HANG_IS_CERTAIN,
-        )
-        print(done.stdout)  # pytest shows it when the test fails
-        assert done.returncode == 0
+    def logged(words: list[str], **variables: str) -> list[dict[str, Any]]:
+        run(words, tmp_path, **variables)
         return [json.loads(line) for line in (tmp_path / "out" / "logs" / "metrics.jsonl").read_text().splitlines()]
 
-    return run
+    return logged

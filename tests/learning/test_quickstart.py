@@ -6,9 +6,12 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 REPO = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_ppo_raises_exact_match_of_the_quickstart_by_twenty_points(tmp_path: Path) -> None:
     command = ["bash", str(REPO / "examples/scripts/quickstart.sh"), "1", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600)

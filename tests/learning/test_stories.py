@@ -16,6 +16,7 @@ ASSETS = Path(os.environ.get("OPENPPO_ASSETS", REPO.parent / "shared" / "assets"
 MODEL = ASSETS / "models" / "stories260K"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MODEL.is_dir(), reason=f"no model at {MODEL}; set OPENPPO_ASSETS")
 def test_stories_get_happier_and_stay_likely_under_the_untouched_model(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(REPO / "examples"))

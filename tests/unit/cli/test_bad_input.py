@@ -1,26 +1,23 @@
 """Whatever a user gets wrong ends in one line that names the flag and what to do; never in a traceback.
 
-Most cases run the command inside this process; some, of each kind, as real processes and under torchrun.
+Most cases run the command inside this process; some, of each kind, in one of its own or on several ranks.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-RunCommand = Callable[..., Any]
+from tests.fork_server import REPO, Launcher
 
-REPO = Path(__file__).resolve().parents[3]
+RunCommand = Callable[..., Any]
 
 FILES = {
     "prompts.jsonl": '{"input": "abc", "answer": "d"}\n' * 4,
@@ -769,38 +766,14 @@ def test_a_value_of_the_wrong_kind_or_a_missing_flag_is_named_in_a_box(
     assert "Traceback" not in ended.stderr
 
 
-# Real processes
-
-
-@pytest.fixture(scope="module")
-def processes(
-    models: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
-    """All of ``PROCESSES``, two at a time, each in a folder of its own."""
-    ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    environment = {name: value for name, value in os.environ.items() if name not in ranks}
-    environment |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-
-    def run(case: Case) -> subprocess.CompletedProcess[str]:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.ranks)]
-        start = [sys.executable, *(torchrun if case.ranks else []), "-m", f"openppo.cli.{case.command}"]
-        return subprocess.run(
-            [*start, *case.arguments(models, data)],
-            env=environment,
-            cwd=tmp_path_factory.mktemp("run"),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-
-    with ThreadPoolExecutor(2) as pool:
-        yield {case.name: pool.submit(run, case) for case in PROCESSES}
+# Processes of their own
 
 
 @pytest.mark.parametrize("case", PROCESSES, ids=lambda case: case.name)
-def test_a_mistake_in_a_real_run_ends_in_one_line_with_flag_and_remedy(
-    case: Case, processes: dict[str, Future[subprocess.CompletedProcess[str]]], models: Path, data: Path
+def test_a_mistake_in_a_run_of_its_own_ends_in_one_line_with_flag_and_remedy(
+    case: Case, launcher: Launcher, models: Path, data: Path, tmp_path: Path
 ) -> None:
-    ended = processes[case.name].result()
+    words = ["-m", f"openppo.cli.{case.command}", *case.arguments(models, data)]
+    ended = launcher.run(words, case.ranks, cwd=tmp_path, separate=True, real=case.name == "ranks and head")
     case.check(ended.returncode, ended.stderr, models, data)
     assert ended.stdout == ""
