@@ -96,11 +96,12 @@ def stalled(where: Heartbeat) -> Fault:
 
 
 def stacks() -> str:
-    """Stacks of all threads, read in C: CPython 3.11 may crash where Python walks the frames of running threads."""
+    """Stacks of the other threads, read in C: CPython 3.11 may crash where Python walks frames of running threads."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
-        return file.read().decode(errors="replace")
+        threads = file.read().decode(errors="replace").split("\n\n")
+    return "\n\n".join(thread for thread in threads if not thread.startswith("Current"))
 
 
 def waits_for_other_ranks() -> bool:

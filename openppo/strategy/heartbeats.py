@@ -101,10 +101,6 @@ class HeartbeatStore:
             if not beat.done and silent > (0.8 if rank in ended else 1) * self._limit:  # see Watchdog._run
                 self.lost[rank] = f"no heartbeat for {silent:.0f} s (--heartbeat_timeout)"
 
-    def missing(self) -> list[int]:
-        """Ranks without a heartbeat so far."""
-        return [rank for rank in self._others if rank not in self.beats]
-
     def claim_report(self) -> bool:
         """True on the first rank that asks; without a store, on the first living rank of each machine."""
         with suppress(RuntimeError):

@@ -122,21 +122,17 @@ class Watchdog:
         That is when a thread holds Python's lock, the store is silent, or no file can be opened. The timer prints the
         stacks, so each look runs in a frame whose file name is the position.
         """
-        failed = False
         while not self._leaving.is_set():
             try:
-                name = f"OpenPPO: no heartbeat (--heartbeat_timeout). {self._heartbeat()}"
-                eval(compile("look()", name, "eval"), {"look": self._look})
+                eval(compile("look()", f"OpenPPO {self._heartbeat()}", "eval"), {"look": self._look})
                 faulthandler.dump_traceback_later(0.9 * self._limits.heartbeat_timeout, exit=True, file=2)
             except (OSError, RuntimeError, MemoryError):
                 error = self._verdict and self._verdict.error
-                if error is not None or not failed:
-                    cause = traceback.format_exception(error) if error is not None else []
-                    _write(mask_credentials("".join([*cause, traceback.format_exc()])))
+                cause = "" if error is None else "".join(traceback.format_exception(error))
+                _write(mask_credentials(f"{cause}{traceback.format_exc()}The watchdog of rank {self._rank} failed.\n"))
                 if error is not None:
                     os._exit(1)
-                failed = True
-                time.sleep(_INTERVAL)
+                time.sleep(self._limits.heartbeat_timeout / 10)
         deadline = time.monotonic() + _SECONDS_TO_END
         while self._store is not None and time.monotonic() < deadline:
             self._store.exchange(self._heartbeat())
@@ -176,7 +172,7 @@ class Watchdog:
         return Heartbeat(*place, fault_report.host_memory(), signals.requested(), self._leaving.is_set())
 
     def _others(self) -> list[Heartbeat]:
-        return [] if self._store is None else [beat for _, beat in sorted(self._store.beats.items())]
+        return [] if self._store is None else list(self._store.beats.values())
 
     def _is_stalled(self, mine: Heartbeat) -> bool:
         """Whether this rank makes no progress, and does not merely wait for one that may still make some."""
@@ -206,9 +202,7 @@ class Watchdog:
             if self._rank == 0:
                 logger.warning("%s: saving a checkpoint, then exiting; a second signal exits at once", requested)
         elif self._signal is not None:
-            missing = ", ".join(map(str, self._store.missing() if self._store else []))
-            more = f"; not yet started: rank {missing}" if missing else ""
-            self._end_by_signal(f"{requested}: ended in phase {self._where.phase}{more}", requested)
+            self._end_by_signal(f"{requested}: ended in phase {self._where.phase}", requested)
 
     def _end_by_signal(self, text: str, name: str) -> NoReturn:
         self._end(lambda: f"{text}\n", _SIGNALLED + signal.Signals[name])
