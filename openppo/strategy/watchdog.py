@@ -25,7 +25,7 @@ logger = logging.getLogger("openppo")
 _INTERVAL = 0.5
 _LINGER = 3 * _INTERVAL
 """Seconds until all ranks know the exit status; then the store may go."""
-_SECONDS_FOR_RANK_0 = 20.0
+_SECONDS_FOR_RANK_0 = 10.0
 """To find the same mistake of the user, which is then reported by rank 0 alone."""
 _SECONDS_TO_CLOSE = 20.0
 """For trackers to be closed after an error."""
@@ -90,6 +90,7 @@ class Watchdog:
         signals.install()
         if not faulthandler.is_enabled():
             faulthandler.enable(2)  # a crash in C leaves the Python stacks on stderr
+        self._set_timer()
         self._thread.start()
         return self
 
@@ -116,16 +117,18 @@ class Watchdog:
         self._thread.join()
         raise AssertionError("the watchdog ends the process")
 
-    def _run(self) -> None:
-        """Look twice a second. A timer in C ends the process if no look succeeds for long.
+    def _set_timer(self) -> None:
+        """End the process, from C, if no look succeeds in time: a thread holds Python's lock, or the store is silent.
 
-        That is when a thread holds Python's lock, the store is silent, or no file can be opened. The timer prints the
-        stacks, so each look runs in a frame whose file name is the position.
+        The timer prints the stacks alone, so each look runs in a frame whose file name is the position.
         """
+        faulthandler.dump_traceback_later(0.9 * self._limits.heartbeat_timeout, exit=True, file=2)
+
+    def _run(self) -> None:
         while not self._leaving.is_set():
             try:
                 eval(compile("look()", f"OpenPPO {self._heartbeat()}", "eval"), {"look": self._look})
-                faulthandler.dump_traceback_later(0.9 * self._limits.heartbeat_timeout, exit=True, file=2)
+                self._set_timer()
             except (OSError, RuntimeError, MemoryError):
                 error = self._verdict and self._verdict.error
                 cause = "" if error is None else "".join(traceback.format_exception(error))

@@ -14,7 +14,7 @@ from tests.distributed.watched import HERE, REPORT, Ended, small_ppo, torchrun
 from tests.fork_server import Launcher
 
 Fail = Callable[..., Ended]
-SILENT = "--heartbeat_timeout 8"
+SILENT = "--heartbeat_timeout 12"
 STALLS = "--stall_timeout 10"
 
 
@@ -22,9 +22,11 @@ STALLS = "--stall_timeout 10"
 def fail(tiny: Path, tmp_path: Path, launcher: Launcher) -> Fail:
     """``fail("kill", 1, "generation", 2, "--zero_stage 3")`` runs train_ppo with that fault, to its end in time."""
 
-    def run(fault: str, rank: int, phase: str, step: int, options: str = "", ranks: int = 2) -> Ended:
-        place = [fault, rank, phase, step, "train_ppo"]
-        words = [str(word) for word in (HERE / "run_faults.py", *place, *small_ppo(tiny, tmp_path, options))]
+    def run(
+        fault: str, rank: int, phase: str, step: int, options: str = "", ranks: int = 2, command: str = "train_ppo"
+    ) -> Ended:
+        flags = small_ppo(tiny, tmp_path, options) if command == "train_ppo" else options.split()
+        words = [str(word) for word in (HERE / "run_faults.py", fault, rank, phase, step, command, *flags)]
         done = launcher.run(words, ranks, cwd=tmp_path)
         ended = Ended(words, done.stdout, done.returncode, time.time())
         assert ended.status != 0
@@ -39,7 +41,6 @@ CASES = {
     "kill while loading": ("kill", 1, "loading", 0, "--zero_stage 3", GONE, "-9: killed"),
     "kill in generation": ("kill", 0, "generation", 2, "--zero_stage 2", GONE, "-9: killed"),
     "kill in training": ("kill", 1, "training", 2, "--zero_stage 3", GONE, "-9: killed"),
-    "kill while saving": ("kill", 0, "saving", 3, "--zero_stage 3", GONE, "-9: killed"),
     "crash in C": ("segfault", 1, "training", 1, "", GONE, "in string_at"),
     "raise": ("raise", 0, "scoring", 2, "", "raised RuntimeError: planted", 'fail(RuntimeError("planted"))'),
     "stall": ("sleep", 1, "experience", 1, f"--zero_stage 3 {STALLS}", "made no progress", "in sleep"),
@@ -64,7 +65,7 @@ def test_a_fault_is_reported_with_rank_phase_and_step(fail: Fail, case: str) -> 
 
 def test_a_lone_rank_that_holds_the_gil_ends_with_its_position(fail: Fail) -> None:
     ended = fail("hold", 0, "experience", 1, SILENT, ranks=0)
-    assert ended.output.count("Timeout (0:00:07.2") == 1
+    assert ended.output.count("Timeout (0:00:10.8") == 1
     assert "OpenPPO rank 0: phase experience, step 1" in ended.output
     assert "in hold" in ended.output
 
@@ -94,13 +95,12 @@ def fail(score):
 
 """
 FORMS = {
-    "sync": "def reward_fn(response):\n    return fail(0.0)\n",
     "async": "async def reward_fn(response):\n    return fail(0.0)\n",
     "batch": "def reward_fn(responses):\n    return fail([0.0] * len(responses))\n",
 }
 
 
-@pytest.mark.parametrize(("form", "phase"), [("sync", "scoring"), ("async", "scoring"), ("batch", "evaluation")])
+@pytest.mark.parametrize(("form", "phase"), [("async", "scoring"), ("batch", "evaluation")])
 def test_a_reward_function_that_raises_is_reported(
     fail: Fail, form: str, phase: str, tiny: Path, tmp_path: Path
 ) -> None:
@@ -148,17 +148,16 @@ def test_a_mistake_that_one_rank_finds_is_one_line(tiny: Path, tmp_path: Path, l
     assert REPORT not in done.stdout
 
 
-def test_a_killed_rank_of_supervised_training_is_named_under_torchrun(tiny: Path, tmp_path: Path) -> None:
-    arguments = f"""--pretrain {tiny}/reward --dataset {tiny}/preference.jsonl --prompt_key prompt --train_batch_size 4
+def test_a_killed_rank_of_supervised_training_is_named(fail: Fail, tiny: Path, tmp_path: Path) -> None:
+    options = f"""--pretrain {tiny}/reward --dataset {tiny}/preference.jsonl --prompt_key prompt --train_batch_size 4
         --micro_train_batch_size 1 --zero_stage 3 --save_path {tmp_path}/model"""
-    ended = torchrun("run_faults.py", "kill", 1, "step", 2, "train_rm", *arguments.split(), cwd=tmp_path)
-    assert ended.status != 0
-    ended.is_in_time()
+    ended = fail("kill", 1, "step", 2, options, command="train_rm")
     assert "rank 1 is gone: its process has ended" in ended.row("fault")
     assert "rank 1: phase step, step 2" in ended.row("where")
-    assert "SIGTERM" not in ended.report, "torchrun's signal to the other rank is not an operator's"
+    assert "SIGTERM:" not in ended.output, "the launcher's signal to the other rank is not an operator's"
 
 
+@pytest.mark.slow
 def test_the_store_may_end_with_rank_0(tiny: Path, tmp_path: Path) -> None:
     """DeepSpeed's launcher hosts no store."""
     with socket.socket() as probe:

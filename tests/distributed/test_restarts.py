@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.watched import HERE, TORCHRUN, rank_process, same_weights, small_ppo, torchrun, watch
+from tests.distributed.watched import TORCHRUN, rank_process, same_weights, small_ppo, torchrun, watch
 from tests.fork_server import REPO, Launcher
 
 
