@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.models import Actor
-from openppo.models.lora.adapters import AdapterOffReference
+from openppo.models.adapters import AdapterOffReference
 from openppo.strategy import DeepspeedStrategy
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}

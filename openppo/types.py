@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +22,25 @@ class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
 
 
 class FinishReason(str, Enum):
-    """Why a response ended."""
+    """Why a completion or trajectory ended."""
 
-    EOS = "eos"
-    """The policy sampled an end-of-sequence token; it is the last action token."""
+    STOP = "stop"
+    """The policy sampled an end-of-sequence token; it is the last action token. Older logs call it ``eos``."""
     LENGTH = "length"
     """The limit on new tokens was reached; no end-of-sequence token was forced in."""
+    TOOL_CALL = "tool_call"
+    """The policy ended its turn with a call of a tool."""
+    ABORT = "abort"
+    """Generation was given up: by its caller, or for new weights."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> FinishReason | None:
+        return cls.STOP if value == "eos" else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the policy ended its last turn itself."""
+        return self in (FinishReason.STOP, FinishReason.TOOL_CALL)
 
 
 @dataclass(frozen=True)
@@ -59,23 +73,35 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine returns for one prompt: equally long lists, the end-of-sequence token included."""
+    """What an engine returns for one prompt: equally long lists, the end-of-sequence token included.
+
+    ``versions`` is the policy version of each token, where weights changed on the way; None: one version for all.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
+    versions: list[int] | None = None
+
+
+class Span(NamedTuple):
+    """Consecutive tokens ``start`` up to, not including, ``stop``."""
+
+    start: int
+    stop: int
 
 
 @dataclass
 class Trajectory:
-    """Tokens and what is known of each: the single source of truth about one sample.
+    """Tokens of one episode, or of a part of one, and what is known of each.
 
-    ``token_ids``, ``action_mask``, ``log_probs`` and ``versions`` are equally long. ``log_probs`` are those of the
-    distribution that was sampled from (0.0 on tokens that no policy sampled), ``versions`` the policy version
-    that sampled each token (-1 likewise). ``group`` identifies the prompt; ``weight`` is shared by parts of one
-    episode. ``scores`` are rewards of the whole trajectory by name, ``token_rewards`` further rewards of single
-    tokens (as long as ``token_ids``; None: no such rewards), ``step_ends`` the tokens that have one because a step
-    ends there (None: each action has one). ``greedy`` is the greedy response to the same prompt, for estimators whose
+    Any number of turns: ``action_mask`` is set on tokens that the policy sampled, and not on those of prompts, tools
+    and environments. ``token_ids``, ``action_mask``, ``log_probs`` and ``versions`` are equally long. ``log_probs`` are
+    those of the distribution sampled from, ``versions`` the policy version that sampled each token (0.0 and -1 outside
+    ``action_mask``). ``group`` identifies the prompt. ``weight`` scales the trajectory's share of the losses; the
+    parts of one episode share 1. ``scores`` are rewards of the whole trajectory by name. ``token_rewards`` are rewards
+    of single tokens, as long as ``token_ids`` (None: there are none), ``step_ends`` the tokens that have one because
+    a step ends there (None: every action). ``greedy`` is the greedy response to the same prompt, for estimators whose
     baseline is its reward.
     """
 
@@ -95,15 +121,32 @@ class Trajectory:
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}
         assert len(lengths) == 1, f"lists of unequal length {lengths}"
+        assert self.weight >= 0, f"negative weight {self.weight}"
+
+    @property
+    def spans(self) -> list[Span]:
+        """Runs of action tokens in order: what the policy wrote between tokens of others."""
+        runs, start = [], 0
+        for is_action, run in groupby(self.action_mask):
+            stop = start + sum(1 for _ in run)
+            if is_action:
+                runs.append(Span(start, stop))
+            start = stop
+        return runs
+
+    @property
+    def action_ids(self) -> list[int]:
+        """Token ids that the policy sampled, of all spans."""
+        return [token_id for token_id, is_action in zip(self.token_ids, self.action_mask, strict=True) if is_action]
 
     @property
     def response_ids(self) -> list[int]:
-        """Token ids after the prompt."""
+        """Token ids after the prompt, for people to read: of several turns those of the environment are among them."""
         return self.token_ids[len(self.prompt.token_ids) :]
 
     @property
     def step_rewards(self) -> list[float]:
-        """Rewards of its steps in order; of its actions where no steps are known."""
+        """Rewards of the steps in order; of the actions where no steps are known."""
         if self.token_rewards is None:
             return []
         ends = self.action_mask if self.step_ends is None else self.step_ends
@@ -111,21 +154,22 @@ class Trajectory:
         return [reward for reward, end, action in rows if end and action]
 
     def total_score(self, weights: Mapping[str, float]) -> float:
-        """The sum of the named scores, each times its weight (1 where none is given)."""
+        """Sum of the named scores, each times its weight (1 where none is given)."""
         return sum(score * weights.get(name, 1.0) for name, score in self.scores.items())
 
     def total_reward(self, weights: Mapping[str, float]) -> float:
-        """Everything that the trajectory earned: the score and the rewards of its tokens."""
+        """Everything that the trajectory earned: its score and the rewards of its tokens."""
         return self.total_score(weights) + sum(self.token_rewards or [])
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward source says of one trajectory.
+    """What a reward source gives one trajectory.
 
-    ``rewards`` of the whole trajectory by name; ``token_rewards`` of single response tokens, as long as the response,
-    and ``step_ends``, which of them have one because a step ends there (None: all have one).
-    ``failed``: the source could not score it, and a reward chosen beforehand stands in.
+    ``rewards`` of the whole trajectory by name; ``token_rewards`` of single tokens, as long as its ``token_ids``, and
+    ``step_ends``, the tokens that have one because a step ends there (None: every action). Rewards outside the
+    trajectory's ``action_mask`` do not count. ``failed``: the source could not score it, and a reward chosen
+    beforehand stands in.
     """
 
     rewards: dict[str, float] = field(default_factory=dict)
@@ -138,10 +182,10 @@ class Score:
 class Experience:
     """A batch of trajectories as tensors. Each stage returns a new object with more fields; none mutates.
 
-    ``sequences`` int64 (B, L): prompt then response, right-padded. ``attention_mask`` bool (B, L): a real token.
-    ``action_mask`` bool (B, L): sampled by the policy and trained on. All others are float32 (B, L) and 0 where
-    ``action_mask`` is False, except ``truncated`` bool (B,) and ``scores`` (B,): all that the trajectory
-    earned, before any shaping.
+    ``sequences`` int64 (B, L): token ids, right-padded. ``attention_mask`` bool (B, L): a real token. ``action_mask``
+    bool (B, L): sampled by the policy and trained on. All others are float32 (B, L) and 0 where ``action_mask`` is
+    False, except ``truncated`` bool (B,), ``scores`` (B,), all that the trajectory earned before any shaping, and
+    ``weight`` (B,), its share in the losses (None: 1 each).
     """
 
     sequences: Tensor
@@ -149,6 +193,7 @@ class Experience:
     action_mask: Tensor
     rollout_log_probs: Tensor
     truncated: Tensor
+    weight: Tensor | None = None
     scores: Tensor | None = None
     log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
@@ -163,7 +208,7 @@ class Experience:
 
     @property
     def known_log_probs(self) -> Tensor:
-        """``log_probs``; where the actor has not been asked for them yet, the engine's."""
+        """``log_probs``; the engine's where the actor has not computed them yet."""
         return self.rollout_log_probs if self.log_probs is None else self.log_probs
 
     def with_fields(self, **tensors: Tensor) -> Experience:

@@ -100,9 +100,10 @@ def config_type(command: str) -> type | None:
 
 def docstrings(group: type) -> dict[str, str]:
     """The text below each field of a dataclass, on one line."""
+    bases = [base for base in reversed(group.__bases__) if dataclasses.is_dataclass(base)]
+    found = {name: text for base in bases for name, text in docstrings(base).items()}
     (node,) = ast.parse(inspect.getsource(group)).body
     assert isinstance(node, ast.ClassDef)
-    found = {}
     for field, text in zip(node.body, node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())

@@ -26,7 +26,7 @@ from openppo.cli.migration.openrlhf import without_foreign_flags
 from openppo.cli.shell.cut_short import may_be_cut_short
 from openppo.cli.shell.environment import environment
 from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
-from openppo.config.tracking import KEY_FROM_ELSEWHERE
+from openppo.config.fields import KEY_FROM_ELSEWHERE
 
 _SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""

@@ -18,20 +18,14 @@ def main() -> None:
 def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     import torch
 
-    from openppo.models.loading import (
-        attention_implementation,
-        check_model,
-        check_token_ids,
-        context_length,
-        load_tokenizer,
-        pad_token_id,
-    )
+    from openppo.models.loading import attention_implementation, model_error_context
+    from openppo.models.pretrained import check_model, check_token_ids, context_length, load_tokenizer, pad_token_id
     from openppo.models.scalar_head import get_llm_for_sequence_regression
     from openppo.rewards.http import read_token
     from openppo.rewards.model import Normalization, forward_scores, stored_normalization
     from openppo.rewards.server import RewardServer, encode_conversation, listen
     from openppo.strategy.gpu import set_up_gpu
-    from openppo.trainer.startup import naming_model, quiet_libraries
+    from openppo.trainer.startup import quiet_libraries
 
     quiet_libraries()
     options, flag, name = config.server, "--reward_pretrain", config.server.reward_pretrain
@@ -51,7 +45,7 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     if options.normalize_reward:
         remedy = "Train it with openppo.cli.train_rm, which stores them, or leave --normalize_reward out."
         normalization = stored_normalization(model_config, f"{flag} {name}", remedy)
-    with naming_model(flag, name):
+    with model_error_context(flag, name):
         model = get_llm_for_sequence_regression(
             name,
             "reward",

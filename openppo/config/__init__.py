@@ -14,8 +14,26 @@ from openppo.config.commands import (
     TrainPRMConfig as TrainPRMConfig,
     TrainRMConfig as TrainRMConfig,
     TrainSFTConfig as TrainSFTConfig,
+    training_options as training_options,
+)
+from openppo.config.data import (
+    DataFormat as DataFormat,
+    PPODataConfig as PPODataConfig,
+    RowsConfig as RowsConfig,
+    parse_probs as parse_probs,
+    parse_template_kwargs as parse_template_kwargs,
+)
+from openppo.config.fields import (
+    declared_options as declared_options,
     flat_dict as flat_dict,
     from_options as from_options,
+    mask_credentials as mask_credentials,
+    rules_of as rules_of,
+)
+from openppo.config.models import (
+    LoRAConfig as LoRAConfig,
+    PPOModelConfig as PPOModelConfig,
+    refuse_overwriting as refuse_overwriting,
 )
 from openppo.config.ppo import (
     AdvantageConfig as AdvantageConfig,
@@ -33,23 +51,16 @@ from openppo.config.rewards import (
     RewardShapingConfig as RewardShapingConfig,
     Verifier as Verifier,
 )
-from openppo.config.roles import (
-    DataFormat as DataFormat,
-    EvaluationConfig as EvaluationConfig,
-    GenerationConfig as GenerationConfig,
-    PPODataConfig as PPODataConfig,
-    PPOModelConfig as PPOModelConfig,
-    parse_probs as parse_probs,
-    parse_template_kwargs as parse_template_kwargs,
-)
-from openppo.config.shared import (
+from openppo.config.rollout import EvaluationConfig as EvaluationConfig, GenerationConfig as GenerationConfig
+from openppo.config.run import (
     AdamConfig as AdamConfig,
     BatchConfig as BatchConfig,
     CheckpointConfig as CheckpointConfig,
+    Condition as Condition,
     DeepSpeedConfig as DeepSpeedConfig,
-    LoRAConfig as LoRAConfig,
     RunConfig as RunConfig,
-    mask_credentials as mask_credentials,
+    parse_condition as parse_condition,
+    refuse_own_checkpoints as refuse_own_checkpoints,
 )
 from openppo.config.supervised import (
     PreferenceConfig as PreferenceConfig,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import types
-import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
-from openppo.config.folders import refuse_overwriting
+from openppo.config.data import PPODataConfig
+from openppo.config.fields import Rules, declared_options, require, rules_of
+from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
 from openppo.config.ppo import (
     AdvantageConfig,
     KLConfig,
@@ -19,25 +19,74 @@ from openppo.config.ppo import (
     PPOLearningRateConfig,
 )
 from openppo.config.rewards import RewardConfig, RewardShapingConfig
-from openppo.config.roles import EvaluationConfig, GenerationConfig, PPODataConfig, PPOModelConfig
-from openppo.config.shared import (
-    AdamConfig,
-    BatchConfig,
-    CheckpointConfig,
-    DeepSpeedConfig,
-    LoRAConfig,
-    RunConfig,
-    mask_credentials,
-    require,
-    validate_groups,
-    validate_lora,
-)
+from openppo.config.rollout import EvaluationConfig, GenerationConfig
+from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, DeepSpeedConfig, RunConfig
 from openppo.config.supervised import PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
-from openppo.config.tracking import KEY_FROM_ELSEWHERE, TrackingConfig
+from openppo.config.tracking import TrackingConfig
 
 
 @dataclass(frozen=True)
-class TrainPPOConfig:
+class CommandConfig:
+    """A tuple of groups of options."""
+
+    def validate(self, world_size: int) -> None:
+        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
+        for group in vars(self).values():
+            group.validate()
+
+
+class TrainingConfig(CommandConfig):
+    """Options of a command that trains."""
+
+    if TYPE_CHECKING:  # groups of each of them
+        batch: BatchConfig
+        lora: LoRAConfig
+        deepspeed: DeepSpeedConfig
+        run: RunConfig
+        tracking: TrackingConfig
+        checkpoint: CheckpointConfig
+
+    @property
+    def input_models(self) -> dict[str, str | None]:
+        """Input models by flag; None where an option is not given."""
+        raise NotImplementedError
+
+    @property
+    def output_models(self) -> dict[str, str]:
+        """Folders that receive models, by flag."""
+        raise NotImplementedError
+
+    @property
+    def held_out(self) -> tuple[str, str | None]:
+        """Flag and value of the held-out data."""
+        raise NotImplementedError
+
+    def validate(self, world_size: int) -> None:
+        super().validate(world_size)
+        ranks, samples = self.run.dry_run_ranks or world_size, self.batch.train_batch_size
+        require(
+            samples % ranks == 0,
+            f"--train_batch_size {samples} does not divide among {ranks} ranks: use a multiple of {ranks}.",
+        )
+        require(
+            not (self.lora.load_in_4bit and self.deepspeed.zero_stage == 3),
+            "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2.",
+        )
+        refuse_overwriting(self.input_models, self.output_models)
+        (flag, held_out), keep_best = self.held_out, self.checkpoint.keep_best
+        require(
+            keep_best is None or held_out is not None,
+            f"--keep_best {keep_best} compares evaluations: give held-out data with {flag}.",
+        )
+        for condition in self.run.stop_conditions:
+            require(
+                held_out is not None or not condition.metric.startswith("eval"),
+                f"--stop_when {condition.text!r} looks at evaluations: give held-out data with {flag}.",
+            )
+
+
+@dataclass(frozen=True)
+class TrainPPOConfig(TrainingConfig):
     """Options of openppo.cli.train_ppo."""
 
     model: PPOModelConfig
@@ -60,20 +109,13 @@ class TrainPPOConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
-        validate_groups(self)
-        world_size = self.run.dry_run_ranks or world_size
-        _validate_train_batch(self.batch, world_size)
-        validate_lora(self.lora, self.deepspeed)
-        refuse_overwriting(self.input_models, self.output_models)
-        _validate_keep_best(self.checkpoint, self.evaluation.eval_data, "--eval_data")
-        _validate_stop_when(self.run, self.evaluation.eval_data, "--eval_data")
+        super().validate(world_size)
         best = self.checkpoint.keep_best or ""
         require(
-            "pass@" not in best or self.rewards.passing(self.evaluation.pass_reward) is not None,
+            "pass@" not in best or self.rewards.pass_threshold(self.evaluation.pass_reward) is not None,
             f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward.",
         )
-        self._validate_sizes(world_size)
+        self._validate_sizes(self.run.dry_run_ranks or world_size)
         require(
             self.loss.old_log_probs != "rollout" or (self.generation.top_p == 1 and self.generation.top_k is None),
             "--old_log_probs rollout: with --top_p or --top_k the engine's log-probs are not the policy's; leave one "
@@ -115,7 +157,6 @@ class TrainPPOConfig:
 
     @property
     def input_models(self) -> dict[str, str | None]:
-        """Input models by flag; None where an option is not given."""
         return {
             "--pretrain": self.model.pretrain,
             "--ref_pretrain": self.model.ref_pretrain,
@@ -126,9 +167,12 @@ class TrainPPOConfig:
 
     @property
     def output_models(self) -> dict[str, str]:
-        """Folders that receive models, by flag."""
         critic = {"--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"}
         return {"--save_path": self.run.save_path} | (critic if self.model.save_value_network else {})
+
+    @property
+    def held_out(self) -> tuple[str, str | None]:
+        return "--eval_data", self.evaluation.eval_data
 
     def old_log_probs_from(self, at_once: bool) -> OldLogProbsFrom:
         """Where those of the old policy come from, see ``--old_log_probs``; "training": the forward that is trained on.
@@ -180,7 +224,7 @@ class TrainPPOConfig:
 
 
 @dataclass(frozen=True)
-class SupervisedCommand:
+class SupervisedCommand(TrainingConfig):
     """Options of openppo.cli.train_sft, train_rm and train_prm; each adds the group ``data``."""
 
     supervised: SupervisedConfig
@@ -192,25 +236,17 @@ class SupervisedCommand:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
-        validate_groups(self)
-        world_size = self.run.dry_run_ranks or world_size
-        _validate_train_batch(self.batch, world_size)
-        validate_lora(self.lora, self.deepspeed)
-        refuse_overwriting(self.input_models, self.output_models)
-        _validate_keep_best(self.checkpoint, self.supervised.eval_dataset, "--eval_dataset")
-        _validate_stop_when(self.run, self.supervised.eval_dataset, "--eval_dataset")
-
     @property
     def input_models(self) -> dict[str, str | None]:
-        """As of ``TrainPPOConfig``."""
         return {"--pretrain": self.supervised.pretrain}
 
     @property
     def output_models(self) -> dict[str, str]:
-        """As of ``TrainPPOConfig``."""
         return {"--save_path": self.run.save_path}
+
+    @property
+    def held_out(self) -> tuple[str, str | None]:
+        return "--eval_dataset", self.supervised.eval_dataset
 
 
 @dataclass(frozen=True)
@@ -234,90 +270,12 @@ class TrainPRMConfig(SupervisedCommand):
     data: ProcessConfig = field(default_factory=ProcessConfig)
 
 
-Command = TypeVar("Command")
-
-
-def _validate_train_batch(batch: BatchConfig, world_size: int) -> None:
-    require(
-        batch.train_batch_size % world_size == 0,
-        f"--train_batch_size {batch.train_batch_size} does not divide among {world_size} ranks: "
-        f"use a multiple of {world_size}.",
-    )
-
-
-def _validate_keep_best(checkpoint: CheckpointConfig, held_out: str | None, flag: str) -> None:
-    require(
-        checkpoint.keep_best is None or held_out is not None,
-        f"--keep_best {checkpoint.keep_best} compares evaluations: give held-out data with {flag}.",
-    )
-
-
-def _validate_stop_when(run: RunConfig, held_out: str | None, flag: str) -> None:
-    for condition in run.stop_conditions:
-        require(
-            held_out is not None or not condition.metric.startswith("eval"),
-            f"--stop_when {condition.text!r} looks at evaluations: give held-out data with {flag}.",
-        )
-
-
-def flat_dict(config: Any) -> dict[str, object]:
-    """All options of a command by flag name, in the order of the groups; reads back through ``--config``.
-
-    For files and logs: secrets in URLs are masked, and a key of --use_wandb is left out.
-    """
-    return {
-        field.name: _without_secrets(field.name, value)
-        for group in vars(config).values()
-        for field, value in zip(dataclasses.fields(group), dataclasses.astuple(group), strict=True)
-    }
-
-
-def _without_secrets(name: str, value: Any) -> Any:
-    if name == "use_wandb" and value is not None:
-        return KEY_FROM_ELSEWHERE
-    return mask_credentials(value) if isinstance(value, str) else value
-
-
-def from_options(command: type[Command], **options: Any) -> Command:
-    """The config of a command from its options by name, the inverse of ``flat_dict``.
-
-    Lists, and one text for several, may stand for tuples, and paths for texts. Raises ``ValueError`` for an option that
-    the command does not have or a value of another type, and ``TypeError`` if a required option is missing.
-    """
-    made = {}
-    for name, group in typing.get_type_hints(command).items():
-        hints = typing.get_type_hints(group)
-        mine = sorted(hints.keys() & options.keys())
-        made[name] = group(**{option: _of_type(hints[option], option, options.pop(option)) for option in mine})
-    if options:
-        raise ValueError(f"{command.__name__} has no option {', '.join(sorted(options))}; see --help for all options.")
-    return command(**made)
-
-
-def _of_type(hint: Any, option: str, value: Any) -> Any:
-    """``value`` of an option, as the command line would give it."""
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    elif isinstance(value, list):
-        value = tuple(value)
-    elif isinstance(value, str) and typing.get_args(hint)[1:] == (...,):
-        value = (value,)
-    if not _fits(value, hint):
-        wanted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-        raise ValueError(f"{option}={value!r}: must be {wanted}, not {type(value).__name__}.")
-    return value
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether ``value`` is of the type ``hint``, one of those that options have."""
-    kind, inner = typing.get_origin(hint), typing.get_args(hint)
-    if kind in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
-    if kind is typing.Literal:
-        return any(value == one and type(value) is type(one) for one in inner)
-    if kind is tuple and isinstance(value, tuple):
-        each = inner[:1] * len(value) if inner[1:] == (...,) else inner
-        return len(value) == len(each) and all(map(_fits, value, each))
-    if kind is tuple or isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
+def training_options(holds: Callable[[Rules], object]) -> list[str]:
+    """Names of the options of all training commands whose rules fulfil ``holds``."""
+    waiting: list[type] = [TrainingConfig]
+    found = []
+    while waiting:
+        command = waiting.pop(0)
+        waiting += command.__subclasses__()
+        found += [name for name, declared in declared_options(command).items() if holds(rules_of(declared))]
+    return list(dict.fromkeys(found))

@@ -1,48 +1,48 @@
-"""Where rewards come from and what is done to them."""
+"""Options of rewards: where they come from and what is done to them."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from openppo.config.shared import require
+from openppo.config.fields import Options, at_least, not_empty, not_negative, option, positive, require
 
 Verifier = Literal["exact_match", "regex", "math", "length"]
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(Options):
     """Where rewards come from: one source or several, whose weighted sum is the reward."""
 
-    reward_pretrain: str | None = None
+    reward_pretrain: str | None = option(None, place=True, resume="must match")
     """Reward model: a sequence-classification checkpoint with one label, or a PEFT folder of one."""
-    reward_fn: str | None = None
+    reward_fn: str | None = option(None, place=True, measures=True)
     """Python reward function, path.py or path.py:name; called with what its parameters name."""
-    remote_rm_url: str | None = None
+    remote_rm_url: str | None = option(None, place=True, measures=True)
     """Reward servers, URL[,URL...], or a .py file with reward_func(queries, prompts, labels)."""
-    verifiable_reward: tuple[Verifier, ...] = ()
+    verifiable_reward: tuple[Verifier, ...] = option((), measures=True)
     """Built-in rewards: exact_match, regex, math (needs math-verify) against --label_key, or length."""
-    prm_pretrain: str | None = None
+    prm_pretrain: str | None = option(None, place=True, resume="must match")
     """Process reward model (openppo.cli.train_prm): rewards at the end of each step of a response."""
-    reward_weights: tuple[str, ...] = ()
+    reward_weights: tuple[str, ...] = option((), measures=True)
     """Weights of named rewards, NAME=NUMBER ... (default: 1 each)."""
     reward_error_value: float | None = None
     """Reward of a sample on which the reward function raises (default: end the run, naming the sample)."""
-    remote_rm_timeout: float = 180.0
+    remote_rm_timeout: float = option(180.0, positive)
     """Seconds for one request to a reward server."""
-    remote_rm_retries: int = 7
+    remote_rm_retries: int = option(7, at_least(0))
     """Further attempts after a failed request, with growing pauses, before the run ends; 7 last a minute or two."""
-    remote_rm_batch_size: int = 64
+    remote_rm_batch_size: int = option(64, at_least(1))
     """Samples of one request to a reward server."""
-    remote_rm_token_file: str | None = None
-    """File with the token that the reward servers ask for (sent as 'Authorization: Bearer TOKEN')."""
+    remote_rm_token_file: str | None = option(None, place=True)
+    """File with the token that the reward servers require (sent as 'Authorization: Bearer TOKEN')."""
     verify_regex: str | None = None
     """With --verifiable_reward regex: what a response must contain; a group in it must be the label."""
-    verify_length: int | None = None
+    verify_length: int | None = option(None, at_least(1))
     """With --verifiable_reward length: the reward is 1 at this many response tokens and falls by 1 per as many."""
-    step_separator: str = "\n\n"
+    step_separator: str = option("\n\n", not_empty)
     """Text between the steps of a response, for rewards per step."""
     prm_placeholder_token: str = "ки"
     """Token after each step at which the process reward model is read."""
@@ -54,34 +54,24 @@ class RewardConfig:
     """Reward each step at its end, or the whole response by one number made of its steps."""
 
     def validate(self) -> None:
+        super().validate()
         sources = (self.reward_pretrain, self.reward_fn, self.remote_rm_url, self.prm_pretrain)
         require(
             any(source is not None for source in sources) or len(self.verifiable_reward) > 0,
             "No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name], --remote_rm_url URL, "
             "--verifiable_reward NAME or --prm_pretrain MODEL.",
         )
-        require(self.remote_rm_timeout > 0, f"--remote_rm_timeout must be positive, got {self.remote_rm_timeout}.")
-        for name, value, least in (
-            ("remote_rm_retries", self.remote_rm_retries, 0),
-            ("remote_rm_batch_size", self.remote_rm_batch_size, 1),
-        ):
-            require(value >= least, f"--{name} must be at least {least}, got {value}.")
         require(
             len(set(self.verifiable_reward)) == len(self.verifiable_reward),
             f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice.",
         )
-        for verifier, flag, option in (
+        for verifier, flag, given in (
             ("regex", "verify_regex", self.verify_regex),
             ("length", "verify_length", self.verify_length),
         ):
-            asked = verifier in self.verifiable_reward
-            require(not asked or option is not None, f"--verifiable_reward {verifier} needs --{flag}.")
-            require(asked or option is None, f"--{flag} has no effect without --verifiable_reward {verifier}.")
-        require(
-            self.verify_length is None or self.verify_length >= 1,
-            f"--verify_length must be at least 1, got {self.verify_length}.",
-        )
-        require(self.step_separator != "", "--step_separator must not be empty.")
+            used = verifier in self.verifiable_reward
+            require(not used or given is not None, f"--verifiable_reward {verifier} needs --{flag}.")
+            require(used or given is None, f"--{flag} has no effect without --verifiable_reward {verifier}.")
         require(
             len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2,
             f"--prm_reward_tokens needs two different tokens, good and bad; got {' '.join(self.prm_reward_tokens)}.",
@@ -105,8 +95,8 @@ class RewardConfig:
         given = [name for name, source in sources.items() if source is not None]
         return ["reward"] if len(given) == 1 else given
 
-    def passing(self, pass_reward: float | None) -> float | None:
-        """``--pass_reward`` if given, else 1; none where a model or a server scores, whose scale is its own."""
+    def pass_threshold(self, pass_reward: float | None) -> float | None:
+        """``--pass_reward``, else 1; None for a model or server, whose scale is its own."""
         learned = self.reward_pretrain or self.remote_rm_url or self.prm_pretrain
         return pass_reward if pass_reward is not None or learned else 1.0
 
@@ -126,37 +116,29 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class RewardShapingConfig:
+class RewardShapingConfig(Options):
     """What is done to a score before it becomes the reward of the last action."""
 
-    normalize_reward: bool = False
+    normalize_reward: bool = option(False, measures=True)
     """Subtract the mean of the scores and divide by their standard deviation; running: of rewards of steps too."""
     reward_normalizer: Literal["model", "running"] = "model"
     """With --normalize_reward: mean and std that the reward model stores, or those of all scores of the run so far."""
-    reward_clip_range: tuple[float, float] = field(default=(-10.0, 10.0), metadata={"may_be_infinite": True})
+    reward_clip_range: tuple[float, float] = option((-10.0, 10.0), may_be_infinite=True)
     """Scores are clipped to this range before they enter the token rewards; -inf inf clips none."""
-    missing_eos_penalty: float | None = None
+    missing_eos_penalty: float | None = option(None, not_negative, ": it is subtracted")
     """Subtract this from the score of a response that --generate_max_len cut off."""
     overlong_filter: bool = False
     """Leave responses that --generate_max_len cut off out of the losses (DAPO)."""
-    overlong_buffer_len: int | None = None
+    overlong_buffer_len: int | None = option(None, at_least(1))
     """Penalize the last this many tokens before --generate_max_len, rising to --overlong_penalty_factor (DAPO)."""
-    overlong_penalty_factor: float = 1.0
+    overlong_penalty_factor: float = option(1.0, not_negative, ": it is subtracted")
     """Largest penalty of --overlong_buffer_len."""
 
     def validate(self) -> None:
+        super().validate()
         require(
             self.normalize_reward or self.reward_normalizer == "model",
             "--reward_normalizer running has no effect without --normalize_reward: add it.",
         )
         low, high = self.reward_clip_range
         require(low < high, f"--reward_clip_range needs two rising numbers, got {low} {high}.")
-        for name, value in (
-            ("missing_eos_penalty", self.missing_eos_penalty),
-            ("overlong_penalty_factor", self.overlong_penalty_factor),
-        ):
-            require(value is None or value >= 0, f"--{name} must not be negative, got {value}: it is subtracted.")
-        require(
-            self.overlong_buffer_len is None or self.overlong_buffer_len >= 1,
-            f"--overlong_buffer_len must be at least 1, got {self.overlong_buffer_len}.",
-        )

@@ -2,94 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from openppo.config.roles import DataFormat, parse_probs, validate_data
-from openppo.config.shared import require
+from openppo.config.data import RowsConfig, parse_probs
+from openppo.config.fields import Options, at_least, not_empty, not_negative, option, require, rules
+from openppo.config.models import ModelConfig
+
+_ROWS = ("dataset",)
 
 
 @dataclass(frozen=True)
-class SupervisedConfig:
+class SupervisedConfig(RowsConfig, ModelConfig):
     """What SFT, reward-model and process-reward-model training have in common."""
 
-    pretrain: str
-    """Model to start from: a local folder or a hub name."""
-    dataset: str
+    dataset: str = field(metadata=rules(place=True, resume="must match"))
     """Training data: JSONL, JSON, CSV or Parquet files, folders of 'datasets', or hub names; several with commas."""
-    dataset_probs: str | None = None
+    dataset_probs: str | None = option(None, resume="must match", rows_of=_ROWS)
     """Shares in which several --dataset are mixed, with commas, until one is used up (default: all rows of all)."""
-    dataset_split: str = "train"
+    dataset_split: str = option("train", resume="must match", rows_of=_ROWS)
     """Split of --dataset."""
-    data_format: DataFormat = "auto"
-    """Shape of the rows; 'auto' recognizes it by the columns unless their keys are given."""
-    dataset_class: str | None = None
-    """Your own loader of --dataset and --eval_dataset, path.py:name: called with a source, it gives rows."""
-    eval_dataset: str | None = None
+    eval_dataset: str | None = option(None, place=True, measures=True)
     """Held-out data, in any format of --dataset."""
-    eval_split: str = "test"
+    eval_split: str = option("test", measures=True)
     """Split of --eval_dataset when it has splits."""
-    eval_steps: int = -1
+    eval_steps: int = option(-1, at_least(1, other=-1))
     """Evaluate every this many optimizer steps (-1: after each epoch)."""
-    max_steps: int = -1
+    max_steps: int = option(-1, at_least(1, other=-1))
     """Stop after this many optimizer steps (-1: after --max_epochs)."""
-    learning_rate: float = 5e-6
+    learning_rate: float = option(5e-6, not_negative)
     """Peak learning rate."""
-    input_template: str | None = None
-    """Text around each prompt, with {} where the prompt goes."""
-    apply_chat_template: bool = False
-    """Render prompts with the tokenizer's chat template."""
-    chat_template_kwargs: str | None = None
-    """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
-    max_samples: int | None = None
-    """Use only the first this many rows of each data set."""
-    max_len: int = 512
+    max_len: int = option(512, at_least(2), rows_of=_ROWS, measures=True)
     """Longer samples are dropped, with a count in the log."""
-    flash_attn: bool = False
-    """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
-    trust_remote_code: bool = False
-    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
 
     def validate(self) -> None:
-        validate_data(self.input_template, self.max_samples, self.apply_chat_template, self.chat_template_kwargs)
+        super().validate()
         parse_probs(self.dataset, self.dataset_probs, "dataset")
-        require(self.max_len >= 2, f"--max_len must be at least 2, got {self.max_len}.")
-        require(self.learning_rate >= 0, f"--learning_rate must not be negative, got {self.learning_rate}.")
-        for name, value in (("eval_steps", self.eval_steps), ("max_steps", self.max_steps)):
-            require(value == -1 or value >= 1, f"--{name} must be -1 or at least 1, got {value}.")
 
 
 @dataclass(frozen=True)
-class SFTDataConfig:
+class SFTDataConfig(Options):
     """Columns of supervised fine-tuning data."""
 
-    input_key: str | None = None
+    input_key: str | None = option(None, rows_of=_ROWS)
     """Column with the prompt (text or chat messages); no loss on it (default: recognized)."""
-    output_key: str | None = "output"
+    output_key: str | None = option("output", rows_of=_ROWS)
     """Column with the response (default: recognized); 'None' trains on all tokens of --input_key."""
-
-    def validate(self) -> None:
-        """Nothing to check: any column name may occur."""
 
 
 @dataclass(frozen=True)
-class PreferenceConfig:
+class PreferenceConfig(Options):
     """Columns of preference data, and the loss on them."""
 
-    prompt_key: str | None = None
+    prompt_key: str | None = option(None, rows_of=_ROWS)
     """Column with the prompt, when chosen and rejected do not contain it (default: recognized)."""
-    chosen_key: str = "chosen"
+    chosen_key: str = option("chosen", rows_of=_ROWS)
     """Column with the better response."""
-    rejected_key: str = "rejected"
+    rejected_key: str = option("rejected", rows_of=_ROWS)
     """Column with the worse response."""
-    margin_key: str | None = None
+    margin_key: str | None = option(None, rows_of=_ROWS)
     """Column with the margin by which chosen must win (only with --loss sigmoid)."""
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
     """Pairwise loss."""
-    value_head_prefix: str = "score"
+    value_head_prefix: str = option("score", resume="must match")
     """Name of the scalar head."""
 
     def validate(self) -> None:
+        super().validate()
         require(
             self.margin_key is None or self.loss == "sigmoid",
             "--margin_key works with --loss sigmoid only: log-exp has no margin.",
@@ -97,20 +76,20 @@ class PreferenceConfig:
 
 
 @dataclass(frozen=True)
-class ProcessConfig:
+class ProcessConfig(Options):
     """Columns and tokens of process supervision: a judgement of each step of a solution."""
 
-    input_key: str | None = None
+    input_key: str | None = option(None, rows_of=_ROWS)
     """Column with the solution, a placeholder token after each step (default: recognized)."""
-    label_key: str | None = None
+    label_key: str | None = option(None, rows_of=_ROWS)
     """Column with the judgements: the same text with a reward token after each step, or a list with one per step."""
-    placeholder_token: str = "ки"
+    placeholder_token: str = option("ки", not_empty, rows_of=_ROWS)
     """Token after each step at which the model is trained to judge it."""
-    reward_tokens: tuple[str, ...] = ("+", "-")
+    reward_tokens: tuple[str, ...] = option(("+", "-"), rows_of=_ROWS)
     """Tokens of the judgement, good first; soft labels are the probability of the first of two."""
 
     def validate(self) -> None:
-        require(self.placeholder_token != "", "--placeholder_token must not be empty.")
+        super().validate()
         require(
             len(set(self.reward_tokens)) == len(self.reward_tokens) >= 2,
             f"--reward_tokens needs at least two different tokens, got {' '.join(self.reward_tokens)}.",

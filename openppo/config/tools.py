@@ -5,76 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from openppo.config.folders import refuse_overwriting
+from openppo.config.commands import CommandConfig
+from openppo.config.data import PromptDataConfig
+from openppo.config.fields import Bound, Options, at_least, not_empty, not_negative, option, positive, require, rules
+from openppo.config.models import ModelConfig, refuse_overwriting
 from openppo.config.rewards import RewardConfig
-from openppo.config.roles import DataFormat, validate_data
-from openppo.config.shared import require, validate_groups
+from openppo.config.rollout import SamplingConfig
 
 
 @dataclass(frozen=True)
-class PromptsConfig:
-    """Which prompts a model answers, and how."""
+class PromptsConfig(SamplingConfig, PromptDataConfig, ModelConfig):
+    """Prompts, the model that responds to them, and how it samples."""
 
     pretrain: str
     """Causal language model: a local folder (also a PEFT folder) or a hub name."""
-    prompt_data: str
-    """Prompts, in any format of train_ppo; several sources with commas."""
     prompt_split: str = "test"
     """Split of --prompt_data when it has splits."""
-    data_format: DataFormat = "auto"
-    """Shape of the rows; 'auto' recognizes it by the columns unless --input_key is given."""
-    dataset_class: str | None = None
-    """Your own loader of --prompt_data, path.py:name: a class or function called with the source that gives rows."""
-    input_key: str | None = None
-    """Column that holds the prompt (default: recognized)."""
-    label_key: str | None = None
-    """Column that is passed to the rewards as label (default: the answer of a recognized shape)."""
-    input_template: str | None = None
-    """Text around each prompt, with {} where the prompt goes."""
-    apply_chat_template: bool = False
-    """Render prompts with the tokenizer's chat template."""
-    chat_template_kwargs: str | None = None
-    """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
-    max_samples: int | None = None
-    """Use only the first this many rows of each data set."""
-    prompt_max_len: int = 1024
-    """Prompts with more tokens are dropped, with a count in the log."""
-    generate_max_len: int = 1024
-    """Largest number of sampled tokens per response."""
-    n_samples_per_prompt: int = 1
+    n_samples_per_prompt: int = option(1, at_least(1))
     """Responses to each prompt."""
-    temperature: float = 0.0
+    temperature: float = option(0.0, not_negative)
     """Sampling temperature (0: the likeliest token)."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens with this total probability."""
-    top_k: int | None = None
-    """Sample from the this many likeliest tokens."""
-    micro_batch_size: int = 32
+    micro_batch_size: int = option(32, at_least(1))
     """Samples that are decoded or scored together."""
     bf16: bool = False
     """Load models in bfloat16."""
-    flash_attn: bool = False
-    """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
-    trust_remote_code: bool = False
-    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
-    seed: int = 42
+    seed: int = option(42, not_negative)
     """Seed of sampling."""
-    engine_check: Literal["on", "off"] = "on"
-    """Compare log-probs of a few sampled tokens with those of a plain forward, and refuse a model where they differ."""
 
     def validate(self) -> None:
-        validate_data(self.input_template, self.max_samples, self.apply_chat_template, self.chat_template_kwargs)
-        for name, value in (
-            ("prompt_max_len", self.prompt_max_len),
-            ("generate_max_len", self.generate_max_len),
-            ("n_samples_per_prompt", self.n_samples_per_prompt),
-            ("micro_batch_size", self.micro_batch_size),
-        ):
-            require(value >= 1, f"--{name} must be at least 1, got {value}.")
-        require(self.temperature >= 0, f"--temperature must not be negative, got {self.temperature}.")
-        require(0 < self.top_p <= 1, f"--top_p must lie in (0, 1], got {self.top_p}.")
-        require(self.top_k is None or self.top_k >= 1, f"--top_k must be at least 1, got {self.top_k}.")
-        require(self.seed >= 0, f"--seed must not be negative, got {self.seed}.")
+        super().validate()
         require(
             self.n_samples_per_prompt == 1 or self.temperature > 0,
             f"--n_samples_per_prompt {self.n_samples_per_prompt} with --temperature 0 would give the same response "
@@ -83,19 +42,16 @@ class PromptsConfig:
 
 
 @dataclass(frozen=True)
-class OutputConfig:
-    """Where answers go."""
+class OutputConfig(Options):
+    """Where responses go."""
 
-    output_path: str
+    output_path: str = field(metadata=rules(bound=not_empty))
     """JSONL file that receives one line for each response."""
-
-    def validate(self) -> None:
-        require(self.output_path != "", "--output_path must not be empty.")
 
 
 @dataclass(frozen=True)
-class JudgementConfig:
-    """How answers are judged."""
+class JudgementConfig(Options):
+    """How responses are judged."""
 
     pass_reward: float | None = None
     """A response passes when its reward is at least this (default: 1; with a reward model or server none, and pass@k is
@@ -105,12 +61,9 @@ class JudgementConfig:
     output_path: str | None = None
     """JSONL file that receives every response with its rewards (default: none is kept)."""
 
-    def validate(self) -> None:
-        """Nothing to check: any number and name may occur."""
-
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(Options):
     """A reward server."""
 
     reward_pretrain: str
@@ -119,15 +72,15 @@ class ServerConfig:
     """Name of the model's scalar head."""
     host: str = "127.0.0.1"
     """Address to listen on; any but loopback needs --token_file."""
-    port: int = 5000
+    port: int = option(5000, Bound("must lie in 0..65535", lambda port: 0 <= port < 65536))
     """Port to listen on (0: a free one)."""
     token_file: str | None = None
     """File with a token that clients must send as 'Authorization: Bearer TOKEN'."""
-    max_batch_size: int = 16
+    max_batch_size: int = option(16, at_least(1))
     """Texts of one forward pass, over all requests that wait."""
-    max_len: int = 2048
+    max_len: int = option(2048, at_least(1))
     """Longer texts keep their last this many tokens."""
-    max_request_mb: float = 64.0
+    max_request_mb: float = option(64.0, positive)
     """Larger requests are refused."""
     normalize_reward: bool = False
     """Subtract the mean that the reward model stores and divide by its std."""
@@ -139,10 +92,7 @@ class ServerConfig:
     """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
 
     def validate(self) -> None:
-        require(0 <= self.port < 65536, f"--port must lie in 0..65535, got {self.port}.")
-        for name, value in (("max_batch_size", self.max_batch_size), ("max_len", self.max_len)):
-            require(value >= 1, f"--{name} must be at least 1, got {value}.")
-        require(self.max_request_mb > 0, f"--max_request_mb must be positive, got {self.max_request_mb}.")
+        super().validate()
         require(
             self.host in ("127.0.0.1", "::1", "localhost") or self.token_file is not None,
             f"--host {self.host} can be reached by others: give a --token_file.",
@@ -150,12 +100,12 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
-class MergeConfig:
+class MergeConfig(Options):
     """A PEFT folder and where its full weights go."""
 
     lora_path: str
     """PEFT folder, as training with --lora_rank saves it."""
-    save_path: str
+    save_path: str = field(metadata=rules(bound=not_empty, note=": name the folder that receives the full model"))
     """Folder that receives the full model and its tokenizer."""
     pretrain: str | None = None
     """Base model (default: the one that the PEFT folder names)."""
@@ -165,14 +115,14 @@ class MergeConfig:
     """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
 
     def validate(self) -> None:
-        require(self.save_path != "", "--save_path is empty: name the folder that receives the full model.")
+        super().validate()
         refuse_overwriting(
             {"--lora_path": self.lora_path, "--pretrain": self.pretrain}, {"--save_path": self.save_path}
         )
 
 
 @dataclass(frozen=True)
-class CheckpointModelConfig:
+class CheckpointModelConfig(Options):
     """A checkpoint, and the model that is made of it."""
 
     checkpoint: str
@@ -194,6 +144,7 @@ class CheckpointModelConfig:
     """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
 
     def validate(self) -> None:
+        super().validate()
         require(self.folder != "", "FOLDER is empty: name the folder that receives the model.")
         inputs = {"--pretrain": self.pretrain, "--critic_pretrain": self.critic_pretrain}
         refuse_overwriting({"CHECKPOINT": self.checkpoint, **inputs}, {"FOLDER": self.folder})
@@ -204,84 +155,63 @@ class CheckpointModelConfig:
 
 
 @dataclass(frozen=True)
-class ReportPageConfig:
+class ReportPageConfig(Options):
     """Runs, and the page about them."""
 
     run_dirs: tuple[str, ...]
     """Folders of runs: what they had as --save_path, or its subfolder 'logs'. Several are laid over each other."""
-    output: str | None = None
+    output: str | None = option(None, not_empty)
     """HTML file to write (default: logs/report.html of the run, ./report.html of several)."""
 
     def validate(self) -> None:
+        super().validate()
         require(len(self.run_dirs) > 0, "name the folder of a run: python -m openppo.cli.report RUN_DIR.")
-        require(self.output != "", "--output must not be empty.")
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(CommandConfig):
     """Options of openppo.cli.generate."""
 
     prompts: PromptsConfig
     output: OutputConfig
 
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option that cannot work."""
-        validate_groups(self)
-
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(CommandConfig):
     """Options of openppo.cli.evaluate."""
 
     prompts: PromptsConfig
     rewards: RewardConfig = field(default_factory=RewardConfig)
     judgement: JudgementConfig = field(default_factory=JudgementConfig)
 
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option that cannot work."""
-        validate_groups(self)
-
 
 @dataclass(frozen=True)
-class ServeRMConfig:
+class ServeRMConfig(CommandConfig):
     """Options of openppo.cli.serve_rm."""
 
     server: ServerConfig
 
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option that cannot work."""
-        validate_groups(self)
-
 
 @dataclass(frozen=True)
-class MergeLoRAConfig:
+class MergeLoRAConfig(CommandConfig):
     """Options of openppo.cli.merge_lora."""
 
     merge: MergeConfig
 
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option that cannot work."""
-        validate_groups(self)
-
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(CommandConfig):
     """Options of openppo.cli.export."""
 
     model: CheckpointModelConfig
 
     def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option that cannot work."""
-        self.model.validate()
+        super().validate(world_size)
         require(world_size == 1, "export runs in one process: start it without torchrun.")
 
 
 @dataclass(frozen=True)
-class ReportConfig:
+class ReportConfig(CommandConfig):
     """Options of openppo.cli.report."""
 
     page: ReportPageConfig
-
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option that cannot work."""
-        validate_groups(self)

@@ -1,4 +1,4 @@
-"""Options of whatever shows a run while it goes on: console, TensorBoard, Weights & Biases, profiler, self-check."""
+"""Options of what shows a run: console, TensorBoard, Weights & Biases, profiler, self-check."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from openppo.config.shared import require
-
-KEY_FROM_ELSEWHERE = "True"
-"""Of --use_wandb: the key is in WANDB_API_KEY or stored by 'wandb login', or none is needed."""
+from openppo.config.fields import Options, not_empty, not_negative, option, require
 
 
 @dataclass(frozen=True)
-class TrackingConfig:
-    """Who is told what goes on, and how much of it."""
+class TrackingConfig(Options):
+    """Where metrics, samples and profiles are shown."""
 
-    use_tensorboard: str | None = None
+    use_tensorboard: str | None = option(None, place=True)
     """Folder for TensorBoard event files (off when not given); each run gets a subfolder, named as with --use_wandb."""
-    use_wandb: str | None = None
+    use_wandb: str | None = option(None, not_empty, ": give it alone, with an API key, or not at all", place=True)
     """Log to Weights & Biases: alone, or with an API key (better keep that in WANDB_API_KEY). Needs 'wandb'."""
     wandb_project: str = "openppo"
     """With --use_wandb: project."""
@@ -31,7 +28,7 @@ class TrackingConfig:
     wandb_mode: Literal["online", "offline"] | None = None
     """With --use_wandb: 'offline' writes to <save_path>/logs/wandb only, for 'wandb sync' (default: WANDB_MODE, else
     online)."""
-    log_samples_every: int = 10
+    log_samples_every: int = option(10, not_negative, "; 0 prints none")
     """Print a sample every this many steps (0: never)."""
     self_check: bool = True
     """Before training on the first batch print two samples of it token by token, with what is trained on."""
@@ -39,17 +36,13 @@ class TrackingConfig:
     """Steps to record with torch.profiler, such as 3 or 2-4,10: a trace of each rank in <save_path>/logs/profile."""
 
     def validate(self) -> None:
-        require(
-            self.log_samples_every >= 0,
-            f"--log_samples_every must not be negative, got {self.log_samples_every}; 0 prints none.",
-        )
-        require(self.use_wandb != "", "--use_wandb is empty: give it alone, with an API key, or not at all.")
+        super().validate()
         for first, last in self._profiled_ranges():
             require(1 <= first <= last, f"--profile_steps {self.profile_steps}: steps count from 1, ranges go upwards.")
 
     @property
     def shows_histograms(self) -> bool:
-        """Whether anybody looks at distributions."""
+        """Whether a tracker shows distributions."""
         return self.use_tensorboard is not None or self.use_wandb is not None
 
     def is_profiled(self, step: int) -> bool:

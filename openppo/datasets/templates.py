@@ -24,7 +24,7 @@ _LARGE = 2**20
 """Characters from which on a row is looked at before it is rendered."""
 
 Message = dict[str, Any]
-"""One turn of a chat: "role" and "content", texts; "content" is None at most where "tool_calls" are."""
+"""One turn of a chat: "role" and "content", texts; "content" is None only with "tool_calls"."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys under which data has what an assistant thought."""
 _CAN_BE_WITHOUT_TEXT = ("assistant", "tool")
@@ -127,12 +127,34 @@ def _as_message(message: object) -> Message:
             f"{shortened(message)}."
         )
     content = message.get("content")
+    if isinstance(content, list):
+        content = text_of(content)
     may_be_null = calls or (message["role"] in _CAN_BE_WITHOUT_TEXT and "content" in message)
     if not (isinstance(content, str) or (content is None and may_be_null)):
         raise ValueError(f'not a chat message with texts "role" and "content": {shortened(message)}.')
+    message = {**message, "content": "" if content is None and not calls else content}
     for text in (message["role"], *_texts(message)):
         _require_encodable(text)
-    return {**message, "content": "" if content is None and not calls else content}
+    return message
+
+
+def text_of(content: object) -> str:
+    """Text of a message's content: a string, None (empty), or a list of parts, whose texts are joined.
+
+    ``ValueError`` for any other content, and for a part without text, such as an image.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ValueError(f"not a chat message with a text or list of parts as content: {shortened(content)}.")
+    return "".join(map(_text_of_part, content))
+
+
+def _text_of_part(part: object) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+    if not isinstance(text, str):
+        raise ValueError(f"not a chat message with text only: its content has the part {shortened(part)}.")
+    return text
 
 
 def tool_name(call: object) -> object:

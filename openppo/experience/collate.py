@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from openppo.models.padding import pad_right
 from openppo.types import Experience, FinishReason, Trajectory
 
-PER_ROW_FIELDS = ("scores", "truncated")
+PER_ROW_FIELDS = ("scores", "truncated", "weight")
 """Fields of shape (B,); all others are (B, L)."""
 
 
@@ -29,6 +29,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience
         action_mask=action_mask.bool(),
         rollout_log_probs=torch.where(action_mask.bool(), log_probs, 0.0),
         truncated=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
+        weight=torch.tensor([t.weight for t in trajectories]),
     )
 
 
@@ -59,15 +60,11 @@ def join_rows(rows: Sequence[Experience]) -> Experience:
 
 
 def idle_experience(like: Experience | None = None) -> Experience:
-    """One row of two tokens without any action: what a rank computes on when others have more to do."""
+    """One row of two tokens without any action, for a rank that has less to do than others."""
     shape, device = (1, 2), torch.device("cpu") if like is None else like.sequences.device
-    made = {
-        field.name: torch.zeros(shape, device=device)
-        for field in fields(Experience)
-        if field.name not in PER_ROW_FIELDS
-    }
+    shapes = {field.name: shape[:1] if field.name in PER_ROW_FIELDS else shape for field in fields(Experience)}
+    made = {name: torch.zeros(of_field, device=device) for name, of_field in shapes.items()}
     made["sequences"] = made["sequences"].long()
     made["attention_mask"] = torch.ones(shape, dtype=torch.bool, device=device)
-    made["action_mask"] = made["action_mask"].bool()
-    rows = {"scores": torch.zeros(1, device=device), "truncated": torch.zeros(1, dtype=torch.bool, device=device)}
-    return Experience(**made, **rows)
+    made |= {name: made[name].bool() for name in ("action_mask", "truncated")}
+    return Experience(**made)

@@ -16,7 +16,7 @@ from openppo.experience.kl_controller import AdaptiveKLController, FixedKLContro
 from openppo.experience.measure import measure_experience, measure_scores
 from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
 from openppo.experience.token_rewards import StepRewards, collect_step_rewards, compute_reward, kl_penalty
-from openppo.models.padding import MicroBatchSize, micro_batches, price_of_a_batch
+from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
 from openppo.tracking import Metrics, progress_bar
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
 
@@ -191,5 +191,5 @@ class ExperienceMaker:
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
     """Of a forward over samples that trains nothing."""
     ppo = config.ppo
-    price = price_of_a_batch(config.deepspeed.zero_stage)
+    price = split_overhead(config.deepspeed.zero_stage)
     return MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, price)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from openppo.config import RewardConfig
+from openppo.models.loss import policy_ratio
 from openppo.models.masked import compute_approx_kl, masked_sum
-from openppo.models.rollout_correction import mismatch_metrics
 from openppo.tracking import Histogram, Metrics, histogram
 from openppo.types import Comm, Experience, Trajectory
 
@@ -25,10 +25,31 @@ def measure_scores(trajectories: Sequence[Trajectory], source: RewardConfig, met
             metrics.add("reward/of_tokens", sum(trajectory.token_rewards))
 
 
+def measure_staleness(trajectories: Sequence[Trajectory], policy_version: int, metrics: Metrics) -> None:
+    """Versions by which action tokens are behind the policy that is trained on them, as mean and maximum."""
+    behind = [
+        float(policy_version - version)
+        for trajectory in trajectories
+        for version, is_action in zip(trajectory.versions, trajectory.action_mask, strict=True)
+        if is_action
+    ]
+    metrics.add_tensor("staleness", torch.tensor(behind))
+    metrics.add_tensor("staleness_max", torch.tensor(behind), reduce="max")
+
+
 def measure_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, metrics: Metrics) -> None:
-    """How far the engine's log-probs (B, L) are from the actor's."""
-    for name, per_token, reduce in mismatch_metrics(log_probs, rollout_log_probs, mask):
-        metrics.add_tensor(name, per_token, mask, reduce=reduce)
+    """Distance of the engine's log-probs from the actor's, both (B, L), over ``mask``.
+
+    ``rollout_kl`` estimates KL(rollout || actor) by k3, ``rollout_kl_k1`` by k1; ``rollout_ratio_max`` is the largest
+    exp(log_probs - rollout_log_probs), ``rollout_log_prob_gap`` the mean distance of log-probs.
+    """
+    mask, log_probs, rollout_log_probs = mask.bool(), log_probs.detach(), rollout_log_probs.detach()
+    metrics.add_tensor("rollout_kl", compute_approx_kl(rollout_log_probs, log_probs, mask, "k3"), mask)
+    metrics.add_tensor("rollout_kl_k1", compute_approx_kl(rollout_log_probs, log_probs, mask, "k1"), mask)
+    metrics.add_tensor("rollout_ratio_max", policy_ratio(log_probs, rollout_log_probs, mask), mask, reduce="max")
+    gap = torch.where(mask, (log_probs - rollout_log_probs).abs(), 0.0)
+    metrics.add_tensor("rollout_log_prob_gap", gap, mask)
+    metrics.add_tensor("rollout_log_prob_gap_max", gap, mask, reduce="max")
 
 
 def measure_experience(batch: Experience, metrics: Metrics) -> None:

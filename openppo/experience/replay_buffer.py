@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openppo.experience.collate import PER_ROW_FIELDS, idle_experience, join_rows, split_rows
-from openppo.models.padding import MicroBatchSize, micro_batches, price_of_a_batch
+from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
 from openppo.types import Comm, Experience, SingleProcess
 
 _EPS = 1e-8
@@ -22,13 +22,13 @@ class MiniBatch:
 
     ``micro_batches`` has the same length on all ranks; where a rank has no samples left it holds one row without
     any action. ``n_tokens`` counts the action tokens of the whole step and ``n_sequences`` its samples with any
-    action, over all micro-batches and ranks. ``places`` are those of each micro-batch's samples among the samples of
-    all ranks.
+    action, over all micro-batches and ranks, each times its sample's weight. ``places`` are those of each micro-batch's
+    samples among the samples of all ranks.
     """
 
     micro_batches: list[Experience]
-    n_tokens: int
-    n_sequences: int
+    n_tokens: float
+    n_sequences: float
     places: list[list[int]] = field(default_factory=list)
 
 
@@ -44,7 +44,7 @@ class ReplayBuffer:
         self.comm = comm or SingleProcess()
         self.limit = limit
         self.cpu_offload = cpu_offload
-        self.price = price_of_a_batch(zero_stage)
+        self.price = split_overhead(zero_stage)
         self.items: list[Experience] = []
 
     def __len__(self) -> int:
@@ -153,8 +153,11 @@ class ReplayBuffer:
         joined = [join_rows([step[place] for place in places]) for places in mine]
         n_idle = max(map(len, plans)) - len(joined)
         joined += [idle_experience(like=step[ordered[0]]) for _ in range(n_idle)]
+        weights = [1.0 if item.weight is None else float(item.weight) for item in step.values()]
         actions = [int(item.action_mask.sum()) for item in step.values()]
-        return MiniBatch(joined, sum(actions), sum(n > 0 for n in actions), places=mine + [[]] * n_idle)
+        n_tokens = sum(weight * n for weight, n in zip(weights, actions, strict=True))
+        n_sequences = sum(weight for weight, n in zip(weights, actions, strict=True) if n > 0)
+        return MiniBatch(joined, n_tokens, n_sequences, places=mine + [[]] * n_idle)
 
     def _everyones(self) -> list[Experience]:
         """All ranks' samples in rank order."""

@@ -7,21 +7,19 @@ from openppo.lazy import lazy_names
 if TYPE_CHECKING:
     from openppo.models.actor import Actor as Actor
     from openppo.models.loss import (
+        POLICY_LOSSES as POLICY_LOSSES,
+        CISPOLoss as CISPOLoss,
         GPTLMLoss as GPTLMLoss,
+        GSPOLoss as GSPOLoss,
         LogExpLoss as LogExpLoss,
         PairWiseLoss as PairWiseLoss,
         PolicyLoss as PolicyLoss,
         PRMLoss as PRMLoss,
         ValueLoss as ValueLoss,
-    )
-    from openppo.models.masked import compute_approx_kl as compute_approx_kl, masked_mean as masked_mean
-    from openppo.models.policy_losses import (
-        POLICY_LOSSES as POLICY_LOSSES,
-        CISPOLoss as CISPOLoss,
-        GSPOLoss as GSPOLoss,
         policy_loss as policy_loss,
         token_weights as token_weights,
     )
+    from openppo.models.masked import compute_approx_kl as compute_approx_kl, masked_mean as masked_mean
     from openppo.models.scalar_head import (
         ScalarHeadModel as ScalarHeadModel,
         get_llm_for_sequence_regression as get_llm_for_sequence_regression,

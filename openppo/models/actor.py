@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from openppo.config import LoRAConfig
+from openppo.models.adapters import add_adapters, refuse_stacked_adapters
 from openppo.models.loading import disable_dropout, load_causal_lm
 from openppo.models.log_probs import log_probs_and_entropy, log_probs_from_logits
-from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
-from openppo.models.padding import pack_rows, widen
+from openppo.models.padding import pack_rows, pad_width
 
 
 class Actor(nn.Module):
@@ -85,7 +85,7 @@ class Actor(nn.Module):
         # No attention mask: padding is on the right, and a causal model never looks there. SDPA then keeps its
         # fast causal kernel.
         if position_ids is None:
-            inputs = {"input_ids": widen(sequences, self.model)}
+            inputs = {"input_ids": pad_width(sequences, self.model)}
         else:
             inputs = {"input_ids": sequences, "position_ids": position_ids}
         logits = self.model(**inputs, logits_to_keep=positions, use_cache=False).logits

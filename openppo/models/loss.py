@@ -1,35 +1,111 @@
-"""The losses of PPO, SFT, reward models and process reward models. Needs torch only.
+"""Policy and value losses, and how losses of tokens add up to that of an optimizer step. Needs torch only.
 
-Policy and value losses are means per sequence over its action tokens, then over sequences, unless
-``reduction`` says otherwise; ``"none"`` returns the loss of each token, 0 outside the mask, for callers that
-normalize over a whole optimizer step themselves.
+``--policy_loss_type`` names an entry of ``POLICY_LOSSES``. The losses of SFT and reward models are in
+``supervised_loss.py``, and importable from here too.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from openppo.models.log_probs import log_probs_from_logits
 from openppo.models.masked import masked_mean
+from openppo.models.supervised_loss import IGNORE_INDEX, GPTLMLoss, LogExpLoss, PairWiseLoss, PRMLoss
+
+if TYPE_CHECKING:
+    from openppo.config import LossAggregation, LossConfig
+
+__all__ = [
+    "IGNORE_INDEX",
+    "POLICY_LOSSES",
+    "CISPOLoss",
+    "ClippedLoss",
+    "GPTLMLoss",
+    "GSPOLoss",
+    "LogExpLoss",
+    "PRMLoss",
+    "PairWiseLoss",
+    "PolicyLoss",
+    "ValueLoss",
+    "policy_loss",
+    "token_weights",
+]
+
+logger = logging.getLogger("openppo")
 
 Reduction = Literal["sequence_mean", "token_mean", "none"]
-IGNORE_INDEX = -100
 _MAX_LOG_RATIO = 20.0
+_WIDE_FOR_GSPO = 0.02
 
 
-def reduce_loss(loss: Tensor, mask: Tensor | None, reduction: Reduction) -> Tensor:
-    """Losses of single tokens (B, L) to a scalar, or with "none" to themselves, 0 outside the mask."""
-    if reduction == "sequence_mean":
-        return masked_mean(loss, mask, dim=-1).mean()
-    if reduction == "token_mean":
-        return masked_mean(loss, mask)
+class ClippedLoss(Protocol):
+    """A policy or value loss: of log-probs and advantages, or of values and returns."""
+
+    def __call__(
+        self,
+        new: Tensor,
+        old: Tensor,
+        target: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        /,
+    ) -> Tensor:
+        """Loss of each token, (B, L) as all inputs, 0 outside the mask; or a scalar, by the loss's ``reduction``.
+
+        ``rollout_log_probs`` are those under which the engine sampled, for policy losses that correct for it.
+        """
+        ...
+
+    def clipped(self, new: Tensor, old: Tensor, action_mask: Tensor | None = None, /) -> Tensor:
+        """Tokens whose change from ``old`` to ``new`` reached a bound, bool (B, L)."""
+        ...
+
+
+def token_weights(
+    action_mask: Tensor,
+    loss_agg: LossAggregation,
+    n_tokens: float,
+    n_sequences: float,
+    max_len: int,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Weights (B, L) with which losses of tokens add up over an optimizer step, 0 outside ``action_mask``.
+
+    ``n_tokens`` and ``n_sequences`` count the action tokens, and the rows that have any, of all micro-batches and
+    ranks of the step, each times its row's ``weight`` (B,) (None: 1). Summed over them, (loss * weights).sum() is for
+    "token_mean" the mean over tokens, for "sequence_mean" the mean over sequences of each one's mean over tokens, and
+    for "constant" the sum over n_sequences * ``max_len`` (arXiv 2503.20783). Float32, or the dtype of ``weight``.
+    """
+    mask = action_mask.bool()
+    share = mask.float() if weight is None else mask * weight[:, None]  # (B, L)
+    n_tokens, n_sequences = float(n_tokens) or 1.0, float(n_sequences) or 1.0
+    if loss_agg == "token_mean":
+        return share / n_tokens
+    if loss_agg == "sequence_mean":
+        return share / (mask.sum(-1, keepdim=True).clamp(min=1) * n_sequences)
+    if loss_agg == "constant":
+        return share / (n_sequences * max_len)
+    raise ValueError(f"loss_agg must be token_mean, sequence_mean or constant, got {loss_agg!r}")
+
+
+def reduce_loss(loss: Tensor, action_mask: Tensor | None, reduction: Reduction) -> Tensor:
+    """Losses of tokens (B, L) to a mean over this batch, or with "none" to themselves, 0 outside the mask.
+
+    Rows without actions count as sequences of loss 0.
+    """
+    if reduction not in ("sequence_mean", "token_mean", "none"):
+        raise ValueError(f"reduction must be sequence_mean, token_mean or none, got {reduction!r}")
+    mask = torch.ones_like(loss, dtype=torch.bool) if action_mask is None else action_mask.bool()
+    loss = torch.where(mask, loss, 0.0)
     if reduction == "none":
-        return loss if mask is None else torch.where(mask.bool(), loss, 0.0)
-    raise ValueError(f"reduction must be sequence_mean, token_mean or none, got {reduction!r}")
+        return loss
+    ones = loss.new_ones(len(loss))
+    return (loss * token_weights(mask, reduction, int(mask.sum()), len(loss), 0, ones)).sum()
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
@@ -46,7 +122,7 @@ def policy_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor |
 class PolicyLoss(nn.Module):
     """Clipped surrogate of PPO (arXiv 1707.06347, eq. 7): -min(r A, clip(r, 1 - clip_eps, 1 + clip_eps_high) A).
 
-    ``clip_eps_high`` defaults to ``clip_eps`` (arXiv 2503.14476: 0.28 beside 0.2). ``dual_clip`` c bounds the loss
+    ``clip_eps_high`` defaults to ``clip_eps`` (arXiv 2503.14476: 0.28 with 0.2 below). ``dual_clip`` c bounds the loss
     by -c A where A < 0 (arXiv 1912.09729, eq. 5).
     """
 
@@ -64,7 +140,12 @@ class PolicyLoss(nn.Module):
         self.reduction: Reduction = reduction
 
     def forward(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None = None
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
         """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``."""
         ratio = self.ratio(log_probs, old_log_probs, action_mask)
@@ -75,13 +156,66 @@ class PolicyLoss(nn.Module):
         return reduce_loss(loss, action_mask, self.reduction)
 
     def ratio(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
-        """What is clipped: the ratio r of each token, (B, L), 1 outside the mask."""
+        """Ratio r of each token, which is clipped: (B, L), 1 outside the mask."""
         return policy_ratio(log_probs, old_log_probs, action_mask)
 
     def clipped(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
         """Tokens whose ratio lies outside the clip range, bool (B, L)."""
         ratio = self.ratio(log_probs, old_log_probs, action_mask)
         return (ratio < 1 - self.clip_eps) | (ratio > 1 + self.clip_eps_high)
+
+
+class GSPOLoss(PolicyLoss):
+    """Clipped surrogate of one ratio per sequence (arXiv 2507.18071, eq. 5): the geometric mean of its token ratios.
+
+    Each token gets the sequence's ratio and the gradient of its own log-prob (GSPO-token, eq. 13), so advantages
+    may differ from token to token. Where they are equal, the mean over a sequence has the gradient of eq. 5.
+    The ratio is near 1, hence the narrow clip range.
+    """
+
+    def __init__(
+        self,
+        clip_eps: float = 3e-4,
+        clip_eps_high: float | None = 4e-4,
+        dual_clip: float | None = None,
+        reduction: Reduction = "sequence_mean",
+    ) -> None:
+        super().__init__(clip_eps, clip_eps_high, dual_clip, reduction)
+
+    def ratio(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+        """Ratio of each token's sequence, which is clipped: (B, L), 1 outside the mask."""
+        log_ratios = log_ratio(log_probs.detach(), old_log_probs, action_mask)
+        sequence_ratio = masked_mean(log_ratios, action_mask, dim=-1).exp()[:, None]  # (B, 1)
+        gradient_only = policy_ratio(log_probs, log_probs.detach(), action_mask)  # 1
+        spread = sequence_ratio * gradient_only
+        return spread if action_mask is None else torch.where(action_mask.bool(), spread, 1.0)
+
+
+class CISPOLoss(nn.Module):
+    """-stop_gradient(min(r, eps_max)) A log p: no token loses its gradient (arXiv 2506.13585, eq. 4; 2510.13786)."""
+
+    def __init__(self, eps_max: float = 5.0, reduction: Reduction = "sequence_mean") -> None:
+        super().__init__()
+        self.eps_max = eps_max
+        self.reduction: Reduction = reduction
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+    ) -> Tensor:
+        """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``."""
+        truncated = policy_ratio(log_probs.detach(), old_log_probs, action_mask).clamp(max=self.eps_max)
+        if action_mask is not None:
+            log_probs = torch.where(action_mask.bool(), log_probs, 0.0)
+        return reduce_loss(-truncated * advantages * log_probs, action_mask, self.reduction)
+
+    def clipped(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
+        """Tokens whose ratio is truncated, bool (B, L)."""
+        return policy_ratio(log_probs, old_log_probs, action_mask) > self.eps_max
 
 
 class ValueLoss(nn.Module):
@@ -106,86 +240,42 @@ class ValueLoss(nn.Module):
             loss = torch.max((clipped - returns).square(), loss)
         return reduce_loss(0.5 * loss, action_mask, self.reduction)
 
-
-class GPTLMLoss(nn.Module):
-    """Next-token cross entropy: logits at t against the label at t + 1; labels of -100 do not count."""
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """``logits`` (B, L, V), ``labels`` int64 (B, L); scalar mean over counted labels, 0 if there is none."""
-        counted = labels[:, 1:] != IGNORE_INDEX
-        log_probs = log_probs_from_logits(logits[:, :-1], labels[:, 1:].masked_fill(~counted, 0))  # float32, (B, L - 1)
-        return -masked_mean(log_probs, counted)
+    def clipped(self, values: Tensor, old_values: Tensor, action_mask: Tensor | None = None) -> Tensor:
+        """Tokens whose value moved further than the clip range, bool (B, L)."""
+        moved = (values - old_values).abs() > (torch.inf if self.clip_eps is None else self.clip_eps)
+        return moved if action_mask is None else moved & action_mask.bool()
 
 
-class PairWiseLoss(nn.Module):
-    """Bradley-Terry loss -log sigmoid(r_chosen - r_rejected - margin), averaged over pairs (arXiv 2203.02155)."""
+@dataclass(frozen=True)
+class PolicyLossEntry:
+    """One entry of ``POLICY_LOSSES``.
 
-    def forward(self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None) -> Tensor:
-        """Rewards and optional ``margin`` of shape (B,); scalar."""
-        difference = chosen_reward - reject_reward
-        if margin is not None:
-            difference = difference - margin
-        return -F.logsigmoid(difference).mean()
-
-
-class LogExpLoss(nn.Module):
-    """log(1 + exp(r_rejected - r_chosen)), averaged over pairs (arXiv 2204.05862).
-
-    Equals PairWiseLoss without margin.
+    ``make`` builds a loss of single tokens from options; ``loss_agg`` is how they add up unless an option says
+    otherwise (None: as the advantage estimator wants).
     """
 
-    def forward(self, chosen_reward: Tensor, reject_reward: Tensor) -> Tensor:
-        """Rewards of shape (B,); scalar."""
-        return F.softplus(reject_reward - chosen_reward).mean()
+    make: Callable[[LossConfig], ClippedLoss]
+    loss_agg: LossAggregation | None = None
 
 
-class PRMLoss(nn.Module):
-    """Cross entropy of a process reward model at the placeholder tokens that end each step.
+def _gspo(config: LossConfig) -> GSPOLoss:
+    if config.eps_clip > _WIDE_FOR_GSPO:
+        logger.warning(
+            "--policy_loss_type gspo with --eps_clip %g clips next to nothing, since a response's mean log-ratio is "
+            "small: the paper has --eps_clip 3e-4 --eps_clip_high 4e-4",
+            config.eps_clip,
+        )
+    return GSPOLoss(config.eps_clip, config.eps_clip_high, config.dual_clip, reduction="none")
 
-    ``labels`` are given at the placeholder positions. Integer labels are token ids; with ``reward_token_ids``
-    only those tokens' logits compete. Float labels are the probability of the first of exactly two
-    ``reward_token_ids`` (soft labels, arXiv 2312.08935). Labels of -100 do not count.
-    """
 
-    def __init__(self, placeholder_token_id: int, reward_token_ids: list[int] | None = None) -> None:
-        super().__init__()
-        self.placeholder_token_id = placeholder_token_id
-        self.reward_token_ids = reward_token_ids
+POLICY_LOSSES: dict[str, PolicyLossEntry] = {
+    "ppo": PolicyLossEntry(lambda c: PolicyLoss(c.eps_clip, c.eps_clip_high, c.dual_clip, reduction="none")),
+    "gspo": PolicyLossEntry(_gspo, loss_agg="sequence_mean"),
+    "cispo": PolicyLossEntry(lambda c: CISPOLoss(c.cispo_eps_max, reduction="none")),
+}
+"""By the names of ``--policy_loss_type``."""
 
-    def forward(
-        self, inputs: Tensor, logits: Tensor, labels: Tensor, *, return_acc: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """``inputs`` int64 (B, L), ``logits`` (B, L, V), ``labels`` int64 or float (B, L).
 
-        Returns the scalar mean over placeholders, and with ``return_acc`` also the share of placeholders at
-        which the likeliest (reward) token is the labelled one. Raises ``ValueError`` for labels that are no
-        reward token, and for float labels without exactly two reward tokens.
-        """
-        chosen = (inputs == self.placeholder_token_id) & (labels != IGNORE_INDEX)
-        step_logits, step_labels = logits[chosen], labels[chosen]  # (N, V), (N,)
-        if self.reward_token_ids is not None:
-            step_logits = step_logits[:, self.reward_token_ids]  # (N, number of reward tokens)
-        targets = self._soft(step_labels) if labels.is_floating_point() else self._hard(step_labels)
-        loss = F.cross_entropy(step_logits.float(), targets, reduction="sum") / max(len(step_labels), 1)
-        if not return_acc:
-            return loss
-        wanted = targets.argmax(-1) if targets.dim() == 2 else targets
-        correct = (step_logits.argmax(-1) == wanted).float()
-        return loss, correct.sum() / max(len(step_labels), 1)
-
-    def _soft(self, labels: Tensor) -> Tensor:
-        if self.reward_token_ids is None or len(self.reward_token_ids) != 2:
-            raise ValueError(f"float labels need exactly two reward_token_ids, got {self.reward_token_ids}")
-        return torch.stack([labels, 1 - labels], dim=-1).float()  # (N, 2)
-
-    def _hard(self, labels: Tensor) -> Tensor:
-        if self.reward_token_ids is None:
-            return labels
-        tokens = torch.tensor(self.reward_token_ids, device=labels.device)
-        matches = labels[:, None] == tokens  # (N, number of reward tokens)
-        if not bool(matches.any(-1).all()):
-            strange = sorted(set(labels[~matches.any(-1)].tolist()))
-            raise ValueError(
-                f"labels {strange} at placeholder positions are not among reward_token_ids {tokens.tolist()}"
-            )
-        return matches.int().argmax(-1)
+def policy_loss(config: LossConfig) -> ClippedLoss:
+    """The loss that ``--policy_loss_type`` names."""
+    return POLICY_LOSSES[config.policy_loss_type].make(config)

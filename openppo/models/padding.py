@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from openppo.models.loading import context_length
+from openppo.models.pretrained import context_length
 
-PRICE_OF_A_BATCH = 1 / 8
+SPLIT_OVERHEAD = 1 / 8
 """What one more micro-batch may cost, in full ones: it must save as much padding."""
 
 
-def price_of_a_batch(zero_stage: int) -> float:
+def split_overhead(zero_stage: int) -> float:
     """In full micro-batches; under ZeRO-3 each pass gathers all weights, so none is made to save padding."""
-    return 1.0 if zero_stage == 3 else PRICE_OF_A_BATCH
+    return 1.0 if zero_stage == 3 else SPLIT_OVERHEAD
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class MicroBatchSize:
 
     rows: int
     tokens: int | None = None
-    price: float = PRICE_OF_A_BATCH
+    price: float = SPLIT_OVERHEAD
 
 
 def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int]]:
@@ -72,7 +72,7 @@ def rounded_width(length: int) -> int:
     return -(-length // step) * step
 
 
-def widen(sequences: Tensor, model: Any) -> Tensor:
+def pad_width(sequences: Tensor, model: Any) -> Tensor:
     """What ``model`` of transformers reads for ``sequences`` int64 (B, L): (B, ``rounded_width(L)``) where that pays.
 
     It does on CPUs in bfloat16: oneDNN compiles matrix products for each new shape, keeps a thousand of them, and is

@@ -1,4 +1,4 @@
-"""Training and rollout engine give the same token slightly different probabilities: measure it, and correct for it.
+"""Correction of the loss for probabilities that differ between rollout engine and training actor.
 
 The engine samples from pi_rollout, the losses take their ratios against pi_old, which the training actor computes
 for the same weights. k = pi_old / pi_rollout of a token is the weight that makes the loss unbiased.
@@ -6,14 +6,11 @@ for the same weights. k = pi_old / pi_rollout of a token is the weight that make
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from openppo.config import RolloutCorrection
 from openppo.models.loss import policy_ratio
-from openppo.models.masked import compute_approx_kl
 
 DEFAULT_RANGES: dict[str, tuple[float, float]] = {"tis": (0.0, 2.0), "mis": (0.5, 2.0), "icepop": (0.5, 5.0)}
 """Lower and upper threshold of each method."""
@@ -45,23 +42,3 @@ def rollout_correction(
     k = policy_ratio(log_probs, rollout_log_probs, mask).detach()
     weights = k.clamp(max=high) if method == "tis" else torch.where((k >= low) & (k <= high), k, 0.0)
     return torch.where(mask, weights, 0.0)
-
-
-def mismatch_metrics(
-    log_probs: Tensor, rollout_log_probs: Tensor, action_mask: Tensor
-) -> list[tuple[str, Tensor, Literal["mean", "max"]]]:
-    """How far the engine's log-probs are from the actor's: (name, (B, L) of tokens it sampled, how to reduce).
-
-    "rollout_kl" estimates KL(rollout || actor) by k3 and "rollout_kl_k1" by k1, "rollout_ratio_max" is the largest k,
-    "rollout_log_prob_gap" the mean of |log k| and "rollout_log_prob_gap_max" its maximum.
-    """
-    mask = action_mask.bool()
-    log_probs, rollout_log_probs = log_probs.detach(), rollout_log_probs.detach()
-    gap = torch.where(mask, (log_probs - rollout_log_probs).abs(), 0.0)
-    return [
-        ("rollout_kl", compute_approx_kl(rollout_log_probs, log_probs, mask, "k3"), "mean"),
-        ("rollout_kl_k1", compute_approx_kl(rollout_log_probs, log_probs, mask, "k1"), "mean"),
-        ("rollout_ratio_max", policy_ratio(log_probs, rollout_log_probs, mask), "max"),
-        ("rollout_log_prob_gap", gap, "mean"),
-        ("rollout_log_prob_gap_max", gap, "max"),
-    ]

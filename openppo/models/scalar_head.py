@@ -1,4 +1,4 @@
-"""Critic and reward model: one transformer with one scalar per token, read at different places."""
+"""Critic and reward models: one transformer, read at different places."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from openppo.config import LoRAConfig
-from openppo.models.attention.cpu import use_cpu_attention
-from openppo.models.attention.cuda import use_cuda_attention
+from openppo.models.adapters import add_adapters, has_head, merge_adapters, refuse_stacked_adapters
+from openppo.models.attention import use_cpu_attention, use_cuda_attention
 from openppo.models.classifier import HEAD, classifier_of
-from openppo.models.loading import disable_dropout, load_config, load_options
-from openppo.models.lora.adapters import add_adapters, refuse_stacked_adapters
-from openppo.models.lora.folder import base_model_of, has_head, is_peft_folder, merge_adapters
-from openppo.models.padding import pack_rows, widen
-from openppo.models.trust import refusing_code
+from openppo.models.loading import disable_dropout, load_options
+from openppo.models.padding import pack_rows, pad_width
+from openppo.models.pretrained import base_model_of, forbid_remote_code, is_peft_folder, load_config
 
 logger = logging.getLogger("openppo")
 
@@ -56,7 +54,7 @@ class ScalarHeadModel(nn.Module):
             outputs = self._outputs(input_ids=rows.input_ids, position_ids=rows.position_ids)[0]  # (T,)
             outputs = outputs[rows.places].view(sequences.shape)
         else:  # without attention mask for the reason given in Actor.forward
-            outputs = self._outputs(input_ids=widen(sequences, self.model))[:, : sequences.shape[1]]  # (B, L)
+            outputs = self._outputs(input_ids=pad_width(sequences, self.model))[:, : sequences.shape[1]]  # (B, L)
         if self.role == "critic":
             return F.pad(outputs[:, :-1], (1, 0))
         places = torch.arange(sequences.shape[1], device=sequences.device)
@@ -67,6 +65,27 @@ class ScalarHeadModel(nn.Module):
         """The head's, float32, of each token of ``input_ids``."""
         hidden = self.classifier.base_model(**inputs, use_cache=False).last_hidden_state
         return self.classifier.get_submodule(HEAD)(hidden)[..., 0].float()
+
+
+class ProcessRewardModel(nn.Module):
+    """Wraps a Hugging Face causal language model ``.model``; the forward returns its logits at chosen places."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, sequences: Tensor, places: Tensor) -> Tensor:
+        """Logits (N, V) at the N true ``places``, row by row.
+
+        ``sequences`` int64 and ``places`` bool, both (B, L), padded on the right. Logits are computed only in columns
+        that some row asks for. Without any place the model runs all the same, as partitioned weights demand.
+        """
+        columns = places.any(0).nonzero()[:, 0]  # (K,)
+        # Without attention mask for the reason given in Actor.forward.
+        inputs = pad_width(sequences, self.model)
+        logits = self.model(input_ids=inputs, logits_to_keep=columns, use_cache=False).logits  # (B, K, V)
+        chosen: Tensor = logits[places[:, columns]]
+        return chosen
 
 
 def get_llm_for_sequence_regression(
@@ -120,7 +139,7 @@ def load_classifier(
     renamed = {} if value_head_prefix == HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{HEAD}."}
     load.setdefault("trust_remote_code", False)
     classifier, config = classifier_of(load_config(name, base, trust_remote_code=load["trust_remote_code"]))
-    with refusing_code(name):
+    with forbid_remote_code(name):
         model, report = classifier.from_pretrained(
             base or base_model_of(name),
             config=config,

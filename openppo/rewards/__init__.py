@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.rewards.calling import (
+    from openppo.rewards.function import (
+        FunctionScorer as FunctionScorer,
         as_reward_function as as_reward_function,
         load_reward_function as load_reward_function,
     )
-    from openppo.rewards.function import FunctionScorer as FunctionScorer
     from openppo.rewards.http import RemoteScorer as RemoteScorer
     from openppo.rewards.model import ModelScorer as ModelScorer
     from openppo.rewards.scoring import (

@@ -1,33 +1,199 @@
-"""Scores from a Python function: sync or async, of a batch or a sample, of the whole response, its tokens or steps."""
+"""Scores from a Python function: sync or async, of a batch or a sample, of the whole response, its tokens or steps.
+
+The names of the function's parameters say what it is called with.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openppo.rewards.calling import RewardFunction, Sample, make_samples
-from openppo.rewards.scoring import check_number, name_sample, score_of_steps
-from openppo.rewards.steps import step_ends
+from openppo.rewards.scoring import check_number, name_sample, policy_text
+from openppo.rewards.steps import score_of_steps, step_tokens
 from openppo.types import Score, Trajectory
-from openppo.user_code import no_silent_end
+from openppo.user_code import copied, load_callable, no_silent_end
 
 logger = logging.getLogger("openppo")
 
+_IN_BOTH_FORMS = {"messages": "messages", "token_ids": "token_ids"}
+BATCH_NAMES = {
+    "prompts": "prompt",
+    "responses": "response",
+    "completions": "completion",
+    "labels": "label",
+    "queries": "query",
+    "rows": "row",
+    **_IN_BOTH_FORMS,
+}
+"""Parameter of a function for a batch -> what it gets a list of."""
+SINGLE_NAMES = {name: name for name in BATCH_NAMES.values()}
+"""The same for a function that is called for each sample."""
+_BY_POSITION = ("prompts", "responses", "labels")
+
+
+@dataclass(frozen=True)
+class RewardSample:
+    """What a reward function may ask for about one trajectory.
+
+    ``own`` by the names of ``SINGLE_NAMES``: prompt, response and completion (the response again) are texts, of the
+    response without special tokens; query is the text of all tokens, special ones included, as OpenRLHF gives it;
+    messages is None without a chat template; token_ids are those that the policy sampled. ``row`` holds the data
+    columns.
+    """
+
+    own: dict[str, Any]
+    row: dict[str, Any]
+
+
+def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> list[RewardSample]:
+    """One sample per trajectory, decoded with the policy's tokenizer."""
+    samples = []
+    for trajectory in trajectories:
+        prompt, response = trajectory.prompt, policy_text(trajectory, tokenizer)
+        own = {
+            "prompt": prompt.text,
+            "response": response,
+            "completion": response,
+            "label": prompt.label,
+            "query": tokenizer.decode(trajectory.token_ids, skip_special_tokens=False),
+            "row": prompt.row,
+            "messages": prompt.messages,
+            "token_ids": trajectory.action_ids,
+        }
+        samples.append(RewardSample(own, prompt.row))
+    return samples
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A user's function and how it wants to be called. ``source`` is its flag and file, for messages."""
+
+    function: Callable[..., Any]
+    source: str
+    is_batch: bool
+    """Called once with lists; otherwise once for each sample."""
+    positional: tuple[str, ...]
+    keywords: tuple[str, ...]
+    takes_all: bool
+    """Has ``**kwargs``: gets all names of its form and all columns."""
+
+    @property
+    def is_async(self) -> bool:
+        """Calling it gives a coroutine."""
+        call = getattr(self.function, "__call__", None)  # noqa: B004 (an object whose __call__ is async)
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+
+    def describe(self) -> str:
+        """How it is called, for the log."""
+        names = [*self.positional, *self.keywords, *(["everything else"] if self.takes_all else [])]
+        return f"{'lists of' if self.is_batch else 'each sample alone:'} {', '.join(names)}"
+
+    def __call__(self, samples: Sequence[RewardSample]) -> Any:
+        """Call the function with copies of ``samples``."""
+        keywords = dict.fromkeys(self.keywords)
+        if self.takes_all:
+            columns = (column for sample in samples for column in sample.row)
+            keywords |= dict.fromkeys(columns) | dict.fromkeys(BATCH_NAMES if self.is_batch else SINGLE_NAMES)
+        keywords = {name: None for name in keywords if name not in self.positional}
+        result = self.function(
+            *(self._value(name, samples) for name in self.positional),
+            **{name: self._value(name, samples) for name in keywords},
+        )
+        return list(result) if isinstance(result, Iterator) else result  # so that errors of generators come up here
+
+    def _value(self, name: str, samples: Sequence[RewardSample]) -> Any:
+        own = (BATCH_NAMES if self.is_batch else SINGLE_NAMES).get(name)
+        values = [copied(sample.row.get(name) if own is None else sample.own[own]) for sample in samples]
+        return values if self.is_batch else values[0]
+
+
+def load_reward_function(
+    location: str, columns: Collection[str], flag: str = "--reward_fn", default_name: str = "reward_fn"
+) -> RewardFunction:
+    """The function of ``path.py`` or ``path.py:name``, for data with ``columns``.
+
+    ``ValueError`` naming ``flag`` if there is none, or if it has parameters that nothing is known for.
+    """
+    return as_reward_function(load_callable(location, flag, default_name), f"{flag} {location}", columns)
+
+
+def as_reward_function(function: Callable[..., Any], source: str, columns: Collection[str]) -> RewardFunction:
+    """How ``function`` is to be called, by the names of its parameters.
+
+    With names of ``BATCH_NAMES`` it is called once with lists, with names of ``SINGLE_NAMES`` once for each sample;
+    further parameters may name data columns, and ``**kwargs`` gets everything. ``*args``, or three parameters of
+    which no name is known, get prompts, responses and labels by position.
+    """
+    parameters = _parameters(function)
+    if _is_positional(parameters, known={*BATCH_NAMES, *SINGLE_NAMES, *columns}):
+        return RewardFunction(function, source, True, positional=_BY_POSITION, keywords=(), takes_all=False)
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    decisive = {p.name for p in named} - _IN_BOTH_FORMS.keys()
+    is_batch = not decisive.isdisjoint(BATCH_NAMES)
+    own = BATCH_NAMES if is_batch else SINGLE_NAMES
+    _check_parameters(named, source, own, columns)
+    known = [p for p in named if p.name in own or p.name in columns]
+    return RewardFunction(
+        function,
+        source,
+        is_batch,
+        positional=tuple(p.name for p in known if p.kind is p.POSITIONAL_ONLY),
+        keywords=tuple(p.name for p in known if p.kind is not p.POSITIONAL_ONLY),
+        takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # some built-in functions do not tell
+        return [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+
+
+def _is_positional(parameters: Sequence[inspect.Parameter], known: set[str]) -> bool:
+    """No name is known, but three values can be given by position."""
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return (
+        known.isdisjoint(p.name for p in parameters)
+        and all(p.kind is not p.KEYWORD_ONLY for p in required)
+        and (len(required) == 3 or (takes_more and len(required) < 3))
+    )
+
+
+def _check_parameters(
+    named: Sequence[inspect.Parameter], source: str, own: Mapping[str, str], columns: Collection[str]
+) -> None:
+    """Each parameter without default must be known, and one of them must tell a batch from a single sample."""
+    unknown = [p.name for p in named if p.default is p.empty and p.name not in own and p.name not in columns]
+    if not unknown and not (own.keys() - _IN_BOTH_FORMS.keys()).isdisjoint(p.name for p in named):
+        return
+    what = f"its parameter {unknown[0]!r} is unknown" if unknown else "its parameters do not say what it scores"
+    if unknown and unknown[0] in {*BATCH_NAMES, *SINGLE_NAMES}:
+        what = f"its parameter {unknown[0]!r} is for one sample, and others are for a batch"
+    raise ValueError(
+        f"{source}: {what}. Use {', '.join(BATCH_NAMES)} for lists of a whole batch, or {', '.join(SINGLE_NAMES)} for "
+        "one sample at a time; further parameters may have defaults or name columns of the data "
+        f"({', '.join(sorted(columns)) or 'none'})."
+    )
+
 
 class FunctionScorer:
-    """Asks ``function`` for rewards. It always runs on one thread of its own, an async one in one event loop.
+    """Rewards from ``function``, which always runs on one thread of its own, an async one in one event loop.
 
-    For each sample it returns a number, a dict of named numbers, or a list with one number per response token or per
+    For each sample it returns a number, a dict of named numbers, or a list with one number per sampled token or per
     step (see ``step_ends``); a function of a batch returns a list of these, or a dict of lists, of which "rewards"
-    alone counts if it is there. ``name`` is that of rewards without one. When the function raises for a batch, it is
-    called again with each sample alone. A sample for which it raises gets ``error_value``, if that is given. Rewards
-    of tokens and steps are multiplied by ``token_weight``.
+    alone counts if present. ``name`` is that of rewards without one. When the function raises for a batch, it is
+    called again with each sample alone; a sample for which it raises gets ``error_value``, if given. Rewards of tokens
+    and steps are multiplied by ``token_weight``.
     """
 
     collective = False
@@ -74,7 +240,7 @@ class FunctionScorer:
             )
         return scores
 
-    def _results(self, samples: Sequence[Sample]) -> list[Any]:
+    def _results(self, samples: Sequence[RewardSample]) -> list[Any]:
         """What the function returned for each sample, or the exception that it raised."""
         if not self.function.is_batch:
             return self._call([[sample] for sample in samples])
@@ -91,7 +257,7 @@ class FunctionScorer:
             ) from result
         return alone
 
-    def _call(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
+    def _call(self, batches: Sequence[Sequence[RewardSample]]) -> list[Any]:
         """The function's result or exception for each batch; an async function works on all at the same time."""
         if self._loop is not None:
             try:
@@ -113,10 +279,10 @@ class FunctionScorer:
 
         return self._thread.submit(guarded)
 
-    async def _gather(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
+    async def _gather(self, batches: Sequence[Sequence[RewardSample]]) -> list[Any]:
         return await asyncio.gather(*map(self._ask, batches), return_exceptions=True)
 
-    async def _ask(self, batch: Sequence[Sample]) -> Any:
+    async def _ask(self, batch: Sequence[RewardSample]) -> Any:
         try:
             return await self.function(batch)
         except SystemExit as error:  # which the event loop would not keep for its sample
@@ -153,19 +319,20 @@ class FunctionScorer:
         return Score({self.name: check_number(result, trajectory, str(self))})
 
     def _score_of_tokens(self, numbers: Sequence[Any], trajectory: Trajectory) -> Score:
-        """Rewards of response tokens, from as many numbers or from one per step."""
+        """Rewards of action tokens, from as many numbers or from one per step."""
         rewards = [self.token_weight * check_number(number, trajectory, str(self)) for number in numbers]
-        n_tokens = len(trajectory.response_ids)
-        if len(rewards) == n_tokens:
-            return Score(token_rewards=rewards)
-        ends = step_ends(trajectory.response_ids, self.tokenizer, self.step_separator)
+        mask = trajectory.action_mask
+        if len(rewards) == sum(mask):
+            given = iter(rewards)
+            return Score(token_rewards=[next(given) if is_action else 0.0 for is_action in mask])
+        ends = step_tokens(trajectory, self.tokenizer, self.step_separator)
         if len(rewards) != len(ends):
             raise ValueError(
-                f"{self} returned {len(rewards)} numbers for {name_sample(trajectory)}, whose response has {n_tokens} "
+                f"{self} returned {len(rewards)} numbers for {name_sample(trajectory)}, whose response has {sum(mask)} "
                 f"tokens and {len(ends)} steps (text between --step_separator {self.step_separator!r}); give one for "
                 "each token or one for each step."
             )
-        return score_of_steps(ends, rewards, n_tokens)
+        return score_of_steps(trajectory, ends, rewards)
 
 
 def _current_gpu() -> int | None:

@@ -22,7 +22,7 @@ import aiohttp
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RewardConfig, mask_credentials
-from openppo.rewards.calling import make_samples
+from openppo.rewards.function import make_samples
 from openppo.rewards.scoring import check_scores
 from openppo.types import Score, Trajectory
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RewardConfig
-from openppo.models.loading import pad_token_id
 from openppo.models.padding import MicroBatchSize, pad_right
+from openppo.models.pretrained import pad_token_id
 from openppo.rewards.model import equal_batches
-from openppo.rewards.scoring import check_number, name_sample, score_of_steps
-from openppo.rewards.steps import step_ends
+from openppo.rewards.scoring import check_number, name_sample, span_texts
+from openppo.rewards.steps import score_of_steps, step_tokens
 from openppo.tracking import progress_bar
 from openppo.types import Comm, Prompt, Score, Trajectory
 
@@ -37,10 +37,10 @@ AGGREGATES: Mapping[str, Callable[[list[float]], float]] = {
 
 @dataclass(frozen=True)
 class JudgedSteps:
-    """A response as a process reward model reads it.
+    """Steps of a trajectory as a process reward model reads them.
 
     ``token_ids`` are the model's own, ``places`` the indexes of the placeholders in them, one for each step, and
-    ``ends`` the indexes of each step's last token in the policy's response.
+    ``ends`` the index of each step's last token in the trajectory.
     """
 
     token_ids: list[int]
@@ -64,12 +64,12 @@ class StepText:
     context: int | None = None
 
     def __call__(self, trajectory: Trajectory) -> JudgedSteps:
-        """No tokens at all for a response without steps."""
-        response = str(self.policy.decode(trajectory.response_ids, skip_special_tokens=True))
-        pieces = [piece.rstrip() for piece in response.split(self.separator) if piece.strip()]
+        """Steps as the model reads them; no tokens for a response without steps."""
+        texts = span_texts(trajectory, self.policy)
+        pieces = [piece.rstrip() for text in texts for piece in text.split(self.separator) if piece.strip()]
         if not pieces:
             return JudgedSteps([], [], [])
-        ends = step_ends(trajectory.response_ids, self.policy, self.separator)
+        ends = step_tokens(trajectory, self.policy, self.separator)
         ids, places = self.render(trajectory.prompt, [pieces[0], *(self.separator + piece for piece in pieces[1:])])
         assert len(ends) == len(places), f"{len(ends)} steps, {len(places)} placeholders"
         cut = 0 if self.context is None else max(0, len(ids) - self.context)
@@ -142,4 +142,4 @@ class ProcessScorer:
         if self.aggregate != "steps":
             return Score({self.name: AGGREGATES[self.aggregate](good) if good else 0.0})
         weighted = [self.token_weight * p for p in good]
-        return score_of_steps(steps.ends, weighted, len(trajectory.response_ids))
+        return score_of_steps(trajectory, steps.ends, weighted)

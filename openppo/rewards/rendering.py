@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openppo.rewards.scoring import name_sample
-from openppo.types import FinishReason, Prompt, Trajectory
+from openppo.types import Prompt, Trajectory
 from openppo.user_code import TEMPLATE_ERRORS
 
 logger = logging.getLogger("openppo")
@@ -33,7 +33,7 @@ class PolicyTokens:
     def __call__(self, trajectory: Trajectory) -> list[int]:
         """Token ids of prompt and response. ``ValueError`` names a sample that the chat template refuses."""
         ids, eos = trajectory.token_ids, self.tokenizer.eos_token_id
-        if trajectory.finish_reason is FinishReason.EOS and ids[-1] != eos and eos is not None:
+        if trajectory.finish_reason.is_complete and ids[-1] != eos and eos is not None:
             try:
                 ids = [*ids, *self._behind(trajectory.prompt, ids[-1])]
             except ValueError as error:
@@ -53,10 +53,10 @@ class PolicyTokens:
 class RewardModelText:
     """Trajectories as token ids of the reward model.
 
-    A chat is rendered with the reward model's own chat template, the response as the assistant's last turn; any other
-    text is the prompt's followed by the response's. A response that ended with EOS ends with the reward model's EOS;
-    one that was cut off ends with its last word, and nothing follows it. Of more than ``context`` tokens the last are
-    kept. ``source`` is the flag and name of the reward model, for messages.
+    A chat is rendered with the reward model's own chat template, all that follows the prompt as the assistant's last
+    turn; any other text is the prompt's followed by the response's. A response that the policy ended itself ends with
+    the reward model's EOS; nothing follows one that was cut off. Of more than ``context`` tokens the last are kept.
+    ``source`` is the flag and name of the reward model, for messages.
     """
 
     def __init__(
@@ -71,8 +71,9 @@ class RewardModelText:
 
     def __call__(self, trajectory: Trajectory) -> list[int]:
         """Token ids of prompt and response. ``ValueError`` names a sample that the chat template refuses."""
-        response = str(self.policy.decode(trajectory.response_ids, skip_special_tokens=True))
-        ended = trajectory.finish_reason is FinishReason.EOS
+        start = trajectory.spans[0].start if trajectory.spans else len(trajectory.token_ids)
+        response = str(self.policy.decode(trajectory.token_ids[start:], skip_special_tokens=True))
+        ended = trajectory.finish_reason.is_complete
         try:
             ids = self._encode(trajectory.prompt, response, ended)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a source of rewards is, and how several are asked at the same time."""
+"""Sources of rewards, alone or several at the same time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+from transformers import PreTrainedTokenizerBase
 
 from openppo.tracking import progress_bar
 from openppo.types import Interrupted, NeverStops, Score, StopCheck, Trajectory
@@ -55,9 +57,8 @@ def start_scoring(
 ) -> PendingScores:
     """Begin to score: in the background if the scorer allows it, else at once, on this thread.
 
-    ``show_progress`` shows a bar while scores of the background are waited for.
-
-    Of a ``CombinedScorer`` the background parts start first, so that they overlap with the others too.
+    Parts of a ``CombinedScorer`` that run in the background start first. ``show_progress`` shows a bar while scores of
+    the background are waited for.
     """
     if isinstance(scorer, CombinedScorer):
         return scorer.start(trajectories, stop, show_progress)
@@ -102,7 +103,7 @@ class CombinedScorer:
     def start(
         self, trajectories: Sequence[Trajectory], stop: StopCheck | None = None, show_progress: bool = False
     ) -> PendingScores:
-        """Ask all sources; ``start_scoring`` calls this."""
+        """Start all sources; ``start_scoring`` calls this."""
         parts = [start_scoring(scorer, trajectories, stop, show_progress) for scorer in self.scorers]
         return PendingScores(lambda: [self._merge(scores) for scores in zip(*(p.wait() for p in parts), strict=True)])
 
@@ -111,7 +112,7 @@ class CombinedScorer:
         return self.start(trajectories).wait()
 
     def _merge(self, scores: Sequence[Score]) -> Score:
-        """What all sources say of one trajectory."""
+        """The scores of all sources for one trajectory as one."""
         origin: dict[str, Scorer] = {}
         for scorer, score in zip(self.scorers, scores, strict=True):
             for name in score.rewards:
@@ -130,15 +131,6 @@ class CombinedScorer:
         )
 
 
-def score_of_steps(ends: Sequence[int], rewards: Sequence[float], n_tokens: int) -> Score:
-    """Score with ``rewards`` of steps at the tokens ``ends``."""
-    token_rewards, step_ends = [0.0] * n_tokens, [False] * n_tokens
-    for end, reward in zip(ends, rewards, strict=True):
-        token_rewards[end] += reward
-        step_ends[end] = True
-    return Score(token_rewards=token_rewards, step_ends=step_ends)
-
-
 def check_scores(scores: Sequence[Any], trajectories: Sequence[Trajectory], source: str) -> list[float]:
     """The scores as floats; ``ValueError`` naming ``source`` and the sample for a wrong number of them or a bad one."""
     if len(scores) != len(trajectories):
@@ -147,7 +139,7 @@ def check_scores(scores: Sequence[Any], trajectories: Sequence[Trajectory], sour
 
 
 def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
-    """A score of Python, NumPy or torch as float; ``ValueError`` if it is no finite number."""
+    """A score of Python, NumPy or torch as float; ``ValueError`` unless it is a finite number."""
     single = hasattr(score, "item") and math.prod(score.shape) == 1  # of NumPy or torch
     number = score.item() if single else score
     if not (isinstance(number, int | float) and abs(number) <= _LARGEST):  # false for NaN too
@@ -157,8 +149,19 @@ def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
     return float(number)
 
 
+def policy_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Text that the policy wrote, without special tokens; a line break between spans of actions."""
+    return "\n".join(span_texts(trajectory, tokenizer))
+
+
+def span_texts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Text of each span of actions, without special tokens."""
+    ids = trajectory.token_ids
+    return [str(tokenizer.decode(ids[start:stop], skip_special_tokens=True)) for start, stop in trajectory.spans]
+
+
 def name_sample(trajectory: Trajectory) -> str:
-    """What messages call a sample: its prompt, shortened, and the row that it came from."""
+    """Name of a sample in messages: its prompt, shortened, and its row."""
     prompt = trajectory.prompt
     row = f" (row {prompt.index + 1} of {prompt.source})" if prompt.source else ""
     return f"prompt {_shortened(prompt.text)}{row}"

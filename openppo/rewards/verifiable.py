@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
-import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from types import ModuleType
 
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RewardConfig, Verifier
-from openppo.rewards import math_worker, regex_worker
-from openppo.rewards.line_process import LineProcess
-from openppo.rewards.scoring import check_scores, name_sample
+from openppo.rewards.answer_process import AnswerProcess
+from openppo.rewards.scoring import check_scores, name_sample, policy_text
 from openppo.types import Prompt, Score, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -50,14 +44,11 @@ class VerifiableScorer:
         return "--verifiable_reward"
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory. ``ValueError`` names the sample whose reward is no finite number."""
+        """One score per trajectory. ``ValueError`` names the sample whose reward is not a finite number."""
         self.n_scored = 0
-        if not trajectories:  # batch_decode([]) gives [""]
-            return []
-        responses = self.tokenizer.batch_decode([t.response_ids for t in trajectories], skip_special_tokens=True)
         rewards = []
-        for response, trajectory in zip(responses, trajectories, strict=True):
-            rewards.append(self.verify(response, trajectory))
+        for trajectory in trajectories:
+            rewards.append(self.verify(policy_text(trajectory, self.tokenizer), trajectory))
             self.n_scored += 1
         return [Score({self.name: reward}) for reward in check_scores(rewards, trajectories, str(self))]
 
@@ -94,7 +85,7 @@ def label_of(prompt: Prompt, verifier: Verifier) -> str:
 
 
 def final_answer(text: str) -> str:
-    """What stands after the last ``####``, as in GSM8K, or all of ``text``; without blanks around it."""
+    """Text after the last ``####``, as in GSM8K, or all of ``text``; stripped."""
     return text.rpartition(_ANSWER_MARK)[2].strip()
 
 
@@ -110,7 +101,7 @@ def _plain(answer: str) -> str:
 
 
 class RegexReward:
-    """1 if the response contains ``pattern``, else 0; with a group, what its last match holds must be the label.
+    """1 if the response contains ``pattern``, else 0; with a group, its last match must hold the label.
 
     A match that takes longer than ``seconds`` counts as none.
     """
@@ -118,17 +109,15 @@ class RegexReward:
     def __init__(self, pattern: re.Pattern[str], seconds: float = _SECONDS_FOR_ONE_MATCH) -> None:
         self.pattern = pattern
         self.seconds = seconds
-        self._process = _worker(regex_worker, "regex", pattern.pattern)
+        self._process = AnswerProcess(["regex", pattern.pattern], "--verifiable_reward regex")
 
     def __call__(self, response: str, trajectory: Trajectory) -> float:
-        answer = self._process.ask(json.dumps(response), self.seconds)
-        if answer is None:
+        in_time, found = self._process.ask(response, self.seconds)
+        if not in_time:
             logger.warning(
                 "--verifiable_reward regex: --verify_regex took too long, so %r counts as wrong for %s",
                 *(response[-_LONGEST_QUOTE:], name_sample(trajectory)),
             )
-            return 0.0
-        found: str | None = json.loads(answer)
         if found is None or self.pattern.groups == 0:
             return float(found is not None)
         return float(_plain(found.strip()) == _plain(label_of(trajectory.prompt, "regex")))
@@ -141,26 +130,14 @@ class LengthReward:
         self.target = target
 
     def __call__(self, response: str, trajectory: Trajectory) -> float:
-        return 1.0 - abs(len(trajectory.response_ids) - self.target) / self.target
-
-
-def _as_latex(text: str) -> str:
-    """math-verify reads LaTeX only where it is marked as such."""
-    return text if _LATEX.search(text) else f"\\boxed{{{text}}}"
-
-
-def _readings(response: str) -> list[str]:
-    """What the final answer may mean: words around a number, or what a label holds, unmarked LaTeX."""
-    answer = final_answer(response)
-    if _ANSWER_MARK not in response or _LATEX.search(answer):
-        return [answer]
-    return [_as_latex(answer)] if "\\" in answer else [answer, _as_latex(answer)]
+        return 1.0 - abs(sum(trajectory.action_mask) - self.target) / self.target
 
 
 class MathReward:
-    """1 if the final answers of response and label are equal as mathematics, else 0; math-verify decides, in a process.
+    """1 if the final answers of response and label are equal as mathematics, else 0.
 
-    An answer that takes longer than ``seconds`` counts as wrong. Raises ``ValueError`` if math-verify is missing.
+    math-verify decides, in a process; an answer that takes longer than ``seconds`` counts as wrong. Raises
+    ``ValueError`` if math-verify is missing.
     """
 
     def __init__(self, seconds: float = _SECONDS_FOR_ONE_ANSWER) -> None:
@@ -170,31 +147,38 @@ class MathReward:
                 "pip install math-verify"
             )
         self.seconds = seconds
-        self._process = _worker(math_worker, "math")
+        self._process = AnswerProcess(["math"], "--verifiable_reward math")
 
     def __call__(self, response: str, trajectory: Trajectory) -> float:
         label = label_of(trajectory.prompt, "math")
-        same = self._process.ask(json.dumps([_as_latex(label), _readings(response)]), self.seconds)
-        if same in (None, "null"):
-            why = "the answer took too long" if same is None else f"the label {label!r} is no mathematics"
+        in_time, same = self._process.ask([_as_latex(label), _readings(response)], self.seconds)
+        if same is None:
+            why = f"the label {label!r} is no mathematics" if in_time else "the answer took too long"
             logger.warning(
                 "--verifiable_reward math: %s, so %r counts as wrong for %s",
                 *(why, response[-_LONGEST_QUOTE:], name_sample(trajectory)),
             )
-        return float(same == "true")
+        return float(same is True)
 
 
-def _worker(module: ModuleType, verifier: Verifier, *arguments: str) -> LineProcess:
-    path = os.pathsep.join([str(Path(str(module.__file__)).parents[3]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", module.__name__, *arguments]
-    return LineProcess(command, f"--verifiable_reward {verifier}", {**os.environ, "PYTHONPATH": path})
+def _as_latex(text: str) -> str:
+    """math-verify reads LaTeX only where it is marked as such."""
+    return text if _LATEX.search(text) else f"\\boxed{{{text}}}"
+
+
+def _readings(response: str) -> list[str]:
+    """Meanings of the final answer: words around a number, or unmarked LaTeX, as in a label."""
+    answer = final_answer(response)
+    if _ANSWER_MARK not in response or _LATEX.search(answer):
+        return [answer]
+    return [_as_latex(answer)] if "\\" in answer else [answer, _as_latex(answer)]
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"--verify_regex {pattern!r} is no regular expression: {error}.") from error
+        raise ValueError(f"--verify_regex {pattern!r} is not a regular expression: {error}.") from error
     if compiled.groups > 1:
         raise ValueError(
             f"--verify_regex {pattern!r} has {compiled.groups} groups; one at most is compared with the "

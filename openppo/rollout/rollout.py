@@ -33,13 +33,16 @@ def sample_trajectories(
 
 
 def make_trajectory(prompt: Prompt, completion: Completion, group: int, version: int) -> Trajectory:
-    """One prompt and one response as a trajectory: every response token is an action."""
+    """A trajectory of one turn: prompt, then a completion whose every token is an action.
+
+    ``version`` is the policy's, unless the completion has one for each token.
+    """
     n_prompt, n_response = len(prompt.token_ids), len(completion.token_ids)
     return Trajectory(
         token_ids=prompt.token_ids + completion.token_ids,
         action_mask=[False] * n_prompt + [True] * n_response,
         log_probs=[0.0] * n_prompt + completion.log_probs,
-        versions=[-1] * n_prompt + [version] * n_response,
+        versions=[-1] * n_prompt + (completion.versions or [version] * n_response),
         finish_reason=completion.finish_reason,
         prompt=prompt,
         group=group,
@@ -47,13 +50,13 @@ def make_trajectory(prompt: Prompt, completion: Completion, group: int, version:
 
 
 def write_scores(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
-    """Put ``scores`` into the trajectories that they are of; token rewards go to the response's tokens."""
+    """Add each score to its trajectory. Token rewards outside the action mask become 0."""
     for trajectory, score in zip(trajectories, scores, strict=True):
         trajectory.scores.update(score.rewards)
         if score.token_rewards is not None:
-            n_prompt = len(trajectory.token_ids) - len(score.token_rewards)
-            trajectory.token_rewards = [0.0] * n_prompt + list(score.token_rewards)
-            trajectory.step_ends = None if score.step_ends is None else [False] * n_prompt + list(score.step_ends)
+            rewards = zip(score.token_rewards, trajectory.action_mask, strict=True)
+            trajectory.token_rewards = [reward if is_action else 0.0 for reward, is_action in rewards]
+            trajectory.step_ends = score.step_ends
 
 
 def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:

@@ -258,7 +258,7 @@ def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 def _completion(answer: Any, greedy: bool) -> Completion:
     """vLLM's ``CompletionOutput`` as ours. A greedy choice is certain: its log-probs are 0, as with ``HFEngine``."""
-    reasons = {"stop": FinishReason.EOS, "length": FinishReason.LENGTH}
+    reasons = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
     ids = list(answer.token_ids)
     log_probs = [0.0 if greedy else entry[token].logprob for entry, token in zip(answer.logprobs, ids, strict=True)]
     return Completion(ids, log_probs, reasons[answer.finish_reason])

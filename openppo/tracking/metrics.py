@@ -1,14 +1,15 @@
-"""Metrics that know how they reduce over micro-batches and ranks.
+"""Metrics, moments and histograms that reduce over micro-batches and ranks.
 
-A result depends on the samples, never on how they were split: what is kept of each addition is
-``(weight, value, m2)``, ``m2`` the weighted sum of squared distances from the mean, and such triples merge
-exactly (Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979).
+A result depends on the samples, never on how they were split: of each addition ``(weight, value, m2)`` is kept,
+``m2`` the weighted sum of squared distances from the mean, and such triples merge exactly (Chan, Golub and LeVeque,
+Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -17,6 +18,36 @@ from torch import Tensor
 from openppo.types import Comm
 
 Reduction: TypeAlias = Literal["mean", "sum", "max", "min", "std"]
+
+
+@dataclass
+class Moments:
+    """Number, mean and sum of squared deviations of values."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: Tensor, comm: Comm) -> Moments:
+        """Moments of all ranks' ``values`` (n,), in float64; n may differ and be 0. Collective."""
+        values = values.detach().double().cpu()
+        count = float(comm.all_reduce(torch.tensor(float(len(values)), dtype=torch.float64)))
+        mean = float(comm.all_reduce(values.sum())) / max(count, 1.0)
+        return cls(count, mean, float(comm.all_reduce((values - mean).square().sum())))
+
+    def merge(self, other: Moments) -> None:
+        """Take in the values of ``other``."""
+        total, shift = self.count + other.count, other.mean - self.mean
+        if total > 0:
+            self.squares += other.squares + shift**2 * self.count * other.count / total
+            self.mean += shift * other.count / total
+            self.count = total
+
+    @property
+    def variance(self) -> float:
+        """The biased variance."""
+        return self.squares / max(self.count, 1.0)
 
 
 class Metrics:
@@ -128,3 +159,40 @@ def _merge(reduction: Reduction, pieces: list[Tensor]) -> list[float]:
         value = (weights * values).sum() / weight
         m2 = (m2s + weights * (values - value).square()).sum()
     return [float(weight), float(value), float(m2)]
+
+
+BINS = 64
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of finite values in equally wide bins: bin i reaches from ``edges[i]`` to ``edges[i + 1]``."""
+
+    edges: list[float]
+    """One more than ``counts``, rising; the last bin includes its end."""
+    counts: list[int]
+    total: float
+    """Sum of the values."""
+    total_of_squares: float
+
+
+def histogram(values: Tensor, comm: Comm, bins: int = BINS) -> Histogram | None:
+    """Distribution of the finite elements of all ranks' ``values`` (any shape); None without any.
+
+    Bins reach from the smallest to the largest value, so counts do not depend on the split over ranks, and ranks send
+    no more than the bins. Collective.
+    """
+    finite = values.detach().flatten().double().cpu()
+    finite = finite[finite.isfinite()]
+    ends = torch.stack((-finite.min(), finite.max())) if len(finite) else torch.full((2,), -torch.inf).double()
+    ends = comm.all_reduce(ends, "max")
+    if not ends.isfinite().all():
+        return None
+    low, high = -float(ends[0]), float(ends[1])
+    if low == high:
+        spread = max(abs(low), 1.0) * 1e-3  # a bar around the one value
+        low, high = low - spread, high + spread
+    counts = torch.histc(finite, bins, low, high)  # counts in float64 are exact
+    sums = comm.all_reduce(torch.cat((counts, finite.sum()[None], finite.square().sum()[None])))
+    edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
+    return Histogram(edges.tolist(), [int(n) for n in sums[:bins]], float(sums[bins]), float(sums[bins + 1]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -14,21 +13,19 @@ from pathlib import Path
 import torch
 
 from openppo.config import TrackingConfig
-from openppo.tracking.log import get_logger
+from openppo.tracking.console import get_logger
 from openppo.tracking.phase import current
 
 RECORDED_SECONDS = 2.0
-"""Of each phase: what runs in a loop looks alike after that, and a trace of all of it would fill the memory."""
+"""Of each phase: a loop looks alike after that, and a trace of all of it would fill the memory."""
 
 
 class StepProfiler:
     """Writes ``<save_path>/logs/profile/step_<number>_rank_<rank>.json.gz`` for the steps of ``--profile_steps``.
 
-    Phases are named in the trace, and whole; of what happens inside, each phase records its first seconds, to the end
-    of what is under way then: one batch of a pass, one optimizer step, one round of decoding. Traces are written at the
-    end of their step, so that only one is in memory; a step in two parts, as of ``PPOTrainer.rollout`` and
-    ``train_on``, has two, the second with ``_part_2`` in its name. Chrome's tracing and https://ui.perfetto.dev open
-    them.
+    The trace names all phases whole and records the first seconds inside each. It is written at the end of its step, so
+    that only one is in memory; a step in two parts (``PPOTrainer.rollout``, ``train_on``) has two, the second with
+    ``_part_2`` in its name. Chrome's tracing and https://ui.perfetto.dev open them.
     """
 
     def __init__(self, save_path: str, tracking: TrackingConfig, rank: int) -> None:
@@ -41,7 +38,7 @@ class StepProfiler:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name the ``with`` block in the trace. The outermost one is what is recorded, if its step is chosen."""
+        """Name the ``with`` block in the trace; the outermost one starts the recording if its step is chosen."""
         if self._profile is not None:
             with self._named(name):
                 yield
@@ -53,7 +50,7 @@ class StepProfiler:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell stderr that it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or stderr gets a line at start and stop
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -95,7 +92,7 @@ class StepProfiler:
             self._profile.toggle_collection_dynamic(enable, kinds)
 
     def _write(self, profile: torch.profiler.profile) -> None:
-        """A trace that cannot be written is a warning; the run goes on."""
+        """Write the trace; a failure is a warning."""
         self._traces[current.step] += 1
         part = self._traces[current.step]
         suffix = "" if part == 1 else f"_part_{part}"
@@ -106,12 +103,12 @@ class StepProfiler:
         except OSError as error:
             get_logger().warning("--profile_steps: no trace of step %d (%s)", current.step, error)
         else:
-            get_logger().info("--profile_steps: step %d is recorded in %s", current.step, file)
+            get_logger().info("--profile_steps: the trace of step %d is %s", current.step, file)
 
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Inside, what C++ writes to stderr is lost."""
+    """Discard what C++ writes to stderr."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -121,11 +118,3 @@ def _quiet_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-class NoProfiler:
-    """``StepProfiler`` of what is never profiled."""
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Nothing."""
-        return contextlib.nullcontext()

@@ -1,26 +1,69 @@
-"""What a run leaves in its folder beside the model."""
+"""Files of a run in its folder: options, environment, and logs and models of earlier runs."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import logging
+import os
+import platform
 import re
+import socket
 from collections.abc import Mapping
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+import torch
 import yaml
+
+from openppo import __version__
+from openppo.types import Comm
 
 logger = logging.getLogger("openppo")
 
+PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "numpy", "vllm", "flash-attn", "bitsandbytes")
 _WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors")
 _BESIDE = (
     *("*.safetensors.index.json", "generation_config.json", "model_config.json", "tokenizer*", "*.jinja", "*.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "modeling_*.py", "configuration_*.py"),
 )
-"""What transformers and peft write with a model."""
+"""Files that transformers and peft write with the weights."""
 _OF_RUNS = ("logs.[0-9]*", "checkpoints_*", "model.[0-9]*")
+
+
+def environment(comm: Comm) -> dict[str, Any]:
+    """Versions on this rank, and host and device of every rank. Collective."""
+    return {
+        "openppo": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cuda": torch.version.cuda,
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "world_size": comm.world_size,
+        "ranks": comm.all_gather_object({"host": socket.gethostname(), **_device()}),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _device() -> dict[str, Any]:
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return {"device": found.name, "memory_gib": round(found.total_memory / 2**30, 1)}
+    return {"device": f"CPU ({platform.machine()})", "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+
+
+def save_environment(folder: Path, found: Mapping[str, Any]) -> None:
+    """Write ``<folder>/environment.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "environment.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def save_config(folder: Path, options: Mapping[str, object]) -> None:
@@ -31,7 +74,7 @@ def save_config(folder: Path, options: Mapping[str, object]) -> None:
 
 
 def _plain(value: object) -> object:
-    """``value`` in the types that YAML knows: tuples become lists, paths and enums their text."""
+    """``value`` in YAML's own types: tuples become lists, paths and enums their text."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -44,7 +87,7 @@ def _plain(value: object) -> object:
 def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
     """Refuse a folder with logs or a model of other programs.
 
-    ``models`` are folders by flag that will receive models: ``folder``, and the critic's beside it.
+    ``models`` are the folders, by flag, to which models will be written.
     """
     logs = folder / "logs"
     try:
@@ -62,7 +105,7 @@ def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether ``folder`` has files of a model or of adapters."""
+    """Whether ``folder`` has weights of a model or of adapters."""
     return any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
 
 
@@ -87,7 +130,7 @@ def set_aside_logs(folder: Path) -> None:
 
 
 def _is_logs(folder: Path) -> bool:
-    """Whether a run has written ``folder``: its options begin each run's logs."""
+    """Whether a run wrote ``folder``: its options are there."""
     try:
         return re.search(r"^save_path:", (folder / "config.yaml").read_text(encoding="utf-8"), re.MULTILINE) is not None
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
@@ -99,33 +142,32 @@ def _is_run(folder: Path) -> bool:
 
 
 def _numbered(path: Path) -> Path:
-    """``path`` with the first free number behind it."""
+    """``path`` with the first free number after it."""
     return next(new for n in itertools.count(1) if not (new := path.with_name(f"{path.name}.{n}")).exists())
 
 
 def cut_logs(folder: Path, step: int) -> None:
-    """Remove the lines after ``step`` from every JSON Lines file: a run that goes on from there writes them again.
+    """Remove the lines after ``step`` from every JSON Lines file: a resumed run writes them again.
 
-    A line that a killed process left unfinished goes too. One that says no step, as in a file of somebody else's, stays
-    and is warned about.
+    The unfinished last line of a killed process goes too. Lines without a step stay, with a warning.
     """
     for file in sorted(folder.glob("*.jsonl")):
-        *lines, last = file.read_bytes().split(b"\n")  # only there: a logged text may hold U+2028 as it is
+        *lines, last = file.read_bytes().split(b"\n")  # not splitlines: a logged text may hold U+2028
         steps = [_step_of(line) for line in lines]
         unknown = [number for number, found in enumerate(steps, start=1) if found is None and lines[number - 1].strip()]
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            logger.warning("%s, line %d%s: no JSON with a number as 'step'; kept as it is", file, unknown[0], more)
+            logger.warning("%s, line %d%s: not JSON with a number as 'step'; kept as it is", file, unknown[0], more)
         kept = [line for line, found in zip(lines, steps, strict=True) if found is None or found <= step]
         if last and (found := _step_of(last)) is not None and found <= step:
-            kept.append(last)  # whole but for its end
+            kept.append(last)  # only its newline is missing
         new = file.with_name(f".{file.name}.new")
         new.write_bytes(b"".join(line + b"\n" for line in kept))
         new.replace(file)
 
 
 def _step_of(line: bytes) -> float | None:
-    """What a line of a log gives as its step, if it does."""
+    """The step of a log line, if it has one."""
     try:
         row = json.loads(line.decode(errors="surrogateescape"))
     except (ValueError, RecursionError):

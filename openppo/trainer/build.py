@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -13,16 +14,11 @@ from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.experience.maker import ExperienceMaker, forward_size
 from openppo.models.actor import Actor
-from openppo.models.loading import (
-    check_model,
-    context_length,
-    known_eos_token_ids,
-    load_options,
-    pad_token_id,
-)
-from openppo.models.lora.adapters import AdapterOffReference, refuse_stacked_adapters
-from openppo.models.lora.folder import base_model_of
+from openppo.models.adapters import AdapterOffReference, refuse_stacked_adapters
+from openppo.models.loading import load_options, model_error_context
+from openppo.models.pretrained import base_model_of, check_model, context_length, known_eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.rewards.build import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.rollout.decode_graphs import CUDARecorder, check_layers
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
@@ -32,13 +28,11 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.gpu import check_transformers
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.trainer.build_scorer import ScorerSetup, build_scorer, check_sources, own_tokenizer
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.engine_check import LONGEST, check_engines, check_hf_engine
-from openppo.trainer.estimate.announce import announce_ppo
-from openppo.trainer.estimate.ppo import most_decode_rows
 from openppo.trainer.evaluation import Evaluator
+from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.overview.start_table import announce_ppo_start
 from openppo.trainer.packing import pack_where_exact
@@ -50,8 +44,8 @@ from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.startup import (
     check_context,
     check_options,
+    check_same,
     load_policy_tokenizer,
-    naming_model,
     on_all_ranks,
     start_trackers,
 )
@@ -85,14 +79,13 @@ def build_ppo_trainer(
     if config.run.dry_run:
         check_sources(config.rewards, tokenizer, setup)
     uses_critic = ESTIMATORS[config.advantage.advantage_estimator].uses_critic
-    estimate = announce_ppo(config, data, critic_start(config) if uses_critic else None, strategy)
+    estimate = log_ppo_memory(config, data, critic_start(config) if uses_critic else None, strategy)
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.rewards, tokenizer, setup)  # before the large models: a missing head shows at once
     plan = batch_plan(config, len(data.prompts), strategy.comm.world_size)
     actor, critic, reference = _prepare_models(config, strategy, plan)
     comm, pad, stop = strategy.comm, pad_token_id(tokenizer), SignalStop(strategy.comm)
-    rows = estimate.decode_rows if estimate else most_decode_rows(config.generation, strategy.device.type == "cpu")
-    engine = _engine(config, strategy, actor, tokenizer, stop, rows, _longest_sequence(config, actor_config))
+    engine = _engine(config, strategy, actor, tokenizer, stop, _longest_sequence(config, actor_config))
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
 
     ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
@@ -130,7 +123,6 @@ def _engine(
     actor: TrainableModel,
     tokenizer: PreTrainedTokenizerBase,
     stop: StopCheck,
-    max_rows: int,
     max_tokens: int,
 ) -> Engine:
     """Samples with the actor's own module, or a copy of it in vLLM."""
@@ -156,7 +148,7 @@ def _engine(
         policy,
         eos,
         pad_token_id(tokenizer),
-        max_rows,
+        generation.max_num_seqs,
         any_rank_busy=strategy.any_rank if in_lockstep else None,
         show_progress=strategy.is_main,
         stop=stop,
@@ -257,7 +249,7 @@ def _prepare_models(
     flag, name = (
         ("--pretrain", model.pretrain) if model.ref_pretrain is None else ("--ref_pretrain", model.ref_pretrain)
     )
-    with naming_model(flag, name, "reference"):
+    with model_error_context(flag, name, "reference"):
         frozen = Actor(name, temperature=config.generation.temperature, **_loading(config))
     reference = strategy.prepare_frozen(frozen)
     _pack(config, strategy, frozen, reference, "reference")
@@ -267,7 +259,7 @@ def _prepare_models(
 def load_actor(config: TrainPPOConfig) -> Actor:
     """The policy before training, on the host."""
     name = config.model.pretrain
-    with naming_model("--pretrain", name, "actor"):
+    with model_error_context("--pretrain", name, "actor"):
         return Actor(name, temperature=config.generation.temperature, **_loading(config), **vars(config.lora))
 
 
@@ -275,7 +267,7 @@ def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
     """The critic before training, on the host."""
     (flag, name), prefix = critic_start(config), config.model.value_head_prefix
     lora = vars(_critic_lora(config))
-    with naming_model(flag, name, "critic"):
+    with model_error_context(flag, name, "critic"):
         return get_llm_for_sequence_regression(name, "critic", value_head_prefix=prefix, **_loading(config), **lora)
 
 
@@ -361,6 +353,9 @@ def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: 
         normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
         input_template=config.data.input_template,
         trust_remote_code=config.model.trust_remote_code,
+        collective=partial(on_all_ranks, strategy.comm),
+        check_same=partial(check_same, strategy.comm),
+        pack_where_exact=pack_where_exact if config.model.flash_attn else None,
     )
 
 
@@ -384,7 +379,7 @@ def _evaluator(
         held_out,
         params,
         options.eval_n_samples_per_prompt,
-        config.rewards.passing(options.pass_reward),
+        config.rewards.pass_threshold(options.pass_reward),
         config.rewards.weights(),
         config.deepspeed.seed,
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from openppo.config.conditions import Condition
+from openppo.config import Condition
 from openppo.trainer.stopping import StopConditions
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from torch.distributed import DistError
 
 from openppo.config import PromptsConfig, TrainPPOConfig
 from openppo.models.actor import Actor
-from openppo.models.loading import context_length
 from openppo.models.padding import pad_right
+from openppo.models.pretrained import context_length
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.hf_engine import HFEngine

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo.config import PPODataConfig, TrainPPOConfig, parse_probs
 from openppo.datasets import ShowRows, TokenExample, load_documents, load_mixed_rows, load_prompts, render_prompt
 from openppo.datasets.templates import as_messages
-from openppo.models.loading import check_token_ids
+from openppo.models.pretrained import check_token_ids
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_context, check_same, log_dropped, on_all_ranks, tokenizing
 from openppo.types import Comm, Prompt

@@ -9,18 +9,16 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
-from openppo.config import flat_dict, parse_template_kwargs
-from openppo.models.loading import context_length, load_tokenizer, rescaled_positions
+from openppo.config import declared_options, flat_dict, parse_template_kwargs, rules_of
+from openppo.models.pretrained import context_length, load_tokenizer, rescaled_positions
 from openppo.tracking import (
     Trackers,
     check_run_folder,
@@ -45,13 +43,6 @@ logger = logging.getLogger("openppo")
 
 Result = TypeVar("Result")
 
-PLACES = {
-    *("save_path", "ckpt_path", "use_tensorboard", "use_wandb", "remote_rm_url", "remote_rm_token_file"),
-    *("pretrain", "ref_pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "reward_fn"),
-    *("prompt_data", "eval_data", "pretrain_data", "dataset", "eval_dataset", "dataset_class"),
-}
-"""Options that say where something is, which may be elsewhere on each host."""
-
 
 def quiet_libraries() -> None:
     """Our log on rank 0; of other libraries only their errors, and no bars for weights that load in a second."""
@@ -70,8 +61,9 @@ def check_options(config: Any, comm: Comm) -> None:
     """
     mine = {"openppo": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     mine["CUDA"] = "available" if torch.cuda.is_available() else "not available"
+    places = {name for name, declared in declared_options(type(config)).items() if rules_of(declared).place}
     for name, value in flat_dict(config).items():
-        mine[f"--{name}"] = ("not given" if value is None else "given") if name in PLACES else str(value)
+        mine[f"--{name}"] = ("not given" if value is None else "given") if name in places else str(value)
     everyones = comm.all_gather_object(mine)
     differences = []
     for name, value in everyones[0].items():
@@ -199,15 +191,3 @@ def _alone_up_to(text: PreTrainedConfig) -> Iterator[tuple[int, str]]:
         yield text.floor_scale - 1, "attention temperatures, which count columns,"
     if getattr(text, "keep_window_size", None):  # Doge
         yield text.keep_window_size, "dynamic masks"
-
-
-@contextmanager
-def naming_model(flag: str, name: str, role: str = "") -> Iterator[None]:
-    """Whatever goes wrong while a model is loaded, as a ``ValueError`` that starts with its flag; and a log line."""
-    logger.info("loading %s %s%s", flag, name, f" for the {role}" if role else "")
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{flag} {error}" if str(error).startswith(name) else f"{flag} {name}: {error}") from error
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{flag} {name}: its weights cannot be read ({error}). Check the folder.") from error

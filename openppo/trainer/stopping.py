@@ -6,7 +6,7 @@ import difflib
 import logging
 from collections.abc import Mapping, Sequence
 
-from openppo.config.conditions import Condition
+from openppo.config import Condition
 from openppo.tracking.report.catalog import GROUPS, matches
 
 logger = logging.getLogger("openppo")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openppo.config import AdamConfig, DeepSpeedConfig, LoRAConfig
 from openppo.models import Actor, get_llm_for_sequence_regression
-from openppo.models.lora.adapters import AdapterOffReference
+from openppo.models.adapters import AdapterOffReference
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel

@@ -23,7 +23,7 @@ from run_steps import HANG_AFTER, PARTITION_EVERYTHING, SUPERVISED, leave
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.strategy import DeepspeedStrategy
-from openppo.tracking.phase import position
+from openppo.tracking.phase import current
 from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.resume.stop import SignalStop
 from openppo.trainer.steps.actor_step import ActorStep
@@ -79,7 +79,7 @@ class StopAt(SignalStop):
     n_checks = 0
 
     def __call__(self) -> None:
-        StopAt.n_checks += StopAt.place in (None, (position.step, position.phase))
+        StopAt.n_checks += StopAt.place in (None, (current.step, current.phase))
         if StopAt.n_checks == StopAt.at:
             raise Interrupted("the test")
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openppo.config import CheckpointModelConfig, MergeConfig
-from openppo.models.lora.merge import LoRAMerge
+from openppo.models.merge_lora import LoRAMerge
 from openppo.trainer.resume.export import Export
 
 Launch = Callable[..., str]

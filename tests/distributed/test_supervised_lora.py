@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from openppo.models.loading import check_model
+from openppo.models.pretrained import check_model
 
 Run = Callable[[str, str, list[dict[str, Any]]], tuple[Path, dict[str, Any]]]
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from openppo.experience import AdaptiveKLController, compute_reward, get_advantages_and_returns, get_cumulative_returns
 from openppo.experience.estimators import ESTIMATORS
-from openppo.models.loss import PolicyLoss
+from openppo.models.loss import CISPOLoss, GSPOLoss, PolicyLoss, token_weights
 from openppo.models.masked import compute_approx_kl
-from openppo.models.policy_losses import CISPOLoss, GSPOLoss, token_weights
 
 
 def float64(rows: list) -> Tensor:

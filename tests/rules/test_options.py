@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -62,11 +63,13 @@ FLAG = re.compile(r"(?<![\w!-])--([a-z][a-z0-9_-]*)")
 OUR_COMMAND = re.compile(r"openppo(?:\.cli\.| )(\w+)")
 
 
+@cache
 def config_classes(repo: Path) -> dict[str, dict[str, str]]:
     """The dataclasses of the config: class name -> field name -> annotation."""
-    files = sorted((repo / "openppo" / "config").glob("*.py"))
+    files = sorted(file for file in (repo / "openppo" / "config").glob("*.py") if file.stem != "fields")
     nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
-    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    found = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    classes = {node.name: node for node in found if "NamedTuple" not in [ast.unparse(base) for base in node.bases]}
 
     def fields_of(node: ast.ClassDef) -> dict[str, str]:
         bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
@@ -77,6 +80,7 @@ def config_classes(repo: Path) -> dict[str, dict[str, str]]:
     return {name: fields_of(node) for name, node in classes.items()}
 
 
+@cache
 def flags_of(repo: Path, command: str | None = None) -> set[str]:
     """Flags of one command (of all commands when None): field names, and ``no_`` before boolean ones."""
     classes = config_classes(repo)
@@ -131,6 +135,7 @@ def texts(repo: Path) -> Iterator[tuple[Path, str]]:
                 yield file, re.sub(r"\\\n\s*", " ", file.read_text(encoding="utf-8"))
 
 
+@cache
 def argparse_flags(repo: Path) -> set[str]:
     """Flags that our scripts and smaller commands declare with ``add_argument``."""
     sources = [file for folder in ("examples", "benchmarks", "openppo/cli") for file in (repo / folder).rglob("*.py")]

@@ -20,7 +20,7 @@ STAIRCASE: dict[str, set[str]] = {
     "strategy": LEVEL_0,
     "datasets": LEVEL_0,
     "rollout": LEVEL_0 | {"models", "tracking"},
-    "rewards": LEVEL_0 | {"models", "tracking", "rollout"},
+    "rewards": LEVEL_0 | {"models", "tracking", "datasets"},
     "experience": LEVEL_0 | {"models", "tracking"},
     "trainer": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards", "experience"},
 }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from openppo.config import MergeLoRAConfig, TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig, from_options
-from openppo.config.folders import refuse_own_checkpoints
+from openppo.config.run import refuse_own_checkpoints
 from openppo.tracking import check_run_folder, set_aside_logs, set_aside_model
 
 SUPERVISED = {"dataset": "d.jsonl"}

@@ -17,7 +17,7 @@ def trajectory(**changes: object) -> Trajectory:
         "action_mask": [False, False, True, True, True],
         "log_probs": [0.0, 0.0, -1.0, -2.0, -3.0],
         "versions": [-1, -1, 0, 0, 0],
-        "finish_reason": FinishReason.EOS,
+        "finish_reason": FinishReason.STOP,
         "prompt": Prompt("ab", [5, 6]),
         "group": 0,
     }
@@ -55,11 +55,12 @@ def test_trajectories_do_not_share_their_scores() -> None:
 
 
 def test_the_reasons_of_an_end_are_plain_words() -> None:
-    assert [reason.value for reason in FinishReason] == ["eos", "length"]
-    assert FinishReason("length") is FinishReason.LENGTH
+    assert [reason.value for reason in FinishReason] == ["stop", "length", "tool_call", "abort"]
+    assert FinishReason("eos") is FinishReason.STOP, "older logs"
+    assert [reason.value for reason in FinishReason if reason.is_complete] == ["stop", "tool_call"]
 
 
-@pytest.mark.parametrize("noun", [SamplingParams(3), Prompt("a", [1]), Completion([1], [0.0], FinishReason.EOS)])
+@pytest.mark.parametrize("noun", [SamplingParams(3), Prompt("a", [1]), Completion([1], [0.0], FinishReason.STOP)])
 def test_what_travels_between_parts_cannot_be_changed_on_the_way(noun: object) -> None:
     name = dataclasses.fields(noun)[0].name  # type: ignore[arg-type]
     with pytest.raises(dataclasses.FrozenInstanceError):

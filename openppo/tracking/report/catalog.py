@@ -1,4 +1,4 @@
-"""Which metrics share a chart, and what a reader of it should know. Metrics that are not named here get their own."""
+"""Which metrics share a chart, with a sentence for the reader; other metrics get charts of their own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chart:
-    """``metrics`` in one chart, by name; a name that ends in * stands for all that begin so.
-
-    ``target`` is the option that a line shows, ``about`` a sentence for the reader.
-    """
+    """``metrics`` in one chart, by name or by a start and *; ``target`` is an option drawn as a line."""
 
     title: str
     metrics: tuple[str, ...]
@@ -107,7 +104,7 @@ def charts_of(names: Iterable[str]) -> list[dict[str, object]]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a metric is meant by a name in a chart."""
+    """Whether ``pattern``, a name in a chart, stands for metric ``name``."""
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 

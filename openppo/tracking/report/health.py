@@ -1,60 +1,157 @@
-"""What the rules say while a run goes on: each finding once, with its beginning and end."""
+"""The curves of a run so far, and what the rules of health find in them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from openppo.tracking.report.history import History
-from openppo.tracking.report.rules import RULES
+WINDOW = 20
+"""Reports of a trend: the later half against the earlier one."""
+LEVEL = 10
+"""Reports of a level."""
+FEW = 5
+"""Reports that stand for the beginning of a run, or for now."""
+
 
 QUIET = 10
-"""Reports of its metric without a finding after which it has gone; if it comes back later, it is a new one."""
+"""Reports of its metric without a finding after which it has ended; a later one is new."""
+
+
+class Level(NamedTuple):
+    """Mean of the last reports of a metric, and the step from which on it shows."""
+
+    mean: float
+    since: int
+
+
+class History:
+    """Metrics of a run so far. ``config`` are its options by flag name."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.series: dict[str, tuple[list[int], list[float]]] = {}
+
+    def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Take in a report, without values that are not finite."""
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                steps, values = self.series.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(float(value))
+
+    def values(self, name: str) -> list[float]:
+        """All values of a metric."""
+        return self.series.get(name, ([], []))[1]
+
+    def last(self, name: str, n: int) -> list[float]:
+        """The last ``n`` values; empty while there are fewer."""
+        values = self.values(name)
+        return values[-n:] if len(values) >= n else []
+
+    def mean(self, name: str, n: int) -> float:
+        """Mean of the last ``n`` values; NaN, for which no comparison holds, while there are fewer."""
+        values = self.last(name, n)
+        return fmean(values) if values else math.nan
+
+    def level(self, name: str, n: int, passes: Callable[[float], bool]) -> Level | None:
+        """Mean of the last ``n`` values if it ``passes``, since the first of them that does by itself."""
+        mean = self.mean(name, n)
+        if not passes(mean):
+            return None
+        found = zip(*(series[-n:] for series in self.series[name]), strict=True)
+        return Level(mean, next((int(step) for step, value in found if passes(value)), self.step(name, n)))
+
+    def start(self, name: str) -> float:
+        """Mean of the first values; NaN until as many more have followed."""
+        values = self.values(name)
+        return fmean(values[:FEW]) if len(values) >= 2 * FEW else math.nan
+
+    def step(self, name: str, back: int) -> int:
+        """Step of the ``back``-th last value."""
+        steps = self.series[name][0]
+        return steps[max(len(steps) - back, 0)]
+
+    def option(self, name: str, otherwise: Any = None) -> Any:
+        """An option of the run; ``otherwise`` where logs of an older version lack it."""
+        value = self.config.get(name)
+        return otherwise if value is None else value
+
+    def flat_reward(self) -> bool:
+        """Whether there is a window of rewards whose halves differ by no more than two standard errors."""
+        rewards = self.last("reward", WINDOW)
+        return bool(rewards) and not rises(rewards)
+
+
+def halves(values: Sequence[float]) -> tuple[float, float, float]:
+    """Means of the earlier and the later half, and the standard error of their difference."""
+    earlier, later = values[: len(values) // 2], values[len(values) // 2 :]
+    means = fmean(earlier), fmean(later)
+    squares = [sum((value - mean) ** 2 for value in half) for half, mean in zip((earlier, later), means, strict=True)]
+    return *means, math.sqrt(squares[0] / len(earlier) ** 2 + squares[1] / len(later) ** 2)
+
+
+def rises(values: Sequence[float]) -> bool:
+    """Whether the later half lies above the earlier one by more than two standard errors."""
+    earlier, later, error = halves(values)
+    return later - earlier > max(2 * error, 1e-9)
+
+
+Found = tuple[str, int]
+"""The text of a rule, with ``{since}`` for the step from which on it shows, and that step."""
+Check = Callable[[History], Found | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``check`` runs at each report that has the first of ``metrics``."""
+
+    name: str
+    metrics: tuple[str, ...]
+    check: Check
 
 
 @dataclass
 class Finding:
-    """What a rule has found: in words, with the remedy."""
+    """A rule's warning with its remedy, from step ``since`` to ``last``; ``text`` has the numbers of ``last``."""
 
     rule: str
     text: str
-    """With the numbers of ``last``."""
     since: int
-    """Step from which on it shows."""
     last: int
-    """Step at which it was found last."""
     metrics: tuple[str, ...]
-    """That it is about."""
     ended: bool = False
 
 
 class Health:
-    """Looks at the metrics of each report in turn. ``config`` are the options of the run by flag name."""
+    """Applies ``rules`` to each report in turn. ``config`` are the options of the run by flag name."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.history = History(config)
+    def __init__(self, config: Mapping[str, Any], rules: Sequence[Rule]) -> None:
+        self.history, self.rules = History(config), rules
         self.findings: list[Finding] = []
         """In the order in which they began."""
-        self._on: dict[str, Finding] = {}  # by rule
+        self._current: dict[str, Finding] = {}  # by rule
         self._quiet: dict[str, int] = {}  # reports since the rule found something
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
-        """Take in one report; the findings that begin with it. Rules whose metric it does not have look away."""
+        """Take in one report; the findings that begin with it."""
         self.history.add(step, metrics)
         begun = []
-        for rule in RULES:
+        for rule in self.rules:
             if rule.metrics[0] not in metrics:
                 continue
-            found, finding = rule.check(self.history), self._on.get(rule.name)
-            self._quiet[rule.name] = 0 if found is not None else self._quiet.get(rule.name, 0) + 1
-            if found is not None and finding is not None:
-                finding.text, finding.last = found.text.replace("{since}", str(finding.since)), step
-            elif found is not None:
-                text = found.text.replace("{since}", str(found.since))
-                finding = self._on[rule.name] = Finding(rule.name, text, found.since, step, rule.metrics)
-                self.findings.append(finding)
-                begun.append(finding)
-            elif finding is not None and self._quiet[rule.name] >= QUIET:
-                self._on.pop(rule.name).ended = True
+            found, finding = rule.check(self.history), self._current.get(rule.name)
+            if found is not None:
+                self._quiet[rule.name] = 0
+                if finding is None:
+                    finding = self._current[rule.name] = Finding(rule.name, "", found[1], step, rule.metrics)
+                    begun.append(finding)
+                finding.text, finding.last = found[0].replace("{since}", str(finding.since)), step
+            elif finding is not None:
+                self._quiet[rule.name] += 1
+                if self._quiet[rule.name] >= QUIET:
+                    self._current.pop(rule.name).ended = True
+        self.findings += begun
         return begun

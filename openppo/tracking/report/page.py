@@ -19,8 +19,8 @@ _SCRIPTS = ("dom.js", "charts.js", "tokens.js", "samples.js", "main.js")
 def write_report(folders: Sequence[str | Path], output: Path, running: bool = False) -> Path:
     """Write the page about the runs in ``folders`` to ``output``, whole or not at all.
 
-    ``running`` says that a run goes on, and that the page will be written again. ``ValueError`` names a folder that has
-    no run; ``OSError`` where ``output`` cannot be written.
+    ``running``: the run is not over and the page will be written again. Raises ``ValueError`` naming a folder without a
+    run, ``OSError`` if ``output`` cannot be written.
     """
     page = render([read_run(folder) for folder in folders], running)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -31,9 +31,9 @@ def write_report(folders: Sequence[str | Path], output: Path, running: bool = Fa
 
 
 def render(runs: Sequence[RunData], running: bool = False) -> str:
-    """The page. What was sampled reaches it as JSON only, and its scripts put it in as text.
+    """The page. Sampled text enters it as JSON only, and its scripts insert it as text.
 
-    The policy in its head allows exactly our script and style, so that nothing else runs even if some text got through.
+    The policy in its head allows exactly our script and style, so nothing else runs even if some text got through.
     """
     about = {"version": __version__, "written": int(time.time()), "running": running}
     script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)

@@ -1,15 +1,16 @@
-"""From the logs of runs to what the page knows, within a bound on its size."""
+"""Logs of runs -> data of the page, within a bound on its size."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from openppo.tracking.report.catalog import charts_of
 from openppo.tracking.report.health import Health
+from openppo.tracking.report.rules import RULES
 from openppo.tracking.report.run_data import LogLine, Row, RunData, short_names
 
 MAX_POINTS = 2000
@@ -17,11 +18,11 @@ MAX_POINTS = 2000
 MAX_NUMBERS = 180_000
 """Of all curves together; one takes 8 bytes or so."""
 MAX_BYTES = 4_800_000
-"""Of all this as JSON. Beside it the page has its scripts and styles."""
+"""Of the data as JSON; scripts and styles come on top."""
 
 
 def payload(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Everything that the page shows, as JSON knows it: samples as far as curves and options leave room."""
+    """Everything that the page shows, with as many samples as curves and options leave room for."""
     names = {name for run in runs for row in run.metrics for name in row}
     most_points = max(10, min(MAX_POINTS, MAX_NUMBERS // max(1, len(names))) // len(runs))
     labels = short_names([run.folder for run in runs])
@@ -35,7 +36,7 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
 
 
 def _run(label: str, run: RunData, most_points: int) -> dict[str, Any]:
-    health = Health(run.config)
+    health = Health(run.config, RULES)
     for row in run.metrics:
         health.look(row["step"], row)
     return {
@@ -52,10 +53,9 @@ def _run(label: str, run: RunData, most_points: int) -> dict[str, Any]:
 
 
 def curves(rows: Sequence[Row], most_points: int, evaluation: bool) -> dict[str, Any]:
-    """Metrics by name as equally long lists, of evaluations or of all else, over steps and hours since the first row
-    of either kind.
+    """Metrics by name as equally long lists, of evaluations or of all else, over steps and hours of the run.
 
-    Of more rows than ``most_points`` each point stands for ``every`` of them: their mean, of a ``_max`` the maximum.
+    With more rows than ``most_points`` a point is the mean of ``every`` rows, of a ``_max`` their maximum.
     """
     begin = _number(rows[0].get("time")) if rows else None
     names = dict.fromkeys(n for row in rows for n in row if n.startswith("eval") == evaluation)
@@ -71,10 +71,10 @@ def curves(rows: Sequence[Row], most_points: int, evaluation: bool) -> dict[str,
 
 
 def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_bytes: int) -> tuple[list[Row], int, int]:
-    """Samples with their ``tokens``, the number of steps they are of, and the number of steps that have any.
+    """Samples with their ``tokens``, their number of steps, and the number of steps with any samples.
 
-    Where tokens were logged, only steps that have them are taken. If they are too many bytes, steps are taken evenly;
-    evaluations, which show the same prompts each time, may take half of the room first.
+    Where tokens were logged, only steps with tokens count. Of too many bytes, evenly spread steps are taken;
+    evaluations, which show the same prompts each time, may fill half of the room first.
     """
     described = {(line.step, line.evaluation) for line in tokens}
     sizes: dict[tuple[int, bool], int] = {}
@@ -105,25 +105,19 @@ def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_byte
     return rows, len({step for step, _ in chosen}), len({line.step for line in samples})
 
 
-def evenly(keys: Sequence[Any]) -> Iterable[Any]:
-    """All ``keys``, in an order whose every beginning is spread evenly: the last, the first, the middle, quarters..."""
-    n, given = len(keys), set()
-    for place in [n - 1, 0][:n]:
-        if place not in given:
-            given.add(place)
-            yield keys[place]
+def evenly(keys: Sequence[Any]) -> list[Any]:
+    """All ``keys``, ordered so that every beginning is spread evenly: last, first, middle, quarters, ..."""
+    last = len(keys) - 1
+    places = dict.fromkeys([last, 0][: len(keys)])  # an ordered set
     parts = 2
-    while len(given) < n:
-        for i in range(1, parts, 2):
-            place = round(i * (n - 1) / parts)
-            if place not in given:
-                given.add(place)
-                yield keys[place]
+    while len(places) < len(keys):
+        places |= dict.fromkeys(round(i * last / parts) for i in range(1, parts, 2))
         parts *= 2
+    return [keys[place] for place in places]
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """JSON that is safe inside a script element: ASCII, and no < that could end it."""
+    """JSON that is safe inside a script element: ASCII without <, > and &."""
     try:
         text = json.dumps(content, separators=(",", ":"), default=str, allow_nan=False)
     except ValueError:  # an option may be infinite, and logs of others may have NaN
@@ -132,7 +126,7 @@ def as_json(content: Mapping[str, Any]) -> str:
 
 
 def json_size(text: str) -> int:
-    """Bytes that a line of JSON takes as ``as_json`` writes it, spaces between its parts counted."""
+    """Bytes of a line of JSON as ``as_json`` writes it, including spaces between its parts."""
     ascii = len(text.encode("ascii", "ignore"))
     others = len(text.encode("utf-16-le", "surrogatepass")) // 2 - ascii  # each is written as \\u and four digits
     return ascii + 6 * others + 5 * sum(map(text.count, "<>&"))
@@ -151,7 +145,7 @@ def _number(value: Any) -> float | None:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with text in place of each number that JSON does not know."""
+    """``value`` with text for each number that JSON does not know."""
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

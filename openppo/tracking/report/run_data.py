@@ -1,4 +1,4 @@
-"""What the folder of a run says about it."""
+"""A run read from the logs in its folder."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class LogLine:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run as its logs have it. ``samples`` and ``tokens`` can be large, so their lines are parsed by whom needs them.
+    """A run from its logs; lines of ``samples`` and ``tokens``, which can be large, are not parsed yet.
 
-    ``unreadable`` counts lines that are no JSON, the unfinished last line of a run that was killed left aside.
+    ``unreadable`` counts lines that are not JSON, except for the unfinished last line of a killed run.
     """
 
     folder: Path
@@ -45,9 +45,9 @@ class RunData:
 
 
 def read_run(folder: str | Path) -> RunData:
-    """The run that was saved to ``folder``, or whose logs ``folder`` is.
+    """Read a run by its folder or its folder of logs; a missing log is empty.
 
-    ``ValueError`` if there are no metrics; a log that is missing beside them is empty.
+    Raises ``ValueError`` without metrics.
     """
     logs = find_logs(Path(folder))
     metrics, n_bad = [], 0
@@ -55,8 +55,7 @@ def read_run(folder: str | Path) -> RunData:
         try:
             row = json.loads(line)
         except ValueError:
-            n_bad += 1
-            continue
+            row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             metrics.append(row)
         else:
@@ -75,7 +74,7 @@ def read_run(folder: str | Path) -> RunData:
 
 
 def find_logs(folder: Path) -> Path:
-    """The folder of logs in a run's folder, or ``folder`` if it is that; ``ValueError`` if there are no metrics."""
+    """The folder of logs in ``folder``, or ``folder`` itself; ``ValueError`` without metrics."""
     for place in (folder / "logs", folder):
         if (place / "metrics.jsonl").is_file():
             return place
@@ -83,7 +82,7 @@ def find_logs(folder: Path) -> Path:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """The fewest last parts of each path that tell all of them apart."""
+    """Path names with as few last parts as make them different."""
     parts = [folder.resolve().parts for folder in folders]
     for n in range(1, max(map(len, parts), default=0) + 1):
         names = [str(Path(*part[-n:])) for part in parts]
@@ -93,7 +92,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _lines(file: Path) -> list[str]:
-    """Whole lines; nothing where there is no such file."""
+    """Whole lines of ``file``; none where it is missing."""
     if not file.is_file():
         return []
     return [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if line]
@@ -107,7 +106,7 @@ def _log_lines(file: Path) -> tuple[list[LogLine], int]:
 
 
 def _mapping(file: Path) -> Row:
-    """A file of YAML (or JSON, which is YAML too); empty where there is none or it holds something else."""
+    """A mapping in YAML or JSON; empty where the file is missing or holds something else."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

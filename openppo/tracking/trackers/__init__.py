@@ -1,20 +1,74 @@
-"""Where metrics, samples and histograms go: console, JSON lines, TensorBoard, Weights & Biases."""
+"""Where metrics, samples and histograms go: console, JSON lines, report, TensorBoard, Weights & Biases."""
 
-from openppo.tracking.trackers.console import ConsoleTracker
-from openppo.tracking.trackers.jsonl import JSONLTracker, json_form
-from openppo.tracking.trackers.make import check_trackers, make_trackers
-from openppo.tracking.trackers.tensorboard import TensorBoardTracker
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openppo.config import TrackingConfig
+from openppo.tracking.trackers.dashboards import NEEDED, TensorBoardTracker, WandbTracker
+from openppo.tracking.trackers.local import ConsoleTracker, HealthTracker, JSONLTracker, ReportTracker
 from openppo.tracking.trackers.tracker import Tracker, Trackers
-from openppo.tracking.trackers.wandb_tracker import WandbTracker
+from openppo.types import Comm
 
-__all__ = [
-    "ConsoleTracker",
-    "JSONLTracker",
-    "TensorBoardTracker",
-    "Tracker",
-    "Trackers",
-    "WandbTracker",
-    "check_trackers",
-    "json_form",
-    "make_trackers",
-]
+
+def check_trackers(tracking: TrackingConfig) -> None:
+    """Raise ``ValueError`` naming the flag of a tracker whose package is missing, before anything is loaded."""
+    packages = {"tensorboard": tracking.use_tensorboard, "wandb": tracking.use_wandb}
+    for package, given in packages.items():
+        if given is not None and importlib.util.find_spec(package) is None:
+            raise ValueError(NEEDED.format(package))
+
+
+def make_trackers(
+    save_path: str,
+    tracking: TrackingConfig,
+    options: Mapping[str, Any],
+    comm: Comm,
+    headline: Sequence[str],
+    total_steps: int,
+    resumed_after: int | None = None,
+) -> Trackers:
+    """The trackers of ``tracking`` on rank 0, none on other ranks. Logs go to ``<save_path>/logs``.
+
+    ``options`` are all options of the run, for dashboards that keep them. Raises ``ValueError`` naming the flag of a
+    tracker that cannot start.
+    """
+    if comm.rank != 0:
+        return Trackers([])
+    logs = Path(save_path) / "logs"
+    trackers: list[Tracker] = [ConsoleTracker(headline, total_steps, tracking.log_samples_every)]
+    try:
+        trackers.append(JSONLTracker(logs))
+        trackers += [HealthTracker(logs), ReportTracker(logs)]  # they read the lines of JSONLTracker
+    except OSError as error:
+        raise ValueError(f"--save_path {save_path} cannot be written ({error}): choose another folder.") from error
+    if tracking.use_tensorboard is not None:
+        try:
+            name = tracking.wandb_run_name or logs.resolve().parent.name
+            folder = _own_subfolder(Path(tracking.use_tensorboard), name, logs / "tensorboard_run", resumed_after)
+            trackers.append(TensorBoardTracker(folder, resumed_after))
+        except OSError as error:
+            raise ValueError(f"--use_tensorboard {tracking.use_tensorboard} cannot be written ({error}).") from error
+    if tracking.use_wandb is not None:
+        trackers.append(WandbTracker(logs, tracking, options, resumed_after is not None))
+    return Trackers(trackers)
+
+
+def _own_subfolder(folder: Path, name: str, kept: Path, resumed_after: int | None) -> Path:
+    """Subfolder of this run, numbered if taken; a resumed run has its name in ``kept``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if resumed_after is not None and kept.is_file() and (known := folder / kept.read_text().strip()).is_dir():
+        return known
+    for number in itertools.count():
+        mine = folder / (name.replace("/", "_") + (f".{number}" if number else ""))
+        try:
+            mine.mkdir()
+        except FileExistsError:
+            continue
+        kept.write_text(f"{mine.name}\n")
+        return mine
+    raise AssertionError("numbers do not end")

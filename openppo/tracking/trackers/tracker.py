@@ -1,4 +1,4 @@
-"""What a tracker is, and how several are served although one may fail."""
+"""What a tracker is, and how several run although one may fail."""
 
 from __future__ import annotations
 
@@ -6,47 +6,42 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-from openppo.tracking.histogram import Histogram
-from openppo.tracking.log import get_logger
+from openppo.tracking.console import get_logger
+from openppo.tracking.metrics import Histogram
 from openppo.tracking.phase import current
 
 
-class Tracker(Protocol):
-    """Something that records what a run reports. Only rank 0 has trackers."""
+class Tracker:
+    """Base of all that records what a run reports, on rank 0; every method does nothing until overridden."""
 
     name: str
-    """What a warning calls it, best the flag that it came from."""
-    errors: tuple[type[Exception], ...]
-    """What it may raise for reasons outside this program: a full disk, a lost connection. Of a service, anything."""
+    """Name in warnings, best the flag that asks for the tracker."""
+    errors: tuple[type[Exception], ...] = (OSError,)
+    """Exceptions from outside this program: a full disk, a lost connection; of a service, any."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
-        ...
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Record samples (prompt, response, score and so on) of a step."""
-        ...
 
     def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Record one row for each sample of a step: lists over the tokens of its response."""
-        ...
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Record how values of a step are distributed."""
-        ...
+        """Record distributions of a step."""
 
     def close(self) -> None:
         """Write out what is left; nothing is logged afterwards."""
-        ...
 
 
-class Trackers:
-    """Hands everything to each tracker. One that fails with one of its ``errors`` is switched off with a warning.
+class Trackers(contextlib.AbstractContextManager["Trackers"]):
+    """Passes everything to each tracker; one that raises one of its ``errors`` is switched off with a warning.
 
-    Any other exception is a mistake of ours, and is raised. ``with trackers:`` closes them at the end of a run, also of
-    one that fails: its logs are as whole as they can be, and other ranks are not asked.
+    Any other exception is ours, and is raised. ``with trackers:`` closes them on this rank at the end of a run, also of
+    one that fails.
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
@@ -73,9 +68,6 @@ class Trackers:
         self._each(lambda tracker: tracker.close())
         self._trackers.clear()
 
-    def __enter__(self) -> Trackers:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -88,7 +80,7 @@ class Trackers:
         finally:
             current.failing = None
             if error is not None and not closed:
-                raise error  # what ended the run; that closing failed too is its context
+                raise error  # what ended the run; the failure of closing is its context
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._trackers):

@@ -9,19 +9,14 @@ from transformers import PreTrainedTokenizerBase
 from openppo.config import PromptsConfig, parse_probs
 from openppo.datasets import load_mixed_rows, load_prompts
 from openppo.models.actor import Actor
-from openppo.models.loading import (
-    attention_implementation,
-    check_model,
-    check_token_ids,
-    known_eos_token_ids,
-    pad_token_id,
-)
+from openppo.models.loading import attention_implementation, model_error_context
+from openppo.models.pretrained import check_model, check_token_ids, known_eos_token_ids, pad_token_id
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
 from openppo.strategy.gpu import check_transformers
 from openppo.strategy.inference import InferenceStrategy
 from openppo.trainer.engine_check import check_frozen
-from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, naming_model, tokenizing
+from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, tokenizing
 from openppo.types import Comm, Prompt, SamplingParams, Trajectory
 
 
@@ -58,7 +53,7 @@ def load_policy(
     options: PromptsConfig, tokenizer: PreTrainedTokenizerBase, strategy: InferenceStrategy
 ) -> tuple[Actor, HFEngine]:
     """The model of ``--pretrain`` on this rank's device, and an engine that samples from it."""
-    with naming_model("--pretrain", options.pretrain):
+    with model_error_context("--pretrain", options.pretrain):
         trust = options.trust_remote_code
         actor = Actor(options.pretrain, bf16=options.bf16, flash_attn=options.flash_attn, trust_remote_code=trust)
     strategy.prepare_frozen(actor)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from openppo.config import EvaluateConfig
 from openppo.models.padding import MicroBatchSize
+from openppo.rewards.build import ScorerSetup, build_scorer
 from openppo.strategy.inference import InferenceStrategy
-from openppo.trainer.build_scorer import ScorerSetup, build_scorer
 from openppo.trainer.evaluation.answering import load_policy, load_questions, response_row, sampling_params
 from openppo.trainer.evaluation.evaluator import Evaluation, Evaluator, short_names
 from openppo.trainer.evaluation.output import check_output, write_rows
+from openppo.trainer.packing import pack_where_exact
+from openppo.trainer.startup import check_same, on_all_ranks
 from openppo.types import Trajectory
 
 
@@ -36,6 +39,9 @@ class EvaluateJob:
             judgement.value_head_prefix,
             input_template=options.input_template,
             trust_remote_code=options.trust_remote_code,
+            collective=partial(on_all_ranks, self.strategy.comm),
+            check_same=partial(check_same, self.strategy.comm),
+            pack_where_exact=pack_where_exact if options.flash_attn else None,
         )
         scorer = build_scorer(config.rewards, self.tokenizer, setup)
         _, engine = load_policy(options, self.tokenizer, self.strategy)
@@ -46,7 +52,7 @@ class EvaluateJob:
             prompts,
             sampling_params(options),
             options.n_samples_per_prompt,
-            config.rewards.passing(judgement.pass_reward),
+            config.rewards.pass_threshold(judgement.pass_reward),
             config.rewards.weights(),
             options.seed,
         )

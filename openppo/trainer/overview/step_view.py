@@ -10,7 +10,7 @@ from rich.text import Text
 from openppo.config import TrainPPOConfig
 from openppo.experience.measure import experience_histograms
 from openppo.experience.replay_buffer import ReplayBuffer
-from openppo.models.loading import eos_token_ids
+from openppo.models.pretrained import eos_token_ids
 from openppo.tracking.terminal import announce
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.overview.self_check import self_check

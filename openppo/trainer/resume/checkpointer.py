@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
-from openppo.config.folders import refuse_own_checkpoints
+from openppo.config.run import refuse_own_checkpoints
 from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder, Fragment, FragmentReader, write_fragments
 from openppo.strategy.checkpoint.engine_state import engine_fragments, engine_numbers, fragment_bytes, load_engine
 from openppo.strategy.checkpoint.manifest import MODEL

@@ -12,51 +12,10 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from openppo.config import training_options
 from openppo.types import Prompt
 
 logger = logging.getLogger("openppo")
-
-MUST_MATCH = frozenset(
-    {
-        # models: other weights or shapes
-        *("pretrain", "critic_pretrain", "reward_pretrain", "prm_pretrain", "value_head_prefix", "save_value_network"),
-        *(
-            "ref_pretrain",
-            "lora_rank",
-            "lora_alpha",
-            "critic_lora_rank",
-            "target_modules",
-            "load_in_4bit",
-            "enable_ema",
-        ),
-        # algorithm: another critic, other samples in a group
-        *("advantage_estimator", "policy_loss_type", "n_samples_per_prompt", "dynamic_sampling"),
-        # data and their order
-        *("prompt_data", "prompt_data_probs", "prompt_split", "pretrain_data", "pretrain_data_probs", "pretrain_split"),
-        *("dataset", "dataset_probs", "dataset_split", "dataset_class", "data_format", "max_samples", "seed"),
-        *("rollout_batch_size", "train_batch_size"),
-    }
-)
-"""Options that contradict a checkpoint when they differ; any other may change from one session to the next."""
-
-_MEASURED_BY = (
-    *("keep_best", "eval_data", "eval_dataset", "eval_split", "eval_n_samples_per_prompt", "eval_temperature"),
-    *("reward_fn", "remote_rm_url", "verifiable_reward", "reward_weights", "normalize_reward", "pass_reward"),
-    *("generate_max_len", "prompt_max_len", "max_len"),
-)
-"""Options that decide what a score of an evaluation means."""
-
-_ORDER = ("max_samples", "dataset_class", "seed")
-_CHAT = ("input_template", "apply_chat_template", "chat_template_kwargs")
-_PROMPTS = ("data_format", "input_key", "label_key", *_CHAT, "prompt_max_len")
-_COLUMNS = ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key", "margin_key", "label_key")
-_TOKENS = (*_CHAT, "max_len", "placeholder_token", "reward_tokens")
-SHAPES = {
-    "--prompt_data": ("prompt_data_probs", "prompt_split", *_ORDER, *_PROMPTS),
-    "--pretrain_data": ("pretrain_data_probs", "pretrain_split", *_ORDER, "pretrain_key", "input_key"),
-    "--dataset": ("dataset_probs", "dataset_split", *_ORDER, "data_format", *_COLUMNS, *_TOKENS),
-}
-"""Which options decide what is read from the same files."""
 
 _PART = 1 << 14
 _PARTS = 256
@@ -70,14 +29,15 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
     an old name is not. Raises ``ValueError`` naming every option that contradicts the checkpoint in ``path``.
     """
     old, new = (json.loads(json.dumps(identity["options"])) for identity in (saved, now))  # tuples become lists
+    must_match = set(training_options(lambda rules: rules.resume == "must match"))
     moved = {name for name in new if f"--{name}" in now["contents"]}
     differ = {name: (old.get(name), value) for name, value in new.items() if name in old and old[name] != value}
-    wrong = [f"--{name} was {a}, is {b}" for name, (a, b) in differ.items() if name in MUST_MATCH - moved]
+    wrong = [f"--{name} was {a}, is {b}" for name, (a, b) in differ.items() if name in must_match - moved]
     for flag, fingerprint in now["contents"].items():
         before, name = saved["contents"].get(flag), flag.removeprefix("--")
         if before == fingerprint or (before is None and name not in differ):  # not read then: --ptx_coef was 0
             continue
-        shaping = [option for option in SHAPES.get(flag, ()) if option in differ]
+        shaping = [option for option in _options_of_rows(name) if option in differ]
         if name in differ:
             wrong.append(f"{flag} was {old.get(name)}, is {new[name]}")
         elif not shaping:
@@ -96,10 +56,15 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
         logger.info("options that differ from the checkpoint's, in force from now on: %s", ", ".join(allowed))
 
 
+def _options_of_rows(data: str) -> list[str]:
+    """Options that decide which rows are read from the same files."""
+    return training_options(lambda rules: data in rules.rows_of)
+
+
 def measured_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The options that make scores of evaluations under ``now`` no match for those under ``saved``."""
     old, new = (json.loads(json.dumps(options)) for options in (saved, now))  # tuples become lists
-    return [name for name in _MEASURED_BY if old.get(name) != new.get(name)]
+    return [name for name in training_options(lambda rules: rules.measures) if old.get(name) != new.get(name)]
 
 
 def model_fingerprint(name: str) -> str:

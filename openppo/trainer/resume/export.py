@@ -25,10 +25,10 @@ from openppo.config import (
     from_options,
 )
 from openppo.config.commands import SupervisedCommand
-from openppo.config.folders import refuse_overwriting
+from openppo.config.models import refuse_overwriting
 from openppo.experience.estimators import ESTIMATORS
-from openppo.models.loading import check_model, load_tokenizer
-from openppo.models.lora.merge import LoRAMerge, to_bf16
+from openppo.models.merge_lora import LoRAMerge, to_bf16
+from openppo.models.pretrained import check_model, load_tokenizer
 from openppo.strategy.checkpoint import Fragment, FragmentReader
 from openppo.strategy.checkpoint.manifest import MANIFEST, UnreadableError, fault
 from openppo.strategy.saving import save_model, save_tokenizer

@@ -9,9 +9,8 @@ from openppo.config import LossAggregation, TrainPPOConfig
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.measure import measure_mismatch
 from openppo.experience.replay_buffer import MiniBatch
-from openppo.models.loss import log_ratio
+from openppo.models.loss import POLICY_LOSSES, log_ratio, policy_loss, token_weights
 from openppo.models.masked import compute_approx_kl
-from openppo.models.policy_losses import POLICY_LOSSES, policy_loss, token_weights
 from openppo.models.rollout_correction import rollout_correction
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
@@ -93,8 +92,8 @@ class ActorStep:
             log_probs = self.engine(*inputs)
         if micro.log_probs is None:
             micro = micro.with_fields(log_probs=log_probs.detach() if sampled_by_it else micro.rollout_log_probs)
-        assert micro.log_probs is not None
-        loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask)  # (B, L)
+        assert micro.log_probs is not None and micro.advantages is not None
+        loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs)  # (B, L)
         self._measure(loss, log_probs, micro, metrics)
         if sampled_by_it and micro.entropy is None:
             measure_mismatch(log_probs, micro.rollout_log_probs, mask, metrics)
@@ -107,7 +106,7 @@ class ActorStep:
         if entropy is not None:
             loss = loss - entropy_coef * entropy
         max_len = self.config.generation.generate_max_len
-        weights = token_weights(mask, self.loss_agg, batch.n_tokens, batch.n_sequences, max_len)
+        weights = token_weights(mask, self.loss_agg, batch.n_tokens, batch.n_sequences, max_len, micro.weight)
         return (loss * weights).sum()
 
     def _correction(self, micro: Experience, metrics: Metrics) -> Tensor | float:

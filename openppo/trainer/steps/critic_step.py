@@ -8,8 +8,7 @@ import torch
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.replay_buffer import MiniBatch
-from openppo.models.loss import ValueLoss
-from openppo.models.policy_losses import token_weights
+from openppo.models.loss import ValueLoss, token_weights
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
 from openppo.trainer.steps.actor_step import loss_aggregation
@@ -59,7 +58,8 @@ class CriticStep:
             assert micro.returns is not None
             loss = value_loss(values, micro.values, micro.returns, micro.action_mask)  # (B, L)
             metrics.add_tensor("value_loss", loss.detach(), micro.action_mask)
-            weights = token_weights(micro.action_mask, self.loss_agg, batch.n_tokens, batch.n_sequences, self.max_len)
+            counts = batch.n_tokens, batch.n_sequences, self.max_len
+            weights = token_weights(micro.action_mask, self.loss_agg, *counts, micro.weight)
             scaled = (loss * weights).sum() * self.comm.world_size
             self.engine.backward(scaled, last=i == len(batch.micro_batches) - 1)
         norm = self.engine.step()

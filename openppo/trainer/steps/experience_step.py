@@ -8,7 +8,7 @@ import torch
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.collate import join_rows
-from openppo.experience.measure import measure_experience
+from openppo.experience.measure import measure_experience, measure_staleness
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.tracking import Metrics, PhaseTimer
 from openppo.trainer.components import PPOComponents, StepInProgress
@@ -66,6 +66,7 @@ class ExperienceStep:
                 trajectories, old_log_probs="recompute" if recompute else source, values=not critic_first
             )
         wait_for_scores()
+        measure_staleness(trajectories, self.update_step.position.policy_version, metrics)
         step = StepInProgress(metrics, n_samples=0, n_tokens=n_tokens, samples=[])
         self.buffer.clear()  # of a step that was left
         lambd_critic = 1.0 if self.update_step.pretrains_values else None

@@ -9,7 +9,7 @@ from torch import Tensor
 from openppo.config import TrainPPOConfig
 from openppo.datasets import cyclic_batches
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer
-from openppo.models.loading import pad_token_id
+from openppo.models.pretrained import pad_token_id
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import progress_bar

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from openppo.config import TrainPRMConfig
 from openppo.datasets import ProcessExample, single_token_id
-from openppo.models.loading import pad_token_id
 from openppo.models.loss import IGNORE_INDEX, PRMLoss
 from openppo.models.padding import pad_right
+from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.loop import ModelCall, SupervisedComponents, SupervisedTrainer
 from openppo.trainer.token_batches import equal_micro_batches

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from openppo.datasets import TokenExample
-from openppo.models.loading import pad_token_id
+from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.loop import ModelCall, SupervisedTrainer
 from openppo.trainer.token_batches import TokenBatch, TokenMicroBatch, token_batch

@@ -114,7 +114,7 @@ def test_our_client_and_our_server_agree(
         zeros = [0.0] * n
         trajectories.append(
             Trajectory(
-                prompt_ids + ids, [True] * n, zeros, [0] * n, FinishReason.EOS, Prompt(prompt, prompt_ids), group=0
+                prompt_ids + ids, [True] * n, zeros, [0] * n, FinishReason.STOP, Prompt(prompt, prompt_ids), group=0
             )
         )
     source = RewardConfig(

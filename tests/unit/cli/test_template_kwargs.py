@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from openppo.cli.options import parse_options
 from openppo.config import TrainSFTConfig
-from openppo.models.loading import load_tokenizer
+from openppo.models.pretrained import load_tokenizer
 
 TEMPLATE = (
     "{% if enable_thinking is not defined %}{{ raise_exception('shall it think') }}{% endif %}"

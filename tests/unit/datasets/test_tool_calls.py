@@ -113,7 +113,8 @@ def test_reasoning_in_a_field_of_its_own_must_be_rendered(make_tokenizer):
         {"role": "assistant", "content": "a", "tool_calls": "add"},
         {"role": "assistant", "content": "a", "tool_calls": [{"function": {"arguments": {}}}]},
         {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": 3}}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]},
+        {"role": "assistant", "content": 3},
     ],
     ids=json.dumps,
 )
@@ -135,3 +136,13 @@ def test_whatever_a_template_raises_is_one_line(make_tokenizer, template, error)
     chat = [TURNS[0], TURNS[0]]
     with pytest.raises(ValueError, match=f"^the chat template refuses messages with the roles user, user: .*{error}"):
         render_prompt(chat, make_tokenizer(chat_template=template), input_template=None, apply_chat_template=True)
+
+
+@pytest.mark.parametrize("content", ["Three.", ["Three."], [{"type": "text", "text": "Thr"}, {"text": "ee."}]], ids=str)
+def test_content_may_be_a_text_or_a_list_of_parts(make_tokenizer, content):
+    turns = [{"role": "user", "content": [{"type": "text", "text": "1+2?"}]}, {"role": "assistant", "content": content}]
+    tokenizer = make_tokenizer(chat_template=WITH_TOOLS)
+    written = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "Three."}]
+    assert sft(turns, tokenizer) == sft(written, tokenizer)
+    options = {"input_template": None, "apply_chat_template": True}
+    assert render_prompt(turns[:1], tokenizer, **options) == render_prompt(written[:1], tokenizer, **options)

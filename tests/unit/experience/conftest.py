@@ -73,7 +73,7 @@ def trajectory() -> Callable[..., Trajectory]:
         prompt: list[int],
         response: list[int],
         actions: list[int] | None = None,
-        reason: FinishReason = FinishReason.EOS,
+        reason: FinishReason = FinishReason.STOP,
         **scores: float,
     ) -> Trajectory:
         mask = [False] * len(prompt) + [bool(a) for a in (actions or [1] * len(response))]

@@ -19,7 +19,7 @@ def batch(trajectory: Make) -> Experience:
     return collate(
         [
             trajectory([5, END, 6], [7, END], help=1.5),
-            trajectory([END], [END], reason=FinishReason.EOS, help=2.0),
+            trajectory([END], [END], reason=FinishReason.STOP, help=2.0),
             trajectory([END, 8], [9, 3, 3, END, 4], [1, 0, 0, 1, 1], FinishReason.LENGTH),
         ],
         pad_token_id=END,
@@ -58,6 +58,7 @@ def test_dtypes_are_those_of_the_legend(batch: Experience) -> None:
         "action_mask": torch.bool,
         "rollout_log_probs": torch.float32,
         "truncated": torch.bool,
+        "weight": torch.float32,
         "scores": torch.float32,
     }
 

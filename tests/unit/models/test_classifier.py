@@ -30,8 +30,8 @@ from transformers import (
 )
 
 from openppo.models import ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.models.size import model_size
 from openppo.strategy.saving import save_model
-from openppo.trainer.estimate.shapes import model_shape
 
 SIZES = {
     "vocab_size": 48,
@@ -156,7 +156,7 @@ def test_a_causal_model_without_head_is_refused_as_reward_model(folder: Path) ->
 def test_the_estimate_counts_every_parameter_of_the_critic(folder: Path) -> None:
     critic = get_llm_for_sequence_regression(str(folder), "critic")
     config = AutoModelForCausalLM.from_pretrained(folder).config
-    assert model_shape(config, "scalar").n_parameters == sum(p.numel() for p in critic.parameters())
+    assert model_size(config, scalar=True).n_parameters == sum(p.numel() for p in critic.parameters())
 
 
 @pytest.fixture

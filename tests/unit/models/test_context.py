@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from transformers import Phi3ForSequenceClassification as Phi3Classifier
 
 from openppo.models import Actor, ScalarHeadModel
-from openppo.models.loading import context_length
+from openppo.models.pretrained import context_length
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 OPTIONS: dict[str, Any] = {"vocab_size": 40, "initializer_range": 0.2, "pad_token_id": 0, "num_labels": 1, **SIZES}

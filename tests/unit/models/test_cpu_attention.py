@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from openppo.models.attention import cpu
-from openppo.models.attention.cpu import causal_attention, causal_operator, kept_in_bfloat16
+from openppo.models import attention
+from openppo.models.attention import causal_attention, causal_operator, kept_in_bfloat16
 from openppo.models.loading import load_causal_lm
 
 SCALE = 0.3
@@ -52,8 +52,8 @@ def test_outputs_and_gradients_are_those_of_torch(length: int, queries: int, key
 def test_pieces_of_a_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = heads(5, 4, 2, 40, 8, torch.float64)
     whole = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
-    monkeypatch.setattr(cpu, "_BLOCK", 7)
-    monkeypatch.setattr(cpu, "_SCORES", 4 * 7 * 40 * 2)  # two rows at a time, and one is left
+    monkeypatch.setattr(attention, "_BLOCK", 7)
+    monkeypatch.setattr(attention, "_SCORES", 4 * 7 * 40 * 2)  # two rows at a time, and one is left
     pieces = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
     for one, other in zip(whole, pieces, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
@@ -182,7 +182,7 @@ def test_what_more_is_asked_for_goes_to_torch(
 def test_long_rows_go_to_torch_whose_attention_keeps_no_weights(
     saved: Path, torch_attention: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "_LONGEST", 20)
+    monkeypatch.setattr(attention, "_LONGEST", 20)
     model = load_causal_lm(str(saved), bf16=True, flash_attn=False)
     model(input_ids=torch.zeros(3, 20, dtype=torch.int64))
     assert torch_attention == [] and kept_in_bfloat16(3, 4, 20) > 0
@@ -194,7 +194,7 @@ def test_with_amx_torch_takes_longer_rows_in_bfloat16(
     saved: Path, torch_attention: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    monkeypatch.setattr(cpu, "_LONGEST_WITH_AMX", 20)
+    monkeypatch.setattr(attention, "_LONGEST_WITH_AMX", 20)
     model = load_causal_lm(str(saved), bf16=True, flash_attn=False)
     model(input_ids=torch.zeros(3, 20, dtype=torch.int64))
     assert torch_attention == [] and kept_in_bfloat16(3, 4, 20) > 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from openppo.models.actor import Actor
-from openppo.models.attention.cuda import repeats_keys
+from openppo.models.attention import repeats_keys
 from openppo.models.loading import load_causal_lm
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rollout.hf_engine import HFEngine

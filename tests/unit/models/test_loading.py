@@ -27,12 +27,12 @@ from transformers import (
     XLNetConfig,
 )
 
-from openppo.models import loading
-from openppo.models.loading import (
+from openppo.models import pretrained
+from openppo.models.loading import disable_dropout
+from openppo.models.pretrained import (
     check_model,
     check_token_ids,
     context_length,
-    disable_dropout,
     eos_token_ids,
     known_eos_token_ids,
     load_tokenizer,
@@ -64,8 +64,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         tried.append(url)
         raise URLError("no route to host")
 
-    monkeypatch.setattr(loading, "urlopen", fail)
-    monkeypatch.setattr(loading, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(pretrained, "urlopen", fail)
+    monkeypatch.setattr(pretrained, "HF_HUB_OFFLINE", False)
     return tried
 
 
@@ -108,7 +108,7 @@ def test_a_hub_name_with_an_unreachable_hub_is_an_error_after_one_try(no_network
 def test_a_hub_name_offline_is_an_error_that_names_the_variable(
     no_network: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(pretrained, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=rf"{FLAG} nobody/nothing: .*HF_HUB_OFFLINE is set"):
         check_model("nobody/nothing", FLAG)
     assert no_network == []
@@ -121,16 +121,16 @@ def test_a_hub_that_answers_leaves_the_verdict_to_transformers(monkeypatch: pyte
     def missing(name: str, **_) -> None:
         raise OSError(f"{name} is not a valid model identifier")
 
-    monkeypatch.setattr(loading, "urlopen", refuse)
-    monkeypatch.setattr(loading, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", missing)
+    monkeypatch.setattr(pretrained, "urlopen", refuse)
+    monkeypatch.setattr(pretrained, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(pretrained.AutoConfig, "from_pretrained", missing)
     with pytest.raises(ValueError, match=rf"{FLAG} nobody/nothing: .*not a valid model identifier"):
         check_model("nobody/nothing", FLAG)
 
 
 def test_a_cached_model_needs_no_connection(no_network: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda name, file: "/cache/config.json")
-    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name, **_: f"config of {name}")
+    monkeypatch.setattr(pretrained, "try_to_load_from_cache", lambda name, file: "/cache/config.json")
+    monkeypatch.setattr(pretrained.AutoConfig, "from_pretrained", lambda name, **_: f"config of {name}")
     assert check_model("owner/model", FLAG) == "config of owner/model"
     assert no_network == []
 

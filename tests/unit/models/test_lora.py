@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openppo.models import Actor, ScalarHeadModel, get_llm_for_sequence_regression
-from openppo.models.loading import check_model, load_tokenizer
-from openppo.models.lora.adapters import AdapterOffReference
+from openppo.models.adapters import AdapterOffReference
+from openppo.models.pretrained import check_model, load_tokenizer
 
 MakeModel = Callable[..., Any]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from openppo.models.padding import MicroBatchSize, micro_batches, pad_right, price_of_a_batch, rounded_width
+from openppo.models.padding import MicroBatchSize, micro_batches, pad_right, rounded_width, split_overhead
 
 
 def test_rows_are_padded_on_the_right_to_the_longest() -> None:
@@ -84,9 +84,9 @@ def test_a_long_tail_is_padded_much_less_than_in_batches_of_equal_size() -> None
 def test_under_zero_3_there_are_as_few_batches_as_possible(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [int(rng.expovariate(1 / 30)) + 1 for _ in range(rng.randint(1, 60))]
-    batches = micro_batches(lengths, MicroBatchSize(8, price=price_of_a_batch(3)))
+    batches = micro_batches(lengths, MicroBatchSize(8, price=split_overhead(3)))
     assert len(batches) == -(-len(lengths) // 8)
-    assert len(micro_batches(lengths, MicroBatchSize(8, price=price_of_a_batch(2)))) >= len(batches)
+    assert len(micro_batches(lengths, MicroBatchSize(8, price=split_overhead(2)))) >= len(batches)
 
 
 def test_few_widths_hold_all_lengths_with_little_padding() -> None:

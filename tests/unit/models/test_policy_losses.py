@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from openppo.config import LossConfig, PolicyLossType
-from openppo.models.loss import PolicyLoss
-from openppo.models.policy_losses import POLICY_LOSSES, CISPOLoss, GSPOLoss, policy_loss, token_weights
+from openppo.models.loss import POLICY_LOSSES, CISPOLoss, GSPOLoss, PolicyLoss, policy_loss, token_weights
 
 MASK = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]]).bool()
 NOT_FINITE = [math.nan, math.inf, -math.inf]

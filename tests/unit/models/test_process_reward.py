@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from openppo.models.process_reward import ProcessRewardModel
+from openppo.models.scalar_head import ProcessRewardModel
 
 SEQUENCES = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 0, 0]])
 PLACES = torch.zeros(2, 6, dtype=torch.bool)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
 from torch import Tensor
 
-from openppo.models.rollout_correction import mismatch_metrics, rollout_correction
+from openppo.experience.measure import measure_mismatch
+from openppo.models.rollout_correction import rollout_correction
+from openppo.tracking import Metrics
+from openppo.types import SingleProcess
 
 K = torch.tensor([[0.4, 0.6, 1.0, 1.9, 2.5, 6.0, 3.0]], dtype=torch.float64)  # pi_old / pi_rollout
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 0]]).bool()
@@ -69,24 +73,30 @@ def test_an_unknown_method_is_refused_by_name() -> None:
         rollout_correction(LOG_PROBS, ROLLOUT, MASK, "clip")  # type: ignore[arg-type]
 
 
+def mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+    metrics = Metrics()
+    measure_mismatch(log_probs, rollout_log_probs, mask, metrics)
+    return metrics.reduced(SingleProcess())
+
+
 def test_mismatch_metrics_by_hand() -> None:
-    found = {name: (tensor, reduce) for name, tensor, reduce in mismatch_metrics(LOG_PROBS, ROLLOUT, MASK)}
-    kl = [k - 1 - math.log(k) for k in K[0, :6].tolist()]  # k3 of samples of the engine
-    assert found["rollout_kl"][0][0].tolist() == pytest.approx([*kl, 0], abs=1e-6)
-    assert found["rollout_ratio_max"][0].max().item() == pytest.approx(6.0)
-    assert found["rollout_ratio_max"][1] == "max"
-    gap = [abs(math.log(k)) for k in K[0, :6].tolist()]
-    assert found["rollout_log_prob_gap"][0][0].tolist() == pytest.approx([*gap, 0], abs=1e-6)
-    assert found["rollout_log_prob_gap"][1] == "mean"
-    assert found["rollout_log_prob_gap_max"][0].max().item() == pytest.approx(max(gap), abs=1e-6)
-    assert found["rollout_log_prob_gap_max"][1] == "max"
-    k1 = [-math.log(k) for k in K[0, :6].tolist()]
-    assert found["rollout_kl_k1"][0][0].tolist() == pytest.approx([*k1, 0], abs=1e-6)
+    ks = K[0, :6].tolist()
+    gaps = [abs(math.log(k)) for k in ks]
+    assert mismatch(LOG_PROBS, ROLLOUT, MASK) == pytest.approx(
+        {
+            "rollout_kl": statistics.mean(k - 1 - math.log(k) for k in ks),  # k3 of samples of the engine
+            "rollout_kl_k1": statistics.mean(-math.log(k) for k in ks),
+            "rollout_ratio_max": 6.0,
+            "rollout_log_prob_gap": statistics.mean(gaps),
+            "rollout_log_prob_gap_max": max(gaps),
+        },
+        abs=1e-6,
+    )
 
 
 def test_the_kl_estimate_is_unbiased_under_the_engines_samples() -> None:
     rollout, actor = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]))
-    every = torch.ones(1, 3).bool()
-    estimates: Tensor = mismatch_metrics(actor.log()[None], rollout.log()[None], every)[0][1]
+    masks = torch.eye(3).bool()[:, None]
+    estimates = [mismatch(actor.log()[None], rollout.log()[None], mask)["rollout_kl"] for mask in masks]
     exact = (rollout * (rollout / actor).log()).sum()
-    assert (rollout * estimates[0]).sum().item() == pytest.approx(exact.item(), abs=1e-6)
+    assert (rollout * torch.tensor(estimates)).sum().item() == pytest.approx(exact.item(), abs=1e-6)

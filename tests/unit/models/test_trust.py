@@ -18,10 +18,9 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from openppo.models.actor import Actor
-from openppo.models.loading import check_model, load_tokenizer
+from openppo.models.loading import model_error_context
+from openppo.models.pretrained import UntrustedModelError, check_model, load_tokenizer
 from openppo.models.scalar_head import get_llm_for_sequence_regression
-from openppo.models.trust import RefusedError
-from openppo.trainer.startup import naming_model
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 CONFIG = LlamaConfig(vocab_size=40, max_position_embeddings=64, num_labels=1, **SIZES)
@@ -45,13 +44,13 @@ def mark(tmp_path: Path) -> Path:
 
 def load_policy(folder: Path) -> Any:
     """As the commands do."""
-    with naming_model("--pretrain", str(folder)):
+    with model_error_context("--pretrain", str(folder)):
         return Actor(str(folder))
 
 
 def load_reward_model(folder: Path) -> Any:
     """As the commands do."""
-    with naming_model("--reward_pretrain", str(folder)):
+    with model_error_context("--reward_pretrain", str(folder)):
         return get_llm_for_sequence_regression(str(folder), "reward")
 
 
@@ -197,7 +196,7 @@ def test_a_policy_with_code_of_its_own_is_loaded_with_the_flag(own: Path) -> Non
     config = json.loads((own / "config.json").read_text())
     (own / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": OWN}))
     (own / "own.py").write_text(CODE)
-    with pytest.raises(RefusedError, match=f"^{own}: it brings Python code of its own"):
+    with pytest.raises(UntrustedModelError, match=f"^{own}: it brings Python code of its own"):
         Actor(str(own))
     assert type(Actor(str(own), trust_remote_code=True).model).__name__ == "OwnModel"
 
@@ -209,6 +208,6 @@ def test_code_of_a_tokenizer_runs_with_the_flag_only(own: Path, monkeypatch: pyt
     config = json.loads((own / "tokenizer_config.json").read_text())
     changes = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
     (own / "tokenizer_config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(RefusedError, match=f"^--pretrain {own}: it brings Python code of its own"):
+    with pytest.raises(UntrustedModelError, match=f"^--pretrain {own}: it brings Python code of its own"):
         load_tokenizer(str(own), "--pretrain")
     assert type(load_tokenizer(str(own), "--pretrain", trust_remote_code=True)).__name__ == "OwnTokenizer"

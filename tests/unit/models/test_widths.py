@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from openppo.models import Actor, ScalarHeadModel
-from openppo.models.process_reward import ProcessRewardModel
+from openppo.models.scalar_head import ProcessRewardModel
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -27,7 +27,7 @@ def make_trajectory() -> MakeTrajectory:
             action_mask=[False] * n_prompt + [True] * n_response,
             log_probs=[0.0] * (n_prompt + n_response),
             versions=[0] * (n_prompt + n_response),
-            finish_reason=FinishReason.LENGTH if truncated else FinishReason.EOS,
+            finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
             prompt=Prompt(text, prompt_ids, **prompt),
             group=0,
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from openppo.rewards import as_reward_function, load_reward_function
-from openppo.rewards.calling import make_samples
+from openppo.rewards.function import make_samples
 from openppo.types import Trajectory
 
 COLUMNS = ("question", "answer")

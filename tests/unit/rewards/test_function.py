@@ -222,20 +222,20 @@ def steps(make_trajectory: MakeTrajectory) -> Trajectory:
 def test_a_list_as_long_as_the_response_rewards_its_tokens(kind: Any, scorer_of: MakeScorer, steps: Trajectory) -> None:
     rewards = [0.5, 0, 0, -1, 0, 0, 0, 2]
     (score,) = scorer_of(lambda response: kind(rewards)).score([steps])
-    assert score == Score(token_rewards=[0.5, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 2.0])
+    assert score == Score(token_rewards=[0.0, 0.5, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 2.0]), "the first is the prompt"
 
 
 def test_a_list_with_one_number_per_step_rewards_the_last_token_of_each(
     scorer_of: MakeScorer, steps: Trajectory
 ) -> None:
     (score,) = scorer_of(lambda response: [1, 0, 3], step_separator="z").score([steps])
-    ends = [False, True, False, False, True, False, True, False]  # a reward of 0 is a reward
-    assert score == Score(token_rewards=[0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 3.0, 0.0], step_ends=ends)
+    ends = [False, False, True, False, False, True, False, True, False]  # a reward of 0 is a reward
+    assert score == Score(token_rewards=[0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 3.0, 0.0], step_ends=ends)
 
 
 def test_rewards_of_tokens_and_steps_are_weighted(scorer_of: MakeScorer, steps: Trajectory) -> None:
     scorer = scorer_of(lambda response: [1, -2, 3], step_separator="z", token_weight=0.5)
-    assert scorer.score([steps])[0].token_rewards == [0.0, 0.5, 0.0, 0.0, -1.0, 0.0, 1.5, 0.0]
+    assert scorer.score([steps])[0].token_rewards == [0.0, 0.0, 0.5, 0.0, 0.0, -1.0, 0.0, 1.5, 0.0]
 
 
 def test_the_rewards_of_two_steps_in_one_token_add_up(
@@ -245,9 +245,9 @@ def test_the_rewards_of_two_steps_in_one_token_add_up(
     scorer.tokenizer.add_tokens(["axb"])
     token = scorer.tokenizer.convert_tokens_to_ids("axb")
     (score,) = scorer.score([make_trajectory([4], [token, 29, 1])])
-    assert score.token_rewards == [1.0, 2.0, 0.0], "b goes on into the next token"
+    assert score.token_rewards == [0.0, 1.0, 2.0, 0.0], "b goes on into the next token"
     (score,) = scorer.score([make_trajectory([4], [token, 27, 1])])
-    assert score.token_rewards == [3.0, 0.0, 0.0]
+    assert score.token_rewards == [0.0, 3.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 4, 7, 9])

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from openppo.config import RewardConfig
 from openppo.models.padding import MicroBatchSize
-from openppo.models.process_reward import ProcessRewardModel
+from openppo.models.scalar_head import ProcessRewardModel
 from openppo.rewards.model import equal_batches
 from openppo.rewards.process import ProcessScorer, StepText
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
@@ -27,8 +27,9 @@ ENDS = [[1, 3, 7, 9], [0], [], [], [1, 3], [2, 6]]
 def trajectory(response: str, tokenizer: PreTrainedTokenizerFast) -> Trajectory:
     prompt_ids = tokenizer("hi")["input_ids"]
     ids = prompt_ids + tokenizer(response)["input_ids"] + [tokenizer.eos_token_id]
-    rest: Any = ([True] * len(ids), [0.0] * len(ids), [0] * len(ids))
-    return Trajectory(ids, *rest, FinishReason.EOS, Prompt("hi", prompt_ids), group=0)
+    mask = [place >= len(prompt_ids) for place in range(len(ids))]
+    rest: Any = (mask, [0.0] * len(ids), [0] * len(ids))
+    return Trajectory(ids, *rest, FinishReason.STOP, Prompt("hi", prompt_ids), group=0)
 
 
 def scorer_of(model: Any, tokenizer: Any, micro: int = 2, context: int | None = None, **options: Any) -> ProcessScorer:
@@ -54,12 +55,12 @@ def test_the_last_token_of_a_step_gets_the_probability_of_good_at_its_placeholde
     samples = [trajectory(response, tokenizer) for response in RESPONSES]
     scorer = scorer_of(ProcessRewardModel(model), tokenizer, micro, reward_weights=("prm=2",))
     for sample, score, steps, ends in zip(samples, scorer.score(samples), STEPS, ENDS, strict=True):
-        expected = [0.0] * len(sample.response_ids)
+        expected = [0.0] * len(sample.token_ids)
         read = "hi"
         for step, end in zip(steps, ends, strict=True):
             read += step + "q"
             logits = model(torch.tensor([tokenizer(read)["input_ids"]])).logits[0, -1]
-            expected[end] = 2 * (logits[GOOD].exp() / (logits[GOOD].exp() + logits[BAD].exp())).item()
+            expected[len("hi") + end] = 2 * (logits[GOOD].exp() / (logits[GOOD].exp() + logits[BAD].exp())).item()
         assert score.rewards == {}
         assert score.token_rewards == pytest.approx(expected, abs=1e-5)
 
@@ -98,8 +99,8 @@ def test_steps_before_the_context_of_the_model_are_not_judged(
     tokenizer = make_tokenizer()
     scorer = scorer_of(says([0.25, 0.75]), tokenizer, context=4)  # of "hiabqcqdq"
     [score] = scorer.score([trajectory("ablcld", tokenizer)])
-    assert score.token_rewards == pytest.approx([0, 0, 0, 0.25, 0, 0.75, 0])
-    assert score.step_ends == [False, False, False, True, False, True, False]
+    assert score.token_rewards == pytest.approx([0, 0, 0, 0, 0, 0.25, 0, 0.75, 0])
+    assert score.step_ends == [False, False, False, False, False, True, False, True, False]
     assert "--prm_pretrain judge reads 4 tokens, but prompt 'hi' has 9 of its tokens" in caplog.text
 
 

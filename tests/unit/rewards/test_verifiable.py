@@ -135,7 +135,7 @@ def test_regex_compares_numbers_whatever_their_zeros(judge: Callable[..., float]
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("a(", "is no regular expression: missing )"), ("(a)(b)", "has 2 groups; one at most")],
+    [("a(", "is not a regular expression: missing )"), ("(a)(b)", "has 2 groups; one at most")],
 )
 def test_a_bad_expression_is_an_error_naming_the_flag(pattern: str, message: str) -> None:
     with pytest.raises(ValueError, match="^--verify_regex ") as error:

@@ -18,8 +18,8 @@ from transformers import Gemma3Config, PreTrainedModel
 
 from openppo.experience import compute_reward, get_advantages_and_returns
 from openppo.experience.collate import collate
-from openppo.models.loading import eos_token_ids, pad_token_id
 from openppo.models.padding import MicroBatchSize
+from openppo.models.pretrained import eos_token_ids, pad_token_id
 from openppo.rewards import FunctionScorer, ModelScorer, as_reward_function
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rollout import sample_trajectories
@@ -82,7 +82,7 @@ CASES = {
         scripts=[[A, B, C, EOS, A], [B, EOS, A, B, C, A, A]],  # an EOS inside a prompt is a token like any other
         n_prompt=[1, 3],
         token_ids=[[A, B, C, EOS], [B, EOS, A, B, C, A, A]],
-        reasons=[FinishReason.EOS, FinishReason.LENGTH],
+        reasons=[FinishReason.STOP, FinishReason.LENGTH],
         texts=["bc", "bcaa"],
         returns=[[0, 1, 2], [-6, -5, -4, -3]],
     ),
@@ -92,7 +92,7 @@ CASES = {
         scripts=[[A, B, END, C, C], [B, C, EOS, A, A]],
         n_prompt=[1, 1],
         token_ids=[[A, B, END], [B, C, EOS]],
-        reasons=[FinishReason.EOS, FinishReason.EOS],
+        reasons=[FinishReason.STOP, FinishReason.STOP],
         texts=["b", "c"],
         returns=[[1, 2], [-4, -3]],
     ),
@@ -102,7 +102,7 @@ CASES = {
         scripts=[[A, B, EOS, C], [B, A, A, C, C, EOS]],
         n_prompt=[1, 2],
         token_ids=[[A, B, EOS], [B, A, A, C, C, EOS]],
-        reasons=[FinishReason.EOS, FinishReason.EOS],
+        reasons=[FinishReason.STOP, FinishReason.STOP],
         texts=["b", "acc"],
         returns=[[1, 2], [-6, -5, -4, -3]],
     ),
@@ -122,7 +122,7 @@ CASES = {
         scripts=[[A, B, C, B, C, EOS], [B, A, B, C, A, EOS]],  # EOS would come one token later, and at the last place
         n_prompt=[1, 2],
         token_ids=[[A, B, C, B, C], [B, A, B, C, A, EOS]],
-        reasons=[FinishReason.LENGTH, FinishReason.EOS],
+        reasons=[FinishReason.LENGTH, FinishReason.STOP],
         texts=["bcbc", "bca"],
         returns=[[-1, 0, 1, 2], [-6, -5, -4, -3]],
     ),
@@ -132,7 +132,7 @@ CASES = {
         scripts=[[A, EOS, B], [B, C, A, EOS, B]],
         n_prompt=[1, 2],
         token_ids=[[A, EOS], [B, C, A, EOS]],
-        reasons=[FinishReason.EOS, FinishReason.EOS],
+        reasons=[FinishReason.STOP, FinishReason.STOP],
         texts=["", "a"],
         returns=[[2], [-4, -3]],
     ),
@@ -142,7 +142,7 @@ CASES = {
         scripts=[[A, PAD, B, PAD, EOS], [B, PAD, PAD, PAD, PAD, A]],
         n_prompt=[1, 1],
         token_ids=[[A, PAD, B, PAD, EOS], [B, PAD, PAD, PAD, PAD]],
-        reasons=[FinishReason.EOS, FinishReason.LENGTH],
+        reasons=[FinishReason.STOP, FinishReason.LENGTH],
         texts=["b", ""],
         returns=[[-1, 0, 1, 2], [-6, -5, -4, -3]],
     ),
@@ -301,12 +301,12 @@ def test_a_real_model_with_pad_equal_to_one_of_its_eos_ids_trains_on_every_token
     engine = HFEngine(models["llama"], [0, 12, 17], pad_token_id=12, max_batch_size=8)
     prompts = [Prompt("", ids) for ids in ([3, 12, 5], [7], [9, 2, 2, 6, 11])]
     trajectories = sample_trajectories(engine, prompts, SamplingParams(8, temperature=1.3), 4, seed=1, first_group=0)
-    assert {t.finish_reason for t in trajectories} == set(FinishReason)
+    assert {t.finish_reason for t in trajectories} == {FinishReason.STOP, FinishReason.LENGTH}
     batch = collate(trajectories, pad_token_id=12)
     assert batch.action_mask.sum(-1).tolist() == [len(t.token_ids) - len(t.prompt.token_ids) for t in trajectories]
     last = batch.attention_mask.sum(-1) - 1
     for row, trajectory in enumerate(trajectories):
-        ended = trajectory.finish_reason is FinishReason.EOS
+        ended = trajectory.finish_reason is FinishReason.STOP
         assert bool(batch.sequences[row, last[row]] in (0, 12, 17)) == ended
         assert batch.action_mask[row, last[row]]
         assert (batch.rollout_log_probs[row] != 0).tolist() == batch.action_mask[row].tolist()

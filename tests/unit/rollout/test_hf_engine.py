@@ -84,7 +84,7 @@ def test_greedy_responses_are_those_of_transformers_generate(model: PreTrainedMo
     for completion in completions:
         assert completion.log_probs == [0.0] * len(completion.token_ids)
         assert completion.finish_reason is (
-            FinishReason.EOS if completion.token_ids[-1] in eos else FinishReason.LENGTH
+            FinishReason.STOP if completion.token_ids[-1] in eos else FinishReason.LENGTH
         )
 
 
@@ -210,7 +210,7 @@ def test_the_id_that_fills_padded_places_changes_nothing_even_if_it_is_eos_or_in
 
 def test_any_of_several_eos_ids_ends_a_response_and_belongs_to_it(models: Models, prompts: Prompts) -> None:
     completions = engine_of(models["llama"]).generate(prompts * 10, SAMPLED, seeds_for(prompts * 10))
-    ended = [c for c in completions if c.finish_reason is FinishReason.EOS]
+    ended = [c for c in completions if c.finish_reason is FinishReason.STOP]
     assert {c.token_ids[-1] for c in ended} >= set(EOS_IDS[1:]), "most of them occur"
     assert all(c.token_ids[-1] in EOS_IDS for c in ended)
     assert not any(token in EOS_IDS for c in completions for token in c.token_ids[:-1])
@@ -235,7 +235,7 @@ def test_a_response_cut_by_length_gets_no_eos(model: PreTrainedModel, prompts: P
 def test_eos_as_the_last_token_allowed_is_an_end_not_a_cut(models: Models) -> None:
     every_token = list(range(VOCAB))
     [completion] = engine_of(models["llama"], eos=every_token).generate([[3]], SamplingParams(max_new_tokens=1), [0])
-    assert completion.finish_reason is FinishReason.EOS
+    assert completion.finish_reason is FinishReason.STOP
 
 
 def test_eos_at_once_is_a_response_of_one_token(model: PreTrainedModel, prompts: Prompts) -> None:
@@ -244,7 +244,7 @@ def test_eos_at_once_is_a_response_of_one_token(model: PreTrainedModel, prompts:
     for completion in completions:
         assert len(completion.token_ids) == len(completion.log_probs) == 1
         assert completion.log_probs[0] < 0
-        assert completion.finish_reason is FinishReason.EOS
+        assert completion.finish_reason is FinishReason.STOP
 
 
 def test_an_empty_prompt_is_an_error_of_the_caller(models: Models) -> None:

@@ -91,13 +91,13 @@ def test_two_ranks_sample_what_one_rank_samples(models: dict[str, PreTrainedMode
 
 def test_a_trajectory_says_of_each_token_where_it_came_from() -> None:
     prompt = Prompt("ab", [11, 12], label="x", row={"input": "ab"})
-    completion = Completion([13, 14, 1], [-0.1, -0.2, -0.3], FinishReason.EOS)
+    completion = Completion([13, 14, 1], [-0.1, -0.2, -0.3], FinishReason.STOP)
     trajectory = make_trajectory(prompt, completion, group=4, version=9)
     assert trajectory.token_ids == [11, 12, 13, 14, 1]
     assert trajectory.action_mask == [False, False, True, True, True]
     assert trajectory.log_probs == [0.0, 0.0, -0.1, -0.2, -0.3]
     assert trajectory.versions == [-1, -1, 9, 9, 9]
-    assert trajectory.finish_reason is FinishReason.EOS
+    assert trajectory.finish_reason is FinishReason.STOP
     assert trajectory.prompt is prompt
     assert trajectory.group == 4
     assert trajectory.weight == 1.0
@@ -118,6 +118,8 @@ def test_trajectories_share_no_list_with_their_prompt_or_each_other() -> None:
 def test_tokens_carry_the_version_of_the_policy_that_sampled_them() -> None:
     [trajectory] = sample_trajectories(RecordingEngine(version=6), PROMPTS[:1], PARAMS, 1, seed=0, first_group=0)
     assert trajectory.versions == [-1, 6]
+    changed = Completion([13, 1], [-0.1, -0.2], FinishReason.STOP, versions=[6, 7])  # weights changed between both
+    assert make_trajectory(PROMPTS[0], changed, group=0, version=7).versions[-2:] == [6, 7]
 
 
 def test_no_prompts_give_no_trajectories() -> None:
@@ -130,13 +132,13 @@ def test_a_weight_must_name_a_reward_unless_tokens_have_rewards_too() -> None:
     check_weights([sample], {"math": 2.0})
     with pytest.raises(ValueError, match="--reward_weights names prm, but the rewards are math"):
         check_weights([sample], {"math": 2.0, "prm": 0.5})
-    write_scores([sample], [Score(token_rewards=[0.25])])
+    write_scores([sample], [Score(token_rewards=[0.0, 0.25])])
     check_weights([sample], {"math": 2.0, "prm": 0.5})
     assert sample.total_reward({"math": 2.0}) == 2.25
 
 
 def test_step_ends_and_their_rewards_skip_the_prompt() -> None:
     [sample] = sample_trajectories(RecordingEngine(), [Prompt("a", [3, 4])], PARAMS, 1, seed=0, first_group=0)
-    write_scores([sample], [Score(token_rewards=[0.0], step_ends=[True])])
+    write_scores([sample], [Score(token_rewards=[0.0, 0.0, 0.0], step_ends=[False, False, True])])
     assert (sample.token_rewards, sample.step_ends) == ([0.0] * 3, [False, False, True])
     assert sample.step_rewards == [0.0]

@@ -23,7 +23,7 @@ from transformers import (
 
 from openppo.config import DeepSpeedConfig, LoRAConfig, MergeConfig
 from openppo.models import Actor
-from openppo.models.lora.merge import LoRAMerge
+from openppo.models.merge_lora import LoRAMerge
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.saving import save_model, save_tokenizer
 

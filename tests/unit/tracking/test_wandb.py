@@ -33,11 +33,11 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
 
 
-def tracker_in(folder: Path, goes_on: bool = False, **options: Any) -> WandbTracker:
+def tracker_in(folder: Path, resumes: bool = False, **options: Any) -> WandbTracker:
     """A tracker of an offline run."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     tracking = TrackingConfig(**{"use_wandb": "True", "wandb_mode": "offline", **options})
-    return WandbTracker(folder / "logs", tracking, {"seed": 7}, goes_on)
+    return WandbTracker(folder / "logs", tracking, {"seed": 7}, resumes)
 
 
 def records_of(folder: Path) -> list[Any]:
@@ -95,9 +95,9 @@ def test_an_offline_run_holds_what_was_logged(tmp_path: Path) -> None:
     assert {item.key: item.value_json for item in run.config.update}["seed"] == "7"
 
 
-def test_a_run_that_goes_on_has_the_id_of_the_first_and_its_step_as_axis(tmp_path: Path) -> None:
-    for goes_on, steps in ((False, (1, 2, 3)), (True, (3, 4))):
-        tracker = tracker_in(tmp_path, goes_on)
+def test_a_resumed_run_has_the_id_of_the_first_and_its_step_as_axis(tmp_path: Path) -> None:
+    for resumes, steps in ((False, (1, 2, 3)), (True, (3, 4))):
+        tracker = tracker_in(tmp_path, resumes)
         for step in steps:
             tracker.log(step, {"reward": float(step)})
         tracker.close()
@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_has_the_id_of_the_first_and_its_step_as_axis(tmp_pat
     assert ("reward", "global_step") in {
         (metric.name or metric.glob_name, metric.step_metric) for metric in metrics
     } | {("reward", metric.step_metric) for metric in metrics if metric.glob_name == "*"}
-    again = tracker_in(tmp_path)  # not going on: another run
+    again = tracker_in(tmp_path)  # not resumed: another run
     again.close()
     assert len({record.run.run_id for record in records_of(tmp_path) if record.HasField("run")}) == 2
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.models.actor import Actor
-from openppo.models.attention.cpu import use_cpu_attention
+from openppo.models.attention import use_cpu_attention
 from openppo.rollout.decode_graphs import Forward
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine

@@ -30,7 +30,7 @@ class EchoEngine:
     ) -> list[Completion]:
         last = [0 if params.temperature == 0 else 1 + seed % 1000 for seed in seeds]
         return [
-            Completion([*prompt, end], [-1.0] * (len(prompt) + 1), FinishReason.EOS)
+            Completion([*prompt, end], [-1.0] * (len(prompt) + 1), FinishReason.STOP)
             for prompt, end in zip(prompts, last, strict=True)
         ]
 
@@ -120,7 +120,7 @@ def test_a_weight_for_a_reward_that_does_not_exist_is_an_error() -> None:
 
 def scored(group: int, *rewards: float) -> list[Trajectory]:
     return [
-        Trajectory([1, 2], [False, True], [0.0, -1.0], [-1, 0], FinishReason.EOS, PROMPTS[0], group, scores={"a": r})
+        Trajectory([1, 2], [False, True], [0.0, -1.0], [-1, 0], FinishReason.STOP, PROMPTS[0], group, scores={"a": r})
         for r in rewards
     ]
 

@@ -54,7 +54,7 @@ def response_to(prompt: list[int], group: int, n_tokens: int = 2, mask: list[int
         action_mask=[False] * len(prompt) + actions,
         log_probs=[0.0] * len(prompt) + [-0.5] * n_tokens,
         versions=[0] * (len(prompt) + n_tokens),
-        finish_reason=FinishReason.EOS,
+        finish_reason=FinishReason.STOP,
         prompt=Prompt(text=f"prompt {prompt}", token_ids=prompt, label="x"),
         group=group,
         scores={"a": 2.0},

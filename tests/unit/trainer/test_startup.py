@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DogeConfig, Llama4TextConfig, MptConfig, PreTrainedConfig
 
-from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig, flat_dict, from_options
+from openppo.config import TrainPPOConfig, from_options
 from openppo.datasets import TokenExample
 from openppo.models.actor import Actor
 from openppo.rollout.hf_engine import HFEngine
-from openppo.trainer.startup import PLACES, check_context, check_options, check_same, on_all_ranks
+from openppo.trainer.startup import check_context, check_options, check_same, on_all_ranks
 from openppo.types import SamplingParams
 from tests.architectures import tiny_config
 
@@ -94,12 +94,6 @@ def test_versions_that_differ_are_named() -> None:
 def test_options_that_cannot_work_are_an_error_on_all_ranks() -> None:
     messages = run(3, lambda comm: check_options(config(), comm))
     assert messages == ["--train_batch_size 128 does not divide among 3 ranks: use a multiple of 3."] * 3
-
-
-def test_places_are_options() -> None:
-    supervised = {"pretrain": "m", "dataset": "d"}
-    commands = [from_options(command, **supervised) for command in (TrainSFTConfig, TrainRMConfig, TrainPRMConfig)]
-    assert {name for command in [config(), *commands] for name in flat_dict(command)} >= PLACES
 
 
 def test_what_one_rank_cannot_load_is_an_error_on_all() -> None:

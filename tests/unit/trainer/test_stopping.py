@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from openppo.config.conditions import parse_condition
+from openppo.config import parse_condition
 from openppo.trainer.callbacks import StopWhen
 from openppo.trainer.stopping import StopConditions, check_conditions
 

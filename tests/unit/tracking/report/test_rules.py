@@ -23,7 +23,7 @@ STEPS = 60
 
 def findings(curves: Mapping[str, Curve], config: Mapping[str, Any] | None = None, steps: int = STEPS) -> list[Finding]:
     """What is found in curves over the steps from 1 on; where one is None its metric is not reported."""
-    health = Health(config or {})
+    health = Health(config or {}, RULES)
     for step in range(1, steps + 1):
         reported = {name: curve(step) for name, curve in curves.items()}
         health.look(step, {name: value for name, value in reported.items() if value is not None})
@@ -175,7 +175,7 @@ def test_a_warning_names_the_step_from_which_on_it_shows() -> None:
 
 
 def test_a_level_shows_from_its_first_report_on_not_from_the_start_of_the_window() -> None:
-    health = Health({})
+    health = Health({}, RULES)
     for step, whole in enumerate([1.0, 2.0, 3.0, 2.0, 400.0, 500.0], start=1):
         health.look(step, {"kl_per_response": whole, "kl": whole / 10})
     (finding,) = health.findings
@@ -184,7 +184,7 @@ def test_a_level_shows_from_its_first_report_on_not_from_the_start_of_the_window
 
 
 def test_numbers_of_a_warning_are_those_of_its_last_report_and_its_beginning_stays() -> None:
-    health = Health({"generate_max_len": 8})
+    health = Health({"generate_max_len": 8}, RULES)
     for step in range(1, 31):
         health.look(step, {"truncated_fraction": 0.6 if step < 20 else 0.9})
     (finding,) = health.findings
@@ -194,7 +194,7 @@ def test_numbers_of_a_warning_are_those_of_its_last_report_and_its_beginning_sta
 
 def looks(values: Sequence[float]) -> list[int]:
     """Steps at which the rule about truncation begins to warn."""
-    health = Health({})
+    health = Health({}, RULES)
     return [step for step, value in enumerate(values) if health.look(step, {"truncated_fraction": value})]
 
 
@@ -212,7 +212,7 @@ def test_entropy_that_grows_from_nothing_is_told_in_nats() -> None:
 
 
 def test_what_has_gone_is_kept_as_ended() -> None:
-    health = Health({})
+    health = Health({}, RULES)
     for step, value in enumerate([1.0] * 10 + [0.0] * 20):
         health.look(step, {"truncated_fraction": value})
     (finding,) = health.findings
@@ -221,7 +221,7 @@ def test_what_has_gone_is_kept_as_ended() -> None:
 
 
 def test_reports_without_the_metric_neither_begin_nor_end_a_warning() -> None:
-    health = Health({})
+    health = Health({}, RULES)
     for step in range(5):
         health.look(step, {"truncated_fraction": 1.0})
     for step in range(5, 5 + 2 * QUIET):
@@ -233,7 +233,7 @@ def test_reports_without_the_metric_neither_begin_nor_end_a_warning() -> None:
 
 
 def test_a_warning_of_rare_evaluations_comes_once() -> None:
-    health = Health({})
+    health = Health({}, RULES)
     evaluated = [0.1, 0.9] + [0.2] * 5
     begun = []
     for step in range(1, 15 * len(evaluated) + 1):

@@ -11,11 +11,9 @@ import pytest
 from safetensors.torch import save_file
 from torch import ones, uint8, zeros
 
-from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig, flat_dict, from_options
+from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.datasets import TokenExample
 from openppo.trainer.resume.compatible import (
-    MUST_MATCH,
-    SHAPES,
     check_compatible,
     examples_fingerprint,
     measured_otherwise,
@@ -108,23 +106,6 @@ def test_documents_that_were_not_read_before_may_come_in() -> None:
         check_compatible(PATH, identity(), with_documents)
 
 
-def test_options_that_shape_data_exist() -> None:
-    known = flat_dict(from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py")).keys()
-    for command in (TrainSFTConfig, TrainRMConfig, TrainPRMConfig):
-        known |= flat_dict(from_options(command, pretrain="m", dataset="d")).keys()
-    assert {name for names in SHAPES.values() for name in names} <= known
-
-
-def test_options_that_must_match_exist() -> None:
-    commands = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
-    required = {"pretrain": "m", "prompt_data": "d", "dataset": "d"}
-    names = set()
-    for command in commands:
-        mine = {"prompt_data"} if command is TrainPPOConfig else {"dataset"}
-        names |= flat_dict(from_options(command, **{name: required[name] for name in mine | {"pretrain"}})).keys()
-    assert names >= MUST_MATCH
-
-
 def test_a_models_fingerprint_is_that_of_its_weights(tmp_path: Path) -> None:
     for name, value in (("a", 1.0), ("copy", 1.0), ("other", 2.0)):
         (tmp_path / name).mkdir()
@@ -179,4 +160,4 @@ def test_scores_of_another_evaluation_are_no_match() -> None:
     saved = json.loads(json.dumps(then))
     assert measured_otherwise(saved, identity(eval_data="e", keep_best="eval_reward", seed=3)["options"]) == []
     now = identity(eval_data="harder", keep_best="eval_reward", reward_weights=("a=2", "b=1"))["options"]
-    assert measured_otherwise(saved, now) == ["eval_data", "reward_weights"]
+    assert set(measured_otherwise(saved, now)) == {"eval_data", "reward_weights"}

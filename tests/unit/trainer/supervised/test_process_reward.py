@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openppo.config import BatchConfig, ProcessConfig, SupervisedConfig, TrainPRMConfig
 from openppo.datasets import ProcessExample
-from openppo.models.process_reward import ProcessRewardModel
+from openppo.models.scalar_head import ProcessRewardModel
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.process_reward import ProcessRewardTrainer
 from openppo.types import SingleProcess

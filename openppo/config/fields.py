@@ -1,0 +1,186 @@
+"""How options are declared and checked, and how a command's options are listed, written and read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import os
+import re
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+KEY_FROM_ELSEWHERE = "True"
+"""Value of --use_wandb whose key is in WANDB_API_KEY or stored by 'wandb login', or is not needed."""
+
+Command = TypeVar("Command")
+
+
+def require(condition: object, message: str) -> None:
+    """Raise ``ValueError`` with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A limit on values, with its words in an error."""
+
+    says: str
+    holds: Callable[[Any], bool]
+
+
+positive = Bound("must be positive", lambda value: value > 0)
+not_negative = Bound("must not be negative", lambda value: value >= 0)
+not_empty = Bound("must not be empty", lambda value: value != "")
+
+
+def at_least(least: float, other: float | None = None) -> Bound:
+    """Values from ``least`` on, and the one value ``other``."""
+    says = f"must be at least {least}" if other is None else f"must be {other} or at least {least}"
+    return Bound(says, lambda value: value >= least or value == other)
+
+
+def inside(interval: str) -> Bound:
+    """Values in an interval such as ``[0, 1)``."""
+    low, high = map(float, interval[1:-1].split(","))
+    above = operator.ge if interval[0] == "[" else operator.gt
+    below = operator.le if interval[-1] == "]" else operator.lt
+    return Bound(f"must lie in {interval}", lambda value: above(value, low) and below(value, high))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Everything about an option besides its name, type, default and help."""
+
+    bound: Bound | None = None
+    """Limit on the value, or on each value of a tuple; None as value is always allowed."""
+    note: str = ""
+    """End of the error about ``bound``: a remedy, or a reason."""
+    may_be_infinite: bool = False
+    """Whether inf is allowed; nan never is."""
+    resume: Literal["may change", "must match"] = "may change"
+    """Whether a run may resume from a checkpoint that was written with another value."""
+    rows_of: tuple[str, ...] = ()
+    """Options of data whose rows depend on this one."""
+    measures: bool = False
+    """Whether scores of evaluations with other values cannot be compared."""
+    place: bool = False
+    """Whether it says where something is, which may be elsewhere on each host."""
+
+
+def rules(**given: Any) -> dict[str, Rules]:
+    """Metadata of a required option: ``pretrain: str = field(metadata=rules(place=True))``."""
+    return {"rules": Rules(**given)}
+
+
+def option(default: Any, bound: Bound | None = None, note: str = "", **given: Any) -> Any:
+    """Declare an option with rules: ``seed: int = option(42, not_negative, resume="must match")``."""
+    return field(default=default, metadata=rules(bound=bound, note=note, **given))
+
+
+def rules_of(declared: dataclasses.Field) -> Rules:
+    """Rules of an option; those of no rule for a plain field."""
+    return typing.cast(Rules, declared.metadata.get("rules", Rules()))
+
+
+@dataclass(frozen=True)
+class Options:
+    """Base of each group of options."""
+
+    def validate(self) -> None:
+        """Raise ``ValueError`` for the first option that cannot work; groups add rules between options."""
+        hints = typing.get_type_hints(type(self))
+        for declared in dataclasses.fields(self):
+            _check_value(declared.name, vars(self)[declared.name], hints[declared.name], rules_of(declared))
+
+
+def _check_value(name: str, value: Any, hint: Any, allowed: Rules) -> None:
+    values = [one for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
+    shown = " ".join(map(str, values))
+    if allowed.bound is not None and not all(map(allowed.bound.holds, values)):
+        raise ValueError(f"--{name} {allowed.bound.says}{', got ' * (shown != '')}{shown}{allowed.note}.")
+    if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
+        *others, last = map(str, typing.get_args(hint))
+        raise ValueError(f"--{name} must be {', '.join(others)} or {last}, got {value}.")
+    infinite = allowed.may_be_infinite
+    for number in [one for one in values if isinstance(one, float)]:
+        require(
+            math.isfinite(number) or (infinite and not math.isnan(number)),
+            f"--{name} must be a {'' if infinite else 'finite '}number, got {shown}.",
+        )
+
+
+def declared_options(command: type) -> dict[str, dataclasses.Field]:
+    """All options of a command by name, in the order of its groups."""
+    groups = typing.get_type_hints(command).values()
+    return {declared.name: declared for group in groups for declared in dataclasses.fields(group)}
+
+
+def flat_dict(config: Any) -> dict[str, object]:
+    """All values of a command by option name, in the order of the groups; reads back through ``--config``.
+
+    For files and logs: secrets in URLs are masked, and a key of --use_wandb is left out.
+    """
+    values = {name: value for group in vars(config).values() for name, value in vars(group).items()}
+    return {name: _without_secrets(name, values[name]) for name in declared_options(type(config))}
+
+
+def _without_secrets(name: str, value: Any) -> Any:
+    if name == "use_wandb" and value is not None:
+        return KEY_FROM_ELSEWHERE
+    return mask_credentials(value) if isinstance(value, str) else value
+
+
+def mask_credentials(text: str) -> str:
+    """Put stars for secrets in the URLs of ``text``: user and password, values of the query."""
+    text = re.sub(r"(\w://)[^\s/]+@", r"\1***@", text)
+    return re.sub(r"(\w://[^\s?]*\?)[^\s,]+", r"\1***", text)
+
+
+def from_options(command: type[Command], **options: Any) -> Command:
+    """Make the config of a command from its options by name; the inverse of ``flat_dict``.
+
+    A list, or one text, may stand for a tuple, and a path for a text. Raises ``ValueError`` for an option that the
+    command does not have or a value of another type, and ``TypeError`` if a required option is missing.
+    """
+    made = {}
+    for name, group in typing.get_type_hints(command).items():
+        hints = typing.get_type_hints(group)
+        mine = sorted(hints.keys() & options.keys())
+        made[name] = group(**{known: _of_type(hints[known], known, options.pop(known)) for known in mine})
+    if options:
+        raise ValueError(f"{command.__name__} has no option {', '.join(sorted(options))}; see --help for all options.")
+    return command(**made)
+
+
+def _of_type(hint: Any, name: str, value: Any) -> Any:
+    """Give ``value`` the form that the command line gives it."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    elif isinstance(value, list):
+        value = tuple(value)
+    elif isinstance(value, str) and typing.get_args(hint)[1:] == (...,):
+        value = (value,)
+    if not _fits(value, hint):
+        wanted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+        raise ValueError(f"{name}={value!r}: must be {wanted}, not {type(value).__name__}.")
+    return value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether ``value`` has the type ``hint``, one of those that options have."""
+    kind, inner = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if kind is Literal:
+        return any(value == one and type(value) is type(one) for one in inner)
+    if kind is tuple and isinstance(value, tuple):
+        each = inner[:1] * len(value) if inner[1:] == (...,) else inner
+        return len(value) == len(each) and all(map(_fits, value, each))
+    if kind is tuple or isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)

@@ -1,0 +1,97 @@
+"""Options of models: where they are, how they are loaded, adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from openppo.config.fields import Options, at_least, inside, not_negative, option, require, rules
+
+
+@dataclass(frozen=True)
+class ModelConfig(Options):
+    """A model and how it is loaded."""
+
+    pretrain: str = field(metadata=rules(place=True, resume="must match"))
+    """Model to start from: a local folder or a hub name."""
+    flash_attn: bool = field(default=False, kw_only=True)
+    """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
+    trust_remote_code: bool = field(default=False, kw_only=True)
+    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
+
+
+@dataclass(frozen=True)
+class PPOModelConfig(ModelConfig):
+    """Which models play which role."""
+
+    pretrain: str = field(metadata=rules(place=True, resume="must match"))
+    """Causal language model to train: a local folder or a hub name."""
+    ref_pretrain: str | None = option(None, place=True, resume="must match")
+    """Reference model of the KL penalty (default: --pretrain; with LoRA the actor, its adapters off)."""
+    critic_pretrain: str | None = option(None, place=True, resume="must match")
+    """Model that the critic starts from (default: the reward model, else the actor)."""
+    critic_lora_rank: int | None = option(None, not_negative, resume="must match")
+    """Rank of the critic's adapters (default: --lora_rank; 0: train all of the critic)."""
+    value_head_prefix: str = option("score", resume="must match")
+    """Name of the scalar head in critic and reward checkpoints."""
+    save_value_network: bool = option(False, resume="must match")
+    """Also save the critic, in the folder --save_path with '_critic' at the end."""
+
+
+@dataclass(frozen=True)
+class LoRAConfig(Options):
+    """Low-rank adapters instead of training all weights."""
+
+    lora_rank: int = option(0, not_negative, "; 0 switches LoRA off", resume="must match")
+    """Rank of the adapters (0: no LoRA, all weights are trained)."""
+    lora_alpha: int = option(16, at_least(1), resume="must match")
+    """Adapters are scaled by this over their rank."""
+    lora_dropout: float = option(0.0, inside("[0, 1)"))
+    """Dropout on the adapters' input while training; old log-probs are taken without, so ratios start around 1."""
+    target_modules: tuple[str, ...] = option(("all-linear",), resume="must match")
+    """Names of the linear layers that get an adapter; 'all-linear' takes all but the head."""
+    load_in_4bit: bool = option(False, resume="must match")
+    """Keep the frozen weights in 4 bits (NF4; needs bitsandbytes, --lora_rank and --zero_stage 0, 1 or 2)."""
+
+    def validate(self) -> None:
+        super().validate()
+        require(len(self.target_modules) > 0, "--target_modules needs at least one name, or 'all-linear'.")
+        require(
+            self.lora_rank > 0 or not self.load_in_4bit,
+            "--load_in_4bit keeps the weights frozen: give --lora_rank, so that there is something to train.",
+        )
+
+
+def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, str]) -> None:
+    """Refuse output folders that are input models, under whatever spelling.
+
+    The base model of a PEFT folder counts too. None stands for an option that is not given.
+    """
+    for flag, name in inputs.items():
+        for read, what in ((name, "is"), (_base_of(name), "is the base model of")) if name else ():
+            for written_by, folder in outputs.items():
+                require(
+                    read is None or not _same(read, folder),
+                    f"{written_by} {folder} {what} {flag} {name}, which would be overwritten: choose another folder.",
+                )
+
+
+def _base_of(name: str) -> str | None:
+    """Base model that a PEFT folder names; None for other folders."""
+    try:
+        described = json.loads((Path(name) / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    base = described.get("base_model_name_or_path") if isinstance(described, dict) else None
+    return base if isinstance(base, str) and base else None
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two paths lead to one folder, by link or spelling."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # one does not exist yet, or is a name on the hub
+        return os.path.realpath(one) == os.path.realpath(other)

@@ -1,0 +1,81 @@
+"""Options of sampling: of responses to train on, and of evaluations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from openppo.config.fields import Options, at_least, inside, not_negative, option, positive, require
+
+RolloutEngine = Literal["hf", "vllm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(Options):
+    """How responses are sampled."""
+
+    generate_max_len: int = option(1024, at_least(1), measures=True)
+    """Largest number of sampled tokens per response."""
+    temperature: float = option(1.0, positive)
+    """Sampling temperature, applied wherever log-probs are taken."""
+    top_p: float = option(1.0, inside("(0, 1]"))
+    """Sample from the smallest set of tokens with this total probability."""
+    top_k: int | None = option(None, at_least(1))
+    """Sample from the this many likeliest tokens."""
+    engine_check: Literal["on", "off"] = "on"
+    """Compare log-probs of a few sampled tokens with those of a plain forward, and refuse a model where they differ."""
+
+
+@dataclass(frozen=True)
+class GenerationConfig(SamplingConfig):
+    """How responses are sampled, and by what."""
+
+    rollout_engine: RolloutEngine = "hf"
+    """Sample with the actor's own module (hf), or with a copy of it in vLLM (vllm, must be installed)."""
+    vllm_gpu_memory_utilization: float = option(0.3, inside("(0, 1)"))
+    """Share of a GPU's memory (without GPUs: of the host's) for vLLM's copy and its key-value cache, on each rank."""
+    max_num_seqs: int | None = option(None, at_least(1))
+    """Responses decoded at a time on one rank (default: 64 on CPUs, 256 on GPUs, fewer where memory is short)."""
+    cuda_graphs: bool = False
+    """Record decode steps on the GPU and replay them, which saves launching kernels one by one (with --rollout_engine
+    hf; not for models with a sliding window)."""
+
+    def validate(self) -> None:
+        super().validate()
+        require(
+            not (self.cuda_graphs and self.rollout_engine == "vllm"),
+            "--cuda_graphs is about --rollout_engine hf; vLLM records graphs of its own: leave it out.",
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(Options):
+    """Responses to held-out prompts, scored during training."""
+
+    eval_data: str | None = option(None, place=True, measures=True)
+    """Held-out prompts, in any format of --prompt_data (off when not given)."""
+    eval_split: str = option("test", measures=True)
+    """Split of --eval_data when it has splits."""
+    eval_steps: int = option(-1, at_least(1, other=-1))
+    """Evaluate every this many global steps (-1: at the end of each episode)."""
+    eval_before_training: bool = False
+    """Evaluate before the first step too."""
+    eval_n_samples_per_prompt: int = option(1, at_least(1), measures=True)
+    """Responses to each held-out prompt; with several, pass@k is reported up to this k."""
+    eval_temperature: float = option(0.0, not_negative, measures=True)
+    """Temperature of evaluation (0: the likeliest token)."""
+    pass_reward: float | None = option(None, measures=True)
+    """A response passes when its reward is at least this (default: 1; with a reward model or server none, and pass@k is
+    left out, since its scale is its own)."""
+
+    def validate(self) -> None:
+        super().validate()
+        n = self.eval_n_samples_per_prompt
+        require(
+            n == 1 or self.eval_temperature > 0,
+            f"--eval_n_samples_per_prompt {n} with --eval_temperature 0 would give the same response {n} times: raise "
+            "--eval_temperature.",
+        )
+        require(
+            self.eval_data is not None or not self.eval_before_training, "--eval_before_training needs --eval_data."
+        )

@@ -1,0 +1,202 @@
+"""Options of every training run: places, limits, batches, Adam, DeepSpeed, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from openppo.config.fields import Bound, Options, at_least, inside, not_empty, not_negative, option, positive, require
+
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_FORM = re.compile(r"\s*([^<>=]*[^<>=\s])\s*(>=|<=|>|<)\s*([^<>=\s]+)\s*")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A metric compared with a number, such as ``kl > 0.2``."""
+
+    text: str
+    """As it was given."""
+    metric: str
+    """Its name in the log."""
+    comparison: str
+    """One of > >= < <=."""
+    bound: float
+    """A finite number."""
+
+    def holds(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the condition is true of ``metrics``; never for NaN."""
+        return self.metric in metrics and _COMPARE[self.comparison](metrics[self.metric], self.bound)
+
+
+def parse_condition(text: str, flag: str) -> Condition:
+    """Parse a condition; ``ValueError`` naming ``flag`` for anything else."""
+    match = _FORM.fullmatch(text)
+    try:
+        bound = float(match[3]) if match else math.nan
+    except ValueError:
+        bound = math.nan
+    if match is None or not math.isfinite(bound):
+        raise ValueError(f"{flag} {text!r}: write a metric, one of > >= < <=, and a number, as in 'kl > 0.2'.")
+    return Condition(text, match[1], match[2], bound)
+
+
+@dataclass(frozen=True)
+class RunConfig(Options):
+    """Where results go and how often they are reported."""
+
+    save_path: str = option("./ckpt", not_empty, ": name the folder that receives the trained model", place=True)
+    """Folder that receives the trained model in Hugging Face format; logs go to its subfolder 'logs'."""
+    logging_steps: int = option(1, at_least(1))
+    """Write metrics every this many steps."""
+    heartbeat_timeout: float = option(45.0, Bound("must lie between 5 and 3600 seconds", lambda s: 5 <= s <= 3600))
+    """A rank that gives no sign of life for this many seconds is lost; all ranks end within 15 s of knowing it."""
+    stall_timeout: float = option(2700.0, not_negative, "; 0 waits for ever")
+    """End the run when a rank makes no progress for this many seconds, in a reward function say (0: wait for ever)."""
+    max_skipped_steps: int = option(10, at_least(1))
+    """Stop after this many optimizer steps in a row whose loss or gradient was not finite; each of them is skipped."""
+    stop_when: tuple[str, ...] = ()
+    """End the run, with its model saved, after a step at which one of these holds: 'kl > 0.2' 'eval_reward > 0.9'."""
+    dry_run: bool = False
+    """Check options, configs, tokenizer and data, print estimated memory and communication, and end without loading
+    a model."""
+    dry_run_ranks: int | None = option(None, at_least(1))
+    """With --dry_run: estimate for this many ranks (default: those that were started)."""
+    dry_run_memory: float | None = option(None, positive)
+    """With --dry_run: estimate for GPUs of this many GiB (default: the devices of this machine)."""
+
+    def validate(self) -> None:
+        super().validate()
+        _refuse_home("save_path", self.save_path)
+        for name, value in (("dry_run_ranks", self.dry_run_ranks), ("dry_run_memory", self.dry_run_memory)):
+            require(self.dry_run or value is None, f"--{name} has an effect with --dry_run only: add it.")
+
+    @property
+    def stop_conditions(self) -> list[Condition]:
+        """Parsed ``--stop_when``; ``ValueError`` for anything but conditions."""
+        return [parse_condition(text, "--stop_when") for text in self.stop_when]
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Options):
+    """From where a stopped run can resume."""
+
+    ckpt_path: str | None = option(None, place=True)
+    """Folder of checkpoints (default: a subfolder of --save_path, such as 'checkpoints_ppo')."""
+    save_steps: int = option(-1, Bound("must be -1, 0 or more", lambda steps: steps >= -1))
+    """Save a checkpoint every this many steps (-1: at the end of each pass over the data, 0: only when stopped)."""
+    max_ckpt_num: int = option(3, at_least(1))
+    """Number of newest checkpoints to keep."""
+    load_checkpoint: bool = False
+    """Resume from the newest checkpoint in --ckpt_path; without any there, start from the beginning."""
+    save_hf_ckpt: bool = False
+    """Put the model in Hugging Face format into each checkpoint (its subfolder 'model')."""
+    keep_best: str | None = option(None, measures=True)
+    """Metric of evaluation, such as eval_reward or eval_loss, whose best model is kept as 'best' in --ckpt_path."""
+
+    def validate(self) -> None:
+        super().validate()
+        _refuse_home("ckpt_path", self.ckpt_path)
+        require(
+            self.keep_best is None or self.keep_best.startswith("eval"),
+            f"--keep_best {self.keep_best} is no metric of evaluation: those begin with 'eval', as eval_reward does.",
+        )
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig(Options):
+    """How the models share the processes: ZeRO, precision of training, memory savers, seed."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """ZeRO stage: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters are partitioned over the ranks."""
+    bf16: bool = False
+    """Compute in bfloat16 and keep float32 master weights in the optimizer."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    adam_offload: bool = False
+    """Keep optimizer states and the optimizer step on the CPU (needs --zero_stage 1, 2 or 3)."""
+    max_norm: float = option(1.0, not_negative, "; 0 switches clipping off")
+    """Clip the gradient to this L2 norm (0: no clipping)."""
+    zpg: int = option(1, at_least(1))
+    """ZeRO-3 only: keep a second copy of the weights partitioned over groups of this many ranks (ZeRO++)."""
+    compile: bool = False
+    """Compile the layers of trained models with torch.compile: faster passes after a minute of compiling (not with
+    --zero_stage 3; on CPUs it needs a C++ compiler)."""
+    overlap_comm: bool = False
+    """Reduce gradients during the backward pass (more memory; --zero_stage 3 does it anyway)."""
+    seed: int = option(42, not_negative, resume="must match", rows_of=("prompt_data", "pretrain_data", "dataset"))
+    """Seed of data order, initialization and sampling."""
+
+    def validate(self) -> None:
+        super().validate()
+        require(
+            self.zpg == 1 or self.zero_stage == 3,
+            f"--zpg {self.zpg} partitions weights, which --zero_stage {self.zero_stage} does not: use --zero_stage 3.",
+        )
+        require(
+            not (self.compile and self.zero_stage == 3),
+            "--compile with --zero_stage 3: DeepSpeed gathers weights in hooks that torch.compile does not see; use "
+            "--zero_stage 0, 1 or 2, or leave --compile out.",
+        )
+        require(
+            not (self.adam_offload and self.zero_stage == 0),
+            "--adam_offload needs partitioned optimizer states: use --zero_stage 1, 2 or 3.",
+        )
+
+
+@dataclass(frozen=True)
+class AdamConfig(Options):
+    """What the optimizers of a command have in common."""
+
+    adam_betas: tuple[float, float] = option((0.9, 0.95), inside("[0, 1)"))
+    """Decay rates of Adam's running means."""
+    l2: float = option(0.0, not_negative)
+    """Decoupled weight decay (AdamW)."""
+    lr_scheduler: Literal["cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup"] = (
+        "cosine_with_min_lr"
+    )
+    """Learning-rate schedule; cosine_with_min_lr ends at 10 % of the peak."""
+    lr_warmup_ratio: float = option(0.03, inside("[0, 1]"))
+    """Share of all optimizer steps in which the learning rate rises to its peak: of n steps the first has 1/n of it."""
+
+
+@dataclass(frozen=True)
+class BatchConfig(Options):
+    """Sizes of an optimizer step."""
+
+    train_batch_size: int = option(128, at_least(1), resume="must match")
+    """Samples of one optimizer step, over all ranks and micro-batches."""
+    micro_train_batch_size: int = option(4, at_least(1))
+    """Samples of one forward and backward pass on one rank; changes memory and speed, never the gradient."""
+    max_epochs: int = option(1, at_least(1))
+    """Passes over the data (for train_ppo: over each rollout batch)."""
+
+
+def refuse_own_checkpoints(inputs: Mapping[str, str | None], flag: str, folder: Path) -> None:
+    """Refuse input models inside the run's own checkpoints in ``folder``."""
+    for given, name in inputs.items():
+        place = Path(os.path.realpath(name)) if name else folder
+        inner = place.relative_to(folder).parts if folder in place.parents else ()
+        require(
+            not inner or not inner[0].startswith(("step_", "best_step_")),
+            f"{given} {name} lies in a checkpoint in {folder}, where this run would replace it: choose another {flag}.",
+        )
+
+
+def _refuse_home(name: str, path: str | None) -> None:
+    """Refuse a path that begins with ~, which would become a folder of that name."""
+    require(
+        path is None or not path.startswith("~"),
+        f'--{name} {path}: "~" is not expanded here (in a file, or after =); write the full path.',
+    )

@@ -1,0 +1,173 @@
+"""LoRA adapters: trained on a frozen model, switched off for the reference, merged wherever a model is loaded."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+
+from openppo.config import LoRAConfig
+from openppo.models.pretrained import UntrustedModelError, forbid_remote_code, is_peft_folder
+
+logger = logging.getLogger("openppo")
+
+Task = Literal["CAUSAL_LM", "SEQ_CLS"]
+HEAD_TASK = "SEQ_CLS"
+
+
+def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Module:
+    """``model`` as PEFT model: trainable adapters on ``lora.target_modules``, the head of SEQ_CLS trained whole.
+
+    All else is frozen; adapters have the dtype of the model. Dropout is active in training mode only, so with
+    ``lora_dropout`` above 0 log-probs of the training pass differ from old ones taken in evaluation mode, and the
+    policy ratio from 1 before any update. ``ValueError`` when nothing is called like a target.
+    """
+    from peft import LoraConfig, get_peft_model  # heavy, and needed with LoRA only
+
+    layers: list[Any] = list(model.modules())
+    for layer in layers:
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            # On some CPUs bitsandbytes repacks 4-bit weights at the first forward in evaluation mode, for a kernel that
+            # has no gradient: silently wrong gradients from then on.
+            layer.support_avx512bf16_for_cpu = False
+    given: str | Sequence[str] = lora.target_modules
+    targets = [given] if isinstance(given, str) else list(given)
+    config = LoraConfig(
+        task_type=task,  # with SEQ_CLS peft finds the head by itself: no adapter on it, and it is saved beside them
+        r=lora.lora_rank,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules="all-linear" if "all-linear" in targets else targets,
+    )
+    try:
+        with quiet_peft():
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # DeepSpeed keeps float32 masters
+        refuse_tied(adapted)
+    except ValueError as error:
+        raise ValueError(f"--target_modules {' '.join(targets)}: {error}") from error
+    base = Path(model.name_or_path or "")
+    if base.is_dir():  # so that the saved folder finds it from everywhere
+        config.base_model_name_or_path = str(base.resolve())
+    return adapted
+
+
+def refuse_stacked_adapters(name: str) -> None:
+    """``ValueError`` if ``name`` is a PEFT folder: adapters trained on it could not be loaded by plain peft."""
+    if is_peft_folder(name):
+        raise ValueError(
+            f"{name} is a PEFT folder, and --lora_rank needs full weights to put adapters on. Merge it first: python "
+            f"-m openppo.cli.merge_lora --lora_path {name} --save_path {name.rstrip('/')}_merged"
+        )
+
+
+def refuse_tied(adapted: nn.Module) -> None:
+    """``ValueError`` for a PEFT model with such an adapter: merging it would change the other layer as well."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # a PEFT model is there, so it is loaded already
+
+    layers: dict[int, str] = {}
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            base: Any = layer.get_base_layer()
+            layers.update({id(parameter): name for parameter in base.parameters(recurse=False)})
+    for name, parameter in adapted.named_parameters(remove_duplicate=False):
+        layer_name = layers.get(id(parameter))
+        if layer_name is not None and not name.startswith(f"{layer_name}."):
+            raise ValueError(
+                f"there is an adapter on {layer_name}, whose weight is also {name}: merged, it would change both. "
+                "Leave that layer out."
+            )
+
+
+class _Engine(Protocol):
+    """A module to be called, possibly wrapped; ``TrainableModel`` is one."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class AdapterOffReference:
+    """The model that ``engine`` trains with its adapters off, without gradients: a reference that takes no memory.
+
+    Called like the engine; under ZeRO-3 by all ranks together. The adapters run with a scale of 0, which adds exactly
+    nothing. Switching them off would save little, toggle ``requires_grad``, and change the order of modules that ZeRO-3
+    has learned to prefetch, twice for every batch.
+    """
+
+    def __init__(self, engine: _Engine) -> None:
+        self.engine = engine
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the engine would return without adapters."""
+        from peft.helpers import rescale_adapter_scale
+
+        with rescale_adapter_scale(self.engine.module, 0.0):
+            return self.engine(*args, **kwargs)
+
+
+def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """``model`` with the adapters of ``folder`` merged into its weights, and with the head that is saved there, if any.
+
+    Adapters of a causal language model may be merged into a critic: it has the same layers. Raises ``ValueError`` when
+    they do not fit, are incomplete or broken, or are no LoRA adapters.
+    """
+    from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(folder)
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{folder}: its adapters are of type {config.peft_type}; only LoRA adapters can be merged.")
+    if config.task_type == HEAD_TASK and not _is_classifier(model):
+        raise ValueError(f"{folder} holds the adapters of a reward model or critic; give those of a language model.")
+    if config.megatron_config is not None:  # names a module that some releases of peft import
+        raise ValueError(f"{folder}: its adapters name code of Megatron, which is not run here.")
+    config.task_type = None
+    config.inference_mode = True
+    try:
+        with quiet_peft():
+            adapted = PeftModel(model, config)
+        refuse_tied(adapted)
+        with forbid_remote_code(folder):
+            weights = load_peft_weights(folder, device="cpu")
+        result: Any = set_peft_model_state_dict(adapted, weights)
+        missing = [key for key in result.missing_keys if ".lora_" in key]
+        homeless = [key for key in result.unexpected_keys if not (_is_classifier(model) and ".lm_head." in key)]
+        if missing or homeless:
+            raise ValueError(f"weights are missing or have no place, such as {(missing + homeless)[0]}")
+        merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
+    except UntrustedModelError:
+        raise
+    except (ValueError, KeyError, RuntimeError, OSError, SafetensorError) as error:
+        says = " ".join(str(error).split())  # torch's is a table
+        raise ValueError(f"{folder}: its adapters cannot be merged into {model.name_or_path}: {says[:300]}") from error
+    logger.info("%s: adapters merged into %s", folder, model.name_or_path)
+    return merged.requires_grad_(True)  # peft had frozen it
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Without what peft and transformers say of each other's ways."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out", category=UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def has_head(folder: str) -> bool:
+    """Whether a scalar head is saved with the adapters of ``folder``."""
+    from peft import load_peft_weights
+
+    return any(key.endswith(".score.weight") for key in load_peft_weights(folder, device="cpu"))
+
+
+def _is_classifier(model: PreTrainedModel) -> bool:
+    return hasattr(model, "score")

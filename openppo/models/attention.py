@@ -1,0 +1,270 @@
+"""Attention where torch's SDPA is slow, as transformers calls it.
+
+On CPUs of decode steps in float32, and causal in bfloat16; on GPUs of grouped heads in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+_CPU_NAME = "openppo_cpu"
+_GPU_NAME = "openppo_cuda"
+_OLDEST_WITH_FLASH = (8, 0)
+_BLOCK = 64
+"""Queries at a time; of the keys after them nothing is computed."""
+_LONGEST = 1024
+"""Tokens of a row: of longer ones, the weights that are kept would be what a layer keeps most of."""
+_LONGEST_WITH_AMX = 512
+"""There SDPA in bfloat16 is as fast for longer ones."""
+_SCORES = 1 << 20
+"""Scores at a time, about: 4 MiB in float32."""
+
+Capability = tuple[int, int]
+
+
+def use_cpu_attention(model: PreTrainedModel) -> None:
+    """Replace SDPA in a model on CPUs."""
+    if not torch.cuda.is_available() and model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(_CPU_NAME, _attend_on_cpu)
+        AttentionMaskInterface.register(_CPU_NAME, sdpa_mask)
+        model.set_attn_implementation(_CPU_NAME)
+
+
+def kept_in_bfloat16(n_rows: int, heads: int, length: int) -> int:
+    """Bytes that a layer keeps of (B, L) tokens for the backward pass on this CPU, above SDPA's; at most."""
+    return torch.bfloat16.itemsize * _n_weights(n_rows, heads, length) if length <= _longest() else 0
+
+
+def _attend_on_cpu(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Heads (B, H, L, D) to outputs (B, L, H, D), as transformers calls it."""
+    decodes = query.shape[2] == 1
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    if decodes and query.dtype is torch.float32 and _is_plain(options) and _is_of_columns(attention_mask):
+        return _attend_once(query, key, value, attention_mask, scale), None
+    if not decodes and query.dtype is torch.bfloat16:
+        if attention_mask is None and _is_plain(options) and _is_causal(module, query, key, value, options):
+            learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+            return causal_attention(query, key, value, scale, learns)[0], None
+        if not _has_amx():
+            inputs = query.float(), key.float(), value.float()
+            if attention_mask is not None and attention_mask.is_floating_point():  # added to scores, so of their dtype
+                attention_mask = attention_mask.float()
+            return sdpa_attention_forward(module, *inputs, attention_mask, **options)[0].bfloat16(), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+def _has_amx() -> bool:
+    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+
+
+def _longest() -> int:
+    return _LONGEST_WITH_AMX if _has_amx() else _LONGEST
+
+
+def _is_plain(options: dict[str, Any]) -> bool:
+    """Whether nothing is asked for but a softmax."""
+    return not options.get("dropout") and all(
+        options.get(name) is None for name in ("position_bias", "softcap", "cache")
+    )
+
+
+def _is_causal(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether tokens see themselves and those before them, and are not too many to keep the weights."""
+    causal = options.get("is_causal")
+    asked = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    return asked and query.shape[2] == key.shape[2] <= _longest() and key.shape == value.shape
+
+
+def _is_of_columns(mask: Tensor | None) -> bool:
+    """Whether a mask says no more than which keys a row sees, (B, 1, 1, L)."""
+    return mask is None or (mask.dtype is torch.bool and mask.shape[1] == 1)
+
+
+def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """``query`` (B, H, 1, D), ``key`` and ``value`` (B, G, L, D) to (B, 1, H, D)."""
+    n_rows, heads, _, width = query.shape
+    groups, length = key.shape[1:3]
+    queries = query.reshape(n_rows * groups, -1, width)  # by the head of their keys
+    scores = torch.bmm(queries, key.flatten(0, 1).transpose(1, 2)).mul(scale).view(n_rows, heads, length)
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, 0], -torch.inf)
+    weights = torch.softmax(scores, -1).view(n_rows * groups, -1, length)
+    return torch.bmm(weights, value.flatten(0, 1)).view(n_rows, 1, heads, -1)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, learns: bool) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v over the tokens up to each one, softmax in float32.
+
+    ``query`` (B, H, L, D); ``key`` and ``value`` (B, G, L, D) with H a multiple of G. Returns (B, L, H, D) in their
+    dtype, and for the backward pass, if it ``learns``, the weights block by block, else an empty tensor.
+    """
+    n_rows, heads, length, _ = query.shape
+    return causal_operator(query, key, value, scale, _n_weights(n_rows, heads, length) if learns else 0)
+
+
+@torch.library.custom_op("openppo::causal_attention", mutates_args=())
+def causal_operator(query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int) -> tuple[Tensor, Tensor]:
+    """As above. Compiled graphs are cached on disk, for later releases too: what they rely on is an argument."""
+    n_rows, heads, length, width = query.shape
+    dtype = _accumulation(query)
+    output = query.new_empty(n_rows, length, heads, width)
+    kept = query.new_empty(n_kept)
+    for rows, start, end, place in _pieces(query):
+        queries = _queries(query, key, rows, start, end).to(dtype) * scale
+        scores = torch.bmm(queries, _keys(key, rows, end).to(dtype).transpose(1, 2))
+        scores.view(-1, end - start, end)[..., start:].add_(_later(end - start, scores))
+        if n_kept > 0:
+            weights = kept[place].view(scores.shape)
+            weights.copy_(torch.softmax(scores, -1))
+        else:
+            weights = torch.softmax(scores, -1).to(query.dtype)
+        mixed = torch.bmm(weights, _keys(value, rows, end))
+        output[rows, start:end] = mixed.view(-1, heads, end - start, width).transpose(1, 2)
+    return output, kept
+
+
+@torch.library.custom_op("openppo::causal_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, groups, width = query.shape[1], key.shape[1], query.shape[-1]
+    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+    grad = grad.transpose(1, 2)  # (B, H, L, D)
+    # The mean gradient of a query's weights, (B, H, L, 1)
+    mean = (grad.to(_accumulation(query)) * output.transpose(1, 2)).sum(-1, keepdim=True).to(query.dtype)
+    for rows, start, end, place in _pieces(query):
+        gradients = _queries(grad, key, rows, start, end)
+        weights = kept[place].view(len(gradients), -1, end)
+        of_scores = torch.bmm(gradients, _keys(value, rows, end).transpose(1, 2))
+        of_scores.sub_(_queries(mean, key, rows, start, end)).mul_(weights)
+        of_keys = torch.bmm(of_scores.transpose(1, 2), _queries(query, key, rows, start, end))
+        of_values = torch.bmm(weights.transpose(1, 2), gradients)
+        grads[0][rows, :, start:end] = torch.bmm(of_scores, _keys(key, rows, end)).view(-1, heads, end - start, width)
+        grads[1][rows, :, :end] += of_keys.view(-1, groups, end, width)
+        grads[2][rows, :, :end] += of_values.view(-1, groups, end, width)
+    return grads[0].mul_(scale), grads[1].mul_(scale), grads[2]
+
+
+def _blocks(length: int) -> tuple[int, int]:
+    """How many blocks of queries, and the size of all but the last."""
+    n_blocks = (length + _BLOCK - 1) // _BLOCK
+    return n_blocks, (length + n_blocks - 1) // n_blocks
+
+
+def _n_weights(n_rows: int, heads: int, length: int) -> int:
+    """Elements of all blocks' weights, at most."""
+    n_blocks, block = _blocks(length)
+    return n_rows * heads * block * block * n_blocks * (n_blocks + 1) // 2
+
+
+def _pieces(query: Tensor) -> Iterator[tuple[slice, int, int, slice]]:
+    """Rows of the batch, the first query and the end of a block, and the place of its weights."""
+    n_rows, heads, length, _ = query.shape
+    _, block = _blocks(length)
+    at_once, done = max(1, _SCORES // (heads * block * length)), 0
+    for row in range(0, n_rows, at_once):
+        rows = slice(row, min(row + at_once, n_rows))
+        for start in range(0, length, block):
+            end = min(start + block, length)
+            n_weights = (rows.stop - row) * heads * (end - start) * end
+            yield rows, start, end, slice(done, done + n_weights)
+            done += n_weights
+
+
+def _queries(tensor: Tensor, key: Tensor, rows: slice, start: int, end: int) -> Tensor:
+    """(B, H, L, D) to those of a block, by the head of their keys: (rows * G, H / G * block, D)."""
+    part = tensor[rows, :, start:end]
+    return part.reshape(len(part) * key.shape[1], -1, tensor.shape[-1])
+
+
+def _keys(tensor: Tensor, rows: slice, end: int) -> Tensor:
+    """(B, G, L, D) to those that a block sees: (rows * G, end, D)."""
+    return tensor[rows, :, :end].flatten(0, 1)
+
+
+def _later(n: int, like: Tensor) -> Tensor:
+    """(n, n), -inf for keys after their query."""
+    return torch.full((n, n), -torch.inf, dtype=like.dtype).triu_(1)
+
+
+def _accumulation(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@causal_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int) -> tuple[Tensor, Tensor]:
+    n_rows, heads, length, width = query.shape
+    return query.new_empty(n_rows, length, heads, width), query.new_empty(n_kept)
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ctx.scale, _ = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    return *_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
+
+
+causal_operator.register_autograd(_differentiate, setup_context=_keep)
+
+
+def use_cuda_attention(model: PreTrainedModel) -> None:
+    """Replace SDPA in a model on GPUs, if its dtype and the GPU need it."""
+    if not torch.cuda.is_available() or model.config._attn_implementation != "sdpa":
+        return
+    capability = torch.cuda.get_device_capability()
+    if repeats_keys(model.dtype, capability, masked=False):
+        AttentionInterface.register(_GPU_NAME, partial(_attend_on_gpu, capability))
+        AttentionMaskInterface.register(_GPU_NAME, sdpa_mask)
+        model.set_attn_implementation(_GPU_NAME)
+
+
+def repeats_keys(dtype: torch.dtype, capability: Capability, masked: bool) -> bool:
+    """Whether grouped heads need repeated keys for a fast kernel.
+
+    Only FlashAttention takes grouped heads: in half precision, from sm_80 on, and without a mask. Under a mask
+    transformers does what is needed by itself.
+    """
+    in_flash = dtype in (torch.bfloat16, torch.float16) and capability >= _OLDEST_WITH_FLASH
+    return not masked and not in_flash
+
+
+def _attend_on_gpu(
+    capability: Capability,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of (B, H, L, D) to keys (B, G, L, D): (B, L, H, D)."""
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1 or not repeats_keys(query.dtype, capability, attention_mask is not None):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if query.shape[2] == 1:  # under a mask, even of nothing, the queries of a group share their keys without a copy
+        all_keys = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=key.device)
+        return sdpa_attention_forward(module, query, key, value, all_keys, **options)
+    if options.get("is_causal") is None:
+        options["is_causal"] = bool(getattr(module, "is_causal", True))
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    no_module: Any = None  # its groups would reach SDPA
+    return sdpa_attention_forward(no_module, query, key, value, None, **options)

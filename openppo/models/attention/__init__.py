@@ -1,1 +1,0 @@
-"""Attention written here, where the libraries have none that is fast."""

@@ -1,0 +1,280 @@
+"""Configs and tokenizers of pretrained models, read before any weight is; and what a model may not do: run code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from huggingface_hub.errors import HFValidationError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+logger = logging.getLogger("openppo")
+
+_ADAPTER_CONFIG = "adapter_config.json"
+_HUB_TIMEOUT_SECONDS = 10
+_TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
+_CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+"""Numbers of positions; not ``seq_length``, which of BLOOM is what it was trained on."""
+
+
+class UntrustedModelError(ValueError):
+    """A model or tokenizer that would run code of its own."""
+
+
+@contextmanager
+def forbid_remote_code(name: str) -> Iterator[None]:
+    """Context of each ``from_pretrained``: ``UntrustedModelError`` for code in ``name``, or pickles beyond tensors.
+
+    transformers and PEFT read pickles with ``weights_only``, so nothing in them has run.
+    """
+    try:
+        yield
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            raise  # not about a file
+        raise UntrustedModelError(
+            f"{name}: its weights are a pickle file that holds more than tensors, which could run code, or is damaged. "
+            "It was refused, and nothing in it was run. Use weights in safetensors, from a source that you trust."
+        ) from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UntrustedModelError(
+            f"{name}: it brings Python code of its own (auto_map in its config), which would run here with all your "
+            "rights. Read that code; if you trust it, pass --trust_remote_code."
+        ) from error
+
+
+def is_peft_folder(name: str) -> bool:
+    """Whether ``name`` is a local folder of adapters."""
+    return (Path(name) / _ADAPTER_CONFIG).is_file()
+
+
+def task_of(folder: str) -> str | None:
+    """What the adapters were trained for, CAUSAL_LM or SEQ_CLS (None: not said). Errors as in ``base_model_of``."""
+    task: str | None = _read_config(folder).get("task_type")
+    return task
+
+
+def base_model_of(name: str) -> str:
+    """The base model that a PEFT folder names, ``name`` itself if it is none.
+
+    Raises ``ValueError`` when ``adapter_config.json`` cannot be read, or names no base model or another PEFT folder.
+    """
+    if not is_peft_folder(name):
+        return name
+    base = _read_config(name).get("base_model_name_or_path")
+    if not isinstance(base, str) or base == "":
+        raise ValueError(
+            f"{name}: its {_ADAPTER_CONFIG} names no base model; write one there as base_model_name_or_path."
+        )
+    if is_peft_folder(base):
+        raise ValueError(
+            f"{name}: its base model {base} is a PEFT folder too. Merge that one with openppo.cli.merge_lora and write "
+            f"the result's name as base_model_name_or_path into this folder's {_ADAPTER_CONFIG}."
+        )
+    return base
+
+
+def _read_config(folder: str) -> dict:
+    try:
+        config: dict = json.loads((Path(folder) / _ADAPTER_CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: its {_ADAPTER_CONFIG} cannot be read: {error}") from error
+    return config
+
+
+def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of ``name``, read before any weight is: ``ValueError`` naming ``flag`` when there is no such model.
+
+    Of a PEFT folder the base model is checked too.
+    """
+    if is_peft_folder(name):
+        try:
+            check_model(base_model_of(name), f"{flag} {name}: its base model", trust_remote_code)
+        except ValueError as error:
+            raise ValueError(str(error) if str(error).startswith(flag) else f"{flag} {error}") from error
+    elif Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise ValueError(f"{flag} {name}: this folder has no config.json, so it is not a Hugging Face model.")
+    elif Path(name).is_file():
+        raise ValueError(f"{flag} {name}: this is a file; give the folder that holds config.json and the weights.")
+    else:
+        _check_on_hub(name, flag)
+    try:
+        return load_config(name, trust_remote_code=trust_remote_code)
+    except UntrustedModelError as error:
+        raise ValueError(f"{flag} {error}") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{flag} {name}: its config cannot be read: {error}") from error
+
+
+def load_config(
+    name: str, base: str | None = None, *, trust_remote_code: bool = False, **changes: Any
+) -> PreTrainedConfig:
+    """The config of a model with ``changes``; of a PEFT folder its model_config.json, else that of its ``base``."""
+    own = Path(name) / "model_config.json"
+    source = own if is_peft_folder(name) and own.is_file() else base or base_model_of(name)
+    with forbid_remote_code(name):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **changes)
+    return config
+
+
+def _check_on_hub(name: str, flag: str) -> None:
+    """Fail at once where transformers would retry for half a minute; what the hub says is left to transformers."""
+    nowhere = f"{flag} {name}: no such local folder, and "
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(nowhere + "this is not a hub name of the form owner/model. Check the path.")
+    try:
+        if try_to_load_from_cache(name, "config.json") is not None:
+            return
+    except HFValidationError as error:
+        raise ValueError(nowhere + "this is not a hub name of the form owner/model. Check the path.") from error
+    if HF_HUB_OFFLINE:
+        raise ValueError(nowhere + "HF_HUB_OFFLINE is set and the model is not in the local cache.")
+    try:
+        urlopen(ENDPOINT, timeout=_HUB_TIMEOUT_SECONDS).close()
+    except HTTPError:
+        return  # it answered
+    except OSError as error:
+        raise ValueError(nowhere + f"the hub cannot be reached ({error}). Check the path.") from error
+
+
+def context_length(config: PreTrainedConfig) -> int | None:
+    """The most tokens that a model reads, by its config; None where that says nothing, as of some models.
+
+    Positions that are rescaled for longer rows end before that: see ``rescaled_positions``.
+    """
+    text = config.get_text_config()
+    lengths = (getattr(text, name, None) for name in _CONTEXT_NAMES)
+    longest = next((length for length in lengths if length is not None and length > 0), None)
+    return min((rope["original_max_position_embeddings"] for rope in _rescaled(text)), default=longest)
+
+
+def rescaled_positions(config: PreTrainedConfig) -> str:
+    """Reason for a shortened ``context_length``, as a sentence; else empty."""
+    names = [rope["rope_type"] for rope in _rescaled(config.get_text_config())]
+    return f" Beyond it, {names[0]} positions make log-probs depend on what else is in a batch." if names else ""
+
+
+def _rescaled(text: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Rope parameters of positions rescaled by a batch's longest row."""
+    found = getattr(text, "rope_parameters", None) or {}
+    every = [found, *(value for value in found.values() if isinstance(value, dict))]
+    kinds = [rope for rope in every if rope.get("rope_type") in ("longrope", "dynamic")]
+    return [rope for rope in kinds if rope.get("original_max_position_embeddings") is not None]
+
+
+def load_tokenizer(
+    name: str,
+    flag: str,
+    base: str | None = None,
+    trust_remote_code: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; of a PEFT folder the one that lies there, else that of its ``base``.
+
+    A missing PAD token is left missing: masks never depend on it. ``ValueError`` names ``flag``. Whenever the chat
+    template is applied it gets ``template_kwargs``, those of ``--chat_template_kwargs``.
+    """
+    has_tokenizer = (Path(name) / "tokenizer_config.json").is_file()
+    try:
+        with forbid_remote_code(name):
+            source = name if has_tokenizer else base or base_model_of(name)
+            _check_tokenizer_files(Path(source))
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except UntrustedModelError as error:
+        raise UntrustedModelError(f"{flag} {error}") from error
+    except (OSError, ValueError, KeyError) as error:
+        says = " ".join(str(error).split())
+        raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {says}") from error
+    if template_kwargs:
+        _check_template_kwargs(tokenizer, f"{flag} {name}", template_kwargs)
+        vars(tokenizer)["apply_chat_template"] = partial(tokenizer.apply_chat_template, **template_kwargs)
+    return tokenizer
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """Refuse a folder without tokenizer files: transformers would invent a tokenizer."""
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ValueError(
+            "the folder has no tokenizer files, such as tokenizer.json. Copy those of the model that it was made from."
+        )
+
+
+def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, model: str, template_kwargs: Mapping[str, Any]) -> None:
+    """Refuse reserved arguments, and those the chat template does not use."""
+    taken = {"messages", *signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
+    templates = str(tokenizer.chat_template or "")
+    for argument in template_kwargs:
+        if argument in taken:
+            raise ValueError(f"--chat_template_kwargs: {argument!r} is no argument of chat templates. Leave it out.")
+        if templates and not re.search(rf"\b{re.escape(argument)}\b", templates):
+            raise ValueError(
+                f"--chat_template_kwargs: the chat template of {model} does not use {argument!r}. Correct the name, or "
+                "leave it out."
+            )
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """An id to fill padded places with: PAD, else EOS, else 0. Nothing is ever inferred from it."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    return 0
+
+
+def check_token_ids(
+    config: PreTrainedConfig, model: str, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int]]
+) -> None:
+    """Refuse token ids of ``rows``, or PAD, without an embedding.
+
+    ``model`` is a flag and a name. A tokenizer may know more tokens than a model (Gemma 3) as long as none occurs.
+    """
+    n_embeddings = config.get_text_config().vocab_size
+    largest = max((max(row, default=0) for row in rows), default=0)
+    largest = max(largest, pad_token_id(tokenizer))
+    if largest >= n_embeddings:
+        raise ValueError(
+            f"{model}: token {tokenizer.convert_ids_to_tokens(largest)!r} has the id {largest}, and the model has "
+            f"embeddings of {n_embeddings} ids; its tokenizer knows {len(tokenizer)} tokens. Give the model as many "
+            f"with resize_token_embeddings, or leave that token out."
+        )
+
+
+def known_eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """``eos_token_ids`` that the model can sample; a warning names the others."""
+    found, n_embeddings = eos_token_ids(model, tokenizer), model.config.get_text_config().vocab_size
+    outside = [token_id for token_id in found if token_id >= n_embeddings]
+    if outside:
+        logger.warning(
+            "EOS ids outside the model's vocabulary of %d tokens: %s. No response can end with them; correct "
+            "eos_token_id in config.json, generation_config.json or the tokenizer.",
+            n_embeddings,
+            ", ".join(map(str, outside)),
+        )
+    return [token_id for token_id in found if token_id < n_embeddings]
+
+
+def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+    """Every id that ends a response: those of the generation config, the model config and the tokenizer."""
+    found: set[int] = set()
+    configs = model.generation_config, model.config, model.config.get_text_config()
+    sources = [getattr(part, "eos_token_id", None) for part in configs]  # of images and text it may be in one only
+    if tokenizer is not None:
+        sources.append(tokenizer.eos_token_id)
+    for source in sources:
+        found.update([source] if isinstance(source, int) else source or [])
+    return sorted(found)

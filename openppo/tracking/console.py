@@ -1,0 +1,189 @@
+"""The log, progress bars, and text laid out for a terminal or a log file."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import textwrap
+import time
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, suppress
+from types import TracebackType
+from typing import Generic, TextIO, TypeVar, overload
+
+from tqdm import tqdm
+
+from openppo.tracking.phase import current
+
+T = TypeVar("T")
+
+WIDTH = 110
+"""Columns of a log file, and the most on a terminal."""
+SECONDS_BETWEEN_LINES = 30.0
+"""Between two lines of a progress bar in a log file."""
+_BAR = "{desc}{percentage:4.0f}% {bar:28} {n_fmt}/{total_fmt}  {elapsed}, {remaining} left"
+
+
+class _Handler(logging.Handler):
+    """Writes to stderr above a running progress bar, with the rank on each line of a file."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):  # a full disk or a closed pipe leaves nowhere to report it
+            write_line(self.format(record), sys.stderr)
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = super().format(record)
+        if self._rank == 0 and sys.stderr.isatty():
+            return f"\x1b[33mwarning: {message}\x1b[0m" if record.levelno >= logging.WARNING else message
+        name = "[openppo]" if self._rank == 0 else f"[openppo rank {self._rank}]"
+        return "\n".join(f"{name} {line}".rstrip() for line in message.split("\n"))
+
+
+def get_logger() -> logging.Logger:
+    """The logger ``openppo``; without ``setup_logging`` the importing program configures it."""
+    return logging.getLogger("openppo")
+
+
+def setup_logging(rank: int) -> None:
+    """Log of a command: rank 0 from INFO on, other ranks from WARNING on."""
+    logger = get_logger()
+    for handler in list(logger.handlers):
+        if isinstance(handler, _Handler):
+            logger.removeHandler(handler)
+    logger.addHandler(_Handler(rank))
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def write_line(line: str, stream: TextIO) -> None:
+    """Write ``line`` above any progress bar; characters outside the stream's encoding become escapes."""
+    encoding = stream.encoding or "utf-8"
+    tqdm.write(line.encode(encoding, errors="backslashreplace").decode(encoding), file=stream)
+    stream.flush()
+
+
+def escape_control(text: str, longest: int | None = None, keep: str = "start") -> str:
+    """``text`` on one line with escapes for all that is not printable, so that no terminal obeys it.
+
+    That covers control characters, marks of writing direction, and half surrogate pairs. Of more than ``longest``
+    characters the start or the end is kept, with the number left out.
+    """
+    left_out = 0 if longest is None else max(0, len(text) - longest)
+    if left_out:
+        text = text[:longest] if keep == "start" else text[left_out:]
+    shown = "".join(character if character.isprintable() else _escaped(character) for character in text)
+    if not left_out:
+        return shown
+    return f"{shown} ... (+{left_out} characters)" if keep == "start" else f"(+{left_out} characters) ... {shown}"
+
+
+def _escaped(character: str) -> str:
+    if unicodedata.category(character) == "Zs":  # blanks of other widths
+        return " "
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def table_lines(
+    rows: Iterable[Sequence[str]], *, right: Collection[int] = (), indent: int = 0, stream: TextIO | None = None
+) -> list[str]:
+    """``rows`` in aligned columns, two spaces apart; columns ``right`` are right-aligned.
+
+    The last column wraps at ``WIDTH``, or at the width of ``stream`` (stderr by default) if that is a terminal.
+    """
+    stream = stream or sys.stderr
+    total = min(WIDTH, shutil.get_terminal_size().columns) if stream.isatty() else WIDTH
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [
+        max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(max(map(len, cells), default=0))
+    ]
+    room = max(20, total - indent - sum(width + 2 for width in widths[:-1]))
+    lines = []
+    for row in cells:
+        padded = [
+            cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
+            for i, cell in enumerate(row[: len(widths) - 1])
+        ]
+        start = " " * indent + "".join(f"{cell}  " for cell in padded)
+        last = row[-1] if len(row) == len(widths) else ""
+        pieces = textwrap.wrap(last, room, drop_whitespace=False) if len(last) > room else [last]
+        lines += [(start if i == 0 else " " * len(start)) + piece for i, piece in enumerate(pieces)]
+    return [line.rstrip() for line in lines]
+
+
+def log_lines(lines: Iterable[str]) -> None:
+    """Log ``lines`` as one record."""
+    get_logger().info("%s", "\n".join(lines))
+
+
+class ProgressBar(AbstractContextManager["ProgressBar[T]"], Generic[T]):
+    """Progress with the time left: iterate over it, or enter it and call ``update``.
+
+    On a terminal it is a tqdm bar that vanishes at the end. In a file it is a line every 30 s, and a last one if it
+    ran longer than that. Each update is a sign of progress for the watchdog.
+    """
+
+    def __init__(self, iterable: Iterable[T], total: int | None, description: str, enabled: bool) -> None:
+        self._iterable, self._total, self._description = iterable, total, description
+        self._lines = enabled and not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total,
+            desc=f"{description:<10}",  # bars below each other line up
+            disable=not enabled or self._lines,
+            leave=False,
+            dynamic_ncols=True,
+            bar_format=_BAR if total else None,
+        )
+        self._done = 0
+        self._start = self._last_line = time.monotonic()
+
+    def update(self, n: int = 1) -> None:
+        """Count ``n`` more as done."""
+        self._done += n
+        current.progress()
+        self._bar.update(n)
+        self._write_line(since=self._last_line)
+
+    def close(self) -> None:
+        """End the bar; further calls do nothing."""
+        self._bar.close()
+        self._write_line(since=self._start)
+        self._lines = False
+
+    def _write_line(self, since: float) -> None:
+        now = time.monotonic()
+        if not self._lines or now - since < SECONDS_BETWEEN_LINES:
+            return
+        self._last_line = now
+        line = tqdm.format_meter(self._done, self._total or 0, now - self._start, ncols=0, prefix=self._description)
+        with suppress(OSError, ValueError):  # a full disk or a closed pipe ends no training
+            print(line.strip(), file=sys.stderr, flush=True)
+
+    def __iter__(self) -> Iterator[T]:
+        with self:
+            for item in self._iterable:
+                yield item
+                self.update()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@overload
+def progress_bar(iterable_or_total: int, description: str, *, enabled: bool) -> ProgressBar[int]: ...
+@overload
+def progress_bar(iterable_or_total: Iterable[T], description: str, *, enabled: bool) -> ProgressBar[T]: ...
+def progress_bar(
+    iterable_or_total: int | Iterable[T], description: str, *, enabled: bool
+) -> ProgressBar[int] | ProgressBar[T]:
+    """Progress over an iterable, or over ``range(total)``."""
+    if isinstance(iterable_or_total, int):
+        return ProgressBar(range(iterable_or_total), iterable_or_total, description, enabled)
+    total = len(iterable_or_total) if isinstance(iterable_or_total, Sized) else None
+    return ProgressBar(iterable_or_total, total, description, enabled)

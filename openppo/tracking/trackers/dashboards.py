@@ -1,0 +1,171 @@
+"""TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openppo.config import TrackingConfig, mask_credentials
+from openppo.config.fields import KEY_FROM_ELSEWHERE
+from openppo.tracking.console import get_logger
+from openppo.tracking.metrics import Histogram
+from openppo.tracking.trackers.tracker import Tracker
+
+STEP = "global_step"
+"""Axis of all curves in W&B: its own step would refuse what a resumed run writes again."""
+NEEDED = "--use_{0} needs the package {0}: run 'pip install {0}', or leave the flag out."
+_FIRST_COLUMNS = ("prompt", "response", "reward", "label", "finish_reason")
+_SECONDS_TO_FINISH = 60.0
+
+
+class TensorBoardTracker(Tracker):
+    """Writes TensorBoard event files: scalars by metric name, histograms, samples as text.
+
+    A run that resumes after step ``resumed_after`` has TensorBoard forget what was written after it.
+    """
+
+    name = "--use_tensorboard"
+    errors = (Exception,)
+    """Event files may lie in a cloud, whose clients raise anything."""
+
+    def __init__(self, folder: str | Path, resumed_after: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(NEEDED.format("tensorboard")) from error
+        self._writer = SummaryWriter(
+            log_dir=str(folder), purge_step=None if resumed_after is None else resumed_after + 1
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        for index, sample in enumerate(samples):
+            self._writer.add_text(f"samples/{index}", _markdown(sample), step)
+        self._writer.flush()
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        for name, of in histograms.items():
+            self._writer.add_histogram_raw(
+                f"histograms/{name}",
+                min=of.edges[0],
+                max=of.edges[-1],
+                num=sum(of.counts),
+                sum=of.total,
+                sum_squares=of.total_of_squares,
+                bucket_limits=of.edges[1:],
+                bucket_counts=of.counts,
+                global_step=step,
+            )
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _markdown(sample: Mapping[str, Any]) -> str:
+    """Each entry as a heading and a literal block, except lists of numbers."""
+    texts = {
+        key: str(value).replace("\n", "\n    ") for key, value in sample.items() if not isinstance(value, list | tuple)
+    }
+    return "\n\n".join(f"**{key}**\n\n    {text}" for key, text in texts.items())
+
+
+class WandbTracker(Tracker):
+    """Writes to one W&B run, whose id is kept in ``<folder>/wandb_run_id``.
+
+    A resumed run takes the id from there: curves continue, and repeated steps have two points. ``options`` become the
+    run's config.
+    """
+
+    name = "--use_wandb"
+    errors = (Exception,)
+    """Its service and protocol raise more than they document."""
+
+    def __init__(self, folder: Path, tracking: TrackingConfig, options: Mapping[str, Any], resumes: bool) -> None:
+        try:
+            import wandb
+            from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+        except ImportError as error:
+            raise ValueError(NEEDED.format("wandb")) from error
+        self._wandb = wandb
+        key = None if tracking.use_wandb == KEY_FROM_ELSEWHERE else tracking.use_wandb
+        id_file = folder / "wandb_run_id"
+        settings = wandb.Settings(
+            console="off",  # printed lines stay here
+            silent=True,
+            api_key=key,  # wandb.login would store it in ~/.netrc
+            finish_timeout=_SECONDS_TO_FINISH,
+        )
+        try:
+            with _masked_command_line(key):
+                self._run = wandb.init(
+                    project=tracking.wandb_project,
+                    entity=tracking.wandb_org,
+                    group=tracking.wandb_group,
+                    name=tracking.wandb_run_name or folder.resolve().parent.name,
+                    id=id_file.read_text().strip() if resumes and id_file.is_file() else None,
+                    resume="allow" if resumes else None,
+                    config=dict(options),
+                    dir=str(folder),
+                    mode=tracking.wandb_mode,
+                    settings=settings,
+                )
+            id_file.write_text(self._run.id)
+        except (OSError, wandb.Error, HandleAbandonedError, MailboxClosedError) as error:
+            raise ValueError(
+                f"--use_wandb cannot start a run ({type(error).__name__}: {error}). Check key and names, or use "
+                "--wandb_mode offline."
+            ) from error
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
+        place = f"{self._run.settings.sync_dir} (offline: 'wandb sync' sends it)"
+        get_logger().info("--use_wandb writes to %s", place if self._run.offline else self._run.url)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({STEP: step, **metrics})
+
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        if not samples:
+            return
+        columns = [name for name in _FIRST_COLUMNS if any(name in sample for sample in samples)]
+        rows = [[step, *(_cell(sample.get(name)) for name in columns)] for sample in samples]
+        name = "eval_samples" if samples[0].get("evaluation") else "samples"
+        self._run.log({STEP: step, name: self._wandb.Table(columns=["step", *columns], data=rows)})
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        shown = {
+            f"histograms/{name}": self._wandb.Histogram(np_histogram=(np.array(of.counts), np.array(of.edges)))
+            for name, of in histograms.items()
+        }
+        self._run.log({STEP: step, **shown})
+
+    def close(self) -> None:
+        """Send what is left, for a minute at most; while an exception is on its way the run counts as failed."""
+        self._run.finish(exit_code=None if sys.exc_info()[0] is None else 1)
+
+
+@contextmanager
+def _masked_command_line(key: str | None) -> Iterator[None]:
+    """Hide secrets of the command line, which W&B would send, and stdin, on which it would wait for a key."""
+    argv, stdin = sys.argv, sys.stdin
+    sys.argv = [mask_credentials(word if key is None else word.replace(key, "***")) for word in argv]
+    sys.stdin = io.StringIO()
+    try:
+        yield
+    finally:
+        sys.argv, sys.stdin = argv, stdin
+
+
+def _cell(value: Any) -> Any:
+    """A value of a table, whose columns hold one type: numbers as they are, anything else as text."""
+    return value if isinstance(value, int | float) else "" if value is None else str(value)

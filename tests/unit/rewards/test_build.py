@@ -1,0 +1,215 @@
+"""From options to sources of rewards: their names, what a reward model reads, and mistakes found before models load."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from openppo.config import RewardConfig
+from openppo.models.padding import MicroBatchSize
+from openppo.rewards import CombinedScorer, FunctionScorer, ModelScorer, Scorer, VerifiableScorer
+from openppo.rewards import build as module
+from openppo.rewards.build import ScorerSetup, build_scorer
+from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
+
+LETTERS = string.ascii_lowercase + " "
+PROMPTS = [Prompt("ab", [3, 4], label="c", row={"answer": "c"})]
+
+
+def make_tokenizer(letters: str) -> PreTrainedTokenizerFast:
+    """One token per character."""
+    special = ["<pad>", "<eos>", "<unk>"]
+    core = Tokenizer(WordLevel({token: i for i, token in enumerate([*special, *letters])}, unk_token="<unk>"))
+    core.add_special_tokens(special)
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An actor, reward models of the same and another vocabulary, with and without tokenizer, and a function."""
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+
+    def config(n_letters: int, **options: Any) -> LlamaConfig:
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return LlamaConfig(
+            vocab_size=3 + n_letters, initializer_range=0.5, max_position_embeddings=32, **sizes, **options
+        )
+
+    ours, other = make_tokenizer(LETTERS), make_tokenizer(LETTERS[::-1])
+    LlamaForCausalLM(config(27)).save_pretrained(root / "actor")
+    ours.save_pretrained(root / "actor")
+    reward = LlamaForSequenceClassification(config(27, num_labels=1, mean=2.0, std=4.0))
+    for name in ("same", "other", "no_tokenizer"):
+        reward.save_pretrained(root / name)
+    ours.save_pretrained(root / "same")
+    other.save_pretrained(root / "other")
+    LlamaForSequenceClassification(config(30, num_labels=1)).save_pretrained(root / "larger")
+    shutil.copytree(root / "other", root / "weightless")
+    (root / "weightless" / "model.safetensors").unlink()
+    (root / "f.py").write_text("def reward_fn(response, answer):\n    return float(response == answer)\n")
+    (root / "openrlhf.py").write_text(
+        "import torch\n"
+        "def reward_func(queries, prompts, labels):\n    return torch.tensor([float(len(q)) for q in queries])\n"
+    )
+    return root
+
+
+@pytest.fixture
+def build(folder: Path) -> Callable[..., Scorer]:
+    """``build(prompts=..., normalize=..., **options)``, where M/ is the folder of models."""
+
+    def run(prompts: list[Prompt] = PROMPTS, normalize: bool = False, **options: Any) -> Scorer:
+        placed = {k: v.replace("M/", f"{folder}/") if isinstance(v, str) else v for k, v in options.items()}
+        source = RewardConfig(**placed)
+        source.validate()
+        setup = ScorerSetup(
+            SingleProcess(),
+            torch.device("cpu"),
+            lambda model: model.eval(),
+            prompts,
+            str(folder / "actor"),
+            size=MicroBatchSize(2),
+            normalize=normalize,
+        )
+        return build_scorer(source, make_tokenizer(LETTERS), setup)
+
+    return run
+
+
+def trajectory(response: str, prompt: Prompt = PROMPTS[0]) -> Trajectory:
+    """A finished response, in the actor's tokens."""
+    ids = prompt.token_ids + make_tokenizer(LETTERS)(response)["input_ids"] + [1]
+    n = len(ids)
+    mask = [place >= len(prompt.token_ids) for place in range(n)]
+    return Trajectory(ids, mask, [0.0] * n, [0] * n, FinishReason.STOP, prompt, group=0)
+
+
+def test_a_single_source_gives_a_reward_named_reward(build: Callable[..., Scorer]) -> None:
+    for kind, options in (
+        (FunctionScorer, {"reward_fn": "M/f.py"}),
+        (FunctionScorer, {"remote_rm_url": "M/openrlhf.py"}),
+        (VerifiableScorer, {"verifiable_reward": ("exact_match",)}),
+        (ModelScorer, {"reward_pretrain": "M/same"}),
+    ):
+        scorer = build(**options)
+        assert isinstance(scorer, kind)
+        assert list(scorer.score([trajectory("c")])[0].rewards) == ["reward"]
+
+
+def test_several_sources_are_named_by_their_kind(build: Callable[..., Scorer]) -> None:
+    scorer = build(
+        reward_fn="M/f.py",
+        remote_rm_url="M/openrlhf.py",
+        verifiable_reward=("exact_match", "length"),
+        verify_length=4,
+        reward_pretrain="M/same",
+    )
+    assert isinstance(scorer, CombinedScorer)
+    assert scorer.collective
+    (score,) = scorer.score([trajectory("c")])
+    alone = build(reward_pretrain="M/same").score([trajectory("c")])[0].rewards["reward"]
+    assert score.rewards == {
+        "reward_fn": 1.0,
+        "remote": len("abc<eos>"),
+        "exact_match": 1.0,
+        "length": 0.5,
+        "reward_model": pytest.approx(alone),
+    }
+
+
+@torch.no_grad()
+def by_hand(folder: Path, model: str, ids: list[int]) -> float:
+    """The score of one row of ids."""
+    classifier = LlamaForSequenceClassification.from_pretrained(folder / model).eval()
+    hidden = classifier.model(torch.tensor([ids])).last_hidden_state
+    return float(classifier.score(hidden)[0, -1, 0])
+
+
+@pytest.mark.parametrize(
+    ("model", "ids", "log"),
+    [
+        ("same", [3, 4, 5, 6, 1], "reads the policy's tokens"),
+        ("no_tokenizer", [3, 4, 5, 6, 1], "has no tokenizer, but a vocabulary of the policy's size"),
+        ("other", [29, 28, 27, 26, 1], "reads the text, written again with its own tokenizer and chat template"),
+    ],
+)
+def test_a_reward_model_reads_the_policys_ids_or_its_own(
+    model: str, ids: list[int], log: str, build: Callable[..., Scorer], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "openppo")
+    (score,) = build(reward_pretrain=f"M/{model}").score([trajectory("cd")])
+    assert score.rewards["reward"] == pytest.approx(by_hand(folder, model, ids), abs=1e-5)
+    assert log in caplog.text
+
+
+def test_normalization_uses_the_models_own_numbers(build: Callable[..., Scorer], folder: Path) -> None:
+    (score,) = build(reward_pretrain="M/same", normalize=True).score([trajectory("cd")])
+    raw = by_hand(folder, "same", [3, 4, 5, 6, 1])
+    assert score.rewards["reward"] == pytest.approx((raw - 2.0) / 4.0, abs=1e-5)
+
+
+def test_a_functions_options_reach_it(build: Callable[..., Scorer], folder: Path) -> None:
+    (folder / "steps.py").write_text(
+        "def reward_fn(response):\n    return [1.0] * response.count('z') if response else 1 / 0\n"
+    )
+    scorer = build(reward_fn="M/steps.py", step_separator="z", reward_error_value=-3.0, reward_weights=("reward=0.5",))
+    first, second = scorer.score([trajectory("azbz"), trajectory("")])
+    assert first.token_rewards == [*[0.0] * len(PROMPTS[0].token_ids), 0.5, 0.0, 0.5, 0.0, 0.0]
+    assert (second.rewards, second.failed) == ({"reward": -3.0}, True)
+
+
+CHAT = Prompt("ab", [3, 4], messages=[{"role": "user", "content": "ab"}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"reward_fn": "M/f.py", "prompts": [Prompt("a", [3])]},
+            "--reward_fn M/f.py: its parameter 'answer' is unknown",
+        ),
+        ({"reward_fn": "M/none.py"}, "--reward_fn M/none.py: no such file"),
+        ({"verifiable_reward": ("math", "math")}, "--verifiable_reward names one of math math twice"),
+        ({"remote_rm_url": "M/none.py"}, "--remote_rm_url M/none.py: no such file"),
+        ({"remote_rm_url": "M/f.py"}, "--remote_rm_url M/f.py: M/f.py has no function 'reward_func'"),
+        ({"remote_rm_url": "http://127.0.0.1:9/x"}, "--remote_rm_url http://127.0.0.1:9/x: no reward server answers"),
+        (
+            {"verifiable_reward": ("exact_match",), "prompts": [Prompt("a", [3])]},
+            "--verifiable_reward exact_match compares with a text or number, and the label of prompt 'a' is None",
+        ),
+        ({"reward_pretrain": "M/none"}, "--reward_pretrain M/none: no such local folder"),
+        ({"reward_pretrain": "M/larger"}, "--reward_pretrain M/larger: its tokenizer cannot be loaded"),
+        ({"reward_pretrain": "M/weightless", "prompts": [CHAT]}, "its tokenizer has no chat template"),
+        ({"reward_pretrain": "M/actor", "normalize": True}, "--normalize_reward: --reward_pretrain M/actor stores no"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_an_error_before_any_weights_are_read(
+    options: dict[str, Any],
+    message: str,
+    build: Callable[..., Scorer],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "get_llm_for_sequence_regression", lambda *_, **__: pytest.fail("weights are read"))
+    with pytest.raises(ValueError) as error:
+        build(**{"reward_pretrain": "M/same", **options})
+    assert message.replace("M/", f"{folder}/") in str(error.value)
+
+
+def test_broken_weights_are_an_error_naming_the_flag(build: Callable[..., Scorer]) -> None:
+    with pytest.raises(ValueError, match="^--reward_pretrain .*weightless: its weights cannot be read"):
+        build(reward_pretrain="M/weightless")

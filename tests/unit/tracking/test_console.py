@@ -1,0 +1,146 @@
+"""The log, progress bars and tables on a terminal and in a file."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from openppo.tracking import ConsoleTracker, JSONLTracker, Trackers, console, get_logger, progress_bar, setup_logging
+from openppo.tracking.console import escape_control, log_lines, table_lines
+
+
+class Terminal(io.StringIO):
+    """A stderr that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def logger_as_before() -> Iterator[None]:
+    """Undo ``setup_logging``."""
+    logger = get_logger()
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that progress bars see."""
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_rank_0_informs_and_others_only_warn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert get_logger() is logging.getLogger("openppo")
+    for rank in (0, 3):
+        setup_logging(rank)
+        get_logger().info("loaded %d rows", 7)
+        get_logger().warning("careful")
+    captured = capsys.readouterr()
+    assert captured.err == "[openppo] loaded 7 rows\n[openppo] careful\n[openppo rank 3] careful\n"
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("stream", "expected"),
+    [
+        (io.StringIO(), "[openppo]\n[openppo] role   model\n[openppo] careful\n"),
+        (Terminal(), "\nrole   model\n\x1b[33mwarning: careful\x1b[0m\n"),
+    ],
+)
+def test_a_file_gets_the_name_on_each_line_and_a_terminal_yellow_warnings(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, expected: str
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    setup_logging(0)
+    log_lines(["", "role   model"])
+    get_logger().warning("careful")
+    assert stream.getvalue() == expected
+
+
+def test_a_full_disk_under_all_output_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``> run.log 2>&1``: the failure cannot be reported either."""
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
+    with open("/dev/full", "wb", buffering=0) as full, io.TextIOWrapper(full, write_through=True) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        setup_logging(0)
+        trackers = Trackers([ConsoleTracker(["reward"], total_steps=2), JSONLTracker(tmp_path)])
+        for step in progress_bar(2, "training", enabled=True):
+            trackers.log(step, {"reward": 1.0})
+        trackers.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_table_is_aligned_and_its_last_column_wraps() -> None:
+    rows = [("role", "size", "text"), ("a", "1", "word " * 30), ("longer", "1,000", "x" * 200)]
+    lines = table_lines(rows, right={1}, indent=2)
+    assert lines[0] == "  role     size  text"
+    assert [line[10:15] for line in lines if line[2] != " "] == [" size", "    1", "1,000"]
+    assert max(map(len, lines)) == console.WIDTH
+    assert "".join(line[17:] for line in lines[-3:]) == "x" * 200
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\x1b[2J\u202e\ud83d", "a\\tb\\x1b[2J\\u202e\\ud83d"),
+        ("wide\u3000blank ä", "wide blank ä"),
+        ("abcdefghij", "abcd ... (+6 characters)"),
+    ],
+)
+def test_escaped_text_is_one_harmless_line(text: str, shown: str) -> None:
+    assert escape_control(text, 4 if len(text) == 10 else None) == shown
+    assert escape_control("abcdefghij", 4, keep="end") == "(+6 characters) ... ghij"
+
+
+def test_a_bar_yields_every_item_of_an_iterable_or_a_total() -> None:
+    assert list(progress_bar(["a", "b"], "letters", enabled=False)) == ["a", "b"]
+    assert list(progress_bar(3, "numbers", enabled=True)) == [0, 1, 2]
+    assert list(progress_bar((n for n in range(2)), "without length", enabled=True)) == [0, 1]
+
+
+@pytest.mark.parametrize(("seconds", "shares"), [(0.29, []), (1.0, ["30", "60", "90", "100"])])
+def test_a_file_gets_a_line_every_30_seconds_and_one_at_the_end(
+    clock: list[float], capsys: pytest.CaptureFixture[str], seconds: float, shares: list[str]
+) -> None:
+    for _ in progress_bar(100, "generation", enabled=True):
+        clock[0] += seconds
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert captured.out == ""
+    assert "\r" not in captured.err
+    assert [line.split("%")[0].split()[-1] for line in lines] == shares
+    assert not lines or "30/100 [00:30<01:10" in lines[0]  # elapsed and left
+
+
+def test_the_last_line_comes_also_after_an_error(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError), progress_bar(10, "work", enabled=True) as bar:
+        bar.update(4)
+        clock[0] += 31.0
+        raise KeyError
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "4/10" in line
+
+
+def test_a_terminal_gets_a_bar_that_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    for enabled in (False, True):
+        assert stderr.getvalue() == ""
+        for _ in progress_bar(3, "bar", enabled=enabled):
+            pass
+    shown = stderr.getvalue()
+    assert "bar          0% " in shown
+    assert "0/3  00:00, ? left" in shown
+    assert "\n" not in shown
+    assert shown.rsplit("\r", 1)[0].rstrip(" ").endswith("\r")  # last thing written: blanks

@@ -1,0 +1,123 @@
+"""Files that a run leaves in its folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import socket
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from openppo import __version__
+from openppo.config import TrainPPOConfig, flat_dict, from_options
+from openppo.tracking import (
+    JSONLTracker,
+    cut_logs,
+    environment,
+    run_folder,
+    save_config,
+    save_environment,
+    set_aside_logs,
+)
+from openppo.types import SingleProcess
+
+
+class Two(SingleProcess):
+    """Two ranks with the same values."""
+
+    world_size = 2
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+class Color(Enum):
+    RED = "red"
+
+
+def test_config_yaml_reads_back_in_order_with_tuples_as_lists(tmp_path: Path) -> None:
+    options = flat_dict(from_options(TrainPPOConfig, pretrain="\u00fcbung", reward_fn="r.py", prompt_data="p.jsonl"))
+    save_config(tmp_path / "new" / "run", options)
+    read = yaml.safe_load((tmp_path / "new" / "run" / "config.yaml").read_text(encoding="utf-8"))
+    assert list(read) == list(options)
+    assert (read["adam_betas"], read["top_k"], read["pretrain"]) == ([0.9, 0.95], None, "\u00fcbung")
+    assert all(read[name] == (list(value) if isinstance(value, tuple) else value) for name, value in options.items())
+
+
+def test_values_of_config_yaml_keep_their_kind(tmp_path: Path) -> None:
+    save_config(
+        tmp_path, {"path": Path("a/b"), "color": Color.RED, "nested": {"pair": (1, 2)}, "rate": 1e-6, "b": 5e-05}
+    )
+    read = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert read == {"path": "a/b", "color": "red", "nested": {"pair": [1, 2]}, "rate": 1e-6, "b": 5e-05}
+
+
+def test_environment_names_versions_and_the_device_of_each_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "PACKAGES", ("torch", "no-such-package"))
+    save_environment(tmp_path / "logs", environment(Two()))
+    found = json.loads((tmp_path / "logs" / "environment.json").read_text())
+    assert (found["openppo"], found["python"]) == (__version__, platform.python_version())
+    assert found["packages"] == {"torch": version("torch")}
+    assert found["world_size"] == len(found["ranks"]) == 2
+    assert all(rank["host"] == socket.gethostname() for rank in found["ranks"])
+    assert all("CPU" in rank["device"] for rank in found["ranks"]) or torch.cuda.is_available()
+
+
+def test_a_second_run_in_the_same_folder_keeps_the_logs_of_the_first(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    for run in ("first", "second", "third"):
+        set_aside_logs(logs)
+        save_config(logs, {"save_path": "."})
+        (logs / "metrics.jsonl").write_text(run)
+    kept = {folder.name: (folder / "metrics.jsonl").read_text() for folder in tmp_path.iterdir()}
+    assert kept == {"logs": "third", "logs.1": "first", "logs.2": "second"}
+
+
+LINES = "".join(json.dumps({"step": step, "reward": "ä"}) + "\n" for step in (1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (LINES + '{"step": 3}\n{"step": 1, "cut', LINES),
+        (LINES + '{"step": 2}', LINES + '{"step": 2}\n'),  # only its newline is missing
+        ("", ""),
+    ],
+)
+def test_logs_of_a_resumed_run_end_at_its_checkpoint(tmp_path: Path, text: str, kept: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "config.yaml").write_text("a: 1")
+    cut_logs(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl"]
+    cut_logs(tmp_path / "none", 2)
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\x0b", "\x1c", "\r", "\ud800"])
+def test_a_logged_text_may_hold_any_character_that_ends_a_line_elsewhere(tmp_path: Path, character: str) -> None:
+    tracker = JSONLTracker(tmp_path)
+    for step in (1, 2, 3):
+        tracker.log_samples(step, [{"response": f"a{character}b"}])
+    before = (tmp_path / "samples.jsonl").read_bytes().split(b"\n")
+    cut_logs(tmp_path, 2)
+    assert (tmp_path / "samples.jsonl").read_bytes().split(b"\n") == [*before[:2], b""]
+
+
+def test_lines_without_a_step_stay_and_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = ['{"note": "mine"}', "no JSON", '{"step": "two"}', "[1]", "", "\udcff", "[" * 100_000]
+    (tmp_path / "own.jsonl").write_text("\n".join([*own, '{"step": 2}', '{"step": 3}', ""]), errors="surrogateescape")
+    with caplog.at_level(logging.WARNING, "openppo"):
+        cut_logs(tmp_path, 2)
+    kept = (tmp_path / "own.jsonl").read_text(errors="surrogateescape")
+    assert kept == "\n".join([*own, '{"step": 2}', ""])
+    (message,) = caplog.messages
+    assert message == f"{tmp_path}/own.jsonl, line 1 and 5 more: not JSON with a number as 'step'; kept as it is"
