@@ -101,10 +101,10 @@ class HeartbeatStore:
             if not beat.done and silent > (0.8 if rank in ended else 1) * self._limit:  # see Watchdog._run
                 self.lost[rank] = f"no heartbeat for {silent:.0f} s (--heartbeat_timeout)"
 
-    def claim_report(self) -> bool:
+    def claim(self, what: str) -> bool:
         """True on the first rank that asks; without a store, on the first living rank of each machine."""
         with suppress(RuntimeError):
-            return self._store is None or self._store.add(f"{self._prefix}/reports", 1) == 1
+            return self._store is None or self._store.add(f"{self._prefix}/{what}", 1) == 1
         here = [beat for beat in self.beats.values() if beat.machine == this_machine() and not beat.has_ended()]
         return all(self._rank < beat.rank for beat in here)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -12,15 +11,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from openppo.config import RunConfig, mask_credentials
 from openppo.strategy import fault_report, signals
 from openppo.strategy.fault_report import Fault
 from openppo.strategy.heartbeats import Heartbeat, HeartbeatStore
-
-logger = logging.getLogger("openppo")
 
 _INTERVAL = 0.5
 _LINGER = 3 * _INTERVAL
@@ -82,7 +79,6 @@ class Watchdog:
         self._store = HeartbeatStore(self._rank, n_processes, limits.heartbeat_timeout) if n_processes > 1 else None
         self._verdict: _Verdict | None = None
         self._signal: tuple[str, float] | None = None
-        self._announced = False
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -127,7 +123,8 @@ class Watchdog:
     def _run(self) -> None:
         while not self._leaving.is_set():
             try:
-                eval(compile("look()", f"OpenPPO {self._heartbeat()}", "eval"), {"look": self._look})
+                code = _call.__code__.replace(co_filename=f"OpenPPO {self._heartbeat()}")
+                FunctionType(code, {})(self._look)
                 self._set_timer()
             except (OSError, RuntimeError, MemoryError):
                 error = self._verdict and self._verdict.error
@@ -154,7 +151,11 @@ class Watchdog:
                 self._exit(self._store.status)
             if self._store.lost:
                 self._report(fault_report.lost(self._store.lost, self._store.beats))
-        self._handle_signals(received)
+        for name in received:  # after lost ranks, for which the launcher signals the others
+            self._handle(name)
+        for beat in self._others():
+            if beat.signal is not None:
+                signals.request(beat.signal)
         failing = self._where.failing
         if failing is not None and time.monotonic() - failing[1] > _SECONDS_TO_CLOSE and self._verdict is None:
             self._verdict = self._raised(failing[0])  # trackers that cannot be closed would hide it
@@ -187,28 +188,16 @@ class Watchdog:
         deadlock = all(beat.idle > limit + _SECONDS_TO_END for beat in self._others())
         return deadlock or not fault_report.waits_for_other_ranks()
 
-    def _handle_signals(self, received: Sequence[str]) -> None:
-        for name in received:
-            since = time.monotonic() - self._signal[1] if self._signal else 0
-            self._signal = self._signal or (name, time.monotonic())
+    def _handle(self, name: str) -> None:
+        """A signal to this process. The heartbeat tells the other ranks."""
+        first, self._signal = self._signal, self._signal or (name, time.monotonic())
+        if first is None and self.saves_on_signal:
             signals.request(name)
-            if since > (_ECHO if "RANK" in os.environ else 0):
-                self._end_by_signal(f"{name} again: ended at once in phase {self._where.phase}", name)
-        for beat in self._others():
-            if beat.signal is not None:
-                signals.request(beat.signal)
-        requested = signals.requested()
-        if requested is None or self._announced:
-            return
-        if self.saves_on_signal:
-            self._announced = True
-            if self._rank == 0:
-                logger.warning("%s: saving a checkpoint, then exiting; a second signal exits at once", requested)
-        elif self._signal is not None:
-            self._end_by_signal(f"{requested}: ended in phase {self._where.phase}", requested)
-
-    def _end_by_signal(self, text: str, name: str) -> NoReturn:
-        self._end(lambda: f"{text}\n", _SIGNALLED + signal.Signals[name])
+            if self._store is None or self._store.claim("signal"):
+                _write(f"{name}: saving a checkpoint, then exiting; a second signal exits at once\n")
+        elif first is None or time.monotonic() - first[1] > (_ECHO if "RANK" in os.environ else 0):
+            how = "ended" if first is None else "a second signal, ended at once"
+            self._end(lambda: f"{name}: {how} in phase {self._where.phase}\n", _SIGNALLED + signal.Signals[name])
 
     def _raised(self, error: BaseException) -> _Verdict:
         """A report of ``error``; if it is a broken connection, after the time in which the cause becomes known."""
@@ -228,7 +217,7 @@ class Watchdog:
     def _end(self, text: Callable[[], str], status: int) -> NoReturn:
         """Report, unless another rank does, and end the run."""
         faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=2)  # if stderr or stdout is blocked, say
-        if self._store is None or self._store.claim_report():
+        if self._store is None or self._store.claim("report"):
             _write(text())
             if self._store is not None:
                 self._store.end_all(status)
@@ -242,6 +231,10 @@ class Watchdog:
         if self._store is not None:
             self._store.kill_lost()
         os._exit(status)
+
+
+def _call(look: Callable[[], None]) -> None:
+    look()
 
 
 def _write(text: str) -> None:
