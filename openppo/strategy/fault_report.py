@@ -49,18 +49,14 @@ class Fault:
     look_at: str = ""
     details: str = ""
     """Traceback, or the stacks of all threads."""
-    memory: Sequence[str] = ()
-    remedies: Sequence[str] = ()
-    """Flags that lower memory."""
+    memory: Sequence[tuple[str, str]] = ()
+    """Further rows: label and line."""
 
     def render(self, others: Sequence[Heartbeat], resume: str) -> str:
         """The page. ``others`` are the healthy ranks; ``resume`` says how to continue after a failure."""
-        rows = [("fault", self.what), *(("where", str(beat)) for beat in self.where)]
-        rows += [("memory", line) for line in self.memory]
-        if self.remedies:
-            rows.append(("try", f"reduce memory in {self.where[0].phase} with {', '.join(self.remedies)}"))
-        rows += [("others", str(beat)) for beat in others]
-        rows += [("look at", self.look_at), ("resume", resume), ("resume", _restart())]
+        rows = [("fault", self.what), *(("where", str(beat)) for beat in self.where), *self.memory]
+        rows += [*(("others", str(beat)) for beat in others), ("look at", self.look_at)]
+        rows += [("resume", resume), ("resume", _restart())]
         text = "".join(f"{name + ':':<9}{line}\n" for name, line in rows if line)
         details = f"{self.details.rstrip()}\n\n" if self.details else ""
         return f"\n{_TITLE:=^100}\n{details}{text}{'':=^100}\n"
@@ -74,8 +70,10 @@ def raised(
     message = mask_credentials(traceback.format_exception_only(error)[-1]).splitlines()[0]
     fault = Fault(f"rank {where.rank} raised {message}", [where], details=text)
     if is_out_of_memory(error):
+        rows = [("memory", line) for line in (*memory_lines(options), *models())]
         flags = remedies(where.phase, options, on_cpu=not torch.cuda.is_available())
-        return replace(fault, memory=[*memory_lines(options), *models()], remedies=flags)
+        advice = [("try", f"reduce memory in {where.phase} with {', '.join(flags)}")] if flags else []
+        return replace(fault, memory=[*rows, *advice])
     if is_broken_connection(error):
         return replace(fault, look_at="the network between the ranks: a connection broke, and all ranks are alive")
     folder = options.get("save_path")
@@ -85,8 +83,9 @@ def raised(
 def lost(ranks: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
     """Other ranks that are gone, for these reasons."""
     what = "; ".join(f"rank {rank} is gone: {reason}" for rank, reason in ranks.items())
-    memory = [f"rank {rank} at its last heartbeat: {beats[rank].memory}" for rank in ranks if beats[rank].memory]
-    return Fault(what, [beats[rank] for rank in ranks], _SILENT if "heartbeat" in what else _EXIT_CODES, memory=memory)
+    where = [beats[rank] for rank in ranks]
+    memory = [("memory", f"rank {beat.rank} at its last heartbeat: {beat.memory}") for beat in where if beat.memory]
+    return Fault(what, where, _SILENT if "heartbeat" in what else _EXIT_CODES, memory=memory)
 
 
 def stalled(where: Heartbeat) -> Fault:
