@@ -78,7 +78,7 @@ def circumstances(case: Case, widener: Widener) -> ExitStack:
             "experience.collate",
             "trainer.batches",
             "trainer.supervised.reward_model",
-            "rollout.rewards.model",
+            "rewards.model",
         ):
             stack.enter_context(mock.patch(f"openppo.{module}.pad_right", widener.pad_right))
     if case.get("no_compiler"):

@@ -7,6 +7,7 @@ micro-batch) is the order in which numbers are added.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 SCRIPT = Path(__file__).with_name("run_steps.py")
-RANKS = (1, 2)
 STAGES = (0, 1, 2, 3)
 EVERYTHING = 100  # as micro-batch size: more than there is
 
@@ -125,6 +125,22 @@ CASES = [
 ]
 
 
+def in_every_run(ranks: int, case: Case) -> bool:
+    """Whether a case is tried without --slow: on one rank stages 1 and 2 share all but a name with their neighbours."""
+    if ranks == 1:
+        return case.zero_stage in (0, 3)
+    return case.zero_stage != 1 or case.task != "step" or case.micro in (3, 4)
+
+
+def table(*ranks: int) -> list[Any]:
+    """Parameters ``ranks`` and ``case``."""
+    return [
+        pytest.param(n, case, id=f"{n}-{case.name}", marks=() if in_every_run(n, case) else pytest.mark.slow)
+        for n in ranks
+        for case in CASES
+    ]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a case left behind."""
@@ -160,45 +176,38 @@ def arguments_of(case: Case, tiny: Path) -> list[str]:
     return common.split()
 
 
-def run_all(ranks: int, tiny: Path, factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Path:
-    """All cases in one launch; the folder of what they left."""
-    folder = factory.mktemp(f"ranks{ranks}")
-    cases = []
-    for case in CASES:
-        task = TASKS[case.task]
-        cases.append(
-            {
-                "name": case.name,
-                "command": task.command,
-                "arguments": arguments_of(case, tiny),
-                "n_rows": task.n_rows,
-                "n_steps": task.n_steps,
-                "extra_columns": case.extra_columns,
-                "no_compiler": case.no_compiler,
-                "lockstep": case.lockstep,
-            }
-        )
-    (folder / "cases.json").write_text(json.dumps(cases))
-    launch(ranks, SCRIPT, folder / "cases.json", folder)
-    return folder
+def described(case: Case, tiny: Path) -> dict[str, Any]:
+    """A case as run_steps.py reads it."""
+    task = TASKS[case.task]
+    about = {name: getattr(case, name) for name in ("name", "extra_columns", "no_compiler", "lockstep")}
+    steps = {"command": task.command, "n_rows": task.n_rows, "n_steps": task.n_steps}
+    return about | steps | {"arguments": arguments_of(case, tiny)}
 
 
 @pytest.fixture(scope="module")
-def one_rank(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Path:
-    return run_all(1, tiny, tmp_path_factory, launch)
+def folders(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str], pytestconfig: pytest.Config
+) -> Callable[[int], Path]:
+    """``folders(ranks)``: what all cases left behind on so many ranks; they run in one launch."""
+    slow = pytestconfig.getoption("slow")
 
+    @cache
+    def get(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        cases = [described(case, tiny) for case in CASES if slow or in_every_run(ranks, case)]
+        (folder / "cases.json").write_text(json.dumps(cases))
+        launch(ranks, SCRIPT, folder / "cases.json", folder)
+        return folder
 
-@pytest.fixture(scope="module")
-def two_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Path:
-    return run_all(2, tiny, tmp_path_factory, launch)
+    return get
 
 
 @pytest.fixture
-def outcome(tiny: Path, request: pytest.FixtureRequest) -> Callable[[int, Case], Outcome]:
+def outcome(tiny: Path, folders: Callable[[int], Path]) -> Callable[[int, Case], Outcome]:
     """The outcome of a case on so many ranks."""
 
     def get(ranks: int, case: Case) -> Outcome:
-        folder = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks]) / case.name
+        folder = folders(ranks) / case.name
         command = TASKS[case.task].command
         starts = {"model": "actor"}
         if command == "train_ppo" and "--advantage_estimator" not in TASKS[case.task].arguments:
@@ -212,8 +221,7 @@ def outcome(tiny: Path, request: pytest.FixtureRequest) -> Callable[[int, Case],
     return get
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "case"), table(1, 2))
 def test_the_split_never_matters(outcome: Callable[[int, Case], Outcome], ranks: int, case: Case) -> None:
     got, want = outcome(ranks, case), outcome(1, REFERENCES[case.task])
 
@@ -236,9 +244,9 @@ def test_the_steps_are_large_enough_to_tell(outcome: Callable[[int, Case], Outco
         assert update.norm() > 1e-3 * reference.models[role].norm(), role
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_cases_are_what_they_say(outcome: Callable[[int, Case], Outcome], case: Case) -> None:
-    result = outcome(2, case).result
+@pytest.mark.parametrize(("ranks", "case"), table(2))
+def test_the_cases_are_what_they_say(outcome: Callable[[int, Case], Outcome], ranks: int, case: Case) -> None:
+    result = outcome(ranks, case).result
     assert result["zero_stage"] == case.zero_stage
     assert all(share <= 0.52 if case.zero_stage == 3 else share == 1 for share in result["shares"].values())
     assert (result["wide_batches"] > 0) == (case.extra_columns > 0)
