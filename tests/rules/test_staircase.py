@@ -20,7 +20,7 @@ STAIRCASE: dict[str, set[str]] = {
     "strategy": LEVEL_0,
     "datasets": LEVEL_0,
     "rollout": LEVEL_0 | {"models", "tracking"},
-    "rewards": LEVEL_0 | {"models", "tracking", "datasets"},
+    "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},
     "experience": LEVEL_0 | {"models", "tracking"},
     "trainer": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards", "experience"},
 }
@@ -125,7 +125,7 @@ UPWARDS = {
     "models/a.py": "from openppo.strategy import comm",
     "models/b.py": "import openppo.tracking.metrics",
     "models/c.py": "def f():\n    from ..trainer.ppo import x",
-    "experience/d.py": "from openppo import rollout",
+    "experience/d.py": "from openppo import rewards",
     "tracking/e.py": "import importlib\nimportlib.import_module('openppo.models')",
     "trainer/f.py": "from openppo.cli.train_ppo import main",
     "datasets/g.py": "import openppo",
