@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openppo.trainer.checkpointer import stopped
 
+from openppo.trainer.checkpointer import stopped
 from openppo.trainer.resume.export import find_checkpoint
 
 RunCommand = Callable[..., Any]
