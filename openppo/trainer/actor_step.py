@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from openppo.models.masked import compute_approx_kl
 from openppo.models.rollout_correction import rollout_correction
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
-from openppo.trainer.batches import TokenBatch
+from openppo.trainer.supervised.batches import TokenBatch
 from openppo.types import Comm, Experience
 
 
@@ -39,6 +41,8 @@ class ActorStep:
         self.config = config
         self.comm = comm
         self.device = device
+        self.observe: Callable[[Experience, Tensor, Tensor | None], None] | None = None
+        """Gets each micro-batch with the log-probs and entropy of its forward."""
         self.loss_agg = loss_aggregation(config)
         self.policy_loss = policy_loss(config.loss)
 
@@ -77,6 +81,8 @@ class ActorStep:
             log_probs, entropy = self.model(*inputs, return_entropy=True)
         else:
             log_probs = self.model(*inputs)
+        if self.observe is not None:
+            self.observe(micro, log_probs, entropy)
         if micro.log_probs is None:
             micro = micro.with_fields(log_probs=log_probs.detach() if on_policy else micro.rollout_log_probs)
         assert micro.log_probs is not None and micro.advantages is not None

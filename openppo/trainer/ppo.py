@@ -18,7 +18,7 @@ from openppo.tracking.phase import phase
 from openppo.trainer.callbacks import Callback, notify, restore_callbacks
 from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.overview.step_view import StepView
+from openppo.trainer.sample_log import StepDiagnostics
 from openppo.trainer.update import Update
 from openppo.types import Interrupted, Prompt, PromptRollouts, RolloutSource, Trajectory
 
@@ -48,14 +48,15 @@ class PPOTrainer:
         self.replay_buffer = ReplayBuffer(self.comm, ppo.buffer_limit, ppo.buffer_cpu_offload, stage, normalizes)
         self.update = Update(config, components)
         self.planned_steps = source.steps or self.total_steps
-        self.view = StepView(config, components, self.total_steps)
+        self.view = StepDiagnostics(config, components, self.total_steps)
+        self.update.actor_step.observe = self.view.observe
         self.should_stop = False
         self.components.train(False)
 
     def fit(self) -> None:
         """Train to the end, evaluate and report when due, and save the actor to ``save_path``.
 
-        A signal (see ``openppo.strategy.interrupt``) ends it early, with a checkpoint instead of a trained model.
+        A signal (see ``openppo.strategy.signals``) ends it early, with a checkpoint instead of a trained model.
         """
         with self._session():
             for trajectories in self._rollouts():
@@ -85,8 +86,7 @@ class PPOTrainer:
         """Metrics of responses to held-out prompts, the same on all ranks; empty without such prompts."""
         trajectories = self.source.evaluate()
         if metrics := self.components.grading.measure(trajectories):
-            with self.components.weights_to_save():
-                self.view.show_evaluation(self.global_step, trajectories)
+            self.view.show_evaluation(self.global_step, trajectories)
             notify(self.callbacks, "on_evaluate", self, metrics)
         return metrics
 

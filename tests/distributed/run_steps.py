@@ -76,8 +76,8 @@ def circumstances(case: Case, widener: Widener) -> ExitStack:
         stack.enter_context(mock.patch("openppo.experience.replay_buffer.join_rows", widener.join_rows))
         for module in (
             "experience.collate",
-            "trainer.batches",
-            "trainer.supervised.reward_model",
+            "trainer.supervised.batches",
+            "trainer.supervised.trainers",
             "rewards.model",
         ):
             stack.enter_context(mock.patch(f"openppo.{module}.pad_right", widener.pad_right))
@@ -182,8 +182,8 @@ def run_supervised(case: Case, arguments: list[str]) -> dict[str, Any]:
     return {
         "metrics": metrics,
         "samples": [],
-        "shares": {"model": partitioned_share(trainer.components.engine.module)},
-        "zero_stage": trainer.components.engine.deepspeed.zero_optimization_stage(),
+        "shares": {"model": partitioned_share(trainer.components.model.module)},
+        "zero_stage": trainer.components.model.deepspeed.zero_optimization_stage(),
     }
 
 

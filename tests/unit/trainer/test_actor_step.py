@@ -19,7 +19,7 @@ from openppo.experience.replay_buffer import MiniBatch
 from openppo.models import Actor, GPTLMLoss
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep, loss_aggregation
-from openppo.trainer.batches import TokenBatch, token_batch
+from openppo.trainer.supervised.batches import TokenBatch, token_batch
 from openppo.types import Experience, SingleProcess
 
 EngineOf = Callable[[nn.Module], Any]

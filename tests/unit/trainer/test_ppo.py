@@ -19,7 +19,7 @@ from openppo.experience import ExperienceMaker
 from openppo.experience.maker import Hooks
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import PhaseTimer, StepProfiler, Trackers
-from openppo.tracking.phase import begin_step, position
+from openppo.tracking.phase import begin_step, current
 from openppo.trainer import PPOTrainer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.components import PPOComponents
@@ -80,7 +80,7 @@ class TwoLetters:
 
     version = 0
 
-    def awake(self, weights: Any) -> contextlib.AbstractContextManager[None]:
+    def with_weights(self, weights: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def generate(
@@ -155,7 +155,7 @@ def trainer_of(
     hooks = Hooks(PhaseTimer(profiler, estimated))
     parts: Any = PPOComponents(
         strategy=Strategy(),  # type: ignore[arg-type]
-        tokenizer=SimpleNamespace(),  # type: ignore[arg-type]
+        tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),  # type: ignore[arg-type]
         actor=policy,
         critic=None,
         engine=TwoLetters(),  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ def test_a_fault_is_in_the_step_that_has_begun(make_step: Any, monkeypatch: pyte
         given = getattr(part, call)
 
         def spy(*arguments: Any, given: Any = given) -> Any:
-            seen.append((position.step, position.phase))
+            seen.append((current.step, current.phase))
             return given(*arguments)
 
         monkeypatch.setattr(part, call, spy)
