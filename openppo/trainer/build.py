@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -39,8 +38,6 @@ from openppo.trainer.resume.compatible import model_fingerprint, prompts_fingerp
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import (
     check_options,
-    check_same,
-    on_all_ranks,
     start_trackers,
 )
 from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
@@ -296,8 +293,6 @@ def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, prompts: 
         normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
         input_template=config.data.input_template,
         trust_remote_code=config.model.trust_remote_code,
-        collective=partial(on_all_ranks, strategy.comm),
-        check_same=partial(check_same, strategy.comm),
         pack_where_exact=pack_where_exact if config.model.flash_attn else None,
     )
 

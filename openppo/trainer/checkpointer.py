@@ -18,16 +18,24 @@ from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
 from openppo.strategy import interrupt
-from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder, Fragment, FragmentReader, write_fragments
-from openppo.strategy.checkpoint.engine_state import engine_fragments, engine_numbers, fragment_bytes, load_engine
-from openppo.strategy.checkpoint.manifest import MODEL
+from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
+from openppo.strategy.checkpoint.engine_state import (
+    Fragment,
+    FragmentReader,
+    engine_fragments,
+    engine_numbers,
+    fragment_bytes,
+    load_engine,
+    write_fragments,
+)
+from openppo.strategy.checkpoint.folder import MODEL
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state, set_random_state
+from openppo.strategy.comm import collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import set_aside_model
 from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
-from openppo.trainer.startup import on_all_ranks
 from openppo.types import Comm, Interrupted
 
 logger = logging.getLogger("openppo")
@@ -110,7 +118,7 @@ class Checkpointer:
         path = self.options.ckpt_path or str(Path(config.run.save_path) / f"checkpoints_{kind}")
         flag = "--ckpt_path" if self.options.ckpt_path else "--save_path"
         folder = Path(path).resolve()
-        on_all_ranks(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
+        collective(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
         self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
         self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents}
         self.engines: dict[str, TrainableModel] = {}
@@ -157,7 +165,7 @@ class Checkpointer:
             except OSError as error:
                 raise ValueError(f"--save_path: an earlier run's model cannot be set aside ({error}).") from error
 
-        on_all_ranks(self.comm, set_aside)
+        collective(self.comm, set_aside)
 
     def check_space(self, n_extra: int = 0, what: str = "a checkpoint takes") -> None:
         """Raise ``CheckpointError`` if the disk has no room for another checkpoint, ``n_extra`` bytes of it extra."""
@@ -167,7 +175,7 @@ class Checkpointer:
         if self.options.save_hf_ckpt and self.strategy.is_main:
             n_bytes += _model_bytes(next(iter(self.engines.values())))
         self.folder.check_space(
-            n_bytes + (n_extra if self.folder.leads else 0) + _SLACK_BYTES // self.comm.world_size,
+            n_bytes + (n_extra if self.strategy.is_main else 0) + _SLACK_BYTES // self.comm.world_size,
             "make room, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped",
             what,
         )
@@ -205,7 +213,7 @@ class Checkpointer:
                 write_fragments(folder / f"{role}-{self.comm.rank:05d}.safetensors", self._mine(engine))
             if self.ema is not None:
                 write_fragments(folder / f"ema-{self.comm.rank:05d}.safetensors", self.ema.fragments())
-            if self.folder.leads:
+            if self.strategy.is_main:
                 randoms = {f"{rank}/{name}": t for rank, each in enumerate(everyones) for name, t in each.items()}
                 save_file(randoms, folder / _RANDOM)
                 (folder / _STATE).write_text(json.dumps(whole, default=_as_text), encoding="utf-8")
@@ -223,7 +231,7 @@ class Checkpointer:
         assert self.found is not None, "nothing was found"
         for role, engine in self.engines.items():
             with FragmentReader(self.found.glob(f"{role}-*.safetensors")) as reader:
-                load_engine(engine, "", reader, self.state["engines"][role])
+                load_engine(engine, reader, self.state["engines"][role])
         if self.ema is not None:
             with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
                 for name, fragment in self.ema.fragments().items():
@@ -289,7 +297,7 @@ class Checkpointer:
                 )
             return
         self.state = json.loads((self.found / _STATE).read_text(encoding="utf-8"))
-        on_all_ranks(self.comm, self._check)
+        collective(self.comm, self._check)
 
     def _check(self) -> None:
         assert self.found is not None
@@ -301,15 +309,15 @@ class Checkpointer:
         check_compatible(self.found, self.state, self.identity)
 
     def _mine(self, engine: TrainableModel) -> dict[str, Fragment]:
-        """What this rank writes. Without ZeRO every rank has everything, so neighbours share the work."""
+        """What this rank writes. Without ZeRO every rank has everything, so ranks share the work."""
         fragments = engine_fragments(engine)
         if engine.deepspeed.zero_optimization_stage() > 0:
             return fragments
-        names = sorted(fragments)[self.folder.place :: len(self.folder.neighbours)]
+        names = sorted(fragments)[self.comm.rank :: self.comm.world_size]
         return {name: fragments[name] for name in names}
 
     def _share(self, n_bytes: int, engine: TrainableModel) -> int:
-        return n_bytes if engine.deepspeed.zero_optimization_stage() > 0 else n_bytes // len(self.folder.neighbours)
+        return n_bytes if engine.deepspeed.zero_optimization_stage() > 0 else n_bytes // self.comm.world_size
 
     def _load_random(self) -> None:
         assert self.found is not None

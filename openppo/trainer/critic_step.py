@@ -119,7 +119,7 @@ class OnePassCritic(ExperienceMaker):
         model, clip = self.critic_step.model, n_done >= self.config.ppo.value_pretrain_steps
         model.train()
         if self.config.ppo.offload_idle:
-            model.load_moments()
+            model.load_adam_moments()
         batch = next(mini_batches(buffer, self.config, n_done))
         values: dict[int, Tensor] = {}
         for i, micro in enumerate(progress_bar(batch.micro_batches, "critic", enabled=self.comm.rank == 0)):

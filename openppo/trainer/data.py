@@ -18,16 +18,14 @@ from openppo.rewards.build import own_tokenizer
 from openppo.rollout.decode_graphs import check_layers
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.vllm_engine import check_vllm
+from openppo.strategy.comm import check_same, check_transformers, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.strategy.gpu import check_transformers
 from openppo.trainer.engine_check import LONGEST
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import (
     check_context,
-    check_same,
     load_policy_tokenizer,
     log_dropped,
-    on_all_ranks,
     tokenizing,
 )
 from openppo.types import Comm, Prompt
@@ -61,7 +59,7 @@ def load_ppo_data(
 
     ``ValueError`` names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
-    data = on_all_ranks(comm, lambda: _load(config, tokenizer, actor_config, tokenizing(comm), prompts))
+    data = collective(comm, lambda: _load(config, tokenizer, actor_config, tokenizing(comm), prompts))
     prompt_ids, held_out = ([(p.token_ids, p.label) for p in each] for each in (data.prompts, data.held_out))
     check_same(comm, {"--prompt_data": prompt_ids, "--eval_data": held_out, "--pretrain_data": data.documents})
     return data
@@ -157,9 +155,7 @@ def check_models(
     """Check what needs neither data nor weights; tokenizer, the actor's config, and what the critic starts from."""
     model = config.model
     _check_algorithm(config)
-    actor_config = on_all_ranks(
-        strategy.comm, lambda: check_model(model.pretrain, "--pretrain", model.trust_remote_code)
-    )
+    actor_config = collective(strategy.comm, lambda: check_model(model.pretrain, "--pretrain", model.trust_remote_code))
     _check_lora(config)
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     _check_gpu_options(config, actor_config, strategy)
@@ -200,7 +196,7 @@ def _check_lora(config: TrainPPOConfig) -> None:
 
 def _check_engine(config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy) -> None:
     if config.generation.rollout_engine == "vllm":
-        on_all_ranks(strategy.comm, check_vllm)
+        collective(strategy.comm, check_vllm)
     else:
         check_cache(actor_config)
         check_transformers()

@@ -16,7 +16,7 @@ from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.score_shaping import one_reward_groups
 from openppo.rewards import start_scoring
 from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories, wait_for_scores, write_scores
-from openppo.strategy.policy_weights import PolicyWeights
+from openppo.strategy.weights import PolicyWeights
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.data import as_prompt
@@ -110,7 +110,7 @@ class PromptSource:
     def with_weights(self) -> Iterator[None]:
         """Inside, the engine may decode, with the actor's weights of now."""
         self.engine.version = self.components.state.policy_version
-        with self.engine.awake(PolicyWeights(self.components.strategy, self.components.actor)):
+        with self.engine.with_weights(PolicyWeights(self.components.strategy, self.components.actor)):
             yield
 
     def _next_prompts(self) -> list[Prompt] | None:

@@ -227,7 +227,7 @@ def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
         facts.append(("held out", count(len(parts.eval_examples), "sample")))
     if trainer.global_step > 0:
         facts.append(("resumes", f"after step {trainer.global_step:,} of {trainer.total_steps:,}"))
-    role = model_role("model", config.supervised.pretrain, parts.engine.module, parts.strategy, is_trained=True)
+    role = model_role("model", config.supervised.pretrain, parts.model.module, parts.strategy, is_trained=True)
     _log([role], facts, parts.estimate)
 
 

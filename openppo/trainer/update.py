@@ -120,7 +120,7 @@ class Update:
         batch, step = self.config.batch, self.state.global_step
         self.components.train()
         for model in self._resting:
-            model.load_moments()
+            model.load_adam_moments()
         n_updates = batch.max_epochs * -(-n_samples // batch.train_batch_size)
         with progress_bar(n_updates, "training", enabled=self.components.strategy.is_main) as bar:
             for number, mini_batch in enumerate(mini_batches(buffer, self.config, step)):
@@ -168,7 +168,7 @@ class Update:
 
     def _rest(self) -> None:
         for model in self._resting:
-            model.offload_moments()
+            model.offload_adam_moments()
 
     @property
     def _resting(self) -> list[TrainableModel]:

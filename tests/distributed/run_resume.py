@@ -27,7 +27,7 @@ from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.build import build_ppo_trainer
 from openppo.trainer.checkpointer import SignalStop
 from openppo.trainer.critic_step import CriticStep
-from openppo.trainer.supervised.sft import SFTTrainer
+from openppo.trainer.supervised.trainers import SFTTrainer
 from openppo.types import Interrupted
 
 STEPS = {"actor": ActorStep, "critic": CriticStep}

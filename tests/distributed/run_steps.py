@@ -77,7 +77,7 @@ def circumstances(case: Case, widener: Widener) -> ExitStack:
         for module in (
             "experience.collate",
             "trainer.supervised.batches",
-            "trainer.supervised.reward_model",
+            "trainer.supervised.trainers",
             "rewards.model",
         ):
             stack.enter_context(mock.patch(f"openppo.{module}.pad_right", widener.pad_right))
@@ -182,8 +182,8 @@ def run_supervised(case: Case, arguments: list[str]) -> dict[str, Any]:
     return {
         "metrics": metrics,
         "samples": [],
-        "shares": {"model": partitioned_share(trainer.components.engine.module)},
-        "zero_stage": trainer.components.engine.deepspeed.zero_optimization_stage(),
+        "shares": {"model": partitioned_share(trainer.components.model.module)},
+        "zero_stage": trainer.components.model.deepspeed.zero_optimization_stage(),
     }
 
 

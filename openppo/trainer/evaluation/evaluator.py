@@ -42,7 +42,7 @@ def short_names(sources: Iterable[str]) -> dict[str, str]:
     return {source: source for source in parts}
 
 
-def answer(
+def generate_responses(
     engine: Engine, comm: Comm, prompts: Sequence[Prompt], params: SamplingParams, n_samples: int, seed: int
 ) -> list[Trajectory]:
     """This rank's share of the responses to ``prompts``: ``n_samples`` each, beside each other, in prompt order.
@@ -134,7 +134,7 @@ class Evaluator:
 
     def evaluate(self) -> Evaluation:
         """Generate, score, measure. ``ValueError`` if ``reward_weights`` names a reward that does not occur."""
-        trajectories = answer(self.engine, self.comm, self.prompts, self.params, self.n_samples, self.seed)
+        trajectories = generate_responses(self.engine, self.comm, self.prompts, self.params, self.n_samples, self.seed)
         scores = self.scorer.score(trajectories)
         write_scores(trajectories, scores)
         check_weights(trajectories, self.reward_weights)

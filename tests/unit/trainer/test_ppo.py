@@ -80,7 +80,7 @@ class TwoLetters:
 
     version = 0
 
-    def awake(self, weights: Any) -> contextlib.AbstractContextManager[None]:
+    def with_weights(self, weights: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def generate(

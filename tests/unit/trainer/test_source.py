@@ -23,7 +23,7 @@ class EchoEngine:
 
     version = 3
 
-    def awake(self, weights: Any) -> contextlib.AbstractContextManager[None]:
+    def with_weights(self, weights: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def generate(
@@ -127,13 +127,13 @@ def test_evaluation_holds_the_weights_only_while_it_samples() -> None:
     source, seen = source_of(eval_n_samples_per_prompt=2), []
 
     @contextlib.contextmanager
-    def awake(weights: Any) -> Iterator[None]:
+    def with_weights(weights: Any) -> Iterator[None]:
         seen.append("open")
         yield
         seen.append("closed")
 
     score = source.scorer.score
-    source.engine.awake = awake  # type: ignore[method-assign]
+    source.engine.with_weights = with_weights  # type: ignore[method-assign]
     source.scorer.score = lambda rows: seen.append("scored") or score(rows)  # type: ignore[method-assign, func-returns-value]
     responses = source.evaluate()
     assert seen == ["open", "closed", "scored"]
