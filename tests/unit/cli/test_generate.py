@@ -81,7 +81,7 @@ def test_greedy_responses_are_those_of_plain_transformers(generate: Generate, po
             "sample": 0,
             "prompt": PROMPTS[i],
             "response": tokenizer.decode(ids, skip_special_tokens=True),
-            "finish_reason": "eos" if ids[-1] == tokenizer.eos_token_id else "length",
+            "finish_reason": "stop" if ids[-1] == tokenizer.eos_token_id else "length",
             "n_tokens": len(ids),
             "label": i,
             "mean_log_prob": pytest.approx(log_prob, abs=1e-5),
