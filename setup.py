@@ -59,7 +59,6 @@ setup(
         "packaging>=23.0",
         "pyarrow>=15",
         "pyyaml>=6.0",
-        "rich>=13.7",
         "safetensors>=0.6",
         "tensorboard>=2.16",
         "tqdm>=4.66",

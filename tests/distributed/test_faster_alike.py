@@ -20,8 +20,7 @@ CAN_COMPILE = shutil.which("g++") is not None and " " not in torch.__file__
 # With a limit on the buffer, though it holds all samples, the critic is asked for values before training.
 LIMIT = "--buffer_limit 12"
 WAYS = {  # the slower flags, the faster ones, what both have
-    "compile": ("", "--compile", "--zero_stage 2"),
-    "compile with checkpointing": ("", "--compile", "--zero_stage 0 --gradient_checkpointing"),
+    "compile": ("", "--compile", "--zero_stage 2 --gradient_checkpointing"),
     "old log-probs": ("--old_log_probs recompute", "", "--zero_stage 3 --max_epochs 2"),
     "values": (LIMIT, "", "--train_batch_size 12 --max_epochs 2 --zero_stage 0"),
     "values before policy": (LIMIT, "", "--train_batch_size 12 --value_pretrain_steps 1 --zero_stage 1"),

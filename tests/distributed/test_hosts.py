@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 REPO = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
 NAMES = ("alpha", "beta")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PPO = """--rollout_batch_size 8 --train_batch_size 8 --micro_train_batch_size 3 --micro_rollout_batch_size 3

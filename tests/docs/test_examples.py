@@ -105,6 +105,15 @@ def test_the_relatives_of_grpo_are_what_their_papers_say(tmp_path: Path) -> None
     assert made["GSPO"].loss.policy_loss_type == "gspo"
 
 
+@pytest.mark.parametrize("name", ["train_sft.sh", "train_rm.sh", "train_ppo.sh"])
+def test_the_script_of_a_command(run: Run, workshop: Path, name: str) -> None:
+    data = {"PROMPT_DATA": "prompts.jsonl", "DATASET": "preference.jsonl" if "rm" in name else "sft.jsonl"}
+    models = {"PRETRAIN": "policy", "REWARD_PRETRAIN": "reward", "SAVE_PATH": f"out/{name}", "GPUS": "2"}
+    flags = SMALL if "ppo" in name else "--train_batch_size 4 --max_len 64"
+    run(["bash", str(SCRIPTS / name), *flags.split()], workshop, **data, **models)
+    assert (workshop / "out" / name / "model.safetensors").is_file()
+
+
 def test_remax(run: Run, workshop: Path) -> None:
     out = script(run, "remax.sh", workshop, DATA="prompts.jsonl")
     assert len(logged(out)) == 2

@@ -1,8 +1,8 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 23_600
-PACKAGE_FILES = 207
-TEST_LINES = 35_800
+PACKAGE_LINES = 22_200
+PACKAGE_FILES = 175
+TEST_LINES = 34_700
 FILES_IN_A_FOLDER = 16  # without __init__.py
 FILE_LINES = 400
 CLASS_LINES = 310
