@@ -5,6 +5,7 @@ micro-batch) is the order in which numbers are added.
 """
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -103,6 +104,7 @@ TASKS = {
     ),
     "sft": Task("train_sft", "--train_batch_size 14", n_rows=13, n_steps=2),
     "rm": Task("train_rm", "--train_batch_size 14 --margin_key margin", n_rows=13, n_steps=2),
+    **{f"prm_{kind}": Task("train_prm", "--train_batch_size 14", n_rows=13, n_steps=2) for kind in ("hard", "soft")},
 }
 REFERENCES = {task: Case(task) for task in TASKS}
 CASES = [
@@ -114,7 +116,9 @@ CASES = [
     *(Case("samples", stage, 3, 2) for stage in STAGES),
     *(Case(task, stage, 3, 4) for task in ("grpo", "gspo", "remax", "values", "ema") for stage in (0, 2, 3)),
     *(Case(task, stage, 3) for task in ("sft", "rm") for stage in STAGES),
-    *(Case(task, 2, 4, extra_columns=7) for task in ("sft", "rm")),
+    *(Case(task, stage, micro) for task in ("prm_hard", "prm_soft") for stage in (0, 3) for micro in (1, 3)),
+    *(Case(task, stage, 3) for task in ("prm_hard", "prm_soft") for stage in (1, 2)),
+    *(Case(task, 2, 4, extra_columns=7) for task in ("sft", "rm", "prm_hard")),
     *(Case("step", stage, 4, 4, "--gradient_checkpointing") for stage in (0, 3)),
     Case("step", 2, 4, 4, "--adam_offload"),
     *(Case("step", stage, 4, 4, "--adam_offload", no_compiler=True) for stage in (1, 3)),
@@ -157,7 +161,19 @@ def as_vector(folder: Path) -> Tensor:
     return torch.cat([weights[name].double().flatten() for name in sorted(weights)])
 
 
-def arguments_of(case: Case, tiny: Path) -> list[str]:
+def write_solutions(folder: Path) -> None:
+    """26 solutions, one to five steps each: "h" is the placeholder, "a" and "b" are good and bad."""
+    rng = random.Random(7)
+    hard, soft = [], []
+    for i in range(26):
+        steps = ["".join(rng.choices("cdefg", k=rng.randint(1, 6))) + "h" for _ in range(1 + i % 5)]
+        hard.append({"input": "".join(steps), "label": [rng.choice("ab") for _ in steps]})
+        soft.append({"input": "".join(steps), "label": [rng.random() for _ in steps]})
+    for name, rows in (("hard", hard), ("soft", soft)):
+        (folder / f"prm_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def arguments_of(case: Case, tiny: Path, folder: Path) -> list[str]:
     task = TASKS[case.task]
     common = f"{task.arguments} --zero_stage {case.zero_stage} --micro_train_batch_size {case.micro} {case.more}"
     common += " --lr_warmup_ratio 0 --lr_scheduler constant"
@@ -167,6 +183,10 @@ def arguments_of(case: Case, tiny: Path) -> list[str]:
     elif task.command == "train_rm":
         common += f" --pretrain {tiny}/reward --dataset {tiny}/preference.jsonl --learning_rate 1e-3"
         common += f" --prompt_key prompt --eval_dataset {tiny}/preference.jsonl"
+    elif task.command == "train_prm":
+        rows = folder / f"{case.task}.jsonl"
+        common += f" --pretrain {tiny}/actor --dataset {rows} --eval_dataset {rows} --learning_rate 1e-3"
+        common += " --input_key input --label_key label --placeholder_token h --reward_tokens a b"
     else:
         common += f" --pretrain {tiny}/actor --reward_pretrain {tiny}/reward --prompt_data {tiny}/prompts.jsonl"
         common += f" --pretrain_data {tiny}/documents.jsonl --micro_rollout_batch_size {case.micro_rollout}"
@@ -176,12 +196,12 @@ def arguments_of(case: Case, tiny: Path) -> list[str]:
     return common.split()
 
 
-def described(case: Case, tiny: Path) -> dict[str, Any]:
+def described(case: Case, tiny: Path, folder: Path) -> dict[str, Any]:
     """A case as run_steps.py reads it."""
     task = TASKS[case.task]
     about = {name: getattr(case, name) for name in ("name", "extra_columns", "no_compiler", "lockstep")}
     steps = {"command": task.command, "n_rows": task.n_rows, "n_steps": task.n_steps}
-    return about | steps | {"arguments": arguments_of(case, tiny)}
+    return about | steps | {"arguments": arguments_of(case, tiny, folder)}
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +214,8 @@ def folders(
     @cache
     def get(ranks: int) -> Path:
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        cases = [described(case, tiny) for case in CASES if slow or in_every_run(ranks, case)]
+        write_solutions(folder)
+        cases = [described(case, tiny, folder) for case in CASES if slow or in_every_run(ranks, case)]
         (folder / "cases.json").write_text(json.dumps(cases))
         launch(ranks, SCRIPT, folder / "cases.json", folder)
         return folder
@@ -259,4 +280,4 @@ def test_prompts_and_steps_have_responses_of_their_own(outcome: Callable[[int, C
     assert first[0]["prompt"] == first[1]["prompt"]
     assert len({tuple(sample["response"]) for sample in first + second}) > 12
     reasons = {sample["finish_reason"] for sample in outcome(2, REFERENCES["step"]).result["samples"][0]}
-    assert reasons == {"eos", "length"}
+    assert reasons == {"stop", "length"}
