@@ -52,6 +52,7 @@ setup(
         "aiohttp>=3.9",
         "peft>=0.18",
         "datasets>=4.0",
+        "filelock>=3.20",
         "huggingface_hub>=1.0",
         "jinja2>=3.1",
         "numpy>=1.26",

@@ -1,0 +1,140 @@
+"""One optimizer step of the actor: policy loss, KL loss, entropy bonus, and the PTX loss in the same gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from openppo.config import LossAggregation, TrainPPOConfig
+from openppo.experience.estimators import ESTIMATORS
+from openppo.experience.measure import measure_mismatch
+from openppo.experience.replay_buffer import MiniBatch
+from openppo.models.loss import POLICY_LOSSES, log_ratio, policy_loss, token_weights
+from openppo.models.masked import compute_approx_kl
+from openppo.models.rollout_correction import rollout_correction
+from openppo.strategy.trainable_model import TrainableModel
+from openppo.tracking import Metrics
+from openppo.trainer.supervised.batches import TokenBatch
+from openppo.types import Comm, Experience
+
+
+def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:
+    """``--loss_agg``, else what the policy loss asks for, else what the estimator asks for."""
+    return (
+        config.loss.loss_agg
+        or POLICY_LOSSES[config.loss.policy_loss_type].loss_agg
+        or ESTIMATORS[config.advantage.advantage_estimator].loss_agg
+    )
+
+
+class ActorStep:
+    """Adds up the gradients of all micro-batches and steps once.
+
+    Losses are means over the whole optimizer step: each micro-batch contributes its sum divided by the number of
+    tokens (or sequences) of all micro-batches and ranks, times the ranks, since DeepSpeed averages over them.
+    """
+
+    def __init__(self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device) -> None:
+        self.model = model
+        self.config = config
+        self.comm = comm
+        self.device = device
+        self.observe: Callable[[Experience, Tensor, Tensor | None], None] | None = None
+        """Gets each micro-batch with the log-probs and entropy of its forward."""
+        self.loss_agg = loss_aggregation(config)
+        self.policy_loss = policy_loss(config.loss)
+
+    def train(
+        self,
+        batch: MiniBatch,
+        ptx_batch: TokenBatch | None,
+        metrics: Metrics,
+        kl_coef: float = 0.0,
+        on_policy: bool = False,
+    ) -> float:
+        """Update the actor on one mini-batch, and on a batch of documents if given. Returns the gradient's norm.
+
+        ``kl_coef`` is the coefficient of the KL loss, if there is one. ``on_policy``: no update has happened since
+        sampling. If old log-probs are missing, this forward's are used, in later updates the engine's; those that were
+        not recomputed are compared with the engine's. Nothing changes when the norm is not finite.
+        """
+        metrics.add("actor_learning_rate", self.model.learning_rate, reduce="max")
+        last = len(batch.micro_batches) - 1
+        for i, micro in enumerate(batch.micro_batches):
+            loss = self._loss(micro.to(self.device), batch, metrics, kl_coef, on_policy)
+            self.model.backward(loss * self.comm.world_size, last=ptx_batch is None and i == last)
+        if ptx_batch is not None:
+            self._accumulate_ptx(ptx_batch, metrics)
+        norm = self.model.step()
+        metrics.add("actor_grad_norm", norm)
+        return norm
+
+    def _loss(self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float, on_policy: bool) -> Tensor:
+        """This micro-batch's part of the mean over the step, a scalar."""
+        assert micro.advantages is not None
+        mask, entropy_coef = micro.action_mask, self.config.loss.entropy_coef
+        inputs = micro.sequences, micro.attention_mask, mask
+        entropy = None
+        if entropy_coef > 0:
+            log_probs, entropy = self.model(*inputs, return_entropy=True)
+        else:
+            log_probs = self.model(*inputs)
+        if self.observe is not None:
+            self.observe(micro, log_probs, entropy)
+        if micro.log_probs is None:
+            micro = micro.with_fields(log_probs=log_probs.detach() if on_policy else micro.rollout_log_probs)
+        assert micro.log_probs is not None and micro.advantages is not None
+        loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs)  # (B, L)
+        self._measure(loss, log_probs, micro, metrics)
+        if on_policy and micro.entropy is None:
+            measure_mismatch(log_probs, micro.rollout_log_probs, mask, metrics)
+        loss = loss * self._correction(micro, metrics)
+        if self.config.kl.use_kl_loss:
+            assert micro.ref_log_probs is not None
+            kl = compute_approx_kl(log_probs, micro.ref_log_probs, mask, self.config.kl.kl_estimator)
+            metrics.add_tensor("kl_loss", kl.detach(), mask)
+            loss = loss + kl_coef * kl
+        if entropy is not None:
+            loss = loss - entropy_coef * entropy
+        max_len = self.config.generation.generate_max_len
+        weights = token_weights(mask, self.loss_agg, batch.n_tokens, batch.n_sequences, max_len, micro.weight)
+        return (loss * weights).sum()
+
+    def _correction(self, micro: Experience, metrics: Metrics) -> Tensor | float:
+        """Weights (B, L) for the difference between the sampling and the training policy."""
+        options = self.config.loss
+        if options.rollout_correction == "none":
+            return 1.0
+        assert micro.log_probs is not None
+        weights = rollout_correction(
+            micro.log_probs,
+            micro.rollout_log_probs,
+            micro.action_mask,
+            options.rollout_correction,
+            options.rollout_correction_low,
+            options.rollout_correction_high,
+        )
+        metrics.add_tensor("rollout_weight", weights, micro.action_mask)
+        metrics.add_tensor("rollout_masked_fraction", (weights == 0).float(), micro.action_mask)
+        return weights
+
+    def _measure(self, loss: Tensor, log_probs: Tensor, micro: Experience, metrics: Metrics) -> None:
+        assert micro.log_probs is not None
+        mask, log_probs = micro.action_mask, log_probs.detach()
+        metrics.add_tensor("policy_loss", loss.detach(), mask)
+        clipped = self.policy_loss.clipped(log_probs, micro.log_probs, mask)  # bool (B, L)
+        metrics.add_tensor("clip_fraction", clipped.float(), mask)
+        change = log_ratio(log_probs, micro.log_probs, mask).double()  # near 0, where float32 would be all rounding
+        metrics.add_tensor("ratio_max", change.exp(), mask, reduce="max")
+        metrics.add_tensor("approx_kl", change.expm1() - change, mask)  # k3
+
+    def _accumulate_ptx(self, batch: TokenBatch, metrics: Metrics) -> None:
+        last = len(batch.micro_batches) - 1
+        for i, micro in enumerate(batch.to(self.device)):
+            # a language-model loss has no sampling temperature
+            log_probs = self.model(*micro[:3], temperature=1.0, position_ids=micro.position_ids)
+            metrics.add_tensor("ptx_loss", -log_probs.detach(), micro.loss_mask)
+            loss = -log_probs.sum() / max(batch.n_tokens, 1)
+            self.model.backward(self.config.ppo.ptx_coef * loss * self.comm.world_size, last=i == last)

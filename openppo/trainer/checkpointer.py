@@ -1,0 +1,348 @@
+"""Checkpoints of a whole run: models, averages, random numbers, and the state of the trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
+from openppo.config.commands import SupervisedCommand
+from openppo.config.run import refuse_own_checkpoints
+from openppo.strategy import signals
+from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
+from openppo.strategy.checkpoint.engine_state import (
+    Fragment,
+    FragmentReader,
+    engine_fragments,
+    engine_numbers,
+    fragment_bytes,
+    load_engine,
+    write_fragments,
+)
+from openppo.strategy.checkpoint.folder import MODEL
+from openppo.strategy.checkpoint.random_state import RandomState, get_random_state, set_random_state
+from openppo.strategy.comm import collective
+from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.ema import ParameterAverage
+from openppo.strategy.trainable_model import TrainableModel
+from openppo.tracking import set_aside_model
+from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
+from openppo.types import Comm, Interrupted
+
+logger = logging.getLogger("openppo")
+
+_STATE, _RANDOM = "state.json", "random.safetensors"
+_SLACK_BYTES = 16 * 2**20
+"""For what is small: random numbers, the trainer's state, a tokenizer."""
+
+
+def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
+    """Message after ``signal``: the checkpoint, and commands for it."""
+    return (
+        f"stopped by {signal} after {step} of {total} steps. The same command with --load_checkpoint goes on from "
+        f"{checkpoint}; 'openppo export {shlex.quote(str(checkpoint))} FOLDER' makes a model of it"
+    )
+
+
+class SignalStop:
+    """``StopCheck`` of signals; where no command has installed handlers for them, it never stops."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def requested(self) -> bool:
+        """Whether this rank has a signal; others may not know yet."""
+        return signals.requested() is not None
+
+    def __call__(self) -> None:
+        """Raise ``Interrupted`` on all ranks if one of them has a signal. All ranks call this together."""
+        if not signals.installed():
+            return
+        if int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
+            names = self.comm.all_gather_object(signals.requested())
+            raise Interrupted(next(name for name in names if name is not None))
+
+
+@contextmanager
+def ensure_checkpoint_on_save_error(
+    checkpointer: Checkpointer | None, step: int, save_checkpoint: Callable[[], Path]
+) -> Iterator[None]:
+    """If saving the model fails, make sure that a checkpoint of ``step`` exists, and name it in the error.
+
+    The block raises ``OSError`` on all ranks or none. ``CheckpointError`` if no checkpoint can be written either.
+    """
+    try:
+        yield
+    except OSError as error:
+        if checkpointer is None:
+            raise
+        try:
+            kept = checkpointer.kept(step) or save_checkpoint()
+        except CheckpointError as failure:
+            raise CheckpointError(
+                f"{error}. Nor could a checkpoint be written, so that what was trained since the last one is lost: "
+                f"{failure}"
+            ) from error
+        raise OSError(
+            f"{error}. All that was trained is in {kept}: make room, or choose another --save_path beside "
+            f"--ckpt_path {kept.parent}, and the same command with --load_checkpoint writes the model."
+        ) from error
+
+
+class Checkpointer:
+    """Saves and loads a run of the command ``kind``. All ranks call every method together.
+
+    With ``--load_checkpoint`` it finds the newest checkpoint at once, ``found``, so that options that contradict it
+    are an error before models are loaded: ``contents`` are fingerprints by flag (see ``check_compatible``).
+    """
+
+    def __init__(
+        self,
+        config: TrainPPOConfig | SupervisedCommand,
+        strategy: DeepspeedStrategy,
+        kind: str,
+        contents: dict[str, str],
+    ) -> None:
+        self.options: CheckpointConfig = config.checkpoint
+        self.strategy = strategy
+        self.comm = strategy.comm
+        path = self.options.ckpt_path or str(Path(config.run.save_path) / f"checkpoints_{kind}")
+        flag = "--ckpt_path" if self.options.ckpt_path else "--save_path"
+        folder = Path(path).resolve()
+        collective(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
+        self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
+        self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents}
+        self.engines: dict[str, TrainableModel] = {}
+        self.ema: ParameterAverage | None = None
+        self.best: float | None = None
+        self.found: Path | None = None
+        self.last: tuple[int, Path] | None = None
+        self.saves_critic = isinstance(config, TrainPPOConfig) and config.model.save_value_network
+        self.save_path = Path(config.run.save_path).resolve()
+        self.state: dict[str, Any] = {}
+        if self.options.load_checkpoint:
+            self._find()
+
+    @property
+    def found_step(self) -> int | None:
+        """The step that the run goes on from; None at the start of a run."""
+        return None if self.found is None else int(self.state["step"])
+
+    def attach(self, engines: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None) -> None:
+        """Say what to save and load, by role.
+
+        Raises ``ValueError`` if the disk has no room for one checkpoint and the trained model.
+        """
+        self.engines = {role: engine for role, engine in engines.items() if engine is not None}
+        self.ema = ema
+        try:
+            self._check_space_at_start()
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
+
+    def set_aside_earlier(self) -> None:
+        """Keep what an earlier run has saved apart from this one's; at the start of a run, once nothing can fail.
+
+        A start that fails, or was a mistake, leaves the folder as it was: ``--load_checkpoint`` still goes on from it.
+        """
+        assert self.found is None, "this run goes on from it"
+        self.folder.set_aside()
+        beside = [self.save_path.with_name(self.save_path.name + "_critic")] if self.saves_critic else []
+
+        def set_aside() -> None:
+            try:
+                for folder in (self.save_path, *beside) if self.strategy.is_main else ():
+                    set_aside_model(folder)
+            except OSError as error:
+                raise ValueError(f"--save_path: an earlier run's model cannot be set aside ({error}).") from error
+
+        collective(self.comm, set_aside)
+
+    def check_space(self, n_extra: int = 0, what: str = "a checkpoint takes") -> None:
+        """Raise ``CheckpointError`` if the disk has no room for another checkpoint, ``n_extra`` bytes of it extra."""
+        n_bytes = sum(self._share(fragment_bytes(engine), engine) for engine in self.engines.values())
+        if self.ema is not None:
+            n_bytes += sum(4 * fragment.values.numel() for fragment in self.ema.fragments().values())
+        if self.options.save_hf_ckpt and self.strategy.is_main:
+            n_bytes += _model_bytes(next(iter(self.engines.values())))
+        self.folder.check_space(
+            n_bytes + (n_extra if self.strategy.is_main else 0) + _SLACK_BYTES // self.comm.world_size,
+            "make room, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped",
+            what,
+        )
+
+    def kept(self, step: int) -> Path | None:
+        """The checkpoint of ``step`` that this session has saved or gone on from, if any."""
+        return self.last[1] if self.last is not None and self.last[0] == step else None
+
+    def due(self, step: int, pass_ended: bool) -> bool:
+        """Whether ``--save_steps`` asks for a checkpoint after ``step``."""
+        every = self.options.save_steps
+        return pass_ended if every == -1 else every > 0 and step % every == 0
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        write_model: Callable[[Path], None],
+        random_state: RandomState | None = None,
+    ) -> Path:
+        """Write a checkpoint of ``step``; ``CheckpointError`` on all ranks if one of them cannot.
+
+        ``state`` of the trainer is JSON, the same on all ranks. ``write_model`` writes the Hugging Face folder of
+        ``--save_hf_ckpt``. ``random_state`` replaces the current one.
+        """
+        self.check_space()
+        numbers = {role: engine_numbers(engine) for role, engine in self.engines.items()}
+        everyones = self.comm.all_gather_object(random_state or get_random_state())
+        whole = {**self.identity, "step": step, "engines": numbers, "best": self.best, "trainer": state}
+
+        def write(folder: Path) -> None:
+            if self.options.save_hf_ckpt:
+                write_model(folder / MODEL)
+            for role, engine in self.engines.items():
+                write_fragments(folder / f"{role}-{self.comm.rank:05d}.safetensors", self._mine(engine))
+            if self.ema is not None:
+                write_fragments(folder / f"ema-{self.comm.rank:05d}.safetensors", self.ema.fragments())
+            if self.strategy.is_main:
+                randoms = {f"{rank}/{name}": t for rank, each in enumerate(everyones) for name, t in each.items()}
+                save_file(randoms, folder / _RANDOM)
+                (folder / _STATE).write_text(json.dumps(whole, default=_as_text), encoding="utf-8")
+
+        path = self.folder.save(step, write)
+        self.last = step, path
+        logger.info("saved a checkpoint of step %d to %s", step, path)
+        return path
+
+    def load(self) -> dict[str, Any]:
+        """Give models, averages and random numbers the state of ``found``; returns the trainer's state.
+
+        Raises ``ValueError`` if it does not fit this run's models.
+        """
+        assert self.found is not None, "nothing was found"
+        for role, engine in self.engines.items():
+            with FragmentReader(self.found.glob(f"{role}-*.safetensors")) as reader:
+                load_engine(engine, reader, self.state["engines"][role])
+        if self.ema is not None:
+            with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
+                for name, fragment in self.ema.fragments().items():
+                    reader.read_into(name, fragment)
+        self.best = self._best_of(self.state)
+        self._load_random()
+        self.last = int(self.state["step"]), self.found
+        logger.info("going on from %s", self.found)
+        trainer: dict[str, Any] = self.state["trainer"]
+        return trainer
+
+    def _best_of(self, state: dict[str, Any]) -> float | None:
+        """The best score of the run so far, if scores of now can be compared with it."""
+        changed = measured_otherwise(state["options"], self.identity["options"])
+        if state["best"] is not None and self.options.keep_best is not None and changed:
+            names = ", ".join(f"--{name}" for name in changed)
+            logger.warning("%s changed: the best model is looked for anew, %.4g is forgotten", names, state["best"])
+        return None if changed else state["best"]
+
+    def save_if_best(self, step: int, metrics: Mapping[str, float], write_model: Callable[[Path], None]) -> None:
+        """Keep the model as the best one if ``metrics`` of an evaluation say so."""
+        name = self.options.keep_best
+        if name is None:
+            return
+        if name not in metrics:
+            logger.warning("--keep_best %s: the evaluation has no such metric but %s", name, ", ".join(metrics))
+            return
+        sign = -1 if name.endswith("loss") else 1
+        value = metrics[name]
+        if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
+            return
+        n_bytes = _model_bytes(next(iter(self.engines.values()))) + _SLACK_BYTES if self.strategy.is_main else 0
+        self.folder.check_space(n_bytes, "make room, or leave out --keep_best")
+        self.folder.save_best(step, write_model)
+        self.best = value  # now: a signal while it was written must not leave the score without its model
+        logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)
+
+    def _check_space_at_start(self) -> None:
+        """Room for a checkpoint, and for the trained model, which may go to another disk."""
+        n_bytes, place = 0, self.save_path
+        while not place.exists():
+            place = place.parent
+        if self.strategy.is_main:
+            saved = [self.engines[role] for role in ("actor", "model") if role in self.engines]
+            saved += [self.engines["critic"]] if self.saves_critic else []
+            replaced = sum(file.stat().st_size for file in self.save_path.glob("*.safetensors") if self.found)
+            n_bytes = max(0, sum(map(_model_bytes, saved)) - replaced) + _SLACK_BYTES
+        if self.comm.all_gather_object(place.stat().st_dev == self.folder.folder.stat().st_dev)[0]:
+            self.check_space(n_bytes, "a checkpoint and the trained model take")
+            return
+        self.check_space()
+        self.folder.check_space(
+            n_bytes, "make room, or give another --save_path", "the trained model takes", ("--save_path", place)
+        )
+
+    def _find(self) -> None:
+        self.found = self.folder.newest()
+        if self.found is None:
+            logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
+            for earlier in self.folder.earlier():
+                logger.warning(
+                    "checkpoints of an earlier run are in %s: --ckpt_path %s goes on from them", *[earlier] * 2
+                )
+            return
+        self.state = json.loads((self.found / _STATE).read_text(encoding="utf-8"))
+        collective(self.comm, self._check)
+
+    def _check(self) -> None:
+        assert self.found is not None
+        if self.state["kind"] != self.identity["kind"]:
+            raise ValueError(
+                f"--load_checkpoint: {self.found} is a checkpoint of train_{self.state['kind']}, not of "
+                f"train_{self.identity['kind']}: give another --ckpt_path."
+            )
+        check_compatible(self.found, self.state, self.identity)
+
+    def _mine(self, engine: TrainableModel) -> dict[str, Fragment]:
+        """What this rank writes. Without ZeRO every rank has everything, so ranks share the work."""
+        fragments = engine_fragments(engine)
+        if engine.deepspeed.zero_optimization_stage() > 0:
+            return fragments
+        names = sorted(fragments)[self.comm.rank :: self.comm.world_size]
+        return {name: fragments[name] for name in names}
+
+    def _share(self, n_bytes: int, engine: TrainableModel) -> int:
+        return n_bytes if engine.deepspeed.zero_optimization_stage() > 0 else n_bytes // self.comm.world_size
+
+    def _load_random(self) -> None:
+        assert self.found is not None
+        tensors, prefix = load_file(self.found / _RANDOM), f"{self.comm.rank}/"
+        mine = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        ranks = {int(name.partition("/")[0]) for name in tensors}
+        if len(ranks) != self.comm.world_size and self.strategy.is_main:
+            logger.info("the checkpoint is of %d ranks, this run has %d", len(ranks), self.comm.world_size)
+        if mine:
+            set_random_state(mine)
+        else:  # a rank that was not there: a stream of its own, not the one that it would have begun with
+            self.strategy.seed_everything(
+                self.strategy.config.seed + 1 + self.comm.rank + 1_000_003 * self.state["step"]
+            )
+
+
+def _as_text(value: object) -> str:
+    """In place of what is no JSON, in a callback's state say: a save upon a signal must not fail for it."""
+    logger.warning("the checkpoint has %r as text: the state of a callback must be JSON", value)
+    return str(value)
+
+
+def _model_bytes(engine: TrainableModel) -> int:
+    """What the model takes as a Hugging Face folder; where it has adapters, those alone are written."""
+    parameters: list[Any] = list(engine.module.parameters())  # with the attributes of ZeRO-3
+    if hasattr(engine.module.model, "peft_config"):
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    return sum(p.element_size() * (p.ds_numel if hasattr(p, "ds_numel") else p.numel()) for p in parameters)
