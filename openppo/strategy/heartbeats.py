@@ -45,11 +45,14 @@ class Heartbeat:
 
     def has_ended(self) -> bool:
         """Whether the rank's process was on this machine and is gone."""
-        try:
-            if self.machine == this_machine():
+        if self.machine == this_machine():
+            try:
                 os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
+                return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+            except ProcessLookupError:
+                return True
+            except OSError:  # no /proc, or no file to be had just now
+                pass
         return False
 
     def __str__(self) -> str:
