@@ -27,7 +27,6 @@ PUBLIC = {
         "ReplayBuffer",
         "AdaptiveKLController",
         "FixedKLController",
-        "compute_advantages",
         "get_advantages_and_returns",
         "get_cumulative_returns",
         "compute_reward",

@@ -22,7 +22,7 @@ PROMPT, NEW = [3, 4, 5], 7
 class Weights:
     """Those of the module, which are whole."""
 
-    def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
+    def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -34,7 +34,7 @@ def decoded_together(model: Any, monkeypatch: pytest.MonkeyPatch, free: int | No
     hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    with engine.awake(Weights()):  # type: ignore[arg-type]
+    with engine.with_weights(Weights()):  # type: ignore[arg-type]
         engine.generate([[*PROMPT, i % 20] for i in range(300)], SamplingParams(NEW), list(range(300)))
     hook.remove()
     return max(rows)
