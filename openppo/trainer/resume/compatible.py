@@ -1,0 +1,104 @@
+"""What a run must have in common with the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from openppo.config import training_options
+from openppo.types import Prompt
+
+logger = logging.getLogger("openppo")
+
+_PART = 1 << 14
+_PARTS = 256
+"""So many parts of so many bytes, evenly spread, stand for a file of weights."""
+
+
+def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compare the ``options`` and ``contents`` of a checkpoint with those of this run, and log what may differ.
+
+    ``contents`` are fingerprints by flag of what options name: a folder that has moved is the same, another one under
+    an old name is not. Raises ``ValueError`` naming every option that contradicts the checkpoint in ``path``.
+    """
+    old, new = (json.loads(json.dumps(identity["options"])) for identity in (saved, now))  # tuples become lists
+    must_match = set(training_options(lambda rules: rules.resume == "must match"))
+    moved = {name for name in new if f"--{name}" in now["contents"]}
+    differ = {name: (old.get(name), value) for name, value in new.items() if name in old and old[name] != value}
+    wrong = [f"--{name} was {a}, is {b}" for name, (a, b) in differ.items() if name in must_match - moved]
+    for flag, fingerprint in now["contents"].items():
+        before, name = saved["contents"].get(flag), flag.removeprefix("--")
+        if before == fingerprint or (before is None and name not in differ):  # not read then: --ptx_coef was 0
+            continue
+        shaping = [option for option in _options_of_rows(name) if option in differ]
+        if name in differ:
+            wrong.append(f"{flag} was {old.get(name)}, is {new[name]}")
+        elif not shaping:
+            wrong.append(f"{flag} {new[name]} has other contents")
+        for option in shaping:
+            said = f"--{option} was {differ[option][0]}, is {differ[option][1]}"
+            if said not in wrong:
+                wrong.append(f"{said}, which gives other rows of {flag}")
+    if wrong:
+        raise ValueError(
+            f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(wrong)}. Give them as they "
+            "were, or start anew with another --ckpt_path."
+        )
+    allowed = [f"--{name} {a} -> {b}" for name, (a, b) in differ.items() if name not in ("load_checkpoint",)]
+    if allowed:
+        logger.info("options that differ from the checkpoint's, in force from now on: %s", ", ".join(allowed))
+
+
+def _options_of_rows(data: str) -> list[str]:
+    """Options that decide which rows are read from the same files."""
+    return training_options(lambda rules: data in rules.rows_of)
+
+
+def measured_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The options that make scores of evaluations under ``now`` no match for those under ``saved``."""
+    old, new = (json.loads(json.dumps(options)) for options in (saved, now))  # tuples become lists
+    return [name for name in training_options(lambda rules: rules.measures) if old.get(name) != new.get(name)]
+
+
+def model_fingerprint(name: str) -> str:
+    """Of a local folder its config, and names, sizes and parts of its weights; of a hub name the commit."""
+    folder, digest = Path(name), hashlib.sha256()
+    if not folder.is_dir():
+        try:
+            cached = try_to_load_from_cache(name, "config.json")  # its folder is named after the commit
+        except HFValidationError:  # no name of the hub either: loading it says so
+            return name
+        return f"{name}@{Path(cached).parent.name}" if isinstance(cached, str) else name
+    for file in sorted(folder.glob("*")):
+        if file.name in ("config.json", "adapter_config.json") or file.suffix in (".safetensors", ".bin"):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size} ".encode())
+            with file.open("rb") as opened:
+                for part in range(_PARTS):
+                    opened.seek(max(part * _PART, part * (size - _PART) // (_PARTS - 1)))
+                    digest.update(opened.read(_PART))
+    return digest.hexdigest()
+
+
+def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:
+    """Of token ids and labels, in their order."""
+    return _fingerprint([prompt.token_ids, repr(prompt.label)] for prompt in prompts)
+
+
+def examples_fingerprint(examples: Iterable[object]) -> str:
+    """Of everything that they hold, in their order: dataclasses of plain values."""
+    return _fingerprint(examples)
+
+
+def _fingerprint(rows: Iterable[object]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr(row).encode())
+    return digest.hexdigest()
