@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -68,14 +66,14 @@ MASK = torch.tensor([[t < len(row) for t in range(WIDTH)] for row in ROWS])
 
 
 @pytest.fixture(params=FAMILIES)
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def folder(request, tmp_path):
     """A causal language model as it is on the hub."""
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(FAMILIES[request.param]()).save_pretrained(tmp_path / "causal")
     return tmp_path / "causal"
 
 
-def read_by_the_output_layer(folder: Path, row: list[int]) -> Tensor:
+def read_by_the_output_layer(folder, row):
     """The hidden state of each token of one row, (L, hidden), as the causal language model's output layer gets it."""
     model, seen = AutoModelForCausalLM.from_pretrained(folder).eval(), []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
@@ -84,7 +82,7 @@ def read_by_the_output_layer(folder: Path, row: list[int]) -> Tensor:
     return seen[0]
 
 
-def assert_saved_alike(model: Any, folder: Path) -> None:
+def assert_saved_alike(model, folder):
     """The folder gives the same weights back, bit for bit."""
     again = get_llm_for_sequence_regression(str(folder), "reward").model.state_dict()
     expected = model.state_dict()
@@ -92,9 +90,7 @@ def assert_saved_alike(model: Any, folder: Path) -> None:
     assert all(torch.equal(again[name], expected[name]) for name in expected)
 
 
-def test_a_critic_is_the_head_on_the_language_models_hidden_states(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_critic_is_the_head_on_the_language_models_hidden_states(folder, caplog):
     with caplog.at_level(logging.INFO, logger="openppo"):
         critic = get_llm_for_sequence_regression(str(folder), "critic").eval()
     assert any("fresh scalar head for the critic" in record.message for record in caplog.records)
@@ -109,7 +105,7 @@ def test_a_critic_is_the_head_on_the_language_models_hidden_states(
         assert padded[b, : len(row)].tolist() == pytest.approx(expected, abs=2e-5)
 
 
-def test_a_saved_reward_model_is_read_back_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+def test_a_saved_reward_model_is_read_back_bit_for_bit(folder, tmp_path):
     trained = get_llm_for_sequence_regression(str(folder), "reward", init_value_head=True).eval()
     save_model(trained.model, tmp_path / "out", is_main=True)
     assert_saved_alike(trained.model, tmp_path / "out")
@@ -118,7 +114,7 @@ def test_a_saved_reward_model_is_read_back_bit_for_bit(folder: Path, tmp_path: P
         assert torch.equal(reward(SEQUENCES, MASK), trained(SEQUENCES, MASK))
 
 
-def test_saved_names_are_the_language_models_and_a_head(folder: Path, tmp_path: Path) -> None:
+def test_saved_names_are_the_language_models_and_a_head(folder, tmp_path):
     critic: Any = get_llm_for_sequence_regression(str(folder), "critic")
     save_model(critic.model, tmp_path / "out", is_main=True)
     names, causal = (set(load_file(f / "model.safetensors")) for f in (tmp_path / "out", folder))
@@ -133,7 +129,7 @@ def test_saved_names_are_the_language_models_and_a_head(folder: Path, tmp_path: 
         assert critic.eval()(SEQUENCES, MASK)[0, 1:].tolist() == pytest.approx(values[:-1], abs=2e-5)
 
 
-def test_adapters_and_head_are_merged_when_read_back(folder: Path, tmp_path: Path) -> None:
+def test_adapters_and_head_are_merged_when_read_back(folder, tmp_path):
     kind = json.loads((folder / "config.json").read_text())["model_type"]
     targets = ["q_proj", "v_proj"] if kind == "llama4_text" else "all-linear"  # its router is a layer of another kind
     options = {"init_value_head": True, "lora_rank": 2, "target_modules": targets}
@@ -148,19 +144,19 @@ def test_adapters_and_head_are_merged_when_read_back(folder: Path, tmp_path: Pat
         torch.testing.assert_close(merged(SEQUENCES, MASK), adapted.eval()(SEQUENCES, MASK), rtol=0, atol=1e-4)
 
 
-def test_a_causal_model_without_head_is_refused_as_reward_model(folder: Path) -> None:
+def test_a_causal_model_without_head_is_refused_as_reward_model(folder):
     with pytest.raises(ValueError, match=r"no scalar head 'score.weight'.*train_rm.*--value_head_prefix"):
         get_llm_for_sequence_regression(str(folder), "reward")
 
 
-def test_the_estimate_counts_every_parameter_of_the_critic(folder: Path) -> None:
+def test_the_estimate_counts_every_parameter_of_the_critic(folder):
     critic = get_llm_for_sequence_regression(str(folder), "critic")
     config = AutoModelForCausalLM.from_pretrained(folder).config
     assert model_shape(config, "scalar").n_parameters == sum(p.numel() for p in critic.parameters())
 
 
 @pytest.fixture
-def granite(tmp_path: Path) -> Path:
+def granite(tmp_path):
     """A reward model of Granite."""
     AutoModelForCausalLM.from_config(GraniteConfig(**SIZES)).save_pretrained(tmp_path / "causal")
     model = get_llm_for_sequence_regression(str(tmp_path / "causal"), "reward", init_value_head=True).model
@@ -168,14 +164,14 @@ def granite(tmp_path: Path) -> Path:
     return tmp_path / "reward"
 
 
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> dict[str, Tensor]:
+def edit(folder, change):
     """Change the weights of a checkpoint; returns them."""
     weights = change(load_file(folder / "model.safetensors"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return weights
 
 
-def test_a_head_under_another_name_is_found_by_its_prefix(granite: Path) -> None:
+def test_a_head_under_another_name_is_found_by_its_prefix(granite):
     weights = edit(granite, lambda w: {n.replace("score.", "value_head."): t for n, t in w.items()})
     model = get_llm_for_sequence_regression(str(granite), "reward", value_head_prefix="value_head")
     assert torch.equal(model.classifier.score.weight, weights["value_head.weight"])
@@ -192,13 +188,13 @@ def test_a_head_under_another_name_is_found_by_its_prefix(granite: Path) -> None
     ],
     ids=["two labels", "missing", "mismatched"],
 )
-def test_what_does_not_fit_is_refused_as_for_llama(granite: Path, change: Any, message: str) -> None:
+def test_what_does_not_fit_is_refused_as_for_llama(granite, change, message):
     edit(granite, change)
     with pytest.raises(ValueError, match=message):
         get_llm_for_sequence_regression(str(granite), "reward")
 
 
-def with_images(kind: str) -> Any:
+def with_images(kind):
     """A model of images and text, whose language model is that of ``FAMILIES``."""
     text = FAMILIES[f"{kind}_text"]().to_dict()
     if kind == "gemma4":
@@ -210,7 +206,7 @@ def with_images(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "llama4"])
-def test_a_checkpoint_of_images_and_text_gives_a_critic_too(kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_images_and_text_gives_a_critic_too(kind, tmp_path):
     torch.manual_seed(4)
     with_images(kind).save_pretrained(tmp_path / "hub")
     critic: Any = get_llm_for_sequence_regression(str(tmp_path / "hub"), "critic").eval()
@@ -223,7 +219,7 @@ def test_a_checkpoint_of_images_and_text_gives_a_critic_too(kind: str, tmp_path:
     assert_saved_alike(critic.model, tmp_path / "out")
 
 
-def test_a_family_with_a_classifier_keeps_that_of_transformers(llama_folder: Path) -> None:
+def test_a_family_with_a_classifier_keeps_that_of_transformers(llama_folder):
     critic = get_llm_for_sequence_regression(str(llama_folder), "critic")
     assert isinstance(critic, ScalarHeadModel)
     assert critic.classifier.__class__.__module__ == "transformers.models.llama.modeling_llama"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ PARAMS = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for 
 ROWS = [[5, 9, 2, 17, 30, 8, 11, 44, 2], [11, 3, 2, 60]]
 
 
-def read_by_output_layer(model: Any, row: list[int]) -> Tensor:
+def read_by_output_layer(model, row):
     """The hidden state of each token, (L, hidden)."""
     seen: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
@@ -42,7 +41,7 @@ def read_by_output_layer(model: Any, row: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_a_critic_reads_what_the_language_model_reads(name: str, tmp_path: Path) -> None:
+def test_a_critic_reads_what_the_language_model_reads(name, tmp_path):
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(tiny_config(name)).save_pretrained(tmp_path / "causal")
     if name in OTHER_HEADS:
