@@ -191,5 +191,5 @@ class ExperienceMaker:
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
     """Of a forward over samples that trains nothing."""
     ppo = config.ppo
-    price = split_overhead(config.deepspeed.zero_stage)
-    return MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, price)
+    overhead = split_overhead(config.deepspeed.zero_stage)
+    return MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, overhead)

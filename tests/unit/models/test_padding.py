@@ -81,9 +81,9 @@ def test_a_long_tail_is_padded_much_less_than_in_batches_of_equal_size():
 def test_under_zero_3_there_are_as_few_batches_as_possible(seed):
     rng = random.Random(seed)
     lengths = [int(rng.expovariate(1 / 30)) + 1 for _ in range(rng.randint(1, 60))]
-    batches = micro_batches(lengths, MicroBatchSize(8, price=split_overhead(3)))
+    batches = micro_batches(lengths, MicroBatchSize(8, overhead=split_overhead(3)))
     assert len(batches) == -(-len(lengths) // 8)
-    assert len(micro_batches(lengths, MicroBatchSize(8, price=split_overhead(2)))) >= len(batches)
+    assert len(micro_batches(lengths, MicroBatchSize(8, overhead=split_overhead(2)))) >= len(batches)
 
 
 def test_few_widths_hold_all_lengths_with_little_padding():
