@@ -78,11 +78,6 @@ def test_extra_padding_changes_nothing_whatever_it_holds(any_causal):
     assert bool((found[~attention(12)] == 0).all())
 
 
-def test_a_pad_that_equals_the_end_of_sequence_changes_nothing(any_causal):
-    actor = Actor(any_causal().double())
-    same(actor(padded(ROWS, 7, pad=2), attention()), actor(padded(ROWS, 7, pad=0), attention()))
-
-
 def test_a_temperature_given_to_the_call_replaces_that_of_the_actor(llama):
     model = llama().double().eval()
     actor = Actor(model, temperature=0.5)
@@ -189,26 +184,9 @@ def test_a_checkpoint_without_a_language_model_head_is_refused(llama, tmp_path):
         Actor(str(tmp_path))
 
 
-def test_with_lora_only_adapters_are_trainable(any_causal):
-    actor = Actor(any_causal(), lora_rank=2, lora_alpha=4)
-    trainable = [name for name, p in actor.named_parameters() if p.requires_grad]
-    assert trainable
-    assert all("lora_" in name for name in trainable)
-    actor(padded(ROWS, 7), attention()).sum().backward()
-    assert [name for name, p in actor.named_parameters() if p.grad is not None] == trainable
-
-
 def test_adapters_start_as_the_identity(any_causal):
     actor = Actor(any_causal().double(), lora_rank=2)
     same(actor(padded(ROWS, 7), attention()), plain_log_probs(any_causal().double().eval()))
-
-
-def test_lora_adapts_the_modules_that_are_named(llama):
-    actor = Actor(llama(), lora_rank=2, target_modules=["q_proj"])
-    adapted = {name.split(".lora_")[0].split(".")[-1] for name, _ in actor.named_parameters() if "lora_" in name}
-    assert adapted == {"q_proj"}
-    ranks = {tuple(p.shape) for name, p in actor.named_parameters() if "lora_A" in name}
-    assert ranks == {(2, 32)}
 
 
 def test_flash_attn_without_the_package_says_how_to_install_it(llama_folder, monkeypatch):

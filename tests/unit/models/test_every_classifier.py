@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from openppo.models import get_llm_for_sequence_regression
 from openppo.strategy.saving import save_model
-from openppo.trainer.estimate.shapes import model_shape
 from tests.architectures import NAMES, tiny_config
 
 OTHER_HEADS = tuple(
@@ -25,7 +24,7 @@ ELSEWHERE = tuple(
     "bert electra ernie megatron-bert rembert modernbert-decoder inkling_text minicpm3 prophetnet cpmant".split()
 )
 """Their output layer reads a multiple of the hidden states, or what another layer makes of them, or the whole batch."""
-FEW = ("granite", "olmoe", "gemma4_text", "bart")
+FEW = ("granite", "cohere", "olmoe", "gemma4_text", "llama4_text", "ctrl", "bart")
 PARAMS = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in NAMES]
 ROWS = [[5, 9, 2, 17, 30, 8, 11, 44, 2], [11, 3, 2, 60]]
 
@@ -64,4 +63,3 @@ def test_a_critic_reads_what_the_language_model_reads(name, tmp_path):
     after = get_llm_for_sequence_regression(str(tmp_path / "out"), "reward").model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key]) for key in before)
-    assert model_shape(causal.config, "scalar").n_parameters == sum(p.numel() for p in critic.parameters())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from email.message import Message
-from types import SimpleNamespace
 from urllib.error import HTTPError, URLError
 
 import pytest
@@ -28,10 +27,8 @@ from openppo.models.pretrained import (
     check_model,
     check_token_ids,
     context_length,
-    eos_token_ids,
     known_eos_token_ids,
     load_tokenizer,
-    pad_token_id,
 )
 from tests.architectures import tiny_config
 
@@ -41,11 +38,6 @@ VOCAB = {"<eos>": 0, "<pad>": 1, "a": 2, "<unk>": 3}
 
 def tokenizer(**special):
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(VOCAB, unk_token="<unk>")), **special)
-
-
-def model_with_eos(generation, config):
-    of_model = SimpleNamespace(eos_token_id=config, get_text_config=lambda: of_model)
-    return SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=generation), config=of_model)
 
 
 @pytest.fixture
@@ -67,7 +59,9 @@ def test_the_config_of_a_folder_is_read_without_its_weights(llama_folder, no_net
     assert no_network == []
 
 
-@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "../nowhere", "~/nowhere", "models/of/mine"])
+@pytest.mark.parametrize(
+    "name", ["/nowhere/at/all", "./nowhere", "../nowhere", "~/nowhere", "models/of/mine", "sft/", "my model", "a--b"]
+)
 def test_a_path_that_does_not_exist_is_an_error_without_asking_the_hub(name, no_network):
     with pytest.raises(ValueError, match=rf"{FLAG} {name}: no such local folder.*Check the path"):
         check_model(name, FLAG)
@@ -161,31 +155,6 @@ def test_end_of_sequence_ids_outside_the_vocabulary_are_named(gpt2, caplog):
     assert caplog.text == ""
 
 
-def test_every_end_of_sequence_id_is_found():
-    llama3 = model_with_eos(generation=[128001, 128008, 128009], config=128001)
-    assert eos_token_ids(llama3) == [128001, 128008, 128009]
-    assert eos_token_ids(llama3, tokenizer(eos_token="<eos>")) == [0, 128001, 128008, 128009]
-
-
-def test_end_of_sequence_ids_may_be_missing_anywhere():
-    assert eos_token_ids(model_with_eos(None, None), tokenizer()) == []
-    assert eos_token_ids(model_with_eos(None, [7, 5])) == [5, 7]
-    assert eos_token_ids(model_with_eos(0, None), tokenizer(eos_token="<eos>")) == [0]
-
-
-def test_end_of_sequence_ids_of_a_real_model_are_those_of_its_generation_config(llama):
-    model = llama(eos_token_id=5)
-    model.generation_config.eos_token_id = [5, 8]
-    assert eos_token_ids(model, tokenizer(eos_token="a")) == [2, 5, 8]
-
-
-def test_pad_is_pad_else_end_of_sequence_else_zero():
-    assert pad_token_id(tokenizer(pad_token="<pad>", eos_token="a")) == 1
-    assert pad_token_id(tokenizer(pad_token="<eos>", eos_token="a")) == 0
-    assert pad_token_id(tokenizer(eos_token="a")) == 2
-    assert pad_token_id(tokenizer()) == 0
-
-
 def test_dropout_is_removed_from_modules_and_from_plain_attributes():
     class Layer(nn.Module):
         def __init__(self):
@@ -230,9 +199,3 @@ def test_routers_that_draw_experts_choose_as_in_evaluation_mode():
 )
 def test_the_context_is_found_by_each_of_its_names(config, length):
     assert context_length(config) == length
-
-
-@pytest.mark.parametrize("name", ["sft/", "my model", "a--b"])
-def test_a_name_that_the_hub_would_refuse_is_an_error_that_names_the_flag(name):
-    with pytest.raises(ValueError, match="--pretrain .*no such local folder.*Check the path"):
-        check_model(name, "--pretrain")

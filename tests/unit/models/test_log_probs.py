@@ -115,15 +115,6 @@ def test_the_backward_pass_keeps_the_logits_themselves_and_nothing_else_of_their
     assert small == (0 if function is log_probs_from_logits else ROWS)  # the entropy
 
 
-def test_float32_copies_are_made_for_one_chunk_at_a_time(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS_ON_CPU", 2 * VOCAB)
-    sizes: list[int] = []
-    log_softmax = torch.log_softmax
-    monkeypatch.setattr(torch, "log_softmax", lambda x, dim: sizes.append(x.shape[0]) or log_softmax(x, dim=dim))
-    log_probs_from_logits(*random_logits(torch.bfloat16))
-    assert sizes == [2, 2, 2, 1]
-
-
 def test_entropy_equals_numbers_worked_out_by_hand():
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf], [5.0, -math.inf, 0, 0]])
     logits[2, 2:] = -math.inf

@@ -259,13 +259,6 @@ def test_the_work_of_a_dead_server_is_done_by_the_other(start_server, scorer_of,
     assert len(server.requests) == 20
 
 
-def test_pauses_double_up_to_a_minute_and_differ():
-    load = http._Load(["a"])
-    for attempt, longest in ((1, 1.0), (2, 2.0), (5, 16.0), (30, 60.0)):
-        pauses = [load.pause(attempt) for _ in range(200)]
-        assert longest / 2 <= min(pauses) < max(pauses) <= longest
-
-
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_server_that_never_answers_ends_in_an_error_with_url_attempts_cause_and_flag(
     retries, start_server, scorer_of, two
@@ -410,15 +403,6 @@ def test_an_answer_too_large_to_be_good_is_not_read_to_its_end(answer, start_ser
     tracemalloc.stop()
     assert peak < 2**28
     assert Endless.n_bytes < 2**26
-
-
-def test_a_bad_reward_names_the_row_of_its_sample(start_server, scorer_of, make_trajectory):
-    async def answer(request, number):
-        return web.Response(text='{"rewards": [NaN]}')
-
-    sample = make_trajectory([4], [1], text="a", source="data/a.jsonl", index=6)
-    with pytest.raises(ValueError, match=r"returned nan for prompt 'a' \(row 7 of data/a.jsonl\); a finite number"):
-        scorer_of(start_server(answer)).score([sample])
 
 
 def test_labels_that_json_does_not_know_go_as_text(start_server, scorer_of, make_trajectory):

@@ -136,5 +136,8 @@ def test_a_bad_score_is_named_with_its_source_and_sample(two):
 
 def test_a_long_prompt_is_shortened_in_messages(make_trajectory):
     with pytest.raises(ValueError) as error:
-        check_scores([math.nan], [make_trajectory([4], [1], text="x" * 10_000)], "a source")
-    assert len(str(error.value)) < 300
+        check_scores(
+            [math.nan], [make_trajectory([4], [1], text="x" * 10_000, source="data/a.jsonl", index=6)], "a source"
+        )
+    assert len(str(error.value)) < 350
+    assert "(row 7 of data/a.jsonl); a finite number" in str(error.value)

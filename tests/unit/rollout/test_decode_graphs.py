@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -157,21 +156,3 @@ def test_layers_that_see_the_whole_row_are_recorded():
     for name in ("llama", "gpt2", "qwen2", "mixtral"):
         check_layers(tiny_config(name))
     check_layers(tiny_config("gpt_neo", attention_types=[[["global"], 2]]))
-
-
-def test_the_recorder_of_these_tests_finds_what_a_graph_could_not_hold():
-    steps = torch.zeros(1, dtype=torch.int64)
-
-    def reads_a_value():
-        return torch.zeros(2) + int(steps)
-
-    def uses_the_number_of_the_step():
-        counted.append(1)
-        return torch.zeros(2) + len(counted)
-
-    counted: list[int] = []
-    with pytest.raises(AssertionError, match="needs a value of the device"):
-        RunsAgain()(reads_a_value)
-    replay = RunsAgain()(uses_the_number_of_the_step)
-    with pytest.raises(AssertionError):
-        replay()

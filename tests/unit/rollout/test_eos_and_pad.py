@@ -229,28 +229,6 @@ def test_the_score_is_the_reward_of_the_last_sampled_token_and_reaches_every_act
         assert one_step[row].tolist() == before + [-1.0] * (n - 1) + [score - 2.0] + after
 
 
-@pytest.mark.parametrize("case", ["EOS at once"], indirect=True)
-def test_an_empty_response_has_one_action_with_all_of_the_score(tokenizer, trajectories):
-    batch = experience_of(trajectories[:1], tokenizer, [3.0])
-    rewards = compute_reward(batch.scores, None, batch.action_mask, kl_coef=0.1)
-    values = torch.tensor([[7.0, 0.5]])
-    advantages, returns = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=1.0, lambd=0.95)
-    assert rewards.tolist() == [[0.0, 3.0]]
-    assert advantages.tolist() == [[0.0, 2.5]]
-    assert returns.tolist() == [[0.0, 3.0]]
-
-
-@pytest.mark.parametrize("case", ["cut by length"], indirect=True)
-def test_advantages_of_a_cut_response_in_plain_numbers(tokenizer, trajectories):
-    batch = experience_of(trajectories[:1], tokenizer, [3.0])
-    rewards = compute_reward(batch.scores, None, batch.action_mask, kl_coef=0.1)
-    values = torch.tensor([[9.0, 1.0, 2.0, 1.0, 0.0]])
-    advantages, returns = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=0.5, lambd=0.5)
-    # deltas 0.5 V_next - V, with the score at the end and nothing after it: 0, -1.5, -1, 3; each step back is worth 1/4
-    assert advantages.tolist() == [[0.0, -0.390625, -1.5625, -0.25, 3.0]]
-    assert returns.tolist() == [[0.0, 0.609375, 0.4375, 0.75, 3.0]]
-
-
 # Which ids end a response, and which one fills
 
 
