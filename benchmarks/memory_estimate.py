@@ -3,8 +3,7 @@
     python benchmarks/memory_estimate.py [--only TEXT] [--library_defaults]
 
 Each case is a train_ppo run of two steps in real processes. A tiny model runs first in each process, so that libraries
-are loaded; memory is the peak of the resident set above that, by phase, in MiB. The last column is what a rank sends in
-a step, in MiB, counted at torch's collectives as a ring would send it.
+are loaded; memory is the peak of the resident set above that, by phase, in MiB.
 
 Two things are kept out unless ``--library_defaults`` is given, since they depend on neither model nor options: memory
 that the C library's allocator keeps for reuse (blocks from 64 KiB on go back at once) and oneDNN's AVX-512 kernels for
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import inspect
 import json
 import os
 import random
@@ -29,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
@@ -133,36 +130,6 @@ class MemoryTimer(PhaseTimer):
         self.peaks[seen] = max(self.peaks.get(seen, 0), process_memory("VmHWM"))
 
 
-class Traffic:
-    """Bytes that this rank sends in collectives of torch, for rings: what the estimate counts."""
-
-    def __init__(self) -> None:
-        self.sent = 0.0
-
-    def count(self) -> None:
-        """Wrap the collectives, before DeepSpeed takes hold of them."""
-        for name, times, largest in (
-            ("all_reduce", 2, "tensor"),
-            ("all_gather_into_tensor", 1, "output_tensor"),
-            ("reduce_scatter_tensor", 1, "input"),
-            ("all_gather", 1, "tensor_list"),
-        ):
-            wrapped = self._wrapped(getattr(dist, name), times, largest)
-            for module in (dist, dist.distributed_c10d):
-                setattr(module, name, wrapped)
-
-    def _wrapped(self, collective: Any, times: int, largest: str) -> Any:
-        signature = inspect.signature(collective)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = signature.bind(*args, **kwargs).arguments[largest]
-            size = sum(t.nbytes for t in tensors) if isinstance(tensors, list) else tensors.nbytes
-            self.sent += times * size * (dist.get_world_size() - 1) / dist.get_world_size()
-            return collective(*args, **kwargs)
-
-        return call
-
-
 def run_steps(trainer: PPOTrainer, steps: int) -> None:
     """Without keeping anything."""
     for _, prompts in zip(range(steps), trainer.prompt_batches(), strict=False):
@@ -180,8 +147,6 @@ def measure(folder: Path, name: str, options: dict[str, Any]) -> None:
         return from_options(TrainPPOConfig, pretrain=str(folder / kind / "policy"), **rewards, **paths, **own)
 
     own = {key: value for key, value in options.items() if key != "stories"}
-    traffic = Traffic()
-    traffic.count()
     strategy = DeepspeedStrategy(config("tiny").deepspeed)
     warm_up = build_ppo_trainer(config("tiny"), strategy)
     run_steps(warm_up, 1)
@@ -194,19 +159,14 @@ def measure(folder: Path, name: str, options: dict[str, Any]) -> None:
     trainer = build_ppo_trainer(config(name), strategy)
     peaks = {"loading": process_memory("VmHWM")}
     timer = trainer.timer = MemoryTimer()
-    run_steps(trainer, 1)
-    traffic.sent = 0.0
-    run_steps(trainer, 1)
-    sent = traffic.sent
+    run_steps(trainer, 2)
     peaks |= timer.peaks
     gathered = strategy.comm.all_gather_object({phase: peaks[phase] - before for phase in PHASES})
     estimate = trainer.components.estimate
     assert estimate is not None
     if strategy.is_main:
         measured = {phase: max(rank[phase] for rank in gathered) for phase in PHASES}
-        measured["sent"] = sent
-        estimated = {phase.name: phase.total for phase in estimate.phases} | {"sent": sum(estimate.sent.values())}
-        print("RESULT", json.dumps({"measured": measured, "estimated": estimated}), flush=True)
+        print("RESULT", json.dumps({"measured": measured, "estimated": estimate.phases}), flush=True)
     trainer.close()
 
 
@@ -242,8 +202,8 @@ def main() -> None:
         folder, name, options = given.measure
         measure(Path(folder), name, json.loads(options))
         return
-    print("| case | ranks | loading | generation | experience | training | peak | off by | sent |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    print("| case | ranks | loading | generation | experience | training | peak | off by |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for kind, sizes in (("w1", W1), ("tiny", TINY)):
@@ -261,7 +221,6 @@ def main() -> None:
             estimated, measured = (max(got[kind][phase] for phase in PHASES) for kind in ("estimated", "measured"))
             cells.append(f"{estimated / MIB:.0f} / {measured / MIB:.0f}")
             cells.append(f"{100 * (estimated / measured - 1):+.0f} %")
-            cells.append(f"{got['estimated']['sent'] / MIB:.0f} / {got['measured']['sent'] / MIB:.0f}")
             print(f"| {case} | {ranks} | {' | '.join(cells)} |", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Estimated memory per GPU and bytes sent per step, for models of 0.5B to 70B on 1 to 64 GPUs.
+"""Estimated memory per GPU, for models of 0.5B to 70B on 1 to 64 GPUs.
 
     python benchmarks/memory_table.py
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 from transformers import LlamaConfig, Qwen2Config
 
 from openppo.config import TrainPPOConfig, from_options
-from openppo.trainer.estimate.ppo import Lengths, PPORun, estimate_ppo
-from openppo.trainer.estimate.shapes import model_shape
+from openppo.models.size import model_size
+from openppo.trainer.memory import Lengths, Machine, estimate_ppo
 
 GIB = 2**30
 GPUS = (1, 2, 4, 8, 16, 32, 64)
@@ -40,23 +40,23 @@ def config(zero_stage: int) -> TrainPPOConfig:
 
 
 def table(name: str) -> list[str]:
-    """Rows of stages, columns of GPUs; a cell has the peak of a step and what a GPU sends in it, in GiB."""
+    """Rows of stages, columns of GPUs; a cell has the peak of a step in GiB."""
     kind, numbers, more = MODELS[name]
     model = kind(**dict(zip(SIZES, numbers, strict=True)), **more)
-    policy, scalar = model_shape(model, "vocabulary"), model_shape(model, "scalar")
-    shapes = {"actor": policy, "critic": scalar, "reward model": scalar}
+    policy, scalar = model_size(model), model_size(model, scalar=True)
+    sizes = {"reward model": scalar, "critic": scalar, "actor": policy, "reference": policy}
     lines = [f"### {name}: {policy.n_parameters / 1e9:.2f} billion parameters", ""]
     lines.append("| ZeRO | " + " | ".join(map(str, GPUS)) + " |")
     lines.append("| --- " * (len(GPUS) + 1) + "|")
     for stage in (1, 2, 3):
         cells = []
         for n in GPUS:
-            estimate = estimate_ppo(PPORun(config(stage), shapes, LENGTHS, n, device_memory=ROOM * GIB))
-            peak = max(phase.total for phase in estimate.phases if phase.name != "loading") / GIB
-            shown = f"{peak:.0f}" if peak <= ROOM else f"({peak:.0f})"
-            cells.append(f"{shown} / {sum(estimate.sent.values()) / GIB:.0f}")
+            options = config(stage)
+            estimate = estimate_ppo(options, sizes, LENGTHS, Machine(options.deepspeed, n, memory=ROOM * GIB))
+            peak = estimate.peaks["step"] / GIB
+            cells.append(f"{peak:.0f}" if peak <= ROOM else f"({peak:.0f})")
         lines.append(f"| {'0, 1' if stage == 1 else stage} | {' | '.join(cells)} |")
-    loading = estimate.phases[0].total / GIB
+    loading = estimate.phases["loading"] / GIB
     return [*lines, "", f"Loading with ZeRO-3 on 64: {loading:.0f}. A checkpoint: {estimate.checkpoint / GIB:.0f}.", ""]
 
 

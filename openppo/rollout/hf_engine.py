@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from openppo.models.size import cache_elements
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import WeightSource, run_to_end
-from openppo.rollout.row_cache import PromptCache, RowCache, check_cache
+from openppo.rollout.row_cache import SLACK_COLUMNS, PromptCache, RowCache, check_cache
 from openppo.rollout.sampling import request_uniforms, sample
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
 
@@ -22,6 +23,8 @@ PREFILL_TOKENS = 4096
 """Prompt tokens of one forward pass, padding included, unless a single prompt has more."""
 _ROOM_TO_REFILL = 1 / 8
 """Share of the rows that must be free before waiting requests interrupt the others."""
+ROWS_ON_CPU, ROWS_ON_GPU = 64, 256
+_SHARE_FOR_CACHE = 0.5
 
 
 @dataclass
@@ -41,7 +44,8 @@ class _Request:
 class HFEngine:
     """``Engine`` over a causal language model of transformers.
 
-    Up to ``max_batch_size`` requests are decoded together. One that has ended leaves, and waiting requests take the
+    Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU, on a GPU 256 or what ``rows_that_fit``
+    when the engine wakes). One that has ended leaves, and waiting requests take the
     places that are free; equal prompts are read once. A sampled id in ``eos_token_ids`` ends a response and belongs to
     it. ``pad_token_id`` only fills places that nothing looks at, so it may equal EOS.
 
@@ -56,7 +60,7 @@ class HFEngine:
         model: PreTrainedModel,
         eos_token_ids: Sequence[int],
         pad_token_id: int,
-        max_batch_size: int,
+        max_batch_size: int | None = None,
         any_rank_busy: Callable[[bool], bool] | None = None,
         show_progress: bool = False,
         stop: StopCheck | None = None,
@@ -68,14 +72,17 @@ class HFEngine:
         self.model = model
         self.eos_token_ids = frozenset(eos_token_ids)
         self.pad_token_id = pad_token_id
-        self.max_batch_size = max_batch_size
+        self.max_batch_size = max_batch_size or (ROWS_ON_CPU if self._device.type == "cpu" else ROWS_ON_GPU)
         self.any_rank_busy = any_rank_busy
         self.show_progress = show_progress
         self.stop = stop or NeverStops()
         self.new_recorder = new_recorder
         self.version = 0
+        self._sizes_itself = max_batch_size is None
+        self._free: int | None = None  # bytes when the engine woke up; None: nothing but max_batch_size limits rows
         self._numbers = count()
         self._filling = False
+        self._rows = self.max_batch_size
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []  # in the order of the cache's rows
         self._cache: RowCache | None = None
@@ -128,6 +135,7 @@ class HFEngine:
     def awake(self, weights: WeightSource) -> Iterator[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
         with weights.in_place(in_lockstep=self.any_rank_busy is not None), _attention_of_padded_rows(self.model):
+            self._free = free_memory(self._device) if self._sizes_itself else None
             try:
                 yield
             finally:
@@ -143,8 +151,10 @@ class HFEngine:
     def _admit(self) -> list[_Request]:
         """Waiting requests whose prompts are read next; none if there is no room, or so little that more is worth
         waiting for. Once prompts are read, they are until there is no room."""
-        free = self.max_batch_size - len(self._running)
-        enough = 1 if self._filling else max(1, _ROOM_TO_REFILL * self.max_batch_size)
+        if self._cache is None:
+            self._rows = self._row_limit()
+        free = self._rows - len(self._running)
+        enough = 1 if self._filling else max(1, _ROOM_TO_REFILL * self._rows)
         self._filling = free >= min(len(self._waiting), enough) > 0
         if not self._filling:
             return []
@@ -162,12 +172,20 @@ class HFEngine:
             taken.append(request)
         return taken
 
+    def _row_limit(self) -> int:
+        """Rows of the batch that begins with the waiting requests."""
+        if self._free is None or not self._waiting:
+            return self.max_batch_size
+        columns = max(request.max_length for request in self._waiting) + SLACK_COLUMNS
+        row = columns * cache_elements(self.model.config) * self.model.dtype.itemsize
+        return rows_that_fit(self._free, row, self.max_batch_size)
+
     def _prefill(self, requests: list[_Request]) -> None:
         """One forward over the prompts of the first waiting ``requests``, padded on the left."""
         if self._cache is None:
-            self._cache = RowCache(self.model.config.get_text_config().num_hidden_layers, self.max_batch_size)
+            self._cache = RowCache(self.model.config.get_text_config().num_hidden_layers, self._rows)
         everyone = self._running + self._waiting
-        self._cache.reserve(min(self.max_batch_size, len(everyone)), max(r.max_length for r in everyone))
+        self._cache.reserve(min(self._rows, len(everyone)), max(r.max_length for r in everyone))
         del self._waiting[: len(requests)]
         prompts = list(dict.fromkeys(tuple(request.prompt_ids) for request in requests))
         width = max(map(len, prompts))
@@ -257,6 +275,23 @@ class HFEngine:
 
     def _tensor(self, values: list, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes of a GPU, with what torch's allocator gives back; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def rows_that_fit(free: int, row: int, most: int) -> int:
+    """Rows of ``row`` bytes for which half of ``free`` bytes is enough, at most ``most``; eights of them beyond 8.
+
+    Eights, so that a small difference in free memory does not change how samples are batched.
+    """
+    rows = max(1, min(most, int(_SHARE_FOR_CACHE * free) // row))
+    return rows if rows < 8 or rows == most else rows - rows % 8
 
 
 @contextmanager

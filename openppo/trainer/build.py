@@ -31,9 +31,8 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.engine_check import LONGEST, check_engines, check_hf_engine
-from openppo.trainer.estimate.announce import announce_ppo
-from openppo.trainer.estimate.ppo import most_decode_rows
 from openppo.trainer.evaluation import Evaluator
+from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
 from openppo.trainer.overview.start_table import announce_ppo_start
 from openppo.trainer.packing import pack_where_exact
@@ -80,14 +79,13 @@ def build_ppo_trainer(
     if config.run.dry_run:
         check_sources(config.rewards, tokenizer, setup)
     uses_critic = ESTIMATORS[config.advantage.advantage_estimator].uses_critic
-    estimate = announce_ppo(config, data, critic_start(config) if uses_critic else None, strategy)
+    estimate = log_ppo_memory(config, data, critic_start(config) if uses_critic else None, strategy)
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.rewards, tokenizer, setup)  # before the large models: a missing head shows at once
     plan = batch_plan(config, len(data.prompts), strategy.comm.world_size)
     actor, critic, reference = _prepare_models(config, strategy, plan)
     comm, pad, stop = strategy.comm, pad_token_id(tokenizer), SignalStop(strategy.comm)
-    rows = estimate.decode_rows if estimate else most_decode_rows(config.generation, strategy.device.type == "cpu")
-    engine = _engine(config, strategy, actor, tokenizer, stop, rows, _longest_sequence(config, actor_config))
+    engine = _engine(config, strategy, actor, tokenizer, stop, _longest_sequence(config, actor_config))
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
 
     ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
@@ -125,7 +123,6 @@ def _engine(
     actor: TrainableModel,
     tokenizer: PreTrainedTokenizerBase,
     stop: StopCheck,
-    max_rows: int,
     max_tokens: int,
 ) -> Engine:
     """Samples with the actor's own module, or a copy of it in vLLM."""
@@ -151,7 +148,7 @@ def _engine(
         policy,
         eos,
         pad_token_id(tokenizer),
-        max_rows,
+        generation.max_num_seqs,
         any_rank_busy=strategy.any_rank if in_lockstep else None,
         show_progress=strategy.is_main,
         stop=stop,

@@ -15,8 +15,8 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, Trackers
-from openppo.trainer.estimate import Estimate
 from openppo.trainer.evaluation import Evaluator
+from openppo.trainer.memory import Estimate
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.types import NeverStops, Prompt, StopCheck
 

@@ -106,8 +106,8 @@ class PPOTrainer:
         self.components.strategy.close()
 
     def explain_memory(self) -> list[str]:
-        """What each model takes by estimate, and which flags lower it, for a report."""
-        return self.components.estimate.explain() if self.components.estimate else []
+        """What each model takes by estimate, for a report."""
+        return self.components.estimate.lines() if self.components.estimate else []
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
         """Every episode passes over all prompts once, in an order of its own.

@@ -17,8 +17,7 @@ from openppo.config import TrainPPOConfig, mask_credentials
 from openppo.models.adapters import AdapterOffReference
 from openppo.tracking.terminal import announce
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.estimate import Estimate
-from openppo.trainer.estimate.estimate import readable
+from openppo.trainer.memory import Estimate, readable
 from openppo.trainer.overview.batch_plan import BatchPlan, StepPlan, batch_plan
 from openppo.trainer.overview.roles import Role, model_role, scorer_roles
 from openppo.trainer.steps.update_step import frozen_actor_steps
@@ -103,8 +102,8 @@ def memory_fact(estimate: Estimate | None, ranks: int) -> Facts:
     """The estimated peak of each rank, if there is an estimate."""
     if estimate is None:
         return []
-    peak = f"{readable(estimate.peak)} at most by estimate, in {estimate.largest.name}"
-    room = "" if estimate.device_memory is None else f"; there are {readable(estimate.device_memory)}"
+    peak = f"{readable(estimate.peak)} at most by estimate, in {estimate.largest}"
+    room = "" if estimate.machine.memory is None else f"; there are {readable(estimate.machine.memory)}"
     each = " on each rank" if ranks > 1 else ""
     return [("memory", f"{peak}{room}{each} (--dry_run says more)")]
 

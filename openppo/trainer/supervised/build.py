@@ -24,7 +24,7 @@ from openppo.models.loss import IGNORE_INDEX
 from openppo.models.pretrained import check_model, check_token_ids, context_length, rescaled_positions
 from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.trainer.estimate.announce import announce_supervised
+from openppo.trainer.memory import log_supervised_memory
 from openppo.trainer.overview.supervised_start import announce_supervised_start
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
@@ -63,7 +63,7 @@ def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None
     )
     rows = [example.token_ids for example in [*train, *held_out]]
     _check_rows(config, rows, model_config, tokenizer)
-    estimate = announce_supervised(config, "vocabulary", rows, strategy)
+    estimate = log_supervised_memory(config, False, rows, strategy)
     checkpointer = _checkpointer(config, strategy, "sft", train)
     actor = load_language_model(config)
     n_steps = total_optimizer_steps(config, len(train))
@@ -85,7 +85,7 @@ def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None =
     )
     rows = [ids for pair in [*train, *held_out] for ids in (pair.chosen_ids, pair.rejected_ids)]
     _check_rows(config, rows, model_config, tokenizer)
-    estimate = announce_supervised(config, "scalar", rows, strategy, rows_per_sample=2)
+    estimate = log_supervised_memory(config, True, rows, strategy, rows_per_sample=2)
     checkpointer = _checkpointer(config, strategy, "rm", train)
     model = load_reward_model(config, tokenizer)
     n_steps = total_optimizer_steps(config, len(train))
@@ -111,7 +111,7 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
     most_steps = max(sum(label != IGNORE_INDEX for label in example.labels) for example in examples)
     rows = [example.token_ids for example in examples]
     _check_rows(config, rows, model_config, tokenizer)
-    estimate = announce_supervised(config, "vocabulary", rows, strategy, most_scored=most_steps)
+    estimate = log_supervised_memory(config, False, rows, strategy, most_scored=most_steps)
     checkpointer = _checkpointer(config, strategy, "prm", train)
     actor = load_language_model(config)
     n_steps = total_optimizer_steps(config, len(train))

@@ -20,7 +20,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress_bar
 from openppo.tracking.phase import begin_step, phase
-from openppo.trainer.estimate import Estimate
+from openppo.trainer.memory import Estimate
 from openppo.trainer.overview.supervised_check import show_examples
 from openppo.trainer.resume.checkpointer import Checkpointer, stopped
 from openppo.trainer.resume.final_save import keeping_what_was_trained
@@ -126,8 +126,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.components.strategy.close()
 
     def explain_memory(self) -> list[str]:
-        """What the model takes by estimate, and which flags lower it, for a report."""
-        return self.components.estimate.explain() if self.components.estimate else []
+        """What the model takes by estimate, for a report."""
+        return self.components.estimate.lines() if self.components.estimate else []
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step on ``examples``, given alike on all ranks; returns its metrics.

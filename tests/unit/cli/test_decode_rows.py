@@ -1,4 +1,4 @@
-"""How many responses are decoded at a time where memory could not be estimated."""
+"""--max_num_seqs holds for a model whose memory cannot be estimated."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from openppo.config import TrainPPOConfig
 from openppo.trainer import build_ppo_trainer
 
 
-def no_shape(*_: Any) -> Any:
-    raise ValueError("no shape of this kind")
+def uncounted(*_: Any) -> Any:
+    raise ValueError("no such model")
 
 
 @pytest.mark.parametrize(("given", "rows"), [([], 64), (["--max_num_seqs", "3"], 3)])
-def test_rows_are_those_of_the_flag_without_an_estimate(
+def test_max_num_seqs_holds_without_an_estimate(
     given: list[str], rows: int, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"input": "abc"}\n' * 4)
@@ -25,7 +25,7 @@ def test_rows_are_those_of_the_flag_without_an_estimate(
     arguments = f"""--pretrain {models / "actor"} --prompt_data {tmp_path / "prompts.jsonl"} --generate_max_len 8
         --reward_fn {tmp_path / "reward.py"} --advantage_estimator reinforce --init_kl_coef 0
         --rollout_batch_size 4 --train_batch_size 4 --save_path {tmp_path / "out"}"""
-    monkeypatch.setattr("openppo.trainer.estimate.announce.model_shape", no_shape)
+    monkeypatch.setattr("openppo.trainer.memory.model_size", uncounted)
     trainer = build_ppo_trainer(parse_options(TrainPPOConfig, [*arguments.split(), *given]))
     assert trainer.components.estimate is None
     assert trainer.components.engine.max_batch_size == rows  # type: ignore[attr-defined]

@@ -86,4 +86,3 @@ def test_out_of_memory_the_watch_can_say_what_each_model_takes(
     for role in roles:
         (line,) = [line for line in explained if line.startswith(role)]
         assert " MiB" in line
-    assert any(line.startswith("--") and " saves " in line for line in explained)

@@ -135,9 +135,7 @@ def test_what_is_not_causal_over_all_tokens_goes_to_torch(saved, torch_attention
     assert torch_attention == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
-@pytest.mark.parametrize(
-    "asked", [{"is_causal": False}, {"dropout": 0.5}, {"position_bias": torch.zeros(1, 4, 20, 20)}]
-)
+@pytest.mark.parametrize("asked", [{"is_causal": False}, {"dropout": 0.5}, {"position_bias": torch.zeros(1, 4, 1, 20)}])
 @pytest.mark.parametrize("bf16", [True, False])
 def test_what_more_is_asked_for_goes_to_torch(saved, torch_attention, asked, bf16):
     model = load_causal_lm(str(saved), bf16=bf16, flash_attn=False)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from openppo.models import get_llm_for_sequence_regression
+from openppo.models.size import model_size
 from openppo.strategy.saving import save_model
 from tests.architectures import NAMES, tiny_config
 
@@ -63,3 +64,4 @@ def test_a_critic_reads_what_the_language_model_reads(name, tmp_path):
     after = get_llm_for_sequence_regression(str(tmp_path / "out"), "reward").model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key]) for key in before)
+    assert model_size(causal.config, scalar=True).n_parameters == sum(p.numel() for p in critic.parameters())

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openppo.config import TrainPPOConfig, from_options
+from openppo.config import DeepSpeedConfig, TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
 from openppo.tracking import Trackers
 from openppo.tracking.phase import begin_step, position
 from openppo.trainer import PPOTrainer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.estimate.estimate import Estimate, Phase
+from openppo.trainer.memory import Estimate, Machine
 from openppo.trainer.resume.ppo_state import ppo_state, restore_ppo
 from openppo.types import (
     Completion,
@@ -265,14 +265,8 @@ def test_memory_of_a_step_stands_beside_its_estimate(monkeypatch: pytest.MonkeyP
         reset_peak_memory_stats=lambda: None,
     )
     monkeypatch.setattr("openppo.tracking.timers.torch", SimpleNamespace(cuda=cuda))
-    estimate = Estimate(
-        roles={},
-        phases=[Phase("loading", 9 << 30, {}), Phase("generation", 1 << 30, {}), Phase("training", 2 << 30, {})],
-        host={},
-        sent={},
-        checkpoint=0,
-        n_ranks=1,
-    )
+    phases = {"loading": 9 << 30, "generation": 1 << 30, "training": 2 << 30}
+    estimate = Estimate({}, phases, host=0, checkpoint=0, machine=Machine(DeepSpeedConfig()))
     without = trainer_of(1)
     metrics = PPOTrainer(without.config, replace(without.components, estimate=estimate)).step(prompts("good", "good"))
     memory = {name.removeprefix("memory/"): value for name, value in metrics.items() if name.startswith("memory/")}

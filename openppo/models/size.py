@@ -1,0 +1,77 @@
+"""A model in numbers, counted from its config without its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from openppo.models.classifier import classifier_of
+
+
+class ModelSize(NamedTuple):
+    """Numbers of elements."""
+
+    n_parameters: int
+    n_quantized: int  # weights of linear layers except the head
+    layers: int
+    hidden: int
+    width: int  # inputs and outputs of one layer's linear layers, the widest once more
+    adapter: int  # LoRA parameters of rank 1
+    cache: int  # keys and values of one token
+    vocabulary: int  # 0 with a scalar head
+
+    def n_trained(self, lora_rank: int) -> int:
+        """Trained parameters: all, or with LoRA the adapters and a scalar head."""
+        head = 0 if self.vocabulary else self.hidden
+        return lora_rank * self.adapter + head if lora_rank > 0 else self.n_parameters
+
+
+def model_size(
+    config: PreTrainedConfig, scalar: bool = False, targets: Sequence[str] = ("all-linear",), trust: bool = False
+) -> ModelSize:
+    """Count a language model, or with a ``scalar`` head a critic or reward model.
+
+    ``targets`` are ``--target_modules``; ``trust`` is ``--trust_remote_code``.
+    """
+    kind: Any
+    kind, own = classifier_of(config) if scalar else (AutoModelForCausalLM, copy.deepcopy(config))
+    with torch.device("meta"):
+        module = kind.from_config(own, trust_remote_code=trust)
+    text: Any = config.get_text_config()
+    heads = [id(module.get_output_embeddings()), id(getattr(module, "score", None))]
+    layers = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and id(m) not in heads]
+    shapes = {f".{name}": layer.weight.shape for name, layer in layers}
+    ends = ("",) if "all-linear" in targets else tuple(f".{target}" for target in targets)
+    return ModelSize(
+        n_parameters=sum(parameter.numel() for parameter in module.parameters()),
+        n_quantized=sum(shape.numel() for shape in shapes.values()),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        width=sum(map(sum, shapes.values())) // text.num_hidden_layers + max(map(max, shapes.values()), default=0),
+        adapter=sum(sum(shape) for name, shape in shapes.items() if name.endswith(ends)),
+        cache=cache_elements(config),
+        vocabulary=0 if scalar else text.vocab_size,
+    )
+
+
+def cache_elements(config: PreTrainedConfig) -> int:
+    """Elements of the key-value cache for one token; where layers differ, as if all were the largest."""
+    text: Any = config.get_text_config()
+    heads = _largest(text, "num_key_value_heads") or _largest(text, "num_attention_heads") or 0
+    width = _largest(text, "head_dim") or text.hidden_size // max(1, _largest(text, "num_attention_heads") or 1)
+    return int(2 * text.num_hidden_layers * heads * width)
+
+
+def _largest(text: Any, name: str) -> int | None:
+    """A size in a model's config, the largest where layers differ; None where the config has no such size."""
+    try:
+        found: Any = getattr(text, name, None)
+    except RuntimeError:  # transformers refuses to read it from the config of all layers
+        found = [getattr(text.per_layer_config[i], name) for i in range(text.num_hidden_layers)]
+    return max(found) if isinstance(found, list | tuple) else found

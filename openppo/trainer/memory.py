@@ -1,0 +1,376 @@
+"""Estimated memory of a run, from its options and its models' configs alone: the formulas of docs/memory.md.
+
+States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0.19.8, activations arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, flat_dict
+from openppo.config.commands import SupervisedCommand
+from openppo.config.remedies import remedies
+from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
+from openppo.models.pretrained import check_model
+from openppo.models.size import ModelSize, model_size
+from openppo.rollout.hf_engine import PREFILL_TOKENS, ROWS_ON_CPU, ROWS_ON_GPU, rows_that_fit
+from openppo.rollout.row_cache import SLACK_COLUMNS
+from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.strategy.ds_config import LARGEST_BUCKET
+from openppo.trainer.ppo_data import PPOData
+
+logger = logging.getLogger("openppo")
+_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)
+_LIVE = 1_000_000_000  # elements that ZeRO-3 keeps gathered, and updates at a time
+_EXPERIENCE, _TRAJECTORY = 42, 100  # bytes of a token in an Experience, and in a trajectory's Python lists
+_PACKED = 512  # tokens of a row that documents share
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run takes place, and how models lie there; ``memory`` is in bytes on each rank (None: unknown)."""
+
+    options: DeepSpeedConfig
+    n_ranks: int = 1
+    on_cpu: bool = False
+    memory: int | None = None
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight or activation."""
+        return 2 if self.options.bf16 else 4
+
+    def share(self, n: int) -> int:
+        """One rank's part of ``n``."""
+        return -(-n // self.n_ranks)
+
+
+class ModelMemory(NamedTuple):
+    """Bytes of one model on one rank."""
+
+    lasting: int  # from the first optimizer step on
+    moments: int = 0  # Adam's part of it
+    host: int = 0
+    loading: int = 0  # above ``lasting`` without moments
+    backward: int = 0  # gradients of earlier micro-batches, beside activations
+    update: int = 0  # gradients, their bucket and copies in an optimizer step
+    gathered: int = 0  # whole weights under ZeRO-3
+
+
+def frozen_memory(size: ModelSize, machine: Machine) -> ModelMemory:
+    """A model that is only evaluated: partitioned under ZeRO-3 alone."""
+    whole = machine.element * size.n_parameters
+    if machine.options.zero_stage < 3:
+        return ModelMemory(whole)
+    return ModelMemory(machine.share(whole), loading=whole, gathered=whole * (machine.n_ranks > 1))
+
+
+def trained_memory(size: ModelSize, machine: Machine, lora: LoRAConfig, accumulates: bool = True) -> ModelMemory:
+    """A model with AdamW by ZeRO stage; ``accumulates``: an optimizer step has several micro-batches."""
+    s, options, n = machine.element, machine.options, size.n_trained(lora.lora_rank)
+    quantized = size.n_quantized if lora.load_in_4bit else 0
+    frozen = round(_NF4 * quantized) + s * (size.n_parameters - quantized) if lora.lora_rank > 0 else 0
+    stage = max(options.zero_stage, 1) if options.bf16 else options.zero_stage  # as DeepspeedStrategy has it
+    weights, share, bucket = frozen + s * n, machine.share(n), 4 * min(n, LARGEST_BUCKET)
+    if stage == 0:
+        return ModelMemory(weights + 8 * n, 8 * n, backward=4 * n * accumulates, update=4 * n + bucket)
+    adam, moments, host = 12 * share, 8 * share, 0  # master weights and two moments
+    if options.adam_offload:
+        adam, moments, host = 0, 0, 20 * share  # with gradients twice
+    if stage == 3:
+        lasting = machine.share(weights) + bucket + adam + (0 if host else 4 * share)
+        update = bucket + (0 if host else 4 * min(share, _LIVE))
+        return ModelMemory(lasting, moments, host, weights, 0, update, weights * (machine.n_ranks > 1))
+    if stage == 1 and options.bf16 and not host:  # DeepSpeed's BF16_Optimizer keeps gradients
+        return ModelMemory(weights + 6 * n + adam, moments, loading=s * n)
+    kept = 4 * (n if stage == 1 else share)
+    copies = bucket // 2 + bucket * (machine.n_ranks > 1) if options.bf16 else bucket + 4 * share
+    return ModelMemory(weights + adam, moments, host, s * n, kept * accumulates, kept + copies)
+
+
+def pass_bytes(size: ModelSize, machine: Machine, rows: int, length: int, scored: int, saving: int = 0) -> int:
+    """Peak of a pass over ``rows`` of ``length`` with logits at ``scored`` places of each.
+
+    ``saving`` is the number of layers that keep activations for a backward pass; 0: no gradient is computed.
+    """
+    s, hidden = machine.element, machine.element * size.hidden * rows * length
+    layer, logits = s * size.width * rows * length, rows * scored * size.vocabulary
+    chunks = 8 * min(logits, CHUNK_ELEMENTS_ON_CPU if machine.on_cpu else CHUNK_ELEMENTS)  # two copies in float32
+    if saving == 0:
+        return 2 * hidden + max(s * logits + chunks, layer // 2)
+    checkpoints = hidden * size.layers if saving < size.layers else 0
+    return 2 * hidden + checkpoints + saving * layer + 2 * s * logits + chunks
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one rank by role and at the peak of each phase; ``checkpoint`` is of all ranks.
+
+    ``host`` is in the host's memory; phases of CPUs include it.
+    """
+
+    roles: dict[str, int]
+    phases: dict[str, int]
+    host: int
+    checkpoint: int
+    machine: Machine
+
+    @property
+    def largest(self) -> str:
+        """The phase with the highest peak."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the highest peak."""
+        return max(self.phases.values())
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes at the peak of each phase of a step, and of the whole ``step``."""
+        in_step = {name: total for name, total in self.phases.items() if name != "loading"}
+        return in_step | {"step": max(in_step.values())}
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is below the device's memory; True where that is unknown."""
+        return self.machine.memory is None or self.peak <= self.machine.memory
+
+    def lines(self) -> list[str]:
+        """What each model takes on one rank."""
+        return _columns(self.roles)
+
+    def summary(self) -> str:
+        """The models and the highest peak in a line."""
+        where = f" on each of {self.machine.n_ranks} ranks" if self.machine.n_ranks > 1 else ""
+        roles = ", ".join(f"{role} {readable(total)}" for role, total in self.roles.items())
+        return f"estimated memory{where}: {roles}; at most {readable(self.peak)}, in {self.largest}"
+
+    def table(self) -> list[str]:
+        """Models, phases, verdict and checkpoint."""
+        title = f"memory of each of {self.machine.n_ranks} ranks" if self.machine.n_ranks > 1 else "memory"
+        lines = [f"{title}, estimated:", *_columns(self.roles | {"in the host's memory": self.host})]
+        lines += ["peak of each phase:", *_columns(self.phases)]
+        if self.machine.memory is not None:
+            verdict = "fits into" if self.fits else "DOES NOT FIT into"
+            lines.append(f"the highest, {self.largest}, {verdict} {readable(self.machine.memory)} of device memory")
+        return [*lines, f"checkpoint on disk: {readable(self.checkpoint)}"]
+
+
+def readable(n_bytes: int) -> str:
+    """In GiB, or MiB below one."""
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
+
+
+def _columns(totals: Mapping[str, int]) -> list[str]:
+    width = max(map(len, totals))
+    return [f"{name:<{width}}  {readable(total):>9}" for name, total in totals.items()]
+
+
+class Lengths(NamedTuple):
+    """Tokens of the data; ``document`` is the longest row of the PTX loss."""
+
+    shortest_prompt: int
+    longest_prompt: int
+    document: int = 0
+
+
+def estimate_ppo(config: TrainPPOConfig, sizes: dict[str, ModelSize], lengths: Lengths, machine: Machine) -> Estimate:
+    """Memory of a train_ppo run; ``sizes`` has its models by role in the order of loading."""
+    ppo, batch, share = config.ppo, config.batch, machine.share(config.batch.train_batch_size)
+    samples = machine.share(ppo.rollout_batch_size) * ppo.n_samples_per_prompt
+    longest = lengths.longest_prompt + config.generation.generate_max_len
+    scored, length = longest - lengths.shortest_prompt, max(longest, lengths.document)
+    rows = min(samples, _rows(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, longest))
+    train_rows = min(share, _rows(batch.micro_train_batch_size, ppo.micro_train_tokens, length))
+    accumulates = share > train_rows or lengths.document > 0
+    loras = {role: lora for role, lora in _loras(config).items() if role in sizes}
+    models = {
+        role: trained_memory(size, machine, loras[role], accumulates) if role in loras else frozen_memory(size, machine)
+        for role, size in sizes.items()
+    }
+    trained = {role: sizes[role].n_trained(lora.lora_rank) for role, lora in loras.items()}
+    resting = sum(model.moments for model in models.values()) if ppo.offload_idle else 0
+    buffer = _EXPERIENCE * samples * longest * (1 + (machine.n_ranks if machine.n_ranks > 1 else 0))
+    host = sum(model.host for model in models.values()) + resting + _TRAJECTORY * samples * longest
+    host += buffer * ppo.buffer_cpu_offload + 4 * machine.share(trained["actor"]) * ppo.enable_ema
+    lasting = sum(model.lasting for model in models.values()) + host * machine.on_cpu
+    awake = lasting - resting * (not machine.on_cpu)
+    inference = max(
+        pass_bytes(size, machine, rows, longest, scored) + _gathered(models[role], machine)
+        for role, size in sizes.items()
+    )
+    work = train_rows, length, max(scored, lengths.document)
+    training = max(_training(sizes[role], models[role], machine, *work) for role in loras)
+    generation = _generation(config, sizes["actor"], models["actor"].gathered, machine, awake, (samples, longest))
+    phases = {
+        "loading": _loading(models.values()),
+        "generation": awake + generation,
+        "experience": awake + inference + 2 * _EXPERIENCE * samples * longest,
+        "training": lasting + training + buffer * (not ppo.buffer_cpu_offload),
+    }
+    checkpoint = 12 * sum(trained.values()) + 4 * trained["actor"] * ppo.enable_ema
+    return Estimate({role: model.lasting for role, model in models.items()}, phases, host, checkpoint, machine)
+
+
+def estimate_supervised(
+    config: SupervisedCommand, size: ModelSize, machine: Machine, longest: int, rows_per_sample: int, scored: int
+) -> Estimate:
+    """Memory of a run that trains one model on rows of ``longest`` tokens with logits at ``scored`` places."""
+    share = machine.share(config.batch.train_batch_size)
+    rows = min(share, config.batch.micro_train_batch_size)
+    model = trained_memory(size, machine, config.lora, accumulates=share > rows)
+    training = _training(size, model, machine, rows_per_sample * rows, longest, scored)
+    phases = {"loading": _loading([model]), "training": model.lasting + model.host * machine.on_cpu + training}
+    checkpoint = 12 * size.n_trained(config.lora.lora_rank)
+    return Estimate({"model": model.lasting}, phases, model.host, checkpoint, machine)
+
+
+def _rows(rows: int, tokens: int | None, length: int) -> int:
+    return rows if tokens is None else max(1, tokens // length)
+
+
+def _loras(config: TrainPPOConfig) -> dict[str, LoRAConfig]:
+    """How models are trained, by role, the critic first."""
+    rank = config.lora.lora_rank if config.model.critic_lora_rank is None else config.model.critic_lora_rank
+    critic = replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
+    return {"critic": critic, "actor": config.lora}
+
+
+def _gathered(model: ModelMemory, machine: Machine) -> int:
+    return min(model.gathered, machine.element * _LIVE)
+
+
+def _loading(models: Iterable[ModelMemory]) -> int:
+    """One model after the other, before optimizers have moments."""
+    loaded, peak = 0, 0
+    for model in models:
+        loaded += model.lasting - model.moments
+        peak = max(peak, loaded + model.loading)
+    return peak
+
+
+def _training(size: ModelSize, model: ModelMemory, machine: Machine, rows: int, length: int, scored: int) -> int:
+    """The larger of a backward pass and an optimizer step."""
+    saving = 1 if machine.options.gradient_checkpointing else size.layers
+    backward = pass_bytes(size, machine, rows, length, scored, saving) + model.backward
+    return max(backward, model.update) + _gathered(model, machine)
+
+
+def _generation(
+    config: TrainPPOConfig, size: ModelSize, whole: int, machine: Machine, lasting: int, work: tuple[int, int]
+) -> int:
+    """The engine's cache, and reading prompts or sampling; or vLLM's share of the device."""
+    options, s, (samples, longest) = config.generation, machine.element, work
+    if options.rollout_engine == "vllm":
+        return max(int(options.vllm_gpu_memory_utilization * (machine.memory or 0)), s * size.n_parameters)
+    free = 2**62 if machine.on_cpu or machine.memory is None else max(0, machine.memory - lasting)
+    gathered = whole if whole <= free // 2 else min(whole, s * _LIVE)  # then ranks decode in lockstep
+    most, row = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU, s * size.cache * (longest + SLACK_COLUMNS)
+    rows = min(samples, options.max_num_seqs or rows_that_fit(max(0, free - gathered), row, most))
+    sampling = rows * size.vocabulary * (s + 16 + 16 * (options.top_p < 1 or options.top_k is not None))
+    prompts = s * size.width // 2 * min(rows * longest, max(PREFILL_TOKENS, longest))
+    return gathered + rows * row + max(sampling, prompts)
+
+
+def log_ppo_memory(
+    config: TrainPPOConfig, data: PPOData, critic: tuple[str, str] | None, strategy: DeepspeedStrategy
+) -> Estimate | None:
+    """Estimate a train_ppo run and ``_log`` it; ``critic`` is flag and name of the model that it starts from."""
+    model, rewards = config.model, config.rewards
+    heads = {"reward model": "scalar", "critic": "scalar"}
+    models = {
+        "reward model": ("--reward_pretrain", rewards.reward_pretrain),
+        "process reward model": ("--prm_pretrain", rewards.prm_pretrain),
+        "critic": critic or ("", None),
+        "actor": ("--pretrain", model.pretrain),
+        "reference": ("--ref_pretrain", model.ref_pretrain if config.kl.init_kl_coef > 0 else None),
+    }
+
+    def estimate(machine: Machine) -> Estimate:
+        sizes = {
+            role: _size(flag, name, role in heads, config.lora, model.trust_remote_code)
+            for role, (flag, name) in models.items()
+            if name is not None
+        }
+        if config.kl.init_kl_coef > 0 and config.lora.lora_rank == 0:
+            sizes.setdefault("reference", sizes["actor"])
+        prompts = [len(prompt.token_ids) for prompt in data.prompts]
+        documents = [len(document.token_ids) for document in data.documents]
+        document = max(min(_PACKED, data.longest), *documents) if documents else 0
+        return estimate_ppo(config, sizes, Lengths(min(prompts), max(prompts), document), machine)
+
+    return _log(estimate, config, strategy)
+
+
+def log_supervised_memory(
+    config: SupervisedCommand,
+    scalar: bool,
+    rows: list[list[int]],
+    strategy: DeepspeedStrategy,
+    rows_per_sample: int = 1,
+    most_scored: int | None = None,
+) -> Estimate | None:
+    """The same for a model that is trained on ``rows`` of token ids, with logits at ``most_scored`` places of each."""
+    options, longest = config.supervised, min(max(map(len, rows)), config.supervised.max_len)
+    scored = longest if most_scored is None else min(longest, most_scored * config.batch.micro_train_batch_size)
+
+    def estimate(machine: Machine) -> Estimate:
+        size = _size("--pretrain", options.pretrain, scalar, config.lora, options.trust_remote_code)
+        return estimate_supervised(config, size, machine, longest, rows_per_sample, scored)
+
+    return _log(estimate, config, strategy)
+
+
+def _size(flag: str, name: str, scalar: bool, lora: LoRAConfig, trust: bool) -> ModelSize:
+    try:
+        return model_size(check_model(name, flag, trust), scalar, lora.target_modules, trust)
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(flag) else f"{flag} {name}: {error}") from error
+
+
+def _log(
+    estimate_on: Callable[[Machine], Estimate], config: TrainPPOConfig | SupervisedCommand, strategy: DeepspeedStrategy
+) -> Estimate | None:
+    """Log an estimate on rank 0; the table if it does not fit, or with --dry_run, which ends the process.
+
+    None, with a warning, where a model cannot be counted.
+    """
+    machine = _machine(config, strategy)
+    try:
+        estimate = estimate_on(machine)
+    except ValueError as error:
+        if config.run.dry_run:
+            raise
+        logger.warning("no estimate of memory: %s", error)
+        return None
+    if strategy.is_main:
+        for line in estimate.table() if config.run.dry_run or not estimate.fits else [estimate.summary()]:
+            logger.info("%s", line)
+        if not estimate.fits:
+            flags = remedies(estimate.largest, flat_dict(config), machine.on_cpu)
+            logger.warning("the estimate exceeds the device's memory; what lowers it: %s", ", ".join(flags))
+    if config.run.dry_run:
+        strategy.close()
+        raise SystemExit(0)
+    return estimate
+
+
+def _machine(config: TrainPPOConfig | SupervisedCommand, strategy: DeepspeedStrategy) -> Machine:
+    """The ranks and devices of this run, or those that --dry_run_ranks and --dry_run_memory name."""
+    run, on_cpu = config.run, strategy.device.type == "cpu" and config.run.dry_run_memory is None
+    n_ranks = run.dry_run_ranks or strategy.comm.world_size
+    if run.dry_run_memory is not None:
+        memory = round(run.dry_run_memory * 2**30)
+    elif on_cpu:
+        here = run.dry_run_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
+    else:
+        memory = torch.cuda.get_device_properties(strategy.device).total_memory
+    return Machine(config.deepspeed, n_ranks, on_cpu, memory)

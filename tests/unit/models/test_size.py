@@ -1,0 +1,77 @@
+"""Sizes counted from configs, against models that are really made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from openppo.config import LoRAConfig
+from openppo.models.adapters import add_adapters
+from openppo.models.size import cache_elements, model_size
+from openppo.rollout.row_cache import SLACK_COLUMNS, PromptCache, RowCache
+
+SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIGS = [
+    LlamaConfig(vocab_size=96, num_key_value_heads=2, **SIZES),
+    LlamaConfig(vocab_size=96, tie_word_embeddings=True, **SIZES),
+    Qwen2Config(vocab_size=96, num_key_value_heads=2, **SIZES),
+    Qwen3Config(vocab_size=96, num_key_value_heads=2, head_dim=32, **SIZES),
+    GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_parameters_and_cache_are_those_of_the_model(config: PreTrainedConfig) -> None:
+    before = config.to_dict()
+    size = model_size(config)
+    assert config.to_dict() == before
+    real = AutoModelForCausalLM.from_config(config)
+    assert (size.n_parameters, size.vocabulary) == (sum(p.numel() for p in real.parameters()), 96)
+    cache, prompts = RowCache(2, 64), PromptCache(2)
+    real(torch.zeros(3, 10, dtype=torch.int64), past_key_values=prompts, use_cache=True)
+    cache.reserve(3, 20)
+    cache.enter(prompts, range(3), [10] * 3)
+    elements = sum(t.numel() for layer in cache.own for t in (layer.keys, layer.values))
+    assert 3 * (20 + SLACK_COLUMNS) * cache_elements(config) == elements
+
+
+def test_a_critic_has_a_scalar_head() -> None:
+    config = LlamaConfig(vocab_size=96, **SIZES)
+    size = model_size(config, scalar=True)
+    config.num_labels = 1
+    real = AutoModelForSequenceClassification.from_config(config)
+    assert (size.n_parameters, size.vocabulary) == (sum(p.numel() for p in real.parameters()), 0)
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
+@pytest.mark.parametrize("scalar", [False, True])
+def test_adapters_are_counted_as_peft_makes_them(targets: tuple[str, ...], scalar: bool) -> None:
+    config = Qwen2Config(vocab_size=96, num_key_value_heads=2, pad_token_id=0, **SIZES)
+    size = model_size(config, scalar, targets)
+    config.num_labels = 1
+    auto, task = (AutoModelForSequenceClassification, "SEQ_CLS") if scalar else (AutoModelForCausalLM, "CAUSAL_LM")
+    real = add_adapters(auto.from_config(config), LoRAConfig(lora_rank=4, target_modules=targets), task)  # type: ignore[arg-type]
+    assert size.n_trained(4) == sum(p.numel() for p in real.parameters() if p.requires_grad)
+
+
+def test_a_model_of_70_billion_takes_no_memory() -> None:
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+    size = model_size(config)
+    assert size.n_parameters == 70_553_706_496  # as Meta counts Llama-3.1-70B
+    assert size.n_quantized == 70_553_706_496 - 2 * 128256 * 8192 - 161 * 8192  # all but embeddings, head and norms

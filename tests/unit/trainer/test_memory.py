@@ -1,0 +1,241 @@
+"""The memory estimate, against hand-computed numbers, DeepSpeed's own formulas and tensors that real models save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, TrainSFTConfig, from_options
+from openppo.models import Actor
+from openppo.models.size import ModelSize, model_size
+from openppo.trainer.memory import (
+    Estimate,
+    Lengths,
+    Machine,
+    estimate_ppo,
+    estimate_supervised,
+    frozen_memory,
+    pass_bytes,
+    trained_memory,
+)
+
+M, GIB = 1_000_000, 2**30
+SIZE = ModelSize(
+    n_parameters=M, n_quantized=800_000, layers=4, hidden=100, width=2_000, adapter=2_400, cache=400, vocabulary=1_000
+)
+SCALAR = SIZE._replace(vocabulary=0, n_parameters=900_000)
+SIZES = {"reward model": SCALAR, "critic": SCALAR, "actor": SIZE, "reference": SIZE}
+LENGTHS, FULL = Lengths(10, 50), LoRAConfig()
+
+
+def machine(n_ranks: int = 1, on_cpu: bool = False, memory: int | None = None, **options: Any) -> Machine:
+    return Machine(DeepSpeedConfig(**options), n_ranks, on_cpu, memory)
+
+
+def ppo(
+    sizes: dict[str, ModelSize] = SIZES,
+    lengths: Lengths = LENGTHS,
+    on: dict[str, Any] | None = None,
+    **options: Any,
+) -> Estimate:
+    """Estimate of a small run: samples of at most 50 + 100 tokens."""
+    small = {"rollout_batch_size": 64, "train_batch_size": 16, "micro_train_batch_size": 4, "generate_max_len": 100}
+    given = {"pretrain": "p", "prompt_data": "d", "reward_pretrain": "r"}
+    config = from_options(TrainPPOConfig, **given, **{**small, **options})
+    return estimate_ppo(config, sizes, lengths, Machine(config.deepspeed, **(on or {})))
+
+
+@pytest.mark.parametrize(
+    ("stage", "bf16", "per_parameter"),
+    [
+        (0, False, 4 + 8),
+        (1, False, 4 + (4 + 8) / 4),
+        (2, False, 4 + (4 + 8) / 4),
+        (3, False, (4 + 4 + 8 + 4) / 4 + 4),
+        (0, True, 2 + 6 + (4 + 8) / 4),
+        (1, True, 2 + 6 + (4 + 8) / 4),
+        (2, True, 2 + (4 + 8) / 4),
+        (3, True, (2 + 4 + 8 + 4) / 4 + 4),
+    ],
+)
+def test_states_of_four_ranks_are_those_of_the_table(stage: int, bf16: bool, per_parameter: float) -> None:
+    assert trained_memory(SIZE, machine(4, zero_stage=stage, bf16=bf16), FULL).lasting == per_parameter * M
+
+
+def test_zero_3_in_bf16_is_deepspeeds_estimate_and_a_bucket() -> None:
+    _, theirs, _ = estimate_zero3_model_states_mem_needs(M, 0, 4, 1, cpu_offload=False)
+    assert trained_memory(SIZE, machine(4, zero_stage=3, bf16=True), FULL).lasting == theirs + 4 * M
+
+
+def test_gradients_come_and_go_by_stage() -> None:
+    large = SIZE._replace(n_parameters=8_000 * M)
+    of = {stage: trained_memory(large, machine(8, zero_stage=stage, bf16=stage > 0), FULL) for stage in range(4)}
+    assert of[0].backward == 4 * 8_000 * M
+    assert of[1].backward == 0, "they last"
+    assert of[2].backward == 4 * 1_000 * M
+    assert of[2].update == 4 * 1_000 * M + (2 + 4) * 500 * M, "the partition, a bucket and its copy in float32"
+    assert of[3].update == 4 * 500 * M + 4 * 1_000 * M
+    assert trained_memory(large, machine(8, zero_stage=2), FULL, accumulates=False).backward == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloading_moves_the_optimizer_to_the_host(stage: int) -> None:
+    here, away = (trained_memory(SIZE, machine(4, zero_stage=stage, adam_offload=off), FULL) for off in (False, True))
+    assert here.lasting - away.lasting >= 12 * M // 4
+    assert (away.moments, here.host) == (0, 0)
+    assert away.host >= 12 * M // 4
+
+
+def test_adapters_are_trained_and_the_rest_is_frozen() -> None:
+    lora, bf16 = LoRAConfig(lora_rank=8), machine(zero_stage=2, bf16=True)
+    adapters = 8 * SIZE.adapter
+    assert trained_memory(SIZE, bf16, lora).lasting == 2 * M + (2 + 4 + 8) * adapters
+    assert SCALAR.n_trained(8) == adapters + SCALAR.hidden
+    scales = 800_000 // 64 + 4 * 800_000 / (64 * 256)  # a byte for 64 weights of 4 bits, a float32 for 256 of those
+    quantized = trained_memory(SIZE, bf16, LoRAConfig(lora_rank=8, load_in_4bit=True))
+    assert quantized.lasting == round(400_000 + scales) + 2 * 200_000 + (2 + 4 + 8) * adapters
+
+
+def test_frozen_models_are_partitioned_under_zero_3_alone() -> None:
+    assert frozen_memory(SIZE, machine(4, zero_stage=2, bf16=True)).lasting == 2 * M
+    assert frozen_memory(SIZE, machine(4, zero_stage=3, bf16=True)).lasting == 2 * M // 4
+    gathered = [trained_memory(SIZE, machine(n, zero_stage=3), FULL).gathered for n in (1, 2)]
+    assert gathered == [0, 4 * M]
+
+
+WIDTHS = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3}
+CONFIGS = [
+    LlamaConfig(num_attention_heads=8, num_key_value_heads=4, **WIDTHS),
+    Qwen2Config(num_attention_heads=8, num_key_value_heads=2, **WIDTHS),
+    Qwen3Config(num_attention_heads=8, num_key_value_heads=2, head_dim=16, **WIDTHS),
+]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
+def test_what_a_forward_saves_is_within_a_quarter(config: PreTrainedConfig, dtype: torch.dtype, lora_rank: int) -> None:
+    rows, length, prompt = 4, 96, 32
+    model: nn.Module = Actor(AutoModelForCausalLM.from_config(config, dtype=dtype), lora_rank=lora_rank).train()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = 0 if storage.data_ptr() in parameters else storage.nbytes()
+        return tensor
+
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    actions = mask.clone()
+    actions[:, :prompt] = False
+    kept = []  # so that no address is used twice
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or keep(tensor), lambda t: t):  # type: ignore[func-returns-value]
+        model(torch.zeros(rows, length, dtype=torch.int64), mask, actions)
+    counted = pass_bytes(
+        model_size(config), machine(on_cpu=True, bf16=dtype is torch.bfloat16), rows, length, length - prompt, saving=3
+    )
+    logits = rows * (length - prompt) * 64
+    assert counted - dtype.itemsize * logits - 8 * logits == pytest.approx(sum(found.values()), rel=0.25)
+
+
+def test_a_pass_by_hand() -> None:
+    bf16 = machine(bf16=True)
+    layer, hidden, logits = 2 * 2_000 * 100, 2 * 100 * 100, 2 * 10 * 1_000  # bytes, bytes, elements
+    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=4) == 4 * layer + 2 * hidden + (2 + 2 + 4 + 4) * logits
+    assert pass_bytes(SIZE, bf16, 2, 50, 10, saving=1) == layer + (4 + 2) * hidden + (2 + 2 + 4 + 4) * logits
+    assert pass_bytes(SIZE, bf16, 2, 50, 10) == 2 * hidden + max((2 + 4 + 4) * logits, layer // 2)
+    gpu, cpu = (pass_bytes(SIZE, machine(on_cpu=on_cpu), 64, 1000, 1000) for on_cpu in (False, True))
+    assert gpu - cpu == 8 * ((1 << 24) - (1 << 20)), "chunks of float32 logits are bounded"
+
+
+def test_roles_and_phases_are_those_of_the_run() -> None:
+    estimate = ppo()
+    assert list(estimate.roles) == list(SIZES)
+    assert list(estimate.phases) == ["loading", "generation", "experience", "training"]
+    steps = {name: total for name, total in estimate.phases.items() if name != "loading"}
+    assert estimate.peaks == steps | {"step": max(steps.values())}
+    assert min(steps.values()) > sum(estimate.roles.values()), "all of them last"
+    assert estimate.checkpoint == 12 * (M + 900_000)
+    assert ppo(enable_ema=True).checkpoint == estimate.checkpoint + 4 * M
+    assert estimate.phases["loading"] == 4 * 900_000 + (4 + 4) * (M + 900_000) + 4 * M, "float32, no moments yet"
+
+
+def test_moments_at_rest_leave_generation_and_experience() -> None:
+    before, after = ppo(), ppo(offload_idle=True)
+    moments = 8 * (M + 900_000)
+    saved = {name: before.phases[name] - after.phases[name] for name in before.phases}
+    assert saved == {"loading": 0, "generation": moments, "experience": moments, "training": 0}
+    assert after.host - before.host == moments
+
+
+def test_the_host_is_the_device_on_cpus() -> None:
+    gpu, cpu = (ppo(enable_ema=True, adam_offload=True, max_num_seqs=8, on={"on_cpu": c}) for c in (False, True))
+    assert gpu.host == cpu.host
+    assert cpu.phases["generation"] - gpu.phases["generation"] == gpu.host
+    assert gpu.host - ppo(adam_offload=True).host == 4 * M, "the average"
+
+
+@pytest.mark.parametrize(
+    ("options", "phase"),
+    [
+        ({"micro_train_batch_size": 2}, "training"),
+        ({"micro_train_tokens": 300}, "training"),
+        ({"gradient_checkpointing": True}, "training"),
+        ({"micro_rollout_batch_size": 2}, "experience"),
+        ({"micro_rollout_tokens": 300}, "experience"),
+        ({"max_num_seqs": 2}, "generation"),
+        ({"generate_max_len": 20}, "generation"),
+        ({"generate_max_len": 20}, "training"),
+        ({"lora_rank": 8}, "training"),
+    ],
+)
+def test_what_the_table_names_lowers_the_phase(options: dict[str, Any], phase: str) -> None:
+    assert ppo(**options).phases[phase] < ppo().phases[phase]
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (299, 1), (300, 2), (749, 4), (10_000, 16)])
+def test_a_bound_on_tokens_is_as_many_of_the_longest_samples_as_fit(tokens: int, rows: int) -> None:
+    bound = {"micro_train_tokens": tokens, "micro_rollout_tokens": tokens}
+    size = {"micro_train_batch_size": rows, "micro_rollout_batch_size": rows}
+    by_tokens, by_rows = (ppo(train_batch_size=64, on={"n_ranks": 4}, **options) for options in (bound, size))
+    assert by_tokens.phases == by_rows.phases
+
+
+def test_a_replay_buffer_on_the_device_and_documents_count() -> None:
+    away, here = (ppo(buffer_cpu_offload=offload, on={"n_ranks": 2}) for offload in (True, False))
+    everyones = (32 + 64) * 150 * 42  # own samples and all, of 150 tokens, 42 bytes each
+    assert here.phases["training"] - away.phases["training"] == away.host - here.host == everyones
+    assert ppo(lengths=Lengths(10, 50, document=2000)).phases["training"] > ppo().phases["training"]
+
+
+@pytest.mark.parametrize("memory", [75, 115, 130, 200])
+@pytest.mark.parametrize("rests", [False, True])
+def test_generation_fits_wherever_the_models_do(memory: int, rests: bool) -> None:
+    sizes = SIZES | {"actor": SIZE._replace(n_parameters=10_000 * M, cache=80_000)}
+    options = {"zero_stage": 3, "rollout_batch_size": 2048, "generate_max_len": 1000, "offload_idle": rests}
+    estimate = ppo(sizes, on={"n_ranks": 4, "memory": memory * GIB}, **options)
+    assert estimate.phases["generation"] < memory * GIB
+
+
+def test_verdict_and_tables_name_phase_and_device() -> None:
+    fits, large = (ppo(on={"n_ranks": 4, "memory": memory}) for memory in (GIB, M))
+    assert fits.fits and not large.fits
+    roles = "reward model 3 MiB, critic 6 MiB, actor 7 MiB, reference 4 MiB"  # 4 bytes, and (4 + 8) / 4 where trained
+    peak = f"at most {fits.peak / 2**20:.0f} MiB, in {fits.largest}"
+    assert fits.summary() == f"estimated memory on each of 4 ranks: {roles}; {peak}"
+    for estimate, verdict in ((fits, "fits into 1.0 GiB"), (large, "DOES NOT FIT into 1 MiB")):
+        table = "\n".join(estimate.table())
+        assert f"the highest, {estimate.largest}, {verdict} of device memory" in table
+        assert all(name in table for name in (*SIZES, *estimate.phases, "host", "checkpoint on disk: 22 MiB"))
+
+
+def test_pairs_of_supervised_training_are_two_rows() -> None:
+    config = from_options(TrainSFTConfig, pretrain="p", dataset="d", max_len=512)
+    one, two = (estimate_supervised(config, SIZE, Machine(config.deepspeed), 512, rows, 512) for rows in (1, 2))
+    assert list(one.phases) == ["loading", "training"]
+    assert two.phases["training"] - one.roles["model"] > 1.9 * (one.phases["training"] - one.roles["model"])
