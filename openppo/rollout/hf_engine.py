@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from openppo.models.size import cache_elements
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
-from openppo.rollout.engine import WeightSource, run_to_end
+from openppo.rollout.engine import WeightSource, drain
 from openppo.rollout.row_cache import SLACK_COLUMNS, PromptCache, RowCache, check_cache
 from openppo.rollout.sampling import request_uniforms, sample
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
@@ -105,7 +105,7 @@ class HFEngine:
 
     @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
     def step(self) -> None:
-        """One forward pass of the model: read waiting prompts, or decode one token per row, or run along."""
+        """One forward pass: read waiting prompts, or decode one token per row, or run along."""
         entering = self._admit()
         if entering:
             self._prefill(entering)
@@ -127,7 +127,7 @@ class HFEngine:
         """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
         longest_first = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
         place = {self.submit(prompts[i], params, seeds[i]): i for i in longest_first}
-        done = run_to_end(self, place, self._goes_on, self.show_progress)
+        done = drain(self, place, self._has_work, self.show_progress)
         self.stop()
         return [done[i] for i in range(len(prompts))]
 
@@ -143,7 +143,7 @@ class HFEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of keys and values are of no use to other shapes
 
-    def _goes_on(self) -> bool:
+    def _has_work(self) -> bool:
         if self.stop.requested():
             self._waiting, self._running, self._cache, self._graphs = [], [], None, None
         return self.busy if self.any_rank_busy is None else self.any_rank_busy(self.busy)

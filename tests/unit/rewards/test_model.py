@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from openppo.datasets.templates import render_prompt
+from openppo.datasets.templates import end_with_eos, render_prompt
 from openppo.datasets.turns import render_response
 from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards import ModelScorer
 from openppo.rewards.model import Normalization, stored_normalization
-from openppo.rewards.rendering import PolicyTokens, RewardModelText, encode_text, end_with_eos
+from openppo.rewards.rendering import PolicyTokens, RewardModelText, encode_text
 from openppo.types import Prompt, SingleProcess
 
 

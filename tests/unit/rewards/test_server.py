@@ -141,9 +141,9 @@ def test_requests_under_way_are_answered_before_the_end():
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        (b"{", 400, "the request is no JSON"),
-        (b"\xff", 400, "the request is no JSON"),
-        (b"[" * 100_000, 400, "the request is no JSON"),
+        (b"{", 400, "the request is not JSON"),
+        (b"\xff", 400, "the request is not JSON"),
+        (b"[" * 100_000, 400, "the request is not JSON"),
         ([], 400, 'the request must be {"query": [texts]}'),
         ({"prompts": ["a"]}, 400, 'the request must be {"query": [texts]}'),
         ({"query": "a"}, 400, 'the request must be {"query": [texts]}'),
