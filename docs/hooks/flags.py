@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
-from openppo.cli.shell.commands import commands
+from openppo.__main__ import commands
 
 _LONGEST_CHOICE = 40
 _OPTION = re.compile(r'(?<!">)(<code>--([a-z0-9_]+)(?: [^<]*)?</code>)')  # but not inside a link

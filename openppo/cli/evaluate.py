@@ -19,9 +19,7 @@ def main() -> None:
 
 def _build(config: EvaluateConfig) -> Runnable:  # heavy imports after parsing
     from openppo.trainer.evaluation.evaluate_job import EvaluateJob
-    from openppo.trainer.startup import quiet_libraries
 
-    quiet_libraries()
     return _Printing(EvaluateJob(config))
 
 

@@ -15,9 +15,7 @@ def main() -> None:
 
 def _build(config: ExportConfig) -> Runnable:  # heavy imports after parsing
     from openppo.trainer.resume.export import Export
-    from openppo.trainer.startup import quiet_libraries
 
-    quiet_libraries()
     return Export(config.model)
 
 

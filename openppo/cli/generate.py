@@ -13,9 +13,7 @@ def main() -> None:
 
 def _build(config: GenerateConfig) -> Runnable:  # heavy imports after parsing
     from openppo.trainer.evaluation.generate_job import GenerateJob
-    from openppo.trainer.startup import quiet_libraries
 
-    quiet_libraries()
     return GenerateJob(config)
 
 

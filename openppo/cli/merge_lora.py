@@ -13,9 +13,7 @@ def main() -> None:
 
 def _build(config: MergeLoRAConfig) -> Runnable:  # heavy imports after parsing
     from openppo.models.merge_lora import LoRAMerge
-    from openppo.trainer.startup import quiet_libraries
 
-    quiet_libraries()
     return LoRAMerge(config.merge)
 
 

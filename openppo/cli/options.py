@@ -13,8 +13,7 @@ import os
 import socket
 import sys
 import time
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
@@ -23,24 +22,15 @@ import tyro
 import yaml
 
 from openppo import __version__
-from openppo.cli.migration.openrlhf import without_foreign_flags
-from openppo.cli.shell.cut_short import may_be_cut_short
-from openppo.cli.shell.environment import environment
-from openppo.config import RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
+from openppo.cli.openrlhf import without_foreign_flags
+from openppo.cli.versions import may_be_cut_short, versions
+from openppo.config import CommandConfig, RunConfig, SupervisedCommand, TrainPPOConfig, declared_options, flat_dict
 from openppo.config.fields import KEY_FROM_ELSEWHERE
 
 _SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
 _ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
 _HOW_TO_RESUME = "the same command with --load_checkpoint goes on from the newest checkpoint"
-
-
-class CommandConfig(Protocol):
-    """A tuple of groups of options."""
-
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option that cannot work on ``world_size`` ranks."""
-        ...
 
 
 Config = TypeVar("Config", bound=CommandConfig)
@@ -75,7 +65,7 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable], 
     """
     if sys.argv[1:] == ["--version"]:
         with may_be_cut_short():
-            print(environment())
+            print(versions())
         return
     try:
         config = parse_options(config_type, sys.argv[1:], *markers)
@@ -86,18 +76,23 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable], 
         if ended.code:
             _let_first_rank_speak()
         raise
+    if isinstance(config, TrainPPOConfig | SupervisedCommand):
+        _greet()
+    from openppo.trainer.startup import quiet_libraries  # with torch: after parsing
+
+    quiet_libraries()
     was_stopped = _run(config, build)
     if was_stopped or _world_size() > 1:
         _end_process()
 
 
-def greet(command: str) -> None:
+def _greet() -> None:
     """Say on rank 0 what starts, while libraries load for some seconds."""
     if _rank() == 0:
         ranks = "" if _world_size() == 1 else f" on {_world_size()} ranks"
         name = f"OpenPPO {__version__}"
         shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
-        print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
+        print(f"{shown}  {Path(sys.argv[0]).stem.split()[-1]}{ranks}", file=sys.stderr, flush=True)
 
 
 def _run(config: Config, build: Callable[[Config], Runnable]) -> bool:
@@ -143,26 +138,23 @@ def _world_size() -> int:
 
 
 def parse_options(config_type: type[Config], arguments: Sequence[str], *markers: Any) -> Config:
-    """The config of a command line; ``--config FILE.yaml`` gives options that the command line may override.
+    """Parse a command line; options of ``--config FILE.yaml`` come first, so that the command line wins.
 
-    ``markers`` are those of ``tyro.conf`` that a command needs beside ours.
+    ``markers`` are further ones of ``tyro.conf``.
     """
-    arguments, file = _take_config_file([_underscored(argument) for argument in arguments])
-    if config_type is TrainPPOConfig:
-        arguments = _without_foreign_flags(arguments)
-    else:  # DeepSpeed's launcher adds it and says the same in LOCAL_RANK
-        arguments = [argument for argument in arguments if not argument.startswith("--local_rank=")]
-    arguments = _with_key_of_wandb(arguments)
-    known = option_names(config_type)
-    _check_flags(arguments, known)
-    if file is not None:
-        given = {argument.partition("=")[0] for argument in arguments}
-        arguments = _arguments_of_file(file, known, given) + arguments
-    if not markers:  # else some values have no flag
-        _check_single_values(arguments, known)
-    speaks = _local_rank() == 0
-    quiet = contextlib.redirect_stderr(sys.stderr if speaks else io.StringIO())  # some errors ignore console_outputs
-    with quiet, may_be_cut_short():
+    arguments, file = _take_config_file(list(arguments))
+    arguments, notices = without_foreign_flags(arguments, all_of_them=config_type is TrainPPOConfig)
+    first_rank = _local_rank() == 0
+    for notice in notices if first_rank else []:
+        print(notice, file=sys.stderr, flush=True)
+    known = declared_options(config_type)
+    for argument in arguments:
+        name = argument[2:].partition("=")[0].replace("-", "_")
+        if argument.startswith("--") and name not in ("", "help") and name.removeprefix("no_") not in known:
+            raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
+    arguments = (_arguments_of_file(file, known) if file is not None else []) + _with_key_of_wandb(arguments)
+    shown = sys.stderr if first_rank else io.StringIO()  # some errors ignore console_outputs
+    with contextlib.redirect_stderr(shown), may_be_cut_short():
         return tyro.cli(
             config_type,
             args=arguments,
@@ -170,33 +162,27 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
             description=f"{config_type.__doc__}\n{_ABOUT_FILES}",
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes, *markers),
-            console_outputs=speaks,
+            console_outputs=first_rank,
         )
 
 
 def _command() -> str:
-    """As it was called: ``openppo train_ppo``, or ``python -m openppo.cli.train_ppo``."""
+    """The command as it was called: ``openppo train_ppo``, or ``python -m openppo.cli.train_ppo``."""
     called = sys.argv[0]
     return f"python -m openppo.cli.{Path(called).stem}" if called.endswith(".py") else called
 
 
-def option_names(config_type: type) -> dict[str, dataclasses.Field]:
-    """All options of a command by name."""
-    groups = typing.get_type_hints(config_type).values()
-    return {option.name: option for group in groups for option in dataclasses.fields(group)}
-
-
-def _without_foreign_flags(arguments: list[str]) -> list[str]:
-    kept, notices = without_foreign_flags(arguments)
-    for notice in notices if _local_rank() == 0 else []:
-        print(notice, file=sys.stderr, flush=True)
-    return kept
+def _nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {dashes}{near[0]}?" if near else "see --help for all options."
 
 
 def _with_key_of_wandb(arguments: list[str]) -> list[str]:
-    """``--use_wandb`` may stand alone."""
+    """Let ``--use_wandb`` stand alone."""
     return [
-        f"{argument}={KEY_FROM_ELSEWHERE}" if argument == "--use_wandb" and following.startswith("--") else argument
+        f"{argument}={KEY_FROM_ELSEWHERE}"
+        if argument in ("--use_wandb", "--use-wandb") and following.startswith("--")
+        else argument
         for argument, following in itertools.pairwise([*arguments, "--"])
     ]
 
@@ -212,55 +198,43 @@ def _take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
     return arguments, None
 
 
-def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field], given: set[str]) -> list[str]:
-    """The options of a YAML file as command-line arguments, without those that are ``given`` there already."""
+def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field]) -> list[str]:
+    """Turn the options of a YAML file into command-line arguments."""
     try:
-        text = file.read_text()
-        options = yaml.safe_load(text)
-        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+        options = _UniqueKeys(file.read_text()).get_single_data()
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {file}: {error}") from error
     if not isinstance(options, dict):
         raise ValueError(f"--config {file}: it must hold 'option: value' lines.")
-    _check_keys(node, file)
-    arguments = []
-    for name, value in options.items():
-        _check_known(str(name), known, f"option in --config {file}: ")
-        if f"--{name}" not in given and f"--no_{name}" not in given:
-            arguments += _arguments_of_option(known[name], value, file)
-    return arguments
+    for name in options:
+        if name not in known:
+            raise ValueError(f"unknown option in --config {file}: {name}; {_nearest(str(name), known)}")
+    return [part for name, value in options.items() for part in _arguments_of_option(known[name], value, file)]
 
 
-def _check_keys(node: Any, file: Path) -> None:
-    """Refuse keys that stand twice: PyYAML takes the last one."""
-    seen, waiting = set(), [node]
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen or isinstance(node, yaml.ScalarNode):  # aliases may lead back
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-            continue
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses keys that occur twice, of which PyYAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
-        for key, value in node.value:
+        for key, _ in node.value:
             first, line = lines.get(str(key.value)), key.start_mark.line + 1
             if first is not None:
                 where = f"lines {first} and {line}" if first != line else f"line {line} twice"
-                raise ValueError(f"--config {file}: {key.value} is in {where}; keep one of them.")
+                raise yaml.YAMLError(f"{key.value} is in {where}; keep one of them.")
             lines[str(key.value)] = line
-            waiting.append(value)
+        return dict(super().construct_mapping(node, deep))
 
 
 def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> list[str]:
-    name = option.name
-    if option.type == "bool":
+    name, kind = option.name, str(option.type)
+    if kind == "bool":
         if not isinstance(value, bool):
             raise ValueError(f"--config {file}: --{name} must be true or false, got {value!r}.")
         return [f"--{name}" if value else f"--no_{name}"]
-    if isinstance(value, bool) and not any(kind in str(option.type) for kind in ("float", "int", "tuple")):
-        chosen = "on" if value else "off"  # which YAML reads as bools
-        if f"'{chosen}'" in str(option.type):
+    if isinstance(value, bool) and not any(number in kind for number in ("float", "int", "tuple")):
+        chosen = "on" if value else "off"  # YAML reads them as bools
+        if "Literal" in kind and f"'{chosen}'" in kind:
             return [f"--{name}={chosen}"]
         if not value and option.default is None:
             return []
@@ -276,46 +250,6 @@ def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> l
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
     return [f"--{name}={value}"]  # in one piece, because a text may start with dashes
-
-
-def _check_flags(arguments: list[str], known: dict[str, dataclasses.Field]) -> None:
-    for argument, following in itertools.pairwise([*arguments, "--"]):
-        if not argument.startswith("--") or argument in ("--help", "--"):
-            continue
-        name, has_value, _ = argument[2:].partition("=")
-        switch = name.removeprefix("no_")
-        if not (switch in known and known[switch].type == "bool"):
-            _check_known(name, known, "flag ", "--")
-        elif has_value or not following.startswith("-"):
-            raise ValueError(f"--{name} takes no value: use --{switch} or --no_{switch} alone.")
-
-
-def _check_single_values(arguments: list[str], known: dict[str, dataclasses.Field]) -> None:
-    name, values = "", []
-    for argument in [*arguments, "--"]:
-        if not argument.startswith("--"):
-            values.append(argument)
-            continue
-        if name in known and known[name].type != "bool" and "tuple" not in str(known[name].type) and len(values) > 1:
-            raise ValueError(f"--{name} takes one value, got {len(values)}: {' '.join(values)}. Leave the others out.")
-        name, has_value, value = argument[2:].partition("=")
-        values = [value] if has_value else []
-
-
-def _check_known(name: str, known: dict[str, dataclasses.Field], what: str, dashes: str = "") -> None:
-    if name in known:
-        return
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {dashes}{near[0]}?" if near else "see --help for all options."
-    raise ValueError(f"unknown {what}{dashes}{name}; {hint}")
-
-
-def _underscored(argument: str) -> str:
-    """``--zero-stage=2`` and ``--zero_stage=2`` are the same option."""
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return name[:2] + name[2:].replace("-", "_") + equals + value
 
 
 def _rank() -> int:

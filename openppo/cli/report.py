@@ -8,8 +8,7 @@ from pathlib import Path
 import tyro
 
 from openppo.cli.options import parse_options
-from openppo.cli.shell.cut_short import may_be_cut_short
-from openppo.cli.shell.environment import environment
+from openppo.cli.versions import may_be_cut_short, versions
 from openppo.config import ReportConfig
 
 
@@ -17,7 +16,7 @@ def main() -> None:
     """Entry point of ``python -m openppo.cli.report``. A ``ValueError`` is the user's: one line and exit status 2."""
     if sys.argv[1:] == ["--version"]:
         with may_be_cut_short():
-            print(environment())
+            print(versions())
         return
     try:
         config = parse_options(ReportConfig, sys.argv[1:], tyro.conf.PositionalRequiredArgs)

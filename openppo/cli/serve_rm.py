@@ -25,9 +25,7 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     from openppo.rewards.model import Normalization, forward_scores, stored_normalization
     from openppo.rewards.server import RewardServer, encode_conversation, listen
     from openppo.strategy.gpu import set_up_gpu
-    from openppo.trainer.startup import quiet_libraries
 
-    quiet_libraries()
     options, flag, name = config.server, "--reward_pretrain", config.server.reward_pretrain
     set_up_gpu(options.bf16)
     token = None if options.token_file is None else read_token(options.token_file, "--token_file")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openppo.cli.options import Runnable, greet, run_command
+from openppo.cli.options import Runnable, run_command
 from openppo.config import TrainPPOConfig
 
 
@@ -12,11 +12,8 @@ def main() -> None:
 
 
 def _build(config: TrainPPOConfig) -> Runnable:  # heavy imports after parsing
-    greet("train_ppo")
     from openppo.trainer.build import build_ppo_trainer
-    from openppo.trainer.startup import quiet_libraries
 
-    quiet_libraries()
     return build_ppo_trainer(config)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openppo.cli.options import Runnable, greet, run_command
+from openppo.cli.options import Runnable, run_command
 from openppo.config import TrainSFTConfig
 
 
@@ -12,11 +12,8 @@ def main() -> None:
 
 
 def _build(config: TrainSFTConfig) -> Runnable:  # heavy imports after parsing
-    greet("train_sft")
-    from openppo.trainer.startup import quiet_libraries
     from openppo.trainer.supervised.build import build_sft_trainer
 
-    quiet_libraries()
     return build_sft_trainer(config)
 
 

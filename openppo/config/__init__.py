@@ -9,6 +9,7 @@ library is imported here, so ``--help`` is quick.
 """
 
 from openppo.config.commands import (
+    CommandConfig as CommandConfig,
     SupervisedCommand as SupervisedCommand,
     TrainPPOConfig as TrainPPOConfig,
     TrainPRMConfig as TrainPRMConfig,

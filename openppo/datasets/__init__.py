@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.datasets.formats import Row as Row
-    from openppo.datasets.loading import (
+    from openppo.datasets.sources import Row as Row
+    from openppo.datasets.sources import (
         ShowRows as ShowRows,
         SourceRow as SourceRow,
         load_mixed_rows as load_mixed_rows,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from openppo.datasets.sampler import BatchSampler as BatchSampler, cyclic_batches as cyclic_batches, shard as shard
     from openppo.datasets.sft import load_documents as load_documents, load_sft_examples as load_sft_examples
-    from openppo.datasets.shapes import RowFields as RowFields, RowReader as RowReader
+    from openppo.datasets.row_formats import RowFields as RowFields, RowReader as RowReader
     from openppo.datasets.templates import (
         TokenExample as TokenExample,
         render_prompt as render_prompt,

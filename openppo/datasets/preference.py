@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openppo.config import PreferenceConfig, SupervisedConfig
-from openppo.datasets.formats import Row
-from openppo.datasets.loading import ShowRows, SourceRow, naming_row, require_column
-from openppo.datasets.shapes import Keys, RowReader
+from openppo.datasets.row_formats import Keys, RowFields, RowReader
+from openppo.datasets.sources import Row, ShowRows, SourceRow, require_column
 from openppo.datasets.templates import (
     Message,
     as_messages,
-    is_far_longer,
     render_whole,
-    require_some_left,
     require_tokenizer,
     same_turn,
     shortened,
@@ -58,48 +55,42 @@ def load_preferences(
     Raises ``ValueError`` naming ``flag`` and the row for a missing column, a malformed value or a margin that is not a
     number, and ``--max_len`` if no pair is left.
     """
-    require_tokenizer(tokenizer, apply_chat_template=supervised.apply_chat_template, eos=True)
-    reader = RowReader(
-        rows,
-        "pairs",
-        flag,
-        data_format=supervised.data_format,
-        chat=supervised.apply_chat_template,
-        keys=_named_keys(data),
-    )
+    chat = supervised.apply_chat_template
+    require_tokenizer(tokenizer, apply_chat_template=chat, eos=True)
+    keys = _named_keys(data)
+    reader = RowReader(rows, "pairs", flag, data_format=supervised.data_format, chat=chat, keys=keys)
     if data.margin_key is not None:
         require_column(rows, data.margin_key, flag_of_key="--margin_key", flag_of_data=flag)
+    n_equal = 0
 
-    examples, lengths, n_equal = [], [], 0
-    for row in show(rows):
-        with naming_row(flag, row):
-            parts = reader.read(row)
-            if parts.prompt is None and isinstance(parts.chosen, str):
-                _refuse_null_prompt(row.row, data)
-            if is_far_longer([parts.prompt, parts.chosen, parts.rejected], tokenizer, supervised.max_len):
-                continue
-            chosen = _render_side(parts.prompt, parts.chosen, tokenizer, supervised, data.chosen_key)
-            rejected = _render_side(parts.prompt, parts.rejected, tokenizer, supervised, data.rejected_key)
-            margin = 0.0 if data.margin_key is None else _as_margin(row.row[data.margin_key], data.margin_key)
+    def render(fields: RowFields, row: SourceRow) -> PreferenceExample:
+        nonlocal n_equal
+        if fields.prompt is None and isinstance(fields.chosen, str):
+            _refuse_null_prompt(row.row, data)
+        chosen = _render_side(fields.prompt, fields.chosen, tokenizer, supervised, data.chosen_key)
+        rejected = _render_side(fields.prompt, fields.rejected, tokenizer, supervised, data.rejected_key)
         n_equal += chosen == rejected
-        lengths.append(max(len(chosen), len(rejected)))
-        if lengths[-1] <= supervised.max_len:
-            examples.append(PreferenceExample(chosen, rejected, margin))
-    require_some_left(examples, len(rows), lengths, f"--max_len {supervised.max_len}", flag)
+        margin = 0.0 if data.margin_key is None else _as_margin(row.row[data.margin_key], data.margin_key)
+        return PreferenceExample(chosen, rejected, margin)
+
+    limit = "--max_len", supervised.max_len
+    examples, dropped = reader.examples(
+        render, lambda pair: max(len(pair.chosen_ids), len(pair.rejected_ids)), tokenizer, limit, show
+    )
     if n_equal:
         logger.info("%s: in %d of %d pairs both sides are the same, which teaches nothing", flag, n_equal, len(rows))
-    return examples, len(rows) - len(examples)
+    return examples, dropped
 
 
 def _refuse_null_prompt(row: Row, data: PreferenceConfig) -> None:
-    """Without it the sides would be read as whole texts, unlike those of the other rows."""
+    """Refuse a null prompt, without which the sides would be read as whole texts."""
     column = data.prompt_key or next((name for name in ("prompt", "question") if name in row), None)
     if column is not None and row[column] is None:
         raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
 
 
 def _named_keys(data: PreferenceConfig) -> Keys | None:
-    """The columns that the user named, if any; a default is no name."""
+    """The columns that the user named; a default does not count."""
     sides = {"chosen": (data.chosen_key, "--chosen_key"), "rejected": (data.rejected_key, "--rejected_key")}
     if data.prompt_key is not None:
         return {"prompt": (data.prompt_key, "--prompt_key"), **sides}

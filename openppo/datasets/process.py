@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openppo.config import ProcessConfig, SupervisedConfig
-from openppo.datasets.loading import ShowRows, SourceRow, naming_row
-from openppo.datasets.shapes import Keys, RowFields, RowReader
+from openppo.datasets.row_formats import Keys, RowFields, RowReader
+from openppo.datasets.sources import ShowRows, SourceRow
 from openppo.datasets.templates import (
     as_messages,
     as_text,
     encode_bare,
     encode_cut,
     encode_start,
-    is_far_longer,
     render_chat,
     render_prompt,
-    require_some_left,
     require_tokenizer,
     shortened,
 )
@@ -128,25 +126,21 @@ def load_process_examples(
     chat = supervised.apply_chat_template
     encode = StepEncoder(tokenizer, tokens.placeholder, tokens.placeholder_id, supervised.input_template, chat)
     reader = RowReader(rows, "steps", flag, data_format=supervised.data_format, chat=chat, keys=_named_keys(data))
-    examples, lengths = [], []
-    kind: type | None = None
-    for row in show(rows):
-        with naming_row(flag, row):
-            parts = reader.read(row)
-            if is_far_longer([parts.prompt, parts.response], tokenizer, supervised.max_len):
-                continue
-            steps = _steps(parts, data.placeholder_token)
-            labels = _labels(parts, len(steps), tokens)
-            kind = kind or type(labels[0])
-            if type(labels[0]) is not kind:
-                raise ValueError("some rows are judged by numbers and some by reward tokens. Make them all the same.")
-            ids, places = encode(parts.prompt, steps)
-        lengths.append(len(ids))
-        if len(ids) <= supervised.max_len:
-            by_place = dict(zip(places, labels, strict=True))
-            examples.append(ProcessExample(ids, [by_place.get(t, IGNORED) for t in range(len(ids))]))
-    require_some_left(examples, len(rows), lengths, f"--max_len {supervised.max_len}", flag)
-    return examples, len(rows) - len(examples)
+    kinds: set[type] = set()
+
+    def render(fields: RowFields, row: SourceRow) -> ProcessExample:
+        steps = _steps(fields, data.placeholder_token)
+        labels = _labels(fields, len(steps), tokens)
+        kinds.add(type(labels[0]))
+        if len(kinds) > 1:
+            raise ValueError("some rows are judged by numbers and some by reward tokens. Make them all the same.")
+        ids, places = encode(fields.prompt, steps)
+        by_place = dict(zip(places, labels, strict=True))
+        return ProcessExample(ids, [by_place.get(t, IGNORED) for t in range(len(ids))])
+
+    return reader.examples(
+        render, lambda example: len(example.token_ids), tokenizer, ("--max_len", supervised.max_len), show
+    )
 
 
 def single_token_id(
@@ -184,23 +178,23 @@ def _named_keys(data: ProcessConfig) -> Keys | None:
     }
 
 
-def _steps(parts: RowFields, placeholder: str) -> list[str]:
+def _steps(fields: RowFields, placeholder: str) -> list[str]:
     """The text before each placeholder, separators included. What comes after the last one is not judged."""
-    if not isinstance(parts.response, list):
-        steps = as_text(parts.response).split(placeholder)[:-1]
+    if not isinstance(fields.response, list):
+        steps = as_text(fields.response).split(placeholder)[:-1]
         if not steps:
             raise ValueError(f"no placeholder {placeholder!r} in the solution. Name it with --placeholder_token.")
         return steps
-    if not parts.response:
+    if not fields.response:
         raise ValueError("the list of steps is empty. Remove the row.")
-    texts = [as_text(step) for step in parts.response]
+    texts = [as_text(step) for step in fields.response]
     return texts[:1] + [STEP_SEPARATOR + text for text in texts[1:]]
 
 
-def _labels(parts: RowFields, n_steps: int, tokens: _Tokens) -> list[int] | list[float]:
+def _labels(fields: RowFields, n_steps: int, tokens: _Tokens) -> list[int] | list[float]:
     """The judgement of each step."""
-    label = parts.label
-    judgements = _read_off(parts.response, label, tokens) if isinstance(label, str) else label
+    label = fields.label
+    judgements = _read_off(fields.response, label, tokens) if isinstance(label, str) else label
     if not isinstance(judgements, list):
         raise ValueError(f"the judgements are neither a text nor a list: {shortened(judgements)}.")
     if len(judgements) != n_steps:

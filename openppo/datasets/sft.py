@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from openppo.config import SFTDataConfig, SupervisedConfig
-from openppo.datasets.loading import ShowRows, SourceRow, naming_row
-from openppo.datasets.shapes import Keys, RowFields, RowReader
+from openppo.datasets.row_formats import Keys, RowFields, RowReader
+from openppo.datasets.sources import ShowRows, SourceRow, naming_row
 from openppo.datasets.templates import (
     TokenExample,
     as_text,
     encode_start,
     end_with_eos,
     head_of,
-    is_far_longer,
     render_whole,
-    require_some_left,
     require_tokenizer,
 )
 from openppo.datasets.turns import render_conversation, render_response
@@ -43,50 +41,39 @@ def load_sft_examples(
     row without a response, or with ``data.output_key`` None, all tokens. Raises ``ValueError`` naming ``flag`` and the
     row for a missing column or a malformed value, and ``--max_len`` if no example is left.
     """
-    require_tokenizer(tokenizer, apply_chat_template=supervised.apply_chat_template, eos=True)
-    reader = RowReader(
-        rows,
-        "sft",
-        flag,
-        data_format=supervised.data_format,
-        chat=supervised.apply_chat_template,
-        keys=_named_keys(data),
-    )
-    examples, lengths, n_empty = [], [], 0
-    for row in show(rows):
-        with naming_row(flag, row):
-            parts = reader.read(row)
-            values = [parts.prompt, parts.response, parts.conversation, parts.whole]
-            if is_far_longer(values, tokenizer, supervised.max_len):
-                continue
-            example = _render(parts, tokenizer, supervised)
-        n_empty += parts.response == ""
-        lengths.append(len(example.token_ids))
-        if lengths[-1] <= supervised.max_len:
-            examples.append(example)
-    require_some_left(examples, len(rows), lengths, f"--max_len {supervised.max_len}", flag)
+    chat, template = supervised.apply_chat_template, supervised.input_template
+    require_tokenizer(tokenizer, apply_chat_template=chat, eos=True)
+    keys = _named_keys(data)
+    reader = RowReader(rows, "sft", flag, data_format=supervised.data_format, chat=chat, keys=keys)
+    n_empty = 0
+
+    def render(fields: RowFields, row: SourceRow) -> TokenExample:
+        nonlocal n_empty
+        n_empty += fields.response == ""
+        if fields.conversation is not None and chat:
+            return render_conversation(fields.conversation, tokenizer, input_template=template)
+        if fields.whole is not None:
+            ids = render_whole(fields.whole, tokenizer, input_template=template, apply_chat_template=chat)
+            return _all_targets(ids)
+        return render_response(
+            fields.prompt, fields.response, tokenizer, input_template=template, apply_chat_template=chat
+        )
+
+    limit = "--max_len", supervised.max_len
+    examples, dropped = reader.examples(render, lambda example: len(example.token_ids), tokenizer, limit, show)
     if n_empty:
         logger.info("%s: %d of %d responses are empty; they teach to end at once", flag, n_empty, len(rows))
-    return examples, len(rows) - len(examples)
+    return examples, dropped
 
 
 def _named_keys(data: SFTDataConfig) -> Keys | None:
-    """The columns that the user named, if any; a default is no name."""
+    """The columns that the user named; a default does not count."""
     if data.input_key is None and data.output_key == SFTDataConfig.output_key:
         return None
     input_column = (data.input_key or "input", "--input_key")
     if data.output_key is None:
         return {"whole": input_column}
     return {"prompt": input_column, "response": (data.output_key, "--output_key")}
-
-
-def _render(parts: RowFields, tokenizer: PreTrainedTokenizerBase, supervised: SupervisedConfig) -> TokenExample:
-    template, chat = supervised.input_template, supervised.apply_chat_template
-    if parts.conversation is not None and chat:
-        return render_conversation(parts.conversation, tokenizer, input_template=template)
-    if parts.whole is not None:
-        return _all_targets(render_whole(parts.whole, tokenizer, input_template=template, apply_chat_template=chat))
-    return render_response(parts.prompt, parts.response, tokenizer, input_template=template, apply_chat_template=chat)
 
 
 def load_documents(
@@ -99,7 +86,7 @@ def load_documents(
     """Documents of ``--pretrain_data`` for the PTX loss: BOS if the tokenizer adds one, text, EOS; all are targets.
 
     The text is column ``key``, else recognized. A document is cut after ``max_len`` tokens; an empty one is left out.
-    Raises ``ValueError`` naming the flag and the row for a missing column or a value that is no text, or if all
+    Raises ``ValueError`` naming the flag and the row for a missing column or a value that is not text, or if all
     documents are empty.
     """
     flag = "--pretrain_data"
@@ -125,5 +112,5 @@ def load_documents(
 
 
 def _all_targets(ids: list[int]) -> TokenExample:
-    """Every token but the first, which nothing comes before."""
+    """Every token except the first, which nothing comes before."""
     return TokenExample(ids, [t > 0 for t in range(len(ids))])

@@ -171,15 +171,7 @@ def _texts_of_calls(message: Message) -> Iterator[str]:
         if isinstance(arguments, str):
             with suppress(ValueError):  # not JSON: one text
                 arguments = json.loads(arguments)
-        yield from _leaves(arguments)
-
-
-def _leaves(value: object) -> Iterator[str]:
-    """The texts in nested lists and dicts, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        yield from chain.from_iterable(map(_leaves, [*value, *value.values()] if isinstance(value, dict) else value))
+        yield from _texts(arguments, of_chats=False)
 
 
 def same_turn(a: Message, b: Message) -> bool:
@@ -224,16 +216,6 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template
         )
 
 
-def require_some_left(examples: Sequence[object], n_rows: int, lengths: Sequence[int], limit: str, flag: str) -> None:
-    """Raise ``ValueError`` naming ``limit``, a flag and its value, if no example is short enough.
-
-    ``lengths`` are those of the rows that were tokenized.
-    """
-    if not examples:
-        shortest = f"the shortest has {min(lengths)} tokens" if lengths else "each has more than a megabyte"
-        raise ValueError(f"{flag}: all {n_rows} rows are longer than {limit}; {shortest}. Raise {limit.split()[0]}.")
-
-
 def encode_start(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that something may follow: special tokens as the tokenizer adds them, but no EOS after it."""
     ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
@@ -273,15 +255,15 @@ def is_far_longer(values: list[Any], tokenizer: PreTrainedTokenizerBase, max_len
     return len(head_of(tokenizer, text, 4 * max_len)) < len(text)
 
 
-def _texts(value: object) -> Iterator[str]:
-    """Texts in nested values; of chat messages, what templates write."""
+def _texts(value: object, of_chats: bool = True) -> Iterator[str]:
+    """Texts in nested values, keys too; ``of_chats``: of chat messages only what templates write."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, list):
-        yield from chain.from_iterable(map(_texts, value))
     elif isinstance(value, dict):
-        written = ("content", "reasoning_content", "tool_calls")
-        yield from _texts([value.get(name) for name in written] if "role" in value else [*value, *value.values()])
+        written = map(value.get, ("content", "reasoning_content", "tool_calls"))
+        yield from _texts([*written] if of_chats and "role" in value else [*value, *value.values()], of_chats)
+    elif isinstance(value, list):
+        yield from chain.from_iterable(_texts(part, of_chats) for part in value)
 
 
 def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:

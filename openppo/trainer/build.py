@@ -28,14 +28,12 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.gpu import check_transformers
 from openppo.strategy.trainable_model import TrainableModel
+from openppo.trainer.batches import pack_where_exact, packed_row_length
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.engine_check import LONGEST, check_engines, check_hf_engine
 from openppo.trainer.evaluation import Evaluator
 from openppo.trainer.memory import log_ppo_memory
-from openppo.trainer.overview.batch_plan import BatchPlan, batch_plan
-from openppo.trainer.overview.start_table import announce_ppo_start
-from openppo.trainer.packing import pack_where_exact
 from openppo.trainer.ppo_data import PPOData, load_ppo_data
 from openppo.trainer.ppo_trainer import HEADLINE, PPOTrainer
 from openppo.trainer.resume.checkpointer import Checkpointer
@@ -50,7 +48,7 @@ from openppo.trainer.startup import (
     start_trackers,
 )
 from openppo.trainer.steps.update_step import frozen_actor_steps
-from openppo.trainer.token_batches import packed_row_length
+from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
 from openppo.types import Prompt, SamplingParams, StopCheck
 
 logger = logging.getLogger("openppo")
@@ -113,7 +111,7 @@ def build_ppo_trainer(
         trainer.load_checkpoint()
     else:
         checkpointer.set_aside_earlier()
-    announce_ppo_start(config, parts, critic=critic_start(config)[1], done=trainer.global_step)
+    log_ppo_start(config, parts, plan, critic=critic_start(config)[1], done=trainer.global_step)
     return trainer
 
 

@@ -23,13 +23,13 @@ from openppo.rollout.hf_engine import PREFILL_TOKENS, ROWS_ON_CPU, ROWS_ON_GPU, 
 from openppo.rollout.row_cache import SLACK_COLUMNS
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ds_config import LARGEST_BUCKET
+from openppo.trainer.batches import PACKED_ROW
 from openppo.trainer.ppo_data import PPOData
 
 logger = logging.getLogger("openppo")
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)
 _LIVE = 1_000_000_000  # elements that ZeRO-3 keeps gathered, and updates at a time
 _EXPERIENCE, _TRAJECTORY = 42, 100  # bytes of a token in an Experience, and in a trajectory's Python lists
-_PACKED = 512  # tokens of a row that documents share
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def log_ppo_memory(
             sizes.setdefault("reference", sizes["actor"])
         prompts = [len(prompt.token_ids) for prompt in data.prompts]
         documents = [len(document.token_ids) for document in data.documents]
-        document = max(min(_PACKED, data.longest), *documents) if documents else 0
+        document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
         return estimate_ppo(config, sizes, Lengths(min(prompts), max(prompts), document), machine)
 
     return _log(estimate, config, strategy)

@@ -76,7 +76,7 @@ def circumstances(case: Case, widener: Widener) -> ExitStack:
         stack.enter_context(mock.patch("openppo.experience.replay_buffer.join_rows", widener.join_rows))
         for module in (
             "experience.collate",
-            "trainer.token_batches",
+            "trainer.batches",
             "trainer.supervised.reward_model",
             "rollout.rewards.model",
         ):

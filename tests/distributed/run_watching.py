@@ -18,7 +18,7 @@ from openppo.config import TrainPPOConfig
 from openppo.strategy import DeepspeedStrategy
 from openppo.tracking import setup_logging
 from openppo.trainer import PPOTrainer, build_ppo_trainer
-from openppo.trainer.overview.batch_plan import batch_plan
+from openppo.trainer.summary import batch_plan
 
 
 def count_calls(trainer: PPOTrainer) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ import pytest
 import tyro
 
 import openppo.config
+from openppo.__main__ import commands
 from openppo.cli.options import parse_options
-from openppo.cli.shell.commands import commands
 
 REPO = Path(__file__).parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]

@@ -12,7 +12,7 @@ REPO = Path(__file__).resolve().parents[2]
 PACKAGE = REPO / "openppo"
 
 CATCH_ALL = {"Exception", "BaseException"}
-PRINTERS = {"cli", "tracking"}
+PRINTERS = {"cli", "tracking", "__main__.py"}
 
 
 def trees(root: Path) -> Iterator[tuple[Path, ast.Module]]:

@@ -10,10 +10,10 @@ from openppo.config import EvaluateConfig
 from openppo.models.padding import MicroBatchSize
 from openppo.rewards.build import ScorerSetup, build_scorer
 from openppo.strategy.inference import InferenceStrategy
+from openppo.trainer.batches import pack_where_exact
 from openppo.trainer.evaluation.answering import load_policy, load_questions, response_row, sampling_params
 from openppo.trainer.evaluation.evaluator import Evaluation, Evaluator, short_names
 from openppo.trainer.evaluation.output import check_output, write_rows
-from openppo.trainer.packing import pack_where_exact
 from openppo.trainer.startup import check_same, on_all_ranks
 from openppo.types import Trajectory
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
-from rich.console import Group
-from rich.text import Text
-
 from openppo.config import TrainPPOConfig
 from openppo.experience.measure import experience_histograms
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.models.pretrained import eos_token_ids
-from openppo.tracking.terminal import announce
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.overview.self_check import self_check
-
-logger = logging.getLogger("openppo")
+from openppo.trainer.self_check import check_samples
 
 
 class StepView:
@@ -41,13 +33,4 @@ class StepView:
         eos = eos_token_ids(self.components.actor.module.model, tokenizer)
         source = self.config.rewards  # a function may reward single tokens, and so may steps
         one_score = source.reward_fn is None and source.remote_rm_url is None and source.prm_pretrain is None
-        check = self_check(buffer.items, tokenizer, eos, self.config.kl, kl_coef, one_score)
-        title = Text.assemble(
-            ("self-check", "bold"), f" of step {step}: two samples as they are trained on ",
-            ("(--no_self_check leaves it out)", "dim"),
-        )  # fmt: skip
-        announce(Group(title, "", check.page, ""))
-        for fault in check.faults:
-            logger.warning("self-check: %s; please report this with the lines above", fault)
-        if not check.faults:
-            logger.info("self-check: masks, EOS, score and padding lie where they should")
+        check_samples(step, buffer.items, tokenizer, eos, self.config.kl, kl_coef, one_score)

@@ -14,7 +14,7 @@ from openppo.models.masked import compute_approx_kl
 from openppo.models.rollout_correction import rollout_correction
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
-from openppo.trainer.token_batches import TokenBatch
+from openppo.trainer.batches import TokenBatch
 from openppo.types import Comm, Experience, NeverStops, StopCheck
 
 

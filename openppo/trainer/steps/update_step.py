@@ -13,11 +13,11 @@ from openppo.models.pretrained import pad_token_id
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import progress_bar
+from openppo.trainer.batches import TokenBatch, token_batch
 from openppo.trainer.components import PPOComponents, StepInProgress, TrainState
 from openppo.trainer.skipped import SkippedSteps
 from openppo.trainer.steps.actor_step import ActorStep
 from openppo.trainer.steps.critic_step import Complete, CriticStep
-from openppo.trainer.token_batches import TokenBatch, token_batch
 from openppo.types import Interrupted
 
 

@@ -25,7 +25,6 @@ from openppo.models.pretrained import check_model, check_token_ids, context_leng
 from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.memory import log_supervised_memory
-from openppo.trainer.overview.supervised_start import announce_supervised_start
 from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
 from openppo.trainer.resume.stop import SignalStop
@@ -38,6 +37,7 @@ from openppo.trainer.startup import (
     start_trackers,
     tokenizing,
 )
+from openppo.trainer.summary import log_supervised_start
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer, total_optimizer_steps
 from openppo.trainer.supervised.process_reward import PRM_HEADLINE, ProcessRewardTrainer
 from openppo.trainer.supervised.reward_model import RM_HEADLINE, RewardModelTrainer
@@ -160,7 +160,7 @@ def _resumed(trainer: Trainer) -> Trainer:
         trainer.load_checkpoint()
     else:
         checkpointer.set_aside_earlier()
-    announce_supervised_start(trainer)
+    log_supervised_start(trainer)
     return trainer
 
 

@@ -21,9 +21,9 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress_bar
 from openppo.tracking.phase import begin_step, phase
 from openppo.trainer.memory import Estimate
-from openppo.trainer.overview.supervised_check import show_examples
 from openppo.trainer.resume.checkpointer import Checkpointer, stopped
 from openppo.trainer.resume.final_save import keeping_what_was_trained
+from openppo.trainer.self_check import show_examples
 from openppo.trainer.skipped import SkippedSteps
 from openppo.trainer.stopping import StopConditions
 from openppo.types import Interrupted, NeverStops, StopCheck

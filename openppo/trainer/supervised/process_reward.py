@@ -14,8 +14,8 @@ from openppo.models.loss import IGNORE_INDEX, PRMLoss
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics
+from openppo.trainer.batches import equal_micro_batches
 from openppo.trainer.supervised.loop import ModelCall, SupervisedComponents, SupervisedTrainer
-from openppo.trainer.token_batches import equal_micro_batches
 
 PRM_HEADLINE = ("loss", "accuracy", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate", "time/step_s")
 _IDLE = ProcessExample(token_ids=[0, 0], labels=[IGNORE_INDEX, IGNORE_INDEX])

@@ -18,8 +18,8 @@ from openppo.models.loss import LogExpLoss, PairWiseLoss
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics
+from openppo.trainer.batches import equal_micro_batches
 from openppo.trainer.supervised.loop import ModelCall, SupervisedComponents, SupervisedTrainer
-from openppo.trainer.token_batches import equal_micro_batches
 from openppo.types import NeverStops
 
 logger = logging.getLogger("openppo")

@@ -9,8 +9,8 @@ from torch import Tensor
 from openppo.datasets import TokenExample
 from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics
+from openppo.trainer.batches import TokenBatch, TokenMicroBatch, token_batch
 from openppo.trainer.supervised.loop import ModelCall, SupervisedTrainer
-from openppo.trainer.token_batches import TokenBatch, TokenMicroBatch, token_batch
 
 SFT_HEADLINE = ("loss", "eval_loss", "grad_norm", "learning_rate", "time/step_s")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from openppo.cli.migration.openrlhf import FOREIGN_FLAGS
-from openppo.cli.options import option_names, parse_options
-from openppo.config import TrainPPOConfig, flat_dict
+from openppo.cli.openrlhf import FOREIGN_FLAGS
+from openppo.cli.options import parse_options
+from openppo.config import TrainPPOConfig, declared_options, flat_dict
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "openrlhf.md"
 REQUIRED = ["--pretrain", "m", "--prompt_data", "d"]
@@ -141,7 +141,7 @@ def parse(*arguments: str) -> dict[str, Any]:
 def test_every_flag_of_the_parser_is_listed_once() -> None:
     names = {name for name, *_ in [*SAME, *DROPPED, *REFUSED]}
     assert len(names) == 85, "openrlhf/cli/train_ppo.py has 85 flags"
-    assert {name for name, *_ in SAME} <= option_names(TrainPPOConfig).keys()
+    assert {name for name, *_ in SAME} <= declared_options(TrainPPOConfig).keys()
 
 
 @pytest.mark.parametrize(("name", "default", "arguments", "value"), SAME, ids=[name for name, *_ in SAME])
@@ -151,7 +151,7 @@ def test_flag_has_the_same_name_and_form(name: str, default: Any, arguments: str
 
 
 def test_defaults_are_the_same_but_for_those_that_the_document_explains() -> None:
-    ours = option_names(TrainPPOConfig)
+    ours = declared_options(TrainPPOConfig)
     differ = {name for name, default, *_ in SAME if ours[name].default != default}
     assert differ == DEFAULTS_THAT_DIFFER
     assert ours["pretrain"].default is ours["prompt_data"].default is MISSING
@@ -181,7 +181,7 @@ def test_flags_of_the_ray_trainer_are_refused_with_a_reason() -> None:
 
 
 def test_no_flag_of_ours_is_taken_for_a_foreign_one() -> None:
-    assert FOREIGN_FLAGS.keys() & option_names(TrainPPOConfig).keys() == set()
+    assert FOREIGN_FLAGS.keys() & declared_options(TrainPPOConfig).keys() == set()
 
 
 def test_notices_come_from_rank_0_only(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from openppo import __version__
-from openppo.cli.shell.commands import commands
+from openppo.__main__ import commands
 
 REPO = Path(__file__).parents[3]
 

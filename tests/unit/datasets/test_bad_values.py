@@ -1,4 +1,4 @@
-"""Every value that a file can hold, in every column of every shape: examples, or an error that names flag and row."""
+"""Every value that a file can hold, in every column of every format: examples, or an error that names flag and row."""
 
 from __future__ import annotations
 
@@ -63,23 +63,31 @@ VALUES: list[Any] = [
 ]
 
 
-def load(task: str, rows: list[dict[str, Any]], tokenizer: Any, chat: bool = False, max_len: int = 100) -> Any:
+def load(
+    task: str, rows: list[dict[str, Any]], tokenizer: Any, chat: bool = False, max_len: int = 100, show: Any = iter
+) -> Any:
     """Examples of ``rows``, and where rows may be dropped how many were."""
     numbered = number_rows(rows, "file")
     supervised = SupervisedConfig("m", "d", apply_chat_template=chat, max_len=max_len)
     if task == "prompts":
         loaded = load_prompts(
-            numbered, tokenizer, PPODataConfig("d", apply_chat_template=chat, prompt_max_len=max_len), flag="--flag"
+            numbered,
+            tokenizer,
+            PPODataConfig("d", apply_chat_template=chat, prompt_max_len=max_len),
+            flag="--flag",
+            show=show,
         )
         return loaded.prompts, loaded.dropped
     if task == "sft":
-        return load_sft_examples(numbered, tokenizer, supervised, SFTDataConfig(), flag="--flag")
+        return load_sft_examples(numbered, tokenizer, supervised, SFTDataConfig(), flag="--flag", show=show)
     if task == "pairs":
         margin = PreferenceConfig(margin_key="margin" if "margin" in rows[0] else None)
-        return load_preferences(numbered, tokenizer, supervised, margin, flag="--flag")
+        return load_preferences(numbered, tokenizer, supervised, margin, flag="--flag", show=show)
     if task == "steps":
-        return load_process_examples(numbered, tokenizer, supervised, ProcessConfig(None, None, "!"), flag="--flag")
-    return load_documents(numbered, tokenizer, None, max_len)
+        return load_process_examples(
+            numbered, tokenizer, supervised, ProcessConfig(None, None, "!"), flag="--flag", show=show
+        )
+    return load_documents(numbered, tokenizer, None, max_len, show=show)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -94,7 +102,7 @@ def test_any_value_in_any_column_is_read_or_an_error_naming_flag_and_row(task, c
                     load(task, [good, {**good, column: value}], tokenizer, chat)
                 except ValueError as error:
                     n_errors += 1
-                    rows = ("row 1 of file: ", "row 2 of file: ")  # the first for shapes that need, or refuse, a chat
+                    rows = ("row 1 of file: ", "row 2 of file: ")  # the first for formats that need, or refuse, a chat
                     assert any(str(error).startswith(f"{flag}, {row}") for row in rows), (good, column, value)
                     assert len(str(error)) < 500
     assert n_errors >= 5
@@ -109,27 +117,19 @@ def test_half_a_surrogate_pair_is_an_error_with_its_cause(task, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("task", "row"),
+    ("task", "row", "chat", "message"),
     [
-        ("prompts", {"input": ""}),
-        ("prompts", {"question": "", "answer": "a"}),
-        ("sft", {"input": "", "output": "a"}),
-        ("pairs", {"prompt": "", "chosen": "a", "rejected": "b"}),
+        ("prompts", {"input": ""}, False, "the text is empty. Remove the row"),
+        ("prompts", {"question": "", "answer": "a"}, False, "the text is empty. Remove the row"),
+        ("sft", {"input": "", "output": "a"}, False, "the text is empty. Remove the row"),
+        ("pairs", {**PAIR, "prompt": ""}, False, ".*the text is empty. Remove the row"),
+        ("prompts", {"messages": [{"role": "user", "content": ""}]}, True, "all chat messages are empty"),
+        ("pairs", {**PAIR, "prompt": None}, False, "the prompt in column 'prompt' is null"),
     ],
 )
-def test_an_empty_prompt_is_an_error(task, row, tokenizer):
-    with pytest.raises(ValueError, match=r"--flag, row 1 of file: .*the text is empty. Remove the row"):
-        load(task, [row], tokenizer)
-
-
-def test_a_chat_without_any_text_is_an_error(tokenizer):
-    with pytest.raises(ValueError, match="row 1 of file: all chat messages are empty"):
-        load("prompts", [{"messages": [{"role": "user", "content": ""}]}], tokenizer, chat=True)
-
-
-def test_a_prompt_that_is_null_in_one_row_is_an_error(tokenizer):
-    with pytest.raises(ValueError, match="row 2 of file: the prompt in column 'prompt' is null"):
-        load("pairs", [PAIR, {**PAIR, "prompt": None}], tokenizer)
+def test_an_empty_prompt_is_an_error(task, row, chat, message, tokenizer):
+    with pytest.raises(ValueError, match=f"--flag, row 1 of file: {message}"):
+        load(task, [row], tokenizer, chat)
 
 
 @pytest.mark.parametrize(
@@ -215,3 +215,16 @@ def test_a_large_text_of_few_tokens_is_not_dropped(make_tokenizer):
 def test_a_start_has_more_tokens_than_asked_for_or_is_everything(tokenizer):
     assert len(head_of(tokenizer, "ab" * 1000, 10)) == 160
     assert head_of(tokenizer, "abc", 10) == "abc"
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_rows_are_shown_one_by_one_as_they_are_tokenized(tokenizer, task):
+    shown = []
+
+    def show(rows: Any) -> Any:
+        for row in rows:
+            yield row
+            shown.append(row.number)
+
+    load(task, [ROWS[task][1 if task == "pairs" else -1]] * 3, tokenizer, show=show)
+    assert shown == [1, 2, 3]

@@ -7,6 +7,11 @@ from openppo.datasets import load_preferences, number_rows, render_prompt
 
 USER = {"role": "user", "content": "a"}
 GOOD, BAD = {"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"}
+ABC, WITH_PROMPT, CHAT = {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt_key": "prompt"}, True
+CHANGES_THE_PROMPT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>?{% endif %}"
+)
 
 
 def pairs_of(rows, tokenizer, columns=None, **options):
@@ -20,46 +25,38 @@ def texts_of(row, tokenizer, columns=None, **options):
     return tokenizer.decode(pair.chosen_ids), tokenizer.decode(pair.rejected_ids)
 
 
-def test_whole_texts_have_one_bos_and_one_eos(tokenizer, make_tokenizer):
-    row = {"chosen": "abc", "rejected": "abd<eos>"}
-    assert texts_of(row, tokenizer) == ("<bos>abc<eos>", "<bos>abd<eos>")
-    assert texts_of(row, make_tokenizer(bos=True, eos=True)) == ("<bos>abc<eos>", "<bos>abd<eos>")
-
-
-def test_responses_follow_the_prompt_as_generation_sees_it(tokenizer):
-    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    columns = {"prompt_key": "prompt"}
-    assert texts_of(row, tokenizer, columns, input_template="Q{}") == ("<bos>Qab<eos>", "<bos>Qac<eos>")
-    chosen, rejected = texts_of(row, tokenizer, columns, apply_chat_template=True)
-    prompt, _ = render_prompt("a", tokenizer, input_template=None, apply_chat_template=True)
-    assert (chosen, rejected) == (prompt + "b<eos>", prompt + "c<eos>")
+@pytest.mark.parametrize("eos", [False, True])
+@pytest.mark.parametrize(
+    ("row", "columns", "template", "start", "ends"),
+    [
+        ({"chosen": "abc", "rejected": "abd<eos>"}, {}, None, "<bos>", ("abc", "abd")),
+        (ABC, WITH_PROMPT, "Q{}", "<bos>Qa", "bc"),
+        (ABC, {}, "Q{}", "<bos>Qa", "bc"),  # a prompt column is recognized
+        ({**ABC, "rejected": ""}, WITH_PROMPT, None, "<bos>a", ("b", "")),
+    ],
+)
+def test_texts_have_one_bos_and_one_eos(make_tokenizer, eos, row, columns, template, start, ends):
+    tokenizer = make_tokenizer(bos=True, eos=eos)
+    assert texts_of(row, tokenizer, columns, input_template=template) == tuple(start + end + "<eos>" for end in ends)
 
 
 @pytest.mark.parametrize(
     ("row", "columns"),
     [
+        (ABC, WITH_PROMPT),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
-        ({"prompt": "a", "chosen": [GOOD], "rejected": [BAD]}, {"prompt_key": "prompt"}),
-        ({"prompt": [USER], "chosen": [GOOD], "rejected": "c"}, {"prompt_key": "prompt"}),
-        ({"prompt": "a", "chosen": [{**USER, "id": 1}, GOOD], "rejected": [USER, BAD]}, {"prompt_key": "prompt"}),
+        ({"prompt": "a", "chosen": [GOOD], "rejected": [BAD]}, WITH_PROMPT),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": "c"}, WITH_PROMPT),
+        ({"prompt": "a", "chosen": [{**USER, "id": 1}, GOOD], "rejected": [USER, BAD]}, WITH_PROMPT),
     ],
 )
-def test_conversations_turns_and_texts_give_the_same_pair(tokenizer, row, columns):
-    expected = ("<bos><user>a<eos>\n<assistant>b<eos>", "<bos><user>a<eos>\n<assistant>c<eos>")
-    assert texts_of(row, tokenizer, columns, apply_chat_template=True) == expected
-
-
-def test_a_conversation_of_another_prompt_is_an_error(tokenizer):
-    row = {"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]}
-    with pytest.raises(
-        ValueError, match=r"--dataset, row 1: column 'chosen' and its prompt: .*not start with the prompt.*--prompt_key"
-    ):
-        pairs_of([row], tokenizer, {"prompt_key": "prompt"}, apply_chat_template=True)
-
-
-def test_empty_responses_are_pairs_too(tokenizer):
-    row = {"prompt": "a", "chosen": "b", "rejected": ""}
-    assert texts_of(row, tokenizer, {"prompt_key": "prompt"}) == ("<bos>ab<eos>", "<bos>a<eos>")
+def test_conversations_turns_and_texts_give_the_same_pair(tokenizer, make_tokenizer, row, columns):
+    prompt, _ = render_prompt("a", tokenizer, input_template=None, apply_chat_template=True)
+    assert prompt == "<bos><user>a<eos>\n<assistant>"
+    assert texts_of(row, tokenizer, columns, apply_chat_template=True) == (prompt + "b<eos>", prompt + "c<eos>")
+    changing = make_tokenizer(chat_template=CHANGES_THE_PROMPT)
+    expected = ("<user>a<eos><assistant>b<eos>", "<user>a<eos><assistant>c<eos>")
+    assert texts_of(row, changing, columns, apply_chat_template=True) == expected
 
 
 @pytest.mark.parametrize(("value", "margin"), [(2, 2.0), (0.5, 0.5), ("1.5", 1.5), (-1, -1.0)])
@@ -71,13 +68,13 @@ def test_margin_is_a_number(tokenizer, value, margin):
 
 
 @pytest.mark.parametrize("value", [None, "much", True, float("nan"), float("inf"), [1]])
-def test_margin_that_is_no_number_is_an_error(tokenizer, value):
+def test_margin_that_is_not_a_number_is_an_error(tokenizer, value):
     rows = [{"chosen": "a", "rejected": "b", "m": 1}, {"chosen": "a", "rejected": "b", "m": value}]
     with pytest.raises(ValueError, match=r"--dataset, row 2: the margin in column 'm' is not a number.*--margin_key"):
         pairs_of(rows, tokenizer, {"margin_key": "m"})
 
 
-def test_pair_with_one_side_too_long_is_dropped_and_counted(tokenizer):
+def test_a_pair_with_one_side_too_long_is_dropped_and_counted(tokenizer):
     rows = [{"chosen": "a", "rejected": "abc"}, {"chosen": "abc", "rejected": "a"}, {"chosen": "a", "rejected": "b"}]
     pairs, dropped = pairs_of(rows, tokenizer, max_len=4)
     assert (len(pairs), dropped) == (1, 2)
@@ -85,59 +82,31 @@ def test_pair_with_one_side_too_long_is_dropped_and_counted(tokenizer):
         pairs_of(rows[:2], tokenizer, max_len=4)
 
 
-@pytest.mark.parametrize(
-    ("columns", "flag"),
-    [
-        ({"prompt_key": "p"}, "--prompt_key"),
-        ({"chosen_key": "p"}, "--chosen_key"),
-        ({"rejected_key": "p"}, "--rejected_key"),
-        ({"margin_key": "p"}, "--margin_key"),
-    ],
-)
-def test_a_missing_column_names_its_flag(tokenizer, columns, flag):
-    with pytest.raises(
-        ValueError, match=f"--dataset, row 1: no column 'p'. Its columns are chosen, rejected: .*{flag}"
-    ):
-        pairs_of([{"chosen": "a", "rejected": "b"}], tokenizer, columns)
+@pytest.mark.parametrize("key", ["prompt_key", "chosen_key", "rejected_key", "margin_key"])
+def test_a_missing_column_names_its_flag(tokenizer, key):
+    message = f"--dataset, row 1: no column 'p'. Its columns are chosen, rejected: .*--{key}"
+    with pytest.raises(ValueError, match=message):
+        pairs_of([{"chosen": "a", "rejected": "b"}], tokenizer, {key: "p"})
+
+
+AB, TEMPLATE = {"chosen": "a", "rejected": "b"}, {"apply_chat_template": True}
 
 
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
-        (
-            {"chosen": [GOOD], "rejected": "b"},
-            {},
-            "column 'chosen': a list of chat messages needs --apply_chat_template",
-        ),
+        ({"chosen": [GOOD], "rejected": "b"}, {}, "'chosen': a list of chat messages needs --apply_chat_template"),
         ({"chosen": "a", "rejected": 1}, {}, "row 1: column 'rejected': not a text but int"),
-        ({"chosen": "a", "rejected": "b"}, {"apply_chat_template": True}, "'chosen': a whole text cannot be split"),
+        (AB, TEMPLATE, "'chosen': a whole text cannot be split"),
+        (AB, {"input_template": "Q{}"}, "--input_template goes around a prompt.*prompt_key"),
+        ({"chosen": {"from": "gpt"}, "rejected": "b"}, TEMPLATE, "neither a text nor a list .* dict"),
         (
-            {"chosen": "a", "rejected": "b"},
-            {"input_template": "Q{}"},
-            "--input_template goes around a prompt.*prompt_key",
-        ),
-        (
-            {"chosen": {"from": "gpt"}, "rejected": "b"},
-            {"apply_chat_template": True},
-            "neither a text nor a list .* dict",
+            {"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            {"columns": WITH_PROMPT, **TEMPLATE},
+            "--dataset, row 1: column 'chosen' and its prompt: .*not start with the prompt.*--prompt_key",
         ),
     ],
 )
 def test_a_bad_value_is_an_error(tokenizer, row, options, message):
     with pytest.raises(ValueError, match=message):
         pairs_of([row], tokenizer, **options)
-
-
-def test_a_template_that_changes_the_prompt_gives_whole_renderings(make_tokenizer):
-    tokenizer = make_tokenizer(
-        chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>?{% endif %}"
-    )
-    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    expected = ("<user>a<eos><assistant>b<eos>", "<user>a<eos><assistant>c<eos>")
-    assert texts_of(row, tokenizer, {"prompt_key": "prompt"}, apply_chat_template=True) == expected
-
-
-def test_a_prompt_column_is_recognized_beside_chosen_and_rejected(tokenizer):
-    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    assert texts_of(row, tokenizer, input_template="Q{}") == ("<bos>Qab<eos>", "<bos>Qac<eos>")

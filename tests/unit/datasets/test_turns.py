@@ -47,41 +47,23 @@ WITHOUT_END = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+S_TO_D = "<system>s<eos>{0}<user>a<eos>{0}<assistant>b<eos>{0}<user>c<eos>{0}<assistant>d<eos>"
 CASES = {
-    "ends in EOS": (
-        ENDS_IN_EOS,
-        PLAIN_TURNS,
-        "<system>s<eos>\n<user>a<eos>\n<assistant>b<eos>\n<user>c<eos>\n<assistant>d<eos>",
-        "b<eos>d<eos>",
-    ),
+    "ends in EOS": (ENDS_IN_EOS, PLAIN_TURNS, S_TO_D.format("\n"), "b<eos>d<eos>"),
+    "another beginning when asked": (OTHER_WHEN_ASKED, PLAIN_TURNS, S_TO_D.format(""), "b<eos>d<eos>"),
     "system text in the last question": (
-        SYSTEM_IN_LAST_QUESTION,
-        PLAIN_TURNS,
-        "<user>a! b<eos><user>s|c! d<eos>",
-        " b<eos> d<eos>",
+        *(SYSTEM_IN_LAST_QUESTION, PLAIN_TURNS, "<user>a! b<eos><user>s|c! d<eos>", " b<eos> d<eos>"),
     ),
     "ends in a token beside EOS": (
-        ENDS_IN_A_TOKEN_BESIDE_EOS,
-        PLAIN_TURNS,
-        "<system>s<pad>\n<user>a<pad>\n<assistant>b<pad>\n<user>c<pad>\n<assistant>d<pad>\n<eos>",
-        "b<pad>d<pad>\n<eos>",
+        *(ENDS_IN_A_TOKEN_BESIDE_EOS, PLAIN_TURNS),
+        *(S_TO_D.format("\n").replace("<eos>", "<pad>") + "\n<eos>", "b<pad>d<pad>\n<eos>"),
     ),
     "thoughts in the last turn only": (
-        THOUGHT_IN_LAST_TURN_ONLY,
-        [*PLAIN_TURNS[:4], TURNS[4]],
-        "<system>s<eos><user>a<eos><assistant>b<eos><user>c<eos><assistant><think>u</think>d<eos>",
-        "b<eos><think>u</think>d<eos>",
-    ),
-    "another beginning when asked": (
-        OTHER_WHEN_ASKED,
-        PLAIN_TURNS,
-        "<system>s<eos><user>a<eos><assistant>b<eos><user>c<eos><assistant>d<eos>",
-        "b<eos>d<eos>",
+        *(THOUGHT_IN_LAST_TURN_ONLY, [*PLAIN_TURNS[:4], TURNS[4]]),
+        *(S_TO_D.format("").replace("d<", "<think>u</think>d<"), "b<eos><think>u</think>d<eos>"),
     ),
     "no end of turn": (
-        WITHOUT_END,
-        PLAIN_TURNS,
-        "system: s\nuser: a\nassistant: b\nuser: c\nassistant: d\n<eos>",
+        *(WITHOUT_END, PLAIN_TURNS, "system: s\nuser: a\nassistant: b\nuser: c\nassistant: d\n<eos>"),
         "b\nd\n<eos>",
     ),
 }
@@ -94,22 +76,12 @@ def targets(example, tokenizer):
 @pytest.mark.parametrize(("template", "turns", "whole", "expected"), CASES.values(), ids=CASES.keys())
 def test_targets_are_the_assistants_turns_with_what_ends_them(make_tokenizer, template, turns, whole, expected):
     tokenizer = make_tokenizer(bos=True, chat_template=template)
-    example = render_conversation(turns, tokenizer, input_template=None)
-    assert tokenizer.decode(example.token_ids) == whole
-    assert targets(example, tokenizer) == expected
-
-
-@pytest.mark.parametrize(("template", "turns", "whole", "expected"), CASES.values(), ids=CASES.keys())
-def test_a_response_to_many_turns_is_the_last_turn_of_the_same_rendering(
-    make_tokenizer, template, turns, whole, expected
-):
-    tokenizer = make_tokenizer(bos=True, chat_template=template)
-    example = render_response(
-        turns[:-1], turns[-1]["content"], tokenizer, input_template=None, apply_chat_template=True
-    )
-    assert tokenizer.decode(example.token_ids) == whole
-    assert expected.endswith(targets(example, tokenizer))
-    assert targets(example, tokenizer).strip()[0] in "d<"
+    chat = render_conversation(turns, tokenizer, input_template=None)
+    last = render_response(turns[:-1], turns[-1]["content"], tokenizer, input_template=None, apply_chat_template=True)
+    assert tokenizer.decode(chat.token_ids) == tokenizer.decode(last.token_ids) == whole
+    assert targets(chat, tokenizer) == expected
+    assert expected.endswith(targets(last, tokenizer))
+    assert targets(last, tokenizer).strip()[0] in "d<"
 
 
 def test_targets_begin_where_generation_does(make_tokenizer):
@@ -126,7 +98,7 @@ def test_what_follows_the_last_answer_is_left_out(make_tokenizer):
     assert tokenizer.decode(example.token_ids) == "<user>a<eos>\n<assistant>b<eos>"
 
 
-def test_a_chat_may_begin_with_the_assistant_but_its_first_token_is_no_target(make_tokenizer):
+def test_a_chat_may_begin_with_the_assistant_whose_first_token_is_not_a_target(make_tokenizer):
     chat = [PLAIN_TURNS[2], *PLAIN_TURNS[1:3]]
     tokenizer = make_tokenizer(chat_template=ENDS_IN_EOS)
     assert targets(render_conversation(chat, tokenizer, input_template=None), tokenizer) == "b<eos>b<eos>"
@@ -137,10 +109,7 @@ def test_a_chat_may_begin_with_the_assistant_but_its_first_token_is_no_target(ma
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (
-            "{% for m in messages %}{{ m.content|length }}:{{ m.content }};{% endfor %}",
-            "around turn 3 depends on its text",
-        ),
+        ("{% for m in messages %}{{ m.content|length }}:{{ m.content }};{% endfor %}", "around turn 3 depends on its"),
         (
             "{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}",
             "leaves out part of turn 3",

@@ -18,8 +18,8 @@ from openppo.experience.collate import idle_experience, join_rows
 from openppo.experience.replay_buffer import MiniBatch
 from openppo.models import Actor, GPTLMLoss
 from openppo.tracking import Metrics
+from openppo.trainer.batches import TokenBatch, token_batch
 from openppo.trainer.steps.actor_step import ActorStep, loss_aggregation
-from openppo.trainer.token_batches import TokenBatch, token_batch
 from openppo.types import Experience, SingleProcess
 
 EngineOf = Callable[[nn.Module], Any]

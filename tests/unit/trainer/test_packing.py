@@ -23,7 +23,7 @@ from transformers import (
 
 from openppo.datasets import TokenExample
 from openppo.models import Actor
-from openppo.trainer.token_batches import TokenBatch, pack, packed_row_length, packing_is_exact, token_batch
+from openppo.trainer.batches import TokenBatch, pack, packed_row_length, packing_is_exact, token_batch
 from openppo.types import SingleProcess
 
 CPU = torch.device("cpu")
@@ -114,8 +114,8 @@ def refuses(sequences: Tensor, attention_mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (WithoutPositions(actor_of("llama")), "change each other's log-probs"),
-        (WithoutPositions(actor_of("llama", initializer_range=0.02)), "change each other's log-probs"),
+        (WithoutPositions(actor_of("llama")), "change each other's outputs"),
+        (WithoutPositions(actor_of("llama", initializer_range=0.02)), "change each other's outputs"),
         (WithoutRestart(actor_of("gpt2")), "their own by their place"),
         (refuses, "takes no position ids"),
     ],

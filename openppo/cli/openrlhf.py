@@ -64,17 +64,19 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
 }
 
 
-def without_foreign_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments without OpenRLHF's flags that change nothing here, and one line for each that says why.
+def without_foreign_flags(arguments: Sequence[str], all_of_them: bool = True) -> tuple[list[str], list[str]]:
+    """Take out OpenRLHF's flags that change nothing here, and give one line for each that says why.
 
-    Raises ``ValueError`` with the remedy for a flag whose effect cannot be had.
+    Raises ``ValueError`` with the remedy for a flag whose effect is not available. ``all_of_them``: else only the flag
+    of DeepSpeed's launcher.
     """
     kept: list[str] = []
     notices: list[str] = []
     remaining = iter(arguments)
     for argument in remaining:
         name, has_value, value = argument.removeprefix("--").partition("=")
-        flag = FOREIGN_FLAGS.get(name) if argument.startswith("--") else None
+        name = name.replace("-", "_")
+        flag = FOREIGN_FLAGS.get(name) if argument.startswith("--") and (all_of_them or name == "local_rank") else None
         if flag is None:
             kept.append(argument)
             continue

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from openppo.config import TrainSFTConfig, from_options
-from openppo.trainer.overview import supervised_start
-from openppo.trainer.overview.roles import Role
+from openppo.trainer import summary
 
 
 def lines(
@@ -30,8 +29,8 @@ def lines(
         components=parts, config=config, comm=comm, total_steps=total_steps, global_step=done
     )
     with caplog.at_level(logging.INFO, logger="openppo"):
-        supervised_start.announce_supervised_start(trainer)
-    names = ("each step", "in all", "goes on")
+        summary.log_supervised_start(trainer)
+    names = ("each step", "in all", "resumes")
     found = (line.strip() for line in caplog.text.splitlines())
     return {name: line[len(name) :].strip() for line in found for name in names if line.startswith(name)}
 
@@ -39,7 +38,7 @@ def lines(
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of roles is tested elsewhere."""
-    monkeypatch.setattr(supervised_start, "model_role", lambda *_, **__: Role("model", "m"))
+    monkeypatch.setattr(summary, "model_role", lambda *_, **__: summary.Role("model", "m"))
 
 
 def test_the_last_step_of_an_epoch_may_be_small(caplog: pytest.LogCaptureFixture) -> None:
@@ -54,7 +53,7 @@ def test_max_steps_ends_a_run_before_its_epochs(caplog: pytest.LogCaptureFixture
     options = {"train_batch_size": 4, "max_epochs": 2, "max_steps": 5}
     found = lines(caplog, 10, 5, done=3, **options)
     assert found["in all"] == "2 epochs of 10 samples, 6 steps; --max_steps ends it after 5"
-    assert found["goes on"] == "after step 3 of 5"
+    assert found["resumes"] == "after step 3 of 5"
 
 
 def test_ranks_share_a_step(caplog: pytest.LogCaptureFixture) -> None:

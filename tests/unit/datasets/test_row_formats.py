@@ -1,4 +1,4 @@
-"""Rows in the shapes of the field, read into the same parts."""
+"""Rows in common formats, read into the same fields."""
 
 import logging
 
@@ -24,11 +24,7 @@ READINGS = [
     ({"prompt": [USER], "response": [GOOD]}, "plain", RowFields(prompt=[USER], response=[GOOD], label=[GOOD])),
     ({"text": "q"}, "plain", RowFields(prompt="q", whole="q")),
     ({"messages": [USER, GOOD], "prompt": "q"}, "messages", CHAT),
-    (
-        {"messages": [USER, GOOD, MORE]},
-        "messages",
-        RowFields(prompt=[USER, GOOD, MORE], conversation=[USER, GOOD, MORE]),
-    ),
+    ({"messages": [USER, MORE]}, "messages", RowFields(prompt=[USER, MORE], conversation=[USER, MORE])),
     ({"conversations": [HUMAN, GPT]}, "sharegpt", CHAT),
     ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT_BAD}, "sharegpt", PAIR),
     ({"instruction": "q", "input": "", "output": "a"}, "alpaca", RowFields(prompt="q", response="a", label="a")),
@@ -42,44 +38,33 @@ READINGS = [
 ]
 
 
-@pytest.mark.parametrize(("row", "shape", "parts"), READINGS)
-def test_a_row_is_recognized_by_its_columns(row, shape, parts, caplog):
-    task = "pairs" if shape in ("hh", "preference") or "rejected" in row else "sft"
-    with caplog.at_level(logging.INFO):
-        assert read(row, task) == parts
-    (record,) = caplog.records
-    assert f"--dataset: rows are read as {shape}, by their columns " in record.getMessage()
-    assert read(row, "prompts") == parts
-    assert read(row, task, data_format=shape) == parts
+NO = RowFields("q", ["s", "t"], label=[True, False])
+MARKED = {"input": "s1 ки s2 ки", "label": "s1 + s2 -"}
+WRONG_AT_2 = {"model_output_steps": ["s", "t", "u"], "model_output_solution_first_error_step": 2}
+STEPS = [
+    (MARKED, "math_shepherd", RowFields(response=MARKED["input"], label=MARKED["label"])),
+    ({"prompt": "q", "completions": ["s", "t"], "labels": [True, False]}, "steps", NO),
+    ({"question": "q", **WRONG_AT_2}, "steps", NO),
+    ({"question": "q", "steps": ["s"], "first_wrong_step": None}, "steps", RowFields("q", ["s"], label=[True])),
+]
 
 
-@pytest.mark.parametrize(
-    ("row", "shape", "parts"),
-    [
-        (
-            {"input": "s1 ки s2 ки", "label": "s1 + s2 -"},
-            "math_shepherd",
-            RowFields(response="s1 ки s2 ки", label="s1 + s2 -"),
-        ),
-        (
-            {"prompt": "q", "completions": ["s", "t"], "labels": [True, False]},
-            "steps",
-            RowFields("q", ["s", "t"], label=[True, False]),
-        ),
-        (
-            {"question": "q", "model_output_steps": ["s", "t", "u"], "model_output_solution_first_error_step": 2},
-            "steps",
-            RowFields("q", ["s", "t"], label=[True, False]),
-        ),
-        (
-            {"question": "q", "steps": ["s", "t"], "first_wrong_step": None},
-            "steps",
-            RowFields("q", ["s", "t"], label=[True, True]),
-        ),
-    ],
-)
-def test_judged_steps_are_recognized_and_cut_after_the_first_wrong_one(row, shape, parts):
-    assert read(row, "steps") == read(row, "steps", data_format=shape) == parts
+@pytest.mark.parametrize(("row", "name", "fields"), READINGS + STEPS)
+def test_a_row_is_recognized_by_its_columns(row, name, fields, caplog):
+    """Judged steps are cut after the first wrong one."""
+    tasks = {
+        "steps": ["steps"],
+        "math_shepherd": ["steps"],
+        "hh": ["pairs", "prompts"],
+        "preference": ["pairs", "prompts"],
+    }
+    for task in tasks.get(name, ["pairs" if "rejected" in row else "sft", "prompts"]):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert read(row, task) == fields
+        (message,) = caplog.messages
+        assert f"--dataset: rows are read as {name}, by their columns " in message
+        assert read(row, task, data_format=name) == fields
 
 
 def test_a_named_column_goes_before_recognition():
@@ -107,25 +92,21 @@ def test_transcripts_part_where_they_first_differ_before_an_answer():
     assert as_text.prompt + as_text.rejected == row["rejected"]
 
 
-def test_pairs_that_are_the_same_share_all_but_the_response():
-    text = "\n\nHuman: q\n\nAssistant: a"
+def test_pairs_share_all_but_the_response_or_are_whole_conversations():
+    text, other = "\n\nHuman: q\n\nAssistant: a", "\n\nHuman: r\n\nAssistant: a"
     assert read({"chosen": text, "rejected": text}, "pairs") == RowFields([USER], [GOOD], [GOOD], [GOOD])
-
-
-def test_pairs_that_share_no_turn_are_whole_conversations():
-    row = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: r\n\nAssistant: a"}
+    row = {"chosen": text, "rejected": other}
     assert read(row, "pairs") == RowFields(response=[USER, GOOD], chosen=[USER, GOOD], rejected=[MORE, GOOD])
-    assert read(row, "pairs", chat=False).chosen == row["chosen"]
+    assert read(row, "pairs", chat=False).chosen == text
 
 
-def test_each_source_has_a_shape_of_its_own(caplog):
+def test_each_source_has_a_format_of_its_own(caplog):
     rows = [*number_rows([{"input": "q"}], "one"), *number_rows([{"question": "r"}] * 2, "two")]
     with caplog.at_level(logging.INFO):
         reader = RowReader(rows, "prompts", "--prompt_data")
     assert [reader.read(row).prompt for row in rows] == ["q", "r", "r"]
-    assert [record.getMessage()[:31] for record in caplog.records] == [
-        "--prompt_data one: rows are rea",
-        "--prompt_data two: rows are rea",
+    assert [message[:31] for message in caplog.messages] == [
+        f"--prompt_data {name}: rows are rea" for name in ("one", "two")
     ]
 
 
@@ -136,20 +117,20 @@ def test_each_source_has_a_shape_of_its_own(caplog):
             {"a": 1, "b": 2},
             "prompts",
             "auto",
-            r"no known shape. Its columns are a, b: .*--input_key, or .*--data_format",
+            "no known format. Its columns are a, b: .*--input_key, or .*--data_format",
         ),
         ({"a": 1}, "pairs", "auto", r"Its columns are a: .*--chosen_key and --rejected_key, or .*--data_format"),
         (
             {"input": "q"},
             "sft",
             "alpaca",
-            r"'alpaca' needs 'instruction' and 'output'. Its columns are input: .*--input_key",
+            "'alpaca' needs 'instruction' and 'output'. Its columns are input: .*--input_",
         ),
         (
             {"input": "q"},
             "pairs",
             "alpaca",
-            "--data_format alpaca is no shape for this command: use hh, preference, sharegpt",
+            "--data_format alpaca is not for this command: use hh, preference, sharegpt",
         ),
         ({"messages": [HUMAN]}, "sft", "auto", 'not a chat message with texts "role" and "content"'),
         ({"messages": []}, "sft", "auto", "list of chat messages is empty"),
@@ -157,12 +138,8 @@ def test_each_source_has_a_shape_of_its_own(caplog):
         ({"conversations": [USER]}, "sft", "auto", 'not a turn with "from"'),
         ({"conversations": "q"}, "sft", "auto", "'conversations' is not a list of turns: 'q'"),
         ({"instruction": 3, "output": "a"}, "sft", "auto", "not a text but int"),
-        (
-            {"question": "q", "steps": ["s"], "first_wrong_step": 2},
-            "steps",
-            "auto",
-            "first wrong step is 2, and there are 1",
-        ),
+        ({"question": "q", "steps": ["s"], "first_wrong_step": 2}, "steps", "auto", "wrong step is 2, and there are 1"),
+        ({"question": "q", "steps": "s", "first_wrong_step": 2}, "steps", "auto", "steps are not a list but str"),
     ],
 )
 def test_what_cannot_be_read_is_an_error_with_columns_and_remedy(row, task, data_format, message):
@@ -170,7 +147,7 @@ def test_what_cannot_be_read_is_an_error_with_columns_and_remedy(row, task, data
         read(row, task, data_format)
 
 
-def test_a_later_row_of_another_shape_is_an_error():
+def test_a_later_row_of_another_format_is_an_error():
     rows = number_rows([{"question": "q", "answer": "a"}, {"question": "q", "reply": "a"}])
     reader = RowReader(rows, "sft", "--dataset")
     with pytest.raises(
@@ -180,5 +157,5 @@ def test_a_later_row_of_another_shape_is_an_error():
         reader.read(rows[1])
     pair = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
     rows = number_rows([pair, {"chosen": "a", "rejected": "b"}])
-    with pytest.raises(ValueError, match="other texts, although its source starts with a row of shape 'hh'"):
+    with pytest.raises(ValueError, match="other texts, although its source starts with a row of format 'hh'"):
         RowReader(rows, "pairs", "--dataset").read(rows[1])

@@ -1,1 +1,0 @@
-"""What the shell sees before a command runs: the program ``openppo`` and ``--version``."""

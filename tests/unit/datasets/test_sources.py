@@ -1,0 +1,387 @@
+"""Rows from files, saved folders, the hub, several sources and the user's own loaders; errors name file and place."""
+
+import csv
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from openppo.config import PPODataConfig, parse_probs
+from openppo.datasets import load_mixed_rows, load_prompts, load_rows, require_column, sources
+
+ROWS = [
+    {"text": 'zwei,\n"drei" \u2028 é', "messages": [{"role": "user", "content": "a"}], "n": 1},
+    {"text": "", "messages": [], "n": 2},
+    {"text": "c", "messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}], "n": 3},
+]
+
+
+def placed(source, split="train", max_samples=None):
+    return load_rows(str(source), flag="--prompt_data", split=split, max_samples=max_samples)
+
+
+def load(source, split="train", max_samples=None):
+    return [row.row for row in placed(source, split, max_samples)]
+
+
+def write_jsonl(path: Path, rows=ROWS) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_array(path: Path) -> Path:
+    path.write_text("\n " + json.dumps(ROWS, indent=2))
+    return path
+
+
+def write_parquet(path: Path) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    return path
+
+
+def save(path: Path) -> Path:
+    datasets.Dataset.from_list(ROWS).save_to_disk(path)
+    return path
+
+
+def as_gzip(path: Path) -> Path:
+    packed = path.with_name(path.name + ".gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        *(("rows.jsonl", write_jsonl), ("ROWS.JSONL", write_jsonl), ("lines.json", write_jsonl)),
+        *(("array.json", write_array), ("we[1]rd *.parquet", write_parquet), ("saved", save)),
+    ],
+)
+def test_every_format_keeps_order_types_and_nested_values(tmp_path, name, write):
+    source = write(tmp_path / name)
+    assert load(source) == load(source, max_samples=100) == ROWS
+    assert load(source, max_samples=2) == ROWS[:2]
+    if "json" in name.lower():
+        assert load(as_gzip(source)) == ROWS
+
+
+def test_json_values_are_kept_as_written(tmp_path):
+    """As ``datasets`` would not: dates, whole numbers beside fractions, large numbers, different columns."""
+    rows = [{"a": 1, "d": "2020-01-01"}, {"b": [1, "x", {"y": None}]}, {"a": 1.5}, {"a": "text"}, {"a": 2**70}]
+    assert list(map(repr, load(write_jsonl(tmp_path / "rows.jsonl", rows)))) == list(map(repr, rows))
+
+
+def test_byte_order_mark_and_blank_lines_do_not_matter(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n{"a": 2}')
+    assert load(tmp_path / "rows.jsonl") == [{"a": 1}, {"a": 2}]
+
+
+def test_csv_values_are_strings_with_commas_quotes_and_newlines(tmp_path):
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["text", "n"], ['a, "b"\nc', "007"], ["", "x" * 200_000]])
+    expected = [{"text": 'a, "b"\nc', "n": "007"}, {"text": "", "n": "x" * 200_000}]
+    assert load(path) == load(as_gzip(path)) == expected
+    assert [row.place for row in placed(path)] == ["line 2", "line 4"]
+
+
+def test_an_edited_file_is_never_served_stale(tmp_path):
+    for write, name in ((write_jsonl, "rows.jsonl"), (write_parquet, "rows.parquet")):
+        path = write(tmp_path / name)
+        assert load(path) == ROWS
+        path.write_bytes(b"")
+        with pytest.raises(ValueError, match="--prompt_data"):
+            load(path)
+
+
+def test_a_folder_gives_the_rows_of_the_split(tmp_path):
+    splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    files = tmp_path / "files"
+    files.mkdir()
+    write_jsonl(files / "train-00001.jsonl", ROWS[1:])
+    write_jsonl(files / "train-00000.jsonl", ROWS[:1])
+    write_jsonl(files / "harmless-test.jsonl", ROWS[:1])
+    (files / "README.md").write_text("about")
+    for folder in (tmp_path / "saved", files):
+        assert (load(folder, split="train"), load(folder, split="test")) == (ROWS, ROWS[:1])
+        with pytest.raises(
+            ValueError, match=r"--prompt_data .*no split 'dev'. Its splits are test, train.*--prompt_spl"
+        ):
+            load(folder, split="dev")
+    (tmp_path / "data").mkdir()  # files without a split in their name are train
+    write_jsonl(tmp_path / "data" / "contest.jsonl")
+    assert load(tmp_path) == ROWS
+
+
+def test_a_row_knows_its_file_and_line(tmp_path, caplog):
+    write_jsonl(tmp_path / "train-0.jsonl", ROWS[:2])
+    (tmp_path / "train-1.jsonl").write_text('\n\n{"text": "d"}\n')
+    (tmp_path / "train-2.jsonl").touch()
+    rows = placed(tmp_path)
+    assert [row.place for row in rows] == ["train-0.jsonl, line 1", "train-0.jsonl, line 2", "train-1.jsonl, line 3"]
+    message = r"row 3 of .* \(train-1.jsonl, line 3\): no column 'n'. Its columns are text: .*--input_key"
+    with pytest.raises(ValueError, match=f"^--prompt_data, {message}"):
+        require_column(rows, "n", flag_of_key="--input_key", flag_of_data="--prompt_data")
+    assert caplog.messages == [f"--prompt_data {tmp_path}/train-2.jsonl: empty, it has no rows"]
+
+
+HUB_NAMES = {
+    "owner/name": (None, None, r"no such file or folder, and no data set .*ConnectionError: no network"),
+    "owner/name@main": ("main", ValueError("Should be one of ['test']."), r"split 'dev' .*Should be one of \['test'\]"),
+}
+
+
+@pytest.mark.parametrize("source", HUB_NAMES)
+def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch, source):
+    configuration, failure, message = HUB_NAMES[source]
+    asked = []
+
+    def fake(name, configuration, split):
+        asked.append((name, configuration, split))
+        if split == "dev":
+            raise failure or ConnectionError("no network")
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(sources, "load_dataset", fake)
+    assert load(source, split="train[:9]", max_samples=1) == ROWS[:1]
+    with pytest.raises(ValueError, match=f"--prompt_data {source}: {message}"):
+        load(source, split="dev")
+    assert asked == [("owner/name", configuration, "train[:9]"), ("owner/name", configuration, "dev")]
+    for path in ("no/such/file.jsonl", "./nowhere", "missing.json", "/no/folder"):
+        with pytest.raises(ValueError, match=r"--prompt_data .*no such file or folder, and no data set of that name"):
+            load(path)
+    assert len(asked) == 2, "a missing path is not looked up"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"a": 1}\n\n{"a": \n', r"a.jsonl, line 3: not valid JSON \(Expecting value at column 6\)"),
+        ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl, line 2: not an object but list"),
+        ("a.json", '[{"a": 1},\n {"a": }]', "a.json, line 2: not valid JSON"),
+        ("a.json", '[{"a": 1}, "x"]', "a.json, row 2: not an object but str"),
+        ("a.json", '{\n "a": 1\n}', "a.json, line 1: not valid JSON .*array of objects"),
+        ("a.jsonl", "", "a.jsonl: empty, it has no rows"),
+        ("a.json", "[]", "a.json: empty, it has no rows"),
+        ("a.csv", "", "a.csv: empty, it has no rows"),
+        ("a.csv", "x,y\n", "a.csv: empty, it has no rows"),
+        ("a.csv", "x,y\n1,2\n\n3\n", "a.csv, line 4: 1 fields, but the first line names 2 columns"),
+        ("a.csv", "x,x\n1,2\n", "a.csv, line 1: column 'x' occurs twice"),
+        ("a.csv", 'x\n"1', "a.csv, line 2: not valid CSV"),
+        ("a.parquet", "no table", "a.parquet, after row 0: cannot be read as Parquet"),
+        ("a.parquet", "", "a.parquet, after row 0: cannot be read as Parquet"),
+        ("a.jsonl", '{"a": 1}\n{"a": ', "a.jsonl, line 2: not valid JSON .*The file ends in this line"),
+        ("a.jsonl", '{"a": 1}\n{"a":' + "9" * 5000 + "}\n", "a.jsonl, line 2: not valid JSON .*4300 digits"),
+        ("a.jsonl", '{"a": 1}\n{"a":' + "[" * 100_000 + "\n", "a.jsonl, line 2: not valid JSON .*recursion"),
+        ("a.json", "[" * 100_000, "a.json: not valid JSON .*recursion"),
+        ("a.jsonl", '{"a": 1}\n{"b": 1, "b": 2}\n', "a.jsonl, line 2: not valid JSON .'b' occurs twice in an object"),
+        ("a.jsonl", "\0" * 100, "a.jsonl, line 1: not valid JSON"),
+        ("a.jsonl.gz", "not packed", "a.jsonl.gz: cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz: cannot be read .*whole"),
+        ("a.txt", "text", r"a.txt: unknown kind of file. Use .jsonl, .json or .csv"),
+        ("a.jsonl", b'{"a": "\xff"}', r"a.jsonl, line 1: not UTF-8 text \(byte 0xff: invalid start byte\)"),
+        ("a.jsonl", b'{"a": 1}\r\n{"a": "caf\xe9"}\r\n', "a.jsonl, line 2: not UTF-8 text .* Save the file as UTF-8"),
+        ("a.json", b'[{"a": 1},\n\n{"a": "caf\xe9"}]', "a.json, line 3: not UTF-8 text"),
+        ("a.csv", b"x\na\ncaf\xe9\n", "a.csv, line 3: not UTF-8 text"),
+        ("a.jsonl", '{"a": 1}\n'.encode("utf-16"), "a.jsonl, line 1: not UTF-8 text"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a": "caf\xe9"}\n', mtime=0), "a.jsonl.gz, line 2: not UTF-8 text"),
+    ],
+)
+def test_a_malformed_file_is_an_error_that_names_flag_file_and_place(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=f"--prompt_data .*{message}"):
+        load(tmp_path / name)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def overwrite(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:50] + b"\xff" * 50 + content[100:])
+
+
+def write(text):
+    return lambda path: path.write_text(text)
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+@pytest.mark.parametrize("damage", [cut, overwrite])
+def test_a_damaged_parquet_file_is_an_error(tmp_path, compression, damage):
+    table = pyarrow.Table.from_pylist([{"text": f"a text, number {n}"} for n in range(100)])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression=compression)
+    damage(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="--prompt_data .*a.parquet, after row 0: cannot be read as Parquet"):
+        load(tmp_path / "a.parquet")
+
+
+def view(value, kind, of=pyarrow.int64):
+    return pyarrow.array([value], of()).view(kind)
+
+
+TEXT_BUFFERS = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).buffers()
+TABLES = {
+    "microseconds": {"when": view(10**18, pyarrow.timestamp("us"))},
+    "milliseconds": {"when": view(10**15, pyarrow.timestamp("ms"))},
+    "days": {"when": view(10**8, pyarrow.date32(), pyarrow.int32)},
+    "duration": {"when": view(2**62, pyarrow.duration("s"))},
+    "unknown zone": {"when": view(0, pyarrow.timestamp("s", tz="Nowhere/None"))},
+    "not UTF-8": {"text": pyarrow.Array.from_buffers(pyarrow.string(), 2, TEXT_BUFFERS)},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_value_that_python_cannot_hold_is_an_error(tmp_path, name):
+    table = pyarrow.table(TABLES[name])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"--prompt_data .*a.parquet, after row 0: cannot be read .*as text"):
+        load(tmp_path / "a.parquet")
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"--prompt_data .*saved: a folder .* that cannot be read .* as text"):
+        load(tmp_path / "saved")
+
+
+def test_a_column_that_occurs_twice_in_a_parquet_file_is_an_error(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["input", "input"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet, .*each column under its own name"):
+        load(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        *(("*.arrow", Path.unlink), ("*.arrow", cut), ("*.arrow", overwrite), ("state.json", write("{"))),
+        *(("state.json", write("{}")), ("dataset_info.json", write("{")), ("dataset_dict.json", write("{}"))),
+    ],
+)
+def test_a_damaged_saved_folder_is_an_error(tmp_path, pattern, damage):
+    rows = datasets.Dataset.from_list(ROWS * 9)
+    (datasets.DatasetDict({"train": rows}) if "dict" in pattern else rows).save_to_disk(tmp_path / "saved")
+    for file in (tmp_path / "saved").glob(pattern):
+        damage(file)
+    with pytest.raises(ValueError, match=r"--prompt_data .*saved by 'datasets' that cannot be read"):
+        load(tmp_path / "saved")
+
+
+def test_a_folder_without_data_or_with_several_kinds_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="--prompt_data .*no data file in this folder"):
+        load(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "b.csv").write_text("text\na\n")
+    with pytest.raises(ValueError, match=r"files of several kinds for split 'train' \(a.jsonl, b.csv\)"):
+        load(tmp_path)
+
+
+# Several sources
+
+SIZES = {"a": 40, "b": 30, "c": 700}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three files of numbered rows."""
+    for name, size in SIZES.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"input": f"{name}{number}"} for number in range(size)])
+    return ",".join(str(tmp_path / f"{name}.jsonl") for name in SIZES)
+
+
+def mix(source, probs, seed=42, max_samples=None, **options):
+    pairs = parse_probs(source, probs, "prompt_data")
+    return load_mixed_rows(pairs, flag="--prompt_data", split="train", max_samples=max_samples, seed=seed, **options)
+
+
+def texts(rows):
+    return [row.row["input"] for row in rows]
+
+
+def test_without_shares_all_rows_follow_one_another_with_source_and_number(files):
+    rows = mix(files, None)
+    assert texts(rows) == [f"{name}{number}" for name, size in SIZES.items() for number in range(size)]
+    assert [(row.source, row.number) for row in rows[39:41]] == [(files.split(",")[0], 40), (files.split(",")[1], 1)]
+    assert texts(mix(files, None, max_samples=2)) == ["a0", "a1", "b0", "b1", "c0", "c1"], "of each source"
+
+
+@pytest.mark.parametrize("seed", [0, 42])
+@pytest.mark.parametrize("probs", ["0.5,0.2,0.3", "1,1,2000", "8,1,1", "0.1,0.1,0.8"])
+def test_with_shares_rows_are_drawn_until_the_first_source_is_used_up(files, probs, seed):
+    """With the draws of OpenRLHF, which are those of numpy's generator in blocks of 1,000."""
+    shares = [share for _, share in parse_probs(files, probs, "prompt_data")]
+    draws, left, expected = np.random.default_rng(seed), {name: iter(range(n)) for name, n in SIZES.items()}, []
+    counts = Counter()
+    while not any(counts[name] == size for name, size in SIZES.items()):
+        for choice in draws.choice(3, size=1000, p=shares):
+            name = "abc"[choice]
+            expected.append(f"{name}{next(left[name])}")
+            counts[name] += 1
+            if counts[name] == SIZES[name]:
+                break
+    assert texts(mix(files, probs, seed)) == expected
+
+
+def test_prompts_keep_the_source_and_errors_name_it(files, tokenizer):
+    rows = mix(files, None, max_samples=1)
+    loaded = load_prompts(rows, tokenizer, PPODataConfig(files))
+    assert [prompt.source for prompt in loaded.prompts] == files.split(",")
+    rows[1].row["input"] = 3
+    with pytest.raises(ValueError, match=r"--prompt_data, row 1 of .*b\.jsonl \(line 1\): not a text but int"):
+        load_prompts(rows, tokenizer, PPODataConfig(files))
+
+
+def test_copies_are_counted_and_kept(tmp_path, caplog):
+    caplog.set_level("INFO", "openppo")
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"input": text} for text in "xyx"])
+    assert texts(mix(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", None)) == ["x", "y", "x"] * 2
+    assert caplog.messages == ["--prompt_data: 4 of 6 rows are copies of others; they are kept"]
+
+
+LOADERS = """
+class Rows:
+    def __init__(self, source):
+        self.source = source
+    def __iter__(self):
+        return iter({"input": f"{self.source}{number}"} for number in range(3))
+
+def rows(source):
+    yield from Rows(source)
+
+number, texts, nothing = (lambda source: 3), (lambda source: [source]), (lambda source: [])
+"""
+
+
+@pytest.mark.parametrize("name", ["Rows", "rows"])
+def test_a_class_or_function_of_the_users_gives_the_rows_of_each_source(tmp_path, name):
+    (tmp_path / "loaders.py").write_text(LOADERS)
+    rows = mix("x,y", None, max_samples=2, dataset_class=f"{tmp_path}/loaders.py:{name}")
+    assert texts(rows) == ["x0", "x1", "y0", "y1"]
+    assert [row.source for row in rows] == ["x", "x", "y", "y"]
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "message"),
+    [
+        (LOADERS, "number", "called for --prompt_data x, gave int; it must give rows"),
+        (LOADERS, "texts", "gave rows of str; each must be a dict"),
+        (LOADERS, "nothing", "gave no rows"),
+        (LOADERS, "other", "has no function 'other'. It has: Rows, nothing, number, rows, texts"),
+        (LOADERS, "", "give a Python file and a name in it, path.py:name"),
+        (None, "rows", "no such file"),
+        ("import not_there", "rows", "cannot be imported"),
+        ("(", "rows", "cannot be imported"),
+    ],
+)
+def test_a_loader_that_does_not_work_is_an_error(tmp_path, code, name, message):
+    if code is not None:
+        (tmp_path / "loaders.py").write_text(code)
+    with pytest.raises(ValueError, match=f"--dataset_class .*{message}"):
+        mix("x", None, dataset_class=f"{tmp_path}/loaders.py:{name}")

@@ -1,0 +1,200 @@
+"""The self-check shows where everything lies, and sees what lies elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openppo.config import KLConfig
+from openppo.datasets import PreferenceExample, ProcessExample
+from openppo.models.supervised_loss import IGNORE_INDEX
+from openppo.trainer.batches import TokenMicroBatch
+from openppo.trainer.self_check import check_samples, show_examples
+from openppo.types import Experience
+
+EOS, KL_COEF = 9, 0.5
+
+
+class Words:
+    """A tokenizer of ten words; number 4 clears the screen."""
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self.decode([i]).replace(" ", "\u2581") for i in ids]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join("</s>" if i == EOS else "\x1b[2J" if i == 4 else f" w{i}" for i in ids)
+
+
+def row(n_prompt: int, n_actions: int, score: float, truncated: bool) -> Experience:
+    """Log-probs -1, KL 0.1 at each action, so that rewards are -0.05 and at the last one the score more."""
+    length = n_prompt + n_actions
+    ids = (torch.arange(length) % 8)[None]
+    if not truncated:
+        ids[0, -1] = EOS
+    action_mask = torch.arange(length)[None] >= n_prompt
+    actions = action_mask.float()
+    rewards = -KL_COEF * 0.1 * actions
+    rewards[0, -1] += score
+    return Experience(
+        sequences=ids,
+        attention_mask=torch.ones(1, length, dtype=torch.bool),
+        action_mask=action_mask,
+        rollout_log_probs=-actions,
+        truncated=torch.tensor([truncated]),
+        scores=torch.tensor([score]),
+        log_probs=-actions,
+        ref_log_probs=-1.1 * actions,
+        values=0.25 * actions,
+        rewards=rewards,
+        advantages=0.75 * actions,
+        returns=actions,
+    )
+
+
+def check(*rows: Experience, **kl: Any) -> list[str]:
+    """Faults of the rows."""
+    return check_samples(1, rows, Words(), {EOS}, KLConfig(**kl), KL_COEF)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The log of openppo."""
+    caplog.set_level(logging.INFO, logger="openppo")
+    return caplog
+
+
+def page(logged: pytest.LogCaptureFixture) -> list[str]:
+    """Lines of the first record below its title."""
+    return logged.records[0].getMessage().split("\n")[2:]
+
+
+GOOD = row(4, 5, score=2.0, truncated=False)
+CUT = row(3, 9, score=-1.5, truncated=True)
+
+
+def test_tokens_show_numbers_score_eos_and_padding(logged: pytest.LogCaptureFixture) -> None:
+    assert check(GOOD, CUT) == []
+    lines = page(logged)
+    assert logged.messages[-1] == "self-check: masks, EOS, score and padding lie where they should"
+    assert lines[0] == "sample 1: 5 of 9 tokens are trained on, 4 to 8; EOS at 8, trained on"
+    assert lines[1] == "earned 2; in the rewards beside the KL penalty: 2 at 8"
+    by_number = {line.split()[0]: line.split() for line in lines[3:14] if line and line.split()[0].isdigit()}
+    assert lines[2].split() == "token id attention action log-prob KL value reward advantage".split()
+    assert by_number["3"] == ["3", "'", "w3'", "3", "1", "0"]
+    numbers = ["-1.0000", "0.1000", "0.2500", "-0.0500", "0.7500"]
+    assert by_number["4"] == ["4", "'\\x1b[2J'", "4", "1", "1", *numbers, "first", "action"]
+    assert by_number["8"] == [
+        *("8", "'</s>'", "9", "1", "1", "-1.0000", "0.1000", "0.2500", "1.9500", "0.7500"),
+        *("EOS,", "score", "+2"),
+    ]
+    assert by_number["9"][-3:] == ["0", "0", "padding"]
+    second = lines.index("sample 2: 9 of 12 tokens are trained on, 3 to 11; cut by --generate_max_len, no EOS")
+    assert lines[second + 1] == "earned -1.5; in the rewards beside the KL penalty: -1.5 at 11"
+    assert max(map(len, lines)) <= 110
+
+
+def test_one_sample_that_ended_and_one_cut_are_shown(logged: pytest.LogCaptureFixture) -> None:
+    check(GOOD, GOOD, GOOD, CUT)
+    assert any("EOS at 8" in line for line in page(logged))
+    assert any("cut by" in line for line in page(logged))
+    logged.clear()
+    check(GOOD)
+    assert len([line for line in page(logged) if line.startswith("sample")]) == 1
+
+
+def test_without_a_penalty_in_the_rewards_all_is_score(logged: pytest.LogCaptureFixture) -> None:
+    check(GOOD, use_kl_loss=True)
+    assert "-0.05 at 4, -0.05 at 5, -0.05 at 6 and 2 more" in page(logged)[1]
+
+
+def changed(field: str, token: int, value: Any) -> Experience:
+    """``GOOD`` with one entry changed."""
+    tensor: Tensor = GOOD.tensors()[field].clone()
+    tensor[0, token] = value
+    return GOOD.with_fields(**{field: tensor})
+
+
+@pytest.mark.parametrize(
+    ("field", "token", "value", "fault"),
+    [
+        ("attention_mask", 8, False, "sample 1: token 8 is trained on but is padding"),
+        ("attention_mask", 2, False, "sample 1: token 3 is real but comes after padding"),
+        ("log_probs", 5, 0.5, "sample 1: token 5 is trained on but has a log-prob above 0"),
+        ("rewards", 3, 1.0, "sample 1: token 3 is not trained on but has reward"),
+        ("advantages", 1, 1.0, "sample 1: token 1 is not trained on but has advantage"),
+        ("values", 0, 1.0, "sample 1: token 0 is not trained on but has value"),
+        ("sequences", 8, 3, "sample 1: it ended by itself, but token 8, the last trained on, is not EOS"),
+        ("action_mask", 8, False, "sample 1: it ended by itself, but token 7, the last trained on, is not EOS"),
+    ],
+)
+def test_faults_are_named(field: str, token: int, value: Any, fault: str, logged: pytest.LogCaptureFixture) -> None:
+    assert fault in check(changed(field, token, value))
+    assert any(record.levelno == logging.WARNING and fault in record.getMessage() for record in logged.records)
+
+
+def test_a_score_elsewhere_than_on_the_last_action_is_told() -> None:
+    """What TRL once did: the score on the token before, or on the first padding."""
+    assert GOOD.rewards is not None
+    moved = GOOD.with_fields(rewards=GOOD.rewards.roll(-1, 1) * GOOD.action_mask)
+    moved.rewards[0, 8] = -0.05  # type: ignore[index]
+    assert any("the score lies at token 7, not only at the last" in fault for fault in check(moved))
+
+
+def test_looking_changes_neither_experience_nor_random_numbers() -> None:
+    before = {name: tensor.clone() for name, tensor in GOOD.tensors().items()}
+    state = torch.get_rng_state()
+    check(GOOD, CUT)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], tensor) for name, tensor in GOOD.tensors().items())
+
+
+def test_samples_left_out_of_training_are_called_so(logged: pytest.LogCaptureFixture) -> None:
+    assert check(GOOD.with_fields(action_mask=torch.zeros_like(GOOD.action_mask))) == []
+    assert "9 tokens, none of them trained on" in page(logged)[0]
+
+
+class Letters:
+    """A tokenizer of letters; number 26 is an escape."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join("\x1b" if i == 26 else chr(ord("a") + i) for i in ids)
+
+
+def shown(micro_batch: object, logged: pytest.LogCaptureFixture) -> list[str]:
+    """Words of the lines below the title, joined."""
+    show_examples(micro_batch, Letters())  # type: ignore[arg-type]
+    return [" ".join(line.split()) for line in page(logged) if line.strip()]
+
+
+def test_turns_that_are_read_and_trained_on_are_told_apart(logged: pytest.LogCaptureFixture) -> None:
+    """Padding is no part; the first token of a row is not a target whatever its mask says."""
+    sequences = torch.tensor([[0, 1, 2, 3, 26, 5], [6, 7, 8, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+    attention = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1] * 6]).bool()
+    trained = torch.tensor([[0, 0, 1, 0, 1, 1], [1, 1, 1, 0, 0, 0], [1] * 6]).bool()
+    assert shown(TokenMicroBatch(sequences, attention, trained), logged) == [
+        "1 read ab (2 tokens)",
+        "1 trained on c (1 tokens)",
+        "1 read d (1 tokens)",
+        "1 trained on \\x1bf (2 tokens)",
+        "2 read g (1 tokens)",
+        "2 trained on hi (2 tokens)",
+    ]
+
+
+def test_pairs_and_steps_show_where_they_are_judged(logged: pytest.LogCaptureFixture) -> None:
+    assert shown([PreferenceExample([0, 1, 2], [0, 3], 0.0)], logged) == [
+        "1 chosen score at token 2, 'c', of: abc",
+        "1 rejected score at token 1, 'd', of: ad",
+    ]
+    logged.clear()
+    labels: list[int] = [IGNORE_INDEX, 7, IGNORE_INDEX, 8]
+    assert shown([ProcessExample([0, 1, 2, 1], labels)], logged) == ["1 read abcb", "1 judged 2 steps: h at 1, i at 3"]
+
+
+def test_a_rank_without_examples_logs_nothing(logged: pytest.LogCaptureFixture) -> None:
+    show_examples([], Letters())  # type: ignore[arg-type]
+    assert not logged.records
