@@ -23,13 +23,7 @@ from transformers import (
 
 from openppo.models import pretrained
 from openppo.models.loading import disable_dropout
-from openppo.models.pretrained import (
-    check_model,
-    check_token_ids,
-    context_length,
-    known_eos_token_ids,
-    load_tokenizer,
-)
+from openppo.models.pretrained import check_model, check_token_ids, context_length, known_eos_token_ids, load_tokenizer
 from tests.architectures import tiny_config
 
 FLAG = "--pretrain"

@@ -166,16 +166,6 @@ def test_token_losses_add_up_by_hand_and_rows_without_actions_do_not_count(loss_
     assert bool((weights[~MASK] == 0).all())
 
 
-@pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
-def test_the_split_into_micro_batches_and_padding_do_not_matter(loss_agg):
-    def weighted(rows, width):
-        losses, mask = LOSSES[rows, :width], MASK[rows, :width]
-        return (losses * token_weights(mask, loss_agg, 7, 2, 10)).sum().item()
-
-    whole = weighted(slice(0, 3), 5)
-    assert weighted(slice(0, 1), 5) + weighted(slice(1, 2), 3) + weighted(slice(2, 3), 5) == pytest.approx(whole)
-
-
 def test_a_step_without_any_action_has_weights_of_zero():
     for loss_agg in ("token_mean", "sequence_mean", "constant"):
         assert bool((token_weights(torch.zeros(2, 3), loss_agg, 0, 0, 5) == 0).all())

@@ -9,7 +9,6 @@ import datetime
 import gzip
 import json
 import logging
-import random
 import socket
 import subprocess
 import sys
@@ -181,12 +180,6 @@ def test_a_token_is_sent(start_server, scorer_of, two, tmp_path):
     scorer.score(two)
     assert set(server.tokens) == {"Bearer open sesame"}
     assert "sesame" not in str(scorer)
-
-
-def test_scoring_leaves_the_random_numbers_of_the_run_alone(start_server, scorer_of, two):
-    state = random.getstate()
-    scorer_of(start_server(failing(1, web.Response(status=500)))).score(two)
-    assert random.getstate() == state
 
 
 # Failures that may pass

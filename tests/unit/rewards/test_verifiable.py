@@ -74,9 +74,13 @@ def test_exact_match_compares_final_answers(response, label, reward, judge):
         ("14", 140.0, 0.0),
         ("145", 145.5, 0.0),
         ("1450", "145.0", 0.0),
+        ("#### 1600", "1,600", 1.0),
+        ("#### -1,450,000.5", "-1450000.5", 1.0),
+        ("#### 1,60", "160", 0.0),
+        ("#### a,b", "ab", 0.0),
     ],
 )
-def test_exact_match_compares_numbers_without_zeros_behind_the_point(response, label, reward, judge):
+def test_exact_match_compares_numbers_however_they_are_written(response, label, reward, judge):
     assert judge(verify_of("exact_match"), response, label) == reward
 
 
@@ -95,6 +99,8 @@ def test_exact_match_compares_numbers_without_zeros_behind_the_point(response, l
         (r"<answer>(.*?)</answer>", "<answer>7</answer><answer>8</answer>", "7+1\n#### 8", 1.0),
         (r"<answer>(.*?)</answer>", "7", "7", 0.0),
         (r"a(b)?", "a", "b", 0.0),
+        (r"([\d.]+)$", "145.0", 145.0, 1.0),
+        (r"([\d.]+)$", "14.5", 145.0, 0.0),
     ],
 )
 def test_a_response_must_match_and_the_last_group_must_be_the_label(pattern, response, label, reward, judge):
@@ -115,11 +121,6 @@ def test_an_expression_that_backtracks_for_ever_counts_as_wrong(pattern, judge, 
     verify._process._process.kill()  # as the system does when memory is short
     verify._process._process.wait()
     assert judge(verify, "aaa", "aaa") == 1.0
-
-
-def test_regex_compares_numbers_whatever_their_zeros(judge):
-    verify = verify_of("regex", verify_regex=r"([\d.]+)$")
-    assert [judge(verify, answer, 145.0) for answer in ("145", "145.0", "14.5")] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,7 @@ def math_reward():
         ("To give the answer as 33.3%\n#### 33", "33", 1.0),
         ("#### 33 apples", "33", 1.0),
         ("I do not know.", "72", 0.0),
+        (r"The answer is \boxed{\$36}.", r"\$36", 1.0),
         ("", "72", 0.0),
     ],
 )
@@ -192,18 +194,6 @@ def test_math_compares_values(response, label, reward, math_reward, judge):
 )
 def test_the_final_answer_after_the_mark_may_be_latex_as_a_label_may(label, answer, reward, math_reward, judge):
     assert judge(math_reward, f"Let me see. #### {answer}", label) == reward
-
-
-def test_money_as_label_equals_itself_in_a_box(math_reward, judge):
-    assert judge(math_reward, r"The answer is \boxed{\$36}.", r"\$36") == 1.0
-
-
-@pytest.mark.parametrize(
-    ("response", "label", "reward"),
-    [("1600", "1,600", 1.0), ("-1,450,000.5", "-1450000.5", 1.0), ("1,60", "160", 0.0), ("a,b", "ab", 0.0)],
-)
-def test_commas_between_thousands_make_no_difference(response, label, reward, judge):
-    assert judge(verify_of("exact_match"), f"#### {response}", label) == reward
 
 
 def test_math_works_in_the_background(math_reward, make_trajectory, make_tokenizer):
