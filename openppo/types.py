@@ -7,11 +7,11 @@ the right; no mask is ever made by comparing ids with PAD or EOS.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -272,3 +272,51 @@ class NeverStops:
         return False
 
     def __call__(self) -> None: ...
+
+
+class RolloutSource(Protocol):
+    """Where a trainer's trajectories come from. All ranks call every method together.
+
+    Iterating gives this rank's scored trajectories of one global step after the other; all of one group are on one
+    rank. They may be a ``Rollout``, whose scores are still under way.
+    """
+
+    @property
+    def steps(self) -> int | None:
+        """Global steps of the whole run, as far as is known now; None: unknown, then ``--max_steps`` is required."""
+        ...
+
+    def __iter__(self) -> Iterator[list[Trajectory]]: ...
+
+    def publish(self, version: int) -> None:
+        """Take note that the policy has new weights, of this version."""
+        ...
+
+    def evaluate(self) -> list[Trajectory]:
+        """Scored responses to held-out tasks, grouped by task; empty on all ranks without such tasks."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` resumes from, as JSON, the same on all ranks."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a state: of an earlier session, or of the step before one that was dropped."""
+        ...
+
+    def close(self) -> None:
+        """Release what the source holds."""
+        ...
+
+
+@runtime_checkable
+class PromptRollouts(RolloutSource, Protocol):
+    """A source that also samples responses to prompts of the caller's."""
+
+    def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
+        """Sample and score responses to this rank's share of ``prompts``."""
+        ...
+
+    def prompt_batches(self) -> Iterator[list[Prompt]]:
+        """Batches of the source's own prompts, in the order of training."""
+        ...

@@ -4,6 +4,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../examples/scripts/setup.sh"
 cd "$repo"
 install requirements.txt requirements-dev.txt
+unset PYTHONDONTWRITEBYTECODE # or each process would compile the package anew
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tests start processes of their own on few cores
 ruff check .
 ruff format --check .

@@ -87,7 +87,7 @@ def run_openppo(arguments: argparse.Namespace, shape: gpu_models.Shape, folder: 
         peaks.append(metrics.get("memory/step_peak_gib", 0.0))
     trainer.components.train(False)
     rows = [prompt.token_ids for prompt in prompts for _ in range(own.get("n_samples_per_prompt", 1))]
-    with trainer.rollout_step.full_weights():
+    with trainer.source.with_weights():
         prefill = [
             seconds(
                 lambda: trainer.components.engine.generate(rows, SamplingParams(1, 1.0, 1.0, None), range(len(rows)))

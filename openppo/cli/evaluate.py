@@ -9,7 +9,7 @@ from openppo.cli.options import Runnable, run_command
 from openppo.config import EvaluateConfig
 
 if TYPE_CHECKING:
-    from openppo.trainer.evaluation.evaluate_job import EvaluateJob
+    from openppo.trainer.evaluation.generation import EvaluateJob
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
 
 
 def _build(config: EvaluateConfig) -> Runnable:  # heavy imports after parsing
-    from openppo.trainer.evaluation.evaluate_job import EvaluateJob
+    from openppo.trainer.evaluation.generation import EvaluateJob
 
     return _Printing(EvaluateJob(config))
 

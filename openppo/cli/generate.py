@@ -12,7 +12,7 @@ def main() -> None:
 
 
 def _build(config: GenerateConfig) -> Runnable:  # heavy imports after parsing
-    from openppo.trainer.evaluation.generate_job import GenerateJob
+    from openppo.trainer.evaluation.generation import GenerateJob
 
     return GenerateJob(config)
 

@@ -24,7 +24,7 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
     from openppo.rewards.http import read_token
     from openppo.rewards.model import Normalization, forward_scores, stored_normalization
     from openppo.rewards.server import RewardServer, encode_conversation, listen
-    from openppo.strategy.gpu import set_up_gpu
+    from openppo.strategy.comm import set_up_gpu
 
     options, flag, name = config.server, "--reward_pretrain", config.server.reward_pretrain
     set_up_gpu(options.bf16)

@@ -90,7 +90,7 @@ class TrainPPOConfig(TrainingConfig):
     """Options of openppo.cli.train_ppo."""
 
     model: PPOModelConfig
-    data: PPODataConfig
+    data: PPODataConfig = field(default_factory=PPODataConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
@@ -108,8 +108,12 @@ class TrainPPOConfig(TrainingConfig):
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
-    def validate(self, world_size: int) -> None:
+    def validate(self, world_size: int, own_source: bool = False) -> None:
+        """As of ``TrainingConfig``; a source of trajectories of the caller's needs neither prompts nor rewards."""
         super().validate(world_size)
+        if not own_source:
+            require(self.data.prompt_data != "", "No prompts are given: pass --prompt_data FILE.")
+            self.rewards.require_source()
         best = self.checkpoint.keep_best or ""
         require(
             "pass@" not in best or self.rewards.pass_threshold(self.evaluation.pass_reward) is not None,
@@ -189,15 +193,6 @@ class TrainPPOConfig(TrainingConfig):
         samples = self.ppo.rollout_batch_size * self.ppo.n_samples_per_prompt
         always = samples <= self.batch.train_batch_size and self.batch.max_epochs == 1  # or metrics would change sides
         return "training" if at_once and always and self.lora.lora_dropout == 0 else "recompute"
-
-    @property
-    def may_train_critic_first(self) -> bool:
-        """Whether the critic's training forward over all samples gives the values that experience needs.
-
-        Not where samples are dropped between values and training, nor where adapters have dropout.
-        """
-        dropped = self.shaping.overlong_filter or self.ppo.buffer_limit > 0
-        return not dropped and self.lora.lora_dropout == 0
 
     def _validate_sizes(self, world_size: int) -> None:
         prompts, samples = self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt

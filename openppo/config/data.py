@@ -70,6 +70,8 @@ class PromptDataConfig(RowsConfig):
 class PPODataConfig(PromptDataConfig):
     """Prompts, and documents for the PTX loss."""
 
+    prompt_data: str = option("", place=True, resume="must match")
+    """Prompts: JSONL, JSON, CSV or Parquet files, folders saved by 'datasets', or hub names; several with commas."""
     prompt_data_probs: str | None = option(None, resume="must match", rows_of=_PROMPTS)
     """Shares in which several --prompt_data are mixed, with commas, until one is used up (default: all rows of all)."""
     pretrain_data: str | None = option(None, place=True, resume="must match")
@@ -83,7 +85,8 @@ class PPODataConfig(PromptDataConfig):
 
     def validate(self) -> None:
         super().validate()
-        parse_probs(self.prompt_data, self.prompt_data_probs, "prompt_data")
+        if self.prompt_data:
+            parse_probs(self.prompt_data, self.prompt_data_probs, "prompt_data")
         if self.pretrain_data is not None:
             parse_probs(self.pretrain_data, self.pretrain_data_probs, "pretrain_data")
 

@@ -21,6 +21,8 @@ class PPOConfig(Options):
 
     num_episodes: int = option(1, at_least(1))
     """Passes over all prompts."""
+    max_steps: int | None = option(None, at_least(1))
+    """End after this many global steps (default: those of --num_episodes)."""
     rollout_batch_size: int = option(512, at_least(1), resume="must match")
     """Prompts of one rollout batch, over all ranks."""
     micro_rollout_batch_size: int = option(8, at_least(1))
@@ -52,6 +54,11 @@ class PPOConfig(Options):
     """Keep an exponential moving average of the actor's weights, and save it instead of the actor."""
     ema_beta: float = option(0.992, inside("[0, 1)"))
     """Share of the old average in the new one, at each optimizer step."""
+
+    @property
+    def frozen_actor_steps(self) -> int:
+        """Global steps at the start in which the actor stays as it is."""
+        return max(self.freezing_actor_steps, self.value_pretrain_steps, 0)
 
 
 @dataclass(frozen=True)

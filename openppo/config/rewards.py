@@ -53,14 +53,17 @@ class RewardConfig(Options):
     prm_aggregate: Literal["steps", "min", "mean", "last", "product"] = "steps"
     """Reward each step at its end, or the whole response by one number made of its steps."""
 
-    def validate(self) -> None:
-        super().validate()
+    def require_source(self) -> None:
+        """Raise ``ValueError`` if there is no source of rewards."""
         sources = (self.reward_pretrain, self.reward_fn, self.remote_rm_url, self.prm_pretrain)
         require(
             any(source is not None for source in sources) or len(self.verifiable_reward) > 0,
             "No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name], --remote_rm_url URL, "
             "--verifiable_reward NAME or --prm_pretrain MODEL.",
         )
+
+    def validate(self) -> None:
+        super().validate()
         require(
             len(set(self.verifiable_reward)) == len(self.verifiable_reward),
             f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice.",

@@ -184,6 +184,10 @@ class EvaluateConfig(CommandConfig):
     rewards: RewardConfig = field(default_factory=RewardConfig)
     judgement: JudgementConfig = field(default_factory=JudgementConfig)
 
+    def validate(self, world_size: int) -> None:
+        super().validate(world_size)
+        self.rewards.require_source()
+
 
 @dataclass(frozen=True)
 class ServeRMConfig(CommandConfig):

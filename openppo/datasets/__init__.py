@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         single_token_id as single_token_id,
     )
     from openppo.datasets.prompts import (
-        PromptOptions as PromptOptions,
         PromptSet as PromptSet,
         load_prompts as load_prompts,
     )

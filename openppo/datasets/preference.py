@@ -57,8 +57,7 @@ def load_preferences(
     """
     chat = supervised.apply_chat_template
     require_tokenizer(tokenizer, apply_chat_template=chat, eos=True)
-    keys = _named_keys(data)
-    reader = RowReader(rows, "pairs", flag, data_format=supervised.data_format, chat=chat, keys=keys)
+    reader = RowReader(rows, "pairs", flag, supervised, _named_keys(data))
     if data.margin_key is not None:
         require_column(rows, data.margin_key, flag_of_key="--margin_key", flag_of_data=flag)
     n_equal = 0

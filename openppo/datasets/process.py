@@ -73,7 +73,7 @@ class StepEncoder:
         return ids, places
 
     def _encode_start(self, prompt: Any, first_step: str) -> list[int]:
-        """Token ids of the prompt, if there is one, and the first step."""
+        """Token ids of the prompt, if any, and the first step."""
         template, chat = self.input_template, self.apply_chat_template
         if prompt is not None:
             text, _ = render_prompt(prompt, self.tokenizer, input_template=template, apply_chat_template=chat)
@@ -92,15 +92,6 @@ class StepEncoder:
                 "--apply_chat_template and --input_template out."
             )
         return encode_start(self.tokenizer, first_step)
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """The placeholder and the reward tokens, good first, with their ids."""
-
-    placeholder: str
-    placeholder_id: int
-    reward_ids: dict[str, int]
 
 
 def load_process_examples(
@@ -122,15 +113,16 @@ def load_process_examples(
     single token, and ``--max_len`` if no example is left.
     """
     require_tokenizer(tokenizer, apply_chat_template=supervised.apply_chat_template, eos=False)
-    tokens = _look_up(tokenizer, data)
-    chat = supervised.apply_chat_template
-    encode = StepEncoder(tokenizer, tokens.placeholder, tokens.placeholder_id, supervised.input_template, chat)
-    reader = RowReader(rows, "steps", flag, data_format=supervised.data_format, chat=chat, keys=_named_keys(data))
+    placeholder, chat = data.placeholder_token, supervised.apply_chat_template
+    reward_ids = _reward_ids(tokenizer, data)
+    placeholder_id = single_token_id(tokenizer, placeholder, "--placeholder_token")
+    encode = StepEncoder(tokenizer, placeholder, placeholder_id, supervised.input_template, chat)
+    reader = RowReader(rows, "steps", flag, supervised, _named_keys(data))
     kinds: set[type] = set()
 
     def render(fields: RowFields, row: SourceRow) -> ProcessExample:
-        steps = _steps(fields, data.placeholder_token)
-        labels = _labels(fields, len(steps), tokens)
+        steps = _steps(fields, placeholder)
+        labels = _labels(fields, len(steps), placeholder, reward_ids)
         kinds.add(type(labels[0]))
         if len(kinds) > 1:
             raise ValueError("some rows are judged by numbers and some by reward tokens. Make them all the same.")
@@ -157,19 +149,19 @@ def single_token_id(
     return ids[0]
 
 
-def _look_up(tokenizer: PreTrainedTokenizerBase, data: ProcessConfig) -> _Tokens:
-    placeholder_id = single_token_id(tokenizer, data.placeholder_token, "--placeholder_token")
+def _reward_ids(tokenizer: PreTrainedTokenizerBase, data: ProcessConfig) -> dict[str, int]:
+    """The reward tokens, good first, with their ids."""
     reward_ids = {token: single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens}
     if len(set(reward_ids.values())) < len(reward_ids):
         raise ValueError(
             f"--reward_tokens {' '.join(reward_ids)}: two of them are the same token of the tokenizer of --pretrain. "
             "Choose others."
         )
-    return _Tokens(data.placeholder_token, placeholder_id, reward_ids)
+    return reward_ids
 
 
 def _named_keys(data: ProcessConfig) -> Keys | None:
-    """The columns that the user named, if any."""
+    """The columns that the user named."""
     if data.input_key is None and data.label_key is None:
         return None
     return {
@@ -179,7 +171,7 @@ def _named_keys(data: ProcessConfig) -> Keys | None:
 
 
 def _steps(fields: RowFields, placeholder: str) -> list[str]:
-    """The text before each placeholder, separators included. What comes after the last one is not judged."""
+    """The text before each placeholder, separators included; the rest is not judged."""
     if not isinstance(fields.response, list):
         steps = as_text(fields.response).split(placeholder)[:-1]
         if not steps:
@@ -191,39 +183,39 @@ def _steps(fields: RowFields, placeholder: str) -> list[str]:
     return texts[:1] + [STEP_SEPARATOR + text for text in texts[1:]]
 
 
-def _labels(fields: RowFields, n_steps: int, tokens: _Tokens) -> list[int] | list[float]:
+def _labels(fields: RowFields, n_steps: int, placeholder: str, reward_ids: dict[str, int]) -> list[int] | list[float]:
     """The judgement of each step."""
     label = fields.label
-    judgements = _read_off(fields.response, label, tokens) if isinstance(label, str) else label
+    judgements = _read_off(fields.response, label, placeholder, reward_ids) if isinstance(label, str) else label
     if not isinstance(judgements, list):
         raise ValueError(f"the judgements are neither a text nor a list: {shortened(judgements)}.")
     if len(judgements) != n_steps:
         raise ValueError(f"{n_steps} steps and {len(judgements)} judgements of them. Correct the row.")
     numbers = [value for value in judgements if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) == n_steps:
-        if len(tokens.reward_ids) != 2:
+        if len(reward_ids) != 2:
             raise ValueError("judgements that are numbers need exactly two --reward_tokens, good and bad.")
         if not all(0 <= number <= 1 for number in numbers):
             raise ValueError(f"judgements that are numbers must lie in [0, 1]: {shortened(judgements)}.")
         return [float(number) for number in numbers]
-    good, bad, *_ = tokens.reward_ids
+    good, bad, *_ = reward_ids
     names = [(good if value else bad) if isinstance(value, bool) else value for value in judgements]
-    if not all(isinstance(name, str) and name in tokens.reward_ids for name in names):
+    if not all(isinstance(name, str) and name in reward_ids for name in names):
         raise ValueError(
-            f"judgements {shortened(judgements)} are not all of --reward_tokens {' '.join(tokens.reward_ids)}, nor all "
+            f"judgements {shortened(judgements)} are not all of --reward_tokens {' '.join(reward_ids)}, nor all "
             "true or false, nor all numbers."
         )
-    return [tokens.reward_ids[name] for name in names]
+    return [reward_ids[name] for name in names]
 
 
-def _read_off(solution: Any, judged: str, tokens: _Tokens) -> list[str]:
-    """The reward tokens that ``judged`` has where ``solution`` has placeholders."""
-    pieces = as_text(solution).split(tokens.placeholder)
-    names = "|".join(re.escape(token) for token in sorted(tokens.reward_ids, key=len, reverse=True))
+def _read_off(solution: Any, judged: str, placeholder: str, reward_ids: dict[str, int]) -> list[str]:
+    """The reward tokens in ``judged`` at the placeholders of ``solution``."""
+    pieces = as_text(solution).split(placeholder)
+    names = "|".join(re.escape(token) for token in sorted(reward_ids, key=len, reverse=True))
     match = re.fullmatch(f"({names})".join(re.escape(piece) for piece in pieces), judged)
     if match is None:
         raise ValueError(
-            f"the label is not the solution with one of --reward_tokens {' '.join(tokens.reward_ids)} in place of each "
-            f"placeholder {tokens.placeholder!r}."
+            f"the label is not the solution with one of --reward_tokens {' '.join(reward_ids)} in place of each "
+            f"placeholder {placeholder!r}."
         )
     return list(match.groups())

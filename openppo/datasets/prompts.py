@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from openppo.config.data import PromptDataConfig
 from openppo.datasets.row_formats import RowFields, RowReader
 from openppo.datasets.sources import ShowRows, SourceRow, require_column
 from openppo.datasets.templates import as_messages, render_prompt, require_tokenizer
@@ -23,27 +24,10 @@ class PromptSet:
     dropped: int
 
 
-class PromptOptions(Protocol):
-    """Options of prompts, as in ``PPODataConfig`` and ``PromptsConfig``."""
-
-    @property
-    def data_format(self) -> str: ...
-    @property
-    def input_key(self) -> str | None: ...
-    @property
-    def label_key(self) -> str | None: ...
-    @property
-    def input_template(self) -> str | None: ...
-    @property
-    def apply_chat_template(self) -> bool: ...
-    @property
-    def prompt_max_len(self) -> int: ...
-
-
 def load_prompts(
     rows: Sequence[SourceRow],
     tokenizer: PreTrainedTokenizerBase,
-    options: PromptOptions,
+    options: PromptDataConfig,
     *,
     flag: str = "--prompt_data",
     show: ShowRows = iter,
@@ -58,7 +42,7 @@ def load_prompts(
     chat, template = options.apply_chat_template, options.input_template
     require_tokenizer(tokenizer, apply_chat_template=chat, eos=False)
     keys = None if options.input_key is None else {"prompt": (options.input_key, "--input_key")}
-    reader = RowReader(rows, "prompts", flag, data_format=options.data_format, chat=chat, keys=keys)
+    reader = RowReader(rows, "prompts", flag, options, keys)
     if options.label_key is not None:
         require_column(rows, options.label_key, flag_of_key="--label_key", flag_of_data=flag)
 

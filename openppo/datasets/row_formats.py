@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from openppo.config.data import RowsConfig
 from openppo.datasets.sources import Row, ShowRows, SourceRow, naming_row, require_column
 from openppo.datasets.templates import Message, as_messages, as_text, is_far_longer, same_turn, shortened
 
@@ -83,11 +84,6 @@ def _plain(row: Row, chat: bool) -> RowFields:
     return RowFields(prompt=_first(row, *PLAIN_PROMPT), response=response, label=reference)
 
 
-def _text(row: Row, chat: bool) -> RowFields:
-    text = _first(row, *WHOLE)
-    return RowFields(prompt=text, whole=text)
-
-
 def _question_answer(row: Row, chat: bool) -> RowFields:
     """The solution is the response, the shorter answer the label; either stands in for the other."""
     answer, solution = row.get("answer"), row.get("solution")
@@ -103,10 +99,6 @@ def _alpaca(row: Row, chat: bool) -> RowFields:
     instruction, context = as_text(row["instruction"]), row.get("input")
     prompt = f"{instruction}\n{as_text(context)}" if context else instruction
     return RowFields(prompt=prompt, response=row.get("output"), label=row.get("output"))
-
-
-def _messages(row: Row, chat: bool) -> RowFields:
-    return _parts_of_chat(as_messages(row["messages"]))
 
 
 def _parts_of_chat(turns: list[Message]) -> RowFields:
@@ -205,10 +197,6 @@ def _transcript(turns: Sequence[Message]) -> str:
     return "".join(f"\n\n{HH_NAMES[turn['role']]}:{turn['content']}" for turn in turns)
 
 
-def _math_shepherd(row: Row, chat: bool) -> RowFields:
-    return RowFields(response=row["input"], label=row["label"])
-
-
 def _steps(row: Row, chat: bool) -> RowFields:
     """Steps after the first wrong one are not judged and left out."""
     question, steps = _first(row, "prompt", *QUESTION), _first(row, *STEPS)
@@ -229,20 +217,25 @@ def _steps(row: Row, chat: bool) -> RowFields:
 _CHAT: Columns = (("messages",),)
 _TURNS: Columns = (("conversations",),)
 _PAIR: Columns = (("chosen",), ("rejected",))
+_MARKED: Columns = (("input",), ("label",))
 _STEPWISE: Columns = (("prompt", *QUESTION), STEPS, ("labels", *FIRST_WRONG))
 
 ROW_FORMATS = (
-    RowFormat("messages", {"prompts": _CHAT, "sft": _CHAT}, _messages),
+    RowFormat(
+        "messages", {"prompts": _CHAT, "sft": _CHAT}, lambda row, _: _parts_of_chat(as_messages(row["messages"]))
+    ),
     RowFormat("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
     RowFormat("hh", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _hh, fits=_is_transcript),
     RowFormat("preference", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _preference),
     RowFormat("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
     RowFormat("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),
     RowFormat("steps", {"steps": _STEPWISE}, _steps),
-    RowFormat("math_shepherd", {"steps": (("input",), ("label",))}, _math_shepherd),
+    RowFormat("math_shepherd", {"steps": _MARKED}, lambda row, _: RowFields(response=row["input"], label=row["label"])),
     RowFormat("plain", {"prompts": (PLAIN_PROMPT,), "sft": (PLAIN_PROMPT, PLAIN_RESPONSE)}, _plain),
     RowFormat(
-        "plain", {"prompts": (("text",),), "sft": (("text",),), "documents": (("text", "content", "input"),)}, _text
+        "plain",
+        {"prompts": (("text",),), "sft": (("text",),), "documents": (WHOLE,)},
+        lambda row, _: RowFields(prompt=_first(row, *WHOLE), whole=_first(row, *WHOLE)),
     ),
 )
 """All formats, the more special ones first."""
@@ -271,9 +264,8 @@ TEXTS: Mapping[Task, tuple[str, ...]] = {
 class RowReader:
     """Reads the rows of one data flag; all rows of one source have the format of its first row.
 
-    With ``keys`` all rows are plain; else ``data_format`` names their format, or 'auto' recognizes it. The format and
-    its columns are logged once for each source. Raises ``ValueError`` naming the flag and the columns if no format fits
-    or a column is missing.
+    With ``keys`` all rows are plain; else ``options`` name their format, or 'auto' recognizes it. The format and its
+    columns are logged once for each source. Raises ``ValueError`` naming the flag and the columns if none fits.
     """
 
     def __init__(
@@ -281,14 +273,12 @@ class RowReader:
         rows: Sequence[SourceRow],
         task: Task,
         flag: str,
-        *,
-        data_format: str = "auto",
-        chat: bool = False,
+        options: RowsConfig,
         keys: Keys | None = None,
     ) -> None:
-        self.rows, self.flag, self.chat = rows, flag, chat
+        self.rows, self.flag, self.chat = rows, flag, options.apply_chat_template
         self.task: Task = task
-        candidates = _candidates(task, data_format, keys or {})
+        candidates = _candidates(task, options.data_format, keys or {})
         for key, flag_of_key in (keys or {}).values():
             require_column(rows, key, flag_of_key=flag_of_key, flag_of_data=flag)
         self.formats: dict[str, RowFormat] = {}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from openppo.config import SFTDataConfig, SupervisedConfig
+from openppo.config import RowsConfig, SFTDataConfig, SupervisedConfig
 from openppo.datasets.row_formats import Keys, RowFields, RowReader
 from openppo.datasets.sources import ShowRows, SourceRow, naming_row
 from openppo.datasets.templates import (
@@ -43,8 +43,7 @@ def load_sft_examples(
     """
     chat, template = supervised.apply_chat_template, supervised.input_template
     require_tokenizer(tokenizer, apply_chat_template=chat, eos=True)
-    keys = _named_keys(data)
-    reader = RowReader(rows, "sft", flag, data_format=supervised.data_format, chat=chat, keys=keys)
+    reader = RowReader(rows, "sft", flag, supervised, _named_keys(data))
     n_empty = 0
 
     def render(fields: RowFields, row: SourceRow) -> TokenExample:
@@ -91,7 +90,9 @@ def load_documents(
     """
     flag = "--pretrain_data"
     require_tokenizer(tokenizer, apply_chat_template=False, eos=True)
-    reader = RowReader(rows, "documents", flag, keys=None if key is None else {"whole": (key, "--pretrain_key")})
+    reader = RowReader(
+        rows, "documents", flag, RowsConfig(), None if key is None else {"whole": (key, "--pretrain_key")}
+    )
     examples, n_cut = [], 0
     for row in show(rows):
         with naming_row(flag, row):

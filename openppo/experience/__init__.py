@@ -10,11 +10,7 @@ if TYPE_CHECKING:
         get_cumulative_returns as get_cumulative_returns,
         length_adaptive_lambda as length_adaptive_lambda,
     )
-    from openppo.experience.estimators import (
-        ESTIMATORS as ESTIMATORS,
-        Estimator as Estimator,
-        compute_advantages as compute_advantages,
-    )
+    from openppo.experience.estimators import ESTIMATORS as ESTIMATORS, Estimator as Estimator
     from openppo.experience.kl_controller import (
         AdaptiveKLController as AdaptiveKLController,
         FixedKLController as FixedKLController,

@@ -1,10 +1,10 @@
-"""The advantage estimators by name: what is subtracted from a trajectory's reward, and what becomes of the rest."""
+"""The advantage estimators by name: an entry of ``ESTIMATORS`` each, made of pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,31 +18,99 @@ from openppo.experience.advantages import (
 )
 from openppo.experience.token_rewards import StepRewards
 
+Rewards = Callable[[Tensor, StepRewards | None, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""``rewards(scores, steps, groups, greedy)``: each trajectory's score, rewards of its steps (None without any), the id
+of its prompt int64, and the reward of the greedy response to it (None unless ``needs_greedy``), all (B,) in any order.
+Returns what replaces scores (B,) and rewards of steps (B, L)."""
 Baseline = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""``baseline(totals, groups, greedy)``: what to subtract from whole rewards, and what to divide by; (B,) each."""
 _EPS = 1e-9
 _EQUAL = 1e-6
 
 
+class Advantages(Protocol):
+    """From token rewards after the KL penalty to advantages and returns."""
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        values: Tensor | None,
+        action_mask: Tensor,
+        config: AdvantageConfig,
+        lambd_critic: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages and returns, all (B, L) and 0 outside ``action_mask``; ``values`` where there is a critic.
+
+        ``lambd_critic`` replaces the option of that name.
+        """
+        ...
+
+
+def plain_rewards(
+    scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scores and rewards of steps as they are."""
+    return scores, None if steps is None else steps.rewards
+
+
+def centred(baseline: Baseline) -> Rewards:
+    """Whole rewards less a baseline; each action has the advantage of its trajectory."""
+
+    def rewards(
+        scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        totals = scores if steps is None else steps.added_to(scores)
+        subtracted, divisor = baseline(totals, groups, greedy)
+        return (totals - subtracted) / divisor, None
+
+    return rewards
+
+
+def rewards_to_go(
+    rewards: Tensor,
+    values: Tensor | None,
+    action_mask: Tensor,
+    config: AdvantageConfig,
+    lambd_critic: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Discounted rewards to go, which are the returns too."""
+    returns = get_cumulative_returns(rewards, action_mask, config.gamma)
+    return returns, returns
+
+
+def generalized_advantages(
+    rewards: Tensor,
+    values: Tensor | None,
+    action_mask: Tensor,
+    config: AdvantageConfig,
+    lambd_critic: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation, with another lambda for the critic's targets where options ask for it."""
+    assert values is not None, "this estimator needs the critic's values"
+    lambd: float | Tensor = config.lambd
+    if config.adaptive_lambd_alpha is not None:
+        lambd = length_adaptive_lambda(action_mask, config.adaptive_lambd_alpha)
+    for_critic = lambd_critic if lambd_critic is not None else config.lambd_critic
+    if for_critic is None and config.adaptive_lambd_alpha is not None:
+        for_critic = config.lambd
+    return get_advantages_and_returns(values, rewards, action_mask, config.gamma, lambd, for_critic)
+
+
 @dataclass(frozen=True)
 class Estimator:
-    """One entry of ``ESTIMATORS``.
+    """One entry of ``ESTIMATORS``: two functions, and what they need."""
 
-    ``baseline(totals, groups, greedy)`` takes each trajectory's whole reward (its score and rewards of steps), the id
-    of its prompt int64, and the reward of the greedy response to its prompt (None unless ``needs_greedy``), all
-    (B,) and in any order. It returns two (B,): what to subtract from the reward, and what to divide the difference
-    by. The KL penalty is neither centred nor divided.
-    """
-
-    baseline: Baseline
-    steps: Literal["whole", "to_go", "normalized"] = "whole"
-    """Rewards of steps and tokens: part of the whole reward, whose advantage each action has; as they are, to go; or
-    normalized by those of the group, then to go."""
+    rewards: Rewards = plain_rewards
+    """Scores and rewards of steps to what is earned, before the KL penalty, which is neither centred nor divided."""
+    advantages: Advantages = rewards_to_go
     uses_critic: bool = False
-    """Generalized advantages with a critic; all others take the discounted reward to go."""
+    """Needs the values of a critic."""
     needs_groups: bool = False
     """Compares the responses to one prompt, so there must be several."""
     needs_greedy: bool = False
-    """Asks for the reward of the greedy response to each prompt."""
+    """Needs the reward of the greedy response to each prompt."""
+    compares_steps: bool = False
+    """Responses of equal whole reward differ where rewards of their steps do."""
     normalize: bool = True
     """Advantages are normalized over the action tokens of the whole buffer unless an option says otherwise."""
     loss_agg: LossAggregation = "token_mean"
@@ -51,11 +119,6 @@ class Estimator:
     def normalizes(self, choice: str) -> bool:
         """Whether advantages are normalized: ``choice`` is ``default``, ``on`` or ``off``."""
         return self.normalize if choice == "default" else choice == "on"
-
-
-def no_baseline(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rewards as they are."""
-    return torch.zeros_like(totals), torch.ones_like(totals)
 
 
 def group_mean(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -86,42 +149,13 @@ def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tupl
     return greedy.to(totals), torch.ones_like(totals)
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "gae": Estimator(no_baseline, "to_go", uses_critic=True),
-    "reinforce": Estimator(no_baseline, "to_go"),
-    "reinforce_baseline": Estimator(group_mean, needs_groups=True),
-    "rloo": Estimator(leave_one_out_mean, needs_groups=True),
-    "group_norm": Estimator(group_mean_and_std, "normalized", needs_groups=True, normalize=False),
-    "dr_grpo": Estimator(group_mean, needs_groups=True, normalize=False, loss_agg="constant"),
-    "remax": Estimator(greedy_reward, needs_greedy=True, normalize=False),
-}
-"""By the names of ``--advantage_estimator``."""
-
-
-def check_estimator(name: str, n_samples_per_prompt: int) -> None:
-    """``ValueError`` if there is no estimator ``name``, or if it compares responses and there is one per prompt."""
-    if name not in ESTIMATORS:
-        raise ValueError(f"--advantage_estimator {name} does not exist: use one of {', '.join(ESTIMATORS)}.")
-    if ESTIMATORS[name].needs_groups and n_samples_per_prompt < 2:
-        raise ValueError(
-            f"--advantage_estimator {name} compares the responses to one prompt: use --n_samples_per_prompt of at "
-            f"least 2 instead of {n_samples_per_prompt}, or --advantage_estimator gae, reinforce or remax."
-        )
-
-
-def compare(
-    estimator: Estimator, scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None
+def normalized_by_group(
+    scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Rewards after the baseline: (B,), and (B, L) of steps.
-
-    ``scores`` (B,) without the rewards of ``steps``; ``groups`` and ``greedy`` as of ``Estimator``.
-    """
-    if steps is not None and estimator.steps == "normalized":
+    """Scores, and rewards of steps, normalized by those of the prompt (GRPO, arXiv 2402.03300)."""
+    if steps is not None:
         return normalize_steps(scores, steps, groups)
-    if steps is not None and estimator.steps == "whole":
-        scores, steps = steps.added_to(scores), None
-    baseline, scale = estimator.baseline(scores, groups, greedy)
-    return (scores - baseline) / scale, None if steps is None else steps.rewards
+    return centred(group_mean_and_std)(scores, steps, groups, greedy)
 
 
 def normalize_steps(scores: Tensor, steps: StepRewards, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,32 +173,6 @@ def normalize_steps(scores: Tensor, steps: StepRewards, groups: Tensor) -> tuple
     scale = _divisor(std, mean.abs() + step_mean.abs()).to(scores.dtype)
     centred = torch.where(ends, steps.rewards - step_mean[:, None].to(scores.dtype), 0.0)
     return (scores - mean.to(scores.dtype)) / scale, centred / scale[:, None]
-
-
-def compute_advantages(
-    estimator: Estimator,
-    rewards: Tensor,
-    values: Tensor | None,
-    action_mask: Tensor,
-    config: AdvantageConfig,
-    lambd_critic: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, (B, L) and 0 outside ``action_mask``, of token rewards (B, L) after the baseline.
-
-    ``values`` (B, L) for estimators with a critic; without one the returns are the advantages. ``lambd_critic``
-    stands in for the option of that name.
-    """
-    if not estimator.uses_critic:
-        returns = get_cumulative_returns(rewards, action_mask, config.gamma)
-        return returns, returns
-    assert values is not None, "this estimator needs the critic's values"
-    lambd: float | Tensor = config.lambd
-    if config.adaptive_lambd_alpha is not None:
-        lambd = length_adaptive_lambda(action_mask, config.adaptive_lambd_alpha)
-    for_critic = lambd_critic if lambd_critic is not None else config.lambd_critic
-    if for_critic is None and config.adaptive_lambd_alpha is not None:
-        for_critic = config.lambd
-    return get_advantages_and_returns(values, rewards, action_mask, config.gamma, lambd, for_critic)
 
 
 def _group_statistics(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,4 +214,28 @@ def _require_several(count: Tensor, name: str) -> None:
         raise ValueError(
             f"--advantage_estimator {name} met a prompt with a single response, which it cannot compare with others: "
             "use --n_samples_per_prompt of at least 2, and keep the responses to a prompt together."
+        )
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": Estimator(advantages=generalized_advantages, uses_critic=True),
+    "reinforce": Estimator(),
+    "reinforce_baseline": Estimator(centred(group_mean), needs_groups=True),
+    "rloo": Estimator(centred(leave_one_out_mean), needs_groups=True),
+    "group_norm": Estimator(normalized_by_group, needs_groups=True, compares_steps=True, normalize=False),
+    "dr_grpo": Estimator(centred(group_mean), needs_groups=True, normalize=False, loss_agg="constant"),
+    "remax": Estimator(centred(greedy_reward), needs_greedy=True, normalize=False),
+}
+"""By the names of ``--advantage_estimator``."""
+
+
+def check_estimator(name: str, n_samples_per_prompt: int) -> None:
+    """``ValueError`` if there is no estimator ``name``, or if it compares responses and there is one per prompt."""
+    if name not in ESTIMATORS:
+        raise ValueError(f"--advantage_estimator {name} does not exist; use one of {', '.join(ESTIMATORS)}.")
+    if ESTIMATORS[name].needs_groups and n_samples_per_prompt < 2:
+        *others, last = [other for other, entry in ESTIMATORS.items() if not entry.needs_groups]
+        raise ValueError(
+            f"--advantage_estimator {name} compares the responses to one prompt: use --n_samples_per_prompt of at "
+            f"least 2 instead of {n_samples_per_prompt}, or --advantage_estimator {', '.join(others)} or {last}."
         )

@@ -1,8 +1,10 @@
-"""ExperienceMaker: trajectories with scores to experience with log-probs, values, rewards and advantages."""
+"""ExperienceMaker: trajectories to experience with log-probs, values, rewards and advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,24 +13,35 @@ from torch import Tensor
 from openppo.config import TrainPPOConfig
 from openppo.config.ppo import OldLogProbsFrom
 from openppo.experience.collate import collate, idle_experience, join_rows, split_rows
-from openppo.experience.estimators import ESTIMATORS, compare, compute_advantages
+from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
-from openppo.experience.measure import measure_experience, measure_scores
+from openppo.experience.measure import measure_experience, measure_scores, measure_staleness
 from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
 from openppo.experience.token_rewards import StepRewards, collect_step_rewards, compute_reward, kl_penalty
 from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
-from openppo.tracking import Metrics, progress_bar
+from openppo.rollout.rollout import Rollout, wait_for_scores
+from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
 
 Model = Callable[..., Any]
 
 
-class ExperienceMaker:
-    """Runs the models over trajectories and computes what the losses need.
+@dataclass(frozen=True)
+class Hooks:
+    """What a run wants around the work of its maker."""
 
-    ``actor`` and ``reference`` are called like ``Actor.forward``, ``critic`` like a ``ScalarHeadModel``; engines do.
-    ``critic`` None is for estimators without one, ``reference`` None means no KL penalty. All ranks call every
-    method together, each with its own trajectories; those of one group must be on one rank.
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    stop: StopCheck = field(default_factory=NeverStops)
+    uncompiled: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Opened around forwards that train nothing."""
+
+
+class ExperienceMaker:
+    """Runs the models over trajectories and computes what the losses need; ``make`` does all of it.
+
+    ``actor`` and ``reference`` are called like ``Actor.forward``, ``critic`` like a ``ScalarHeadModel``. ``critic`` is
+    None for estimators without one, ``reference`` without a KL penalty. All ranks call every method together, each
+    with its own trajectories; those of one group must be on one rank.
     """
 
     def __init__(
@@ -40,7 +53,7 @@ class ExperienceMaker:
         comm: Comm,
         device: torch.device,
         pad_token_id: int,
-        stop: StopCheck | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.actor = actor
         self.critic = critic
@@ -49,10 +62,9 @@ class ExperienceMaker:
         self.comm = comm
         self.device = device
         self.pad_token_id = pad_token_id
-        self.stop = stop or NeverStops()
+        self.hooks = hooks or Hooks()
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
         self.weights = config.rewards.weights()
-        self.normalizes_scores = config.shaping.normalize_reward and config.shaping.reward_normalizer == "running"
         self.moments, self.step_moments = RunningMoments(), RunningMoments()
         kl = config.kl
         self.kl_controller = (
@@ -61,9 +73,17 @@ class ExperienceMaker:
             else AdaptiveKLController(kl.init_kl_coef, kl.kl_target, kl.kl_horizon)
         )
 
-    def make(self, trajectories: Sequence[Trajectory], metrics: Metrics) -> list[Experience]:
-        """One experience per trajectory, in their order, on this maker's device."""
-        return self.add_advantages(self.run_models(trajectories), trajectories, metrics)
+    def make(
+        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0, version: int = 0
+    ) -> list[Experience]:
+        """One experience per trajectory, in their order, on this maker's device.
+
+        Runs the models, then waits for scores still under way. ``n_done`` global steps have been trained before, to the
+        policy of ``version``. ``Interrupted`` on all ranks if a signal comes while scores are awaited.
+        """
+        batch = self._rewarded(trajectories, metrics, n_done)
+        measure_staleness(trajectories, version, metrics)
+        return self._completed(batch, metrics, n_done)
 
     @torch.no_grad()
     def run_models(
@@ -72,62 +92,77 @@ class ExperienceMaker:
         """Log-probs of actor and reference, entropy and values; needs no scores. Equally many forwards on all ranks.
 
         ``old_log_probs`` "rollout" takes the trajectories' own for the actor's, "training" leaves them to the forward
-        that is trained on; then there is no entropy either. ``values`` False leaves the critic to training too.
-
-        Raises ``Interrupted`` on all ranks when it should be left.
+        that is trained on; then there is no entropy either. Without ``values`` the critic does not run.
         """
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         batches = micro_batches(lengths, forward_size(self.config))
         n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
         made: dict[int, Experience] = {}
-        for rows in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
-            self.stop()
-            batch = collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device)
-            batch = self._forward(batch, old_log_probs, values)
-            made.update(zip(rows, split_rows(batch), strict=True))
-        for _ in range(n_forwards - len(batches)):
-            self.stop()
-            self._forward(idle_experience().to(self.device), old_log_probs, values)
+        with self.hooks.uncompiled():
+            for rows in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
+                batch = collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device)
+                made.update(zip(rows, split_rows(self._forward(batch, old_log_probs, values)), strict=True))
+            for _ in range(n_forwards - len(batches)):
+                self._forward(idle_experience().to(self.device), old_log_probs, values)
         return [made[i] for i in range(len(trajectories))]
 
-    def add_advantages(
-        self,
-        experiences: Sequence[Experience],
-        trajectories: Sequence[Trajectory],
-        metrics: Metrics,
-        lambd_critic: float | None = None,
-    ) -> list[Experience]:
-        """Scores to token rewards, advantages and returns, for what ``run_models`` made of scored ``trajectories``.
+    def count(self, samples: Sequence[object]) -> int:
+        """Number of samples over all ranks."""
+        return int(self.comm.all_reduce(torch.tensor(len(samples))))
 
-        ``lambd_critic`` stands in for the option of that name.
-        """
-        batch = self.add_rewards(experiences, trajectories, metrics)
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` takes, as JSON."""
+        kept = {"kl_controller": self.kl_controller, "moments": self.moments, "step_moments": self.step_moments}
+        return {name: each.state_dict() for name, each in kept.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume the KL coefficient and the statistics of rewards."""
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.moments.load_state_dict(state["moments"])
+        self.step_moments.load_state_dict(state["step_moments"])
+
+    def _rewarded(
+        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int, values: bool = True
+    ) -> Experience | None:
+        """One batch with token rewards; None on a rank without trajectories."""
+        unscored = trajectories.unscored if isinstance(trajectories, Rollout) else trajectories
+        with self.hooks.timer.phase("experience"):
+            at_once = 0 < self.count(unscored) <= self.config.batch.train_batch_size
+            trains_actor = n_done >= self.config.ppo.frozen_actor_steps
+            source = self.config.old_log_probs_from(at_once and trains_actor)
+            experiences = self.run_models(unscored, old_log_probs=source, values=values)
+        self.hooks.timer.count_tokens("experience", sum(len(t.token_ids) for t in unscored))
+        with self.hooks.timer.phase("scoring"):
+            wait_for_scores(trajectories, self.hooks.stop)
+        if isinstance(trajectories, Rollout):
+            metrics.merge(trajectories.metrics)
+        with self.hooks.timer.phase("experience"):
+            if self._normalizes_scores:
+                self.moments.update(self._total_scores(unscored), self.comm)
+                self.step_moments.update(torch.tensor([r for t in unscored for r in t.step_rewards]), self.comm)
+            if not experiences:
+                return None
+            measure_scores(unscored, self.config.rewards, metrics)
+            earned = torch.tensor([t.total_reward(self.weights) for t in unscored], device=self.device)
+            return self._add_rewards(join_rows(experiences).with_fields(scores=earned), unscored, metrics)
+
+    def _completed(self, batch: Experience | None, metrics: Metrics, n_done: int) -> list[Experience]:
+        """The rows of a batch with rewards (and values), with advantages and returns."""
         if batch is None:
             return []
-        batch = self.add_returns(batch, lambd_critic)
-        measure_experience(batch, metrics)
-        if self.config.shaping.overlong_filter:
-            batch = batch.with_fields(action_mask=overlong_mask(batch.action_mask, batch.truncated))
-        return list(split_rows(batch))
+        with self.hooks.timer.phase("experience"):
+            batch = self._add_returns(batch, n_done)
+            measure_experience(batch, metrics)
+            if self.config.shaping.overlong_filter:
+                batch = batch.with_fields(action_mask=overlong_mask(batch.action_mask, batch.truncated))
+            return list(split_rows(batch))
 
-    def add_rewards(
-        self, experiences: Sequence[Experience], trajectories: Sequence[Trajectory], metrics: Metrics
-    ) -> Experience | None:
-        """One batch with token rewards, which need no values; None on a rank that has no experience."""
-        if self.normalizes_scores:
-            self.moments.update(self._total_scores(trajectories), self.comm)
-            self.step_moments.update(torch.tensor([r for t in trajectories for r in t.step_rewards]), self.comm)
-        if not experiences:
-            return None
-        measure_scores(trajectories, self.config.rewards, metrics)
-        earned = torch.tensor([t.total_reward(self.weights) for t in trajectories], device=self.device)
-        return self._add_rewards(join_rows(experiences).with_fields(scores=earned), trajectories, metrics)
-
-    def add_returns(self, batch: Experience, lambd_critic: float | None = None) -> Experience:
-        """Advantages and returns of a batch with rewards, and with values if the estimator asks for them."""
+    def _add_returns(self, batch: Experience, n_done: int) -> Experience:
+        """Add advantages and returns: those of a Monte-Carlo rollout while only the critic learns its values."""
         assert batch.rewards is not None
-        advantages, returns = compute_advantages(
-            self.estimator, batch.rewards, batch.values, batch.action_mask, self.config.advantage, lambd_critic
+        lambd_critic = 1.0 if n_done < self.config.ppo.value_pretrain_steps else None
+        advantages, returns = self.estimator.advantages(
+            batch.rewards, batch.values, batch.action_mask, self.config.advantage, lambd_critic
         )
         return batch.with_fields(advantages=advantages, returns=returns)
 
@@ -142,12 +177,16 @@ class ExperienceMaker:
             batch = batch.with_fields(values=torch.where(batch.action_mask, self.critic(*inputs[:2]), 0.0))
         return batch if self.reference is None else batch.with_fields(ref_log_probs=self.reference(*inputs))
 
+    @property
+    def _normalizes_scores(self) -> bool:
+        return self.config.shaping.normalize_reward and self.config.shaping.reward_normalizer == "running"
+
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
         """Add token rewards: KL penalty, scores and steps after the baseline."""
         shaped, steps = self._shaped_scores(trajectories), self._step_rewards(trajectories)
         metrics.add_tensor("shaped_reward", shaped if steps is None else steps.added_to(shaped))
         groups = torch.tensor([t.group for t in trajectories], device=self.device)
-        scores, token_rewards = compare(self.estimator, shaped, steps, groups, self._greedy_totals(trajectories))
+        scores, token_rewards = self.estimator.rewards(shaped, steps, groups, self._greedy_totals(trajectories))
         kl_coef = 0.0 if self.config.kl.use_kl_loss else self.kl_controller.value
         rewards = compute_reward(scores, self._kl(batch), batch.action_mask, kl_coef, token_rewards=token_rewards)
         return batch.with_fields(rewards=rewards)
@@ -163,7 +202,7 @@ class ExperienceMaker:
     def _shaped_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
         """Scores (B,) normalized, penalized and clipped as the options say."""
         scores, shaping = self._total_scores(trajectories), self.config.shaping
-        if self.normalizes_scores:
+        if self._normalizes_scores:
             scores = self.moments.normalize(scores, self.step_moments.variance)
         truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])
         lengths = torch.tensor([sum(t.action_mask) for t in trajectories])
@@ -173,13 +212,13 @@ class ExperienceMaker:
     def _step_rewards(self, trajectories: Sequence[Trajectory]) -> StepRewards | None:
         """Step rewards, normalized with the same divisor as the scores."""
         steps = collect_step_rewards(trajectories, self.device)
-        if steps is None or not self.normalizes_scores:
+        if steps is None or not self._normalizes_scores:
             return steps
         normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
         return StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)
 
     def _greedy_totals(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
-        """What the greedy response to each trajectory's prompt earned, (B,); None for estimators that do not ask."""
+        """Reward of the greedy response to each trajectory's prompt, (B,); None where the estimator needs none."""
         if not self.estimator.needs_greedy:
             return None
         greedy = [t.greedy for t in trajectories if t.greedy is not None]
@@ -189,7 +228,7 @@ class ExperienceMaker:
 
 
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
-    """Of a forward over samples that trains nothing."""
+    """Size of a forward that trains nothing."""
     ppo = config.ppo
     overhead = split_overhead(config.deepspeed.zero_stage)
     return MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, overhead)

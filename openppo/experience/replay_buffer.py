@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 from torch import Tensor
 
+from openppo.config import TrainPPOConfig
 from openppo.experience.collate import PER_ROW_FIELDS, idle_experience, join_rows, split_rows
 from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
 from openppo.types import Comm, Experience, SingleProcess
@@ -37,14 +37,22 @@ class ReplayBuffer:
 
     Each rank fills its own; ``mini_batches`` puts all ranks' samples together, so that which samples share an
     optimizer step does not depend on how many ranks made them. ``limit`` is the largest number of samples of one
-    rank (0: none): the oldest leave first.
+    rank (0: none): the oldest are dropped first. With ``normalize`` a buffer that is filled has normalized advantages.
     """
 
-    def __init__(self, comm: Comm | None = None, limit: int = 0, cpu_offload: bool = True, zero_stage: int = 0) -> None:
+    def __init__(
+        self,
+        comm: Comm | None = None,
+        limit: int = 0,
+        cpu_offload: bool = True,
+        zero_stage: int = 0,
+        normalize: bool = False,
+    ) -> None:
         self.comm = comm or SingleProcess()
         self.limit = limit
         self.cpu_offload = cpu_offload
         self.split_overhead = split_overhead(zero_stage)
+        self.normalizes = normalize
         self.items: list[Experience] = []
 
     def __len__(self) -> int:
@@ -62,8 +70,15 @@ class ReplayBuffer:
         for experience in experiences:
             self.append(experience)
 
+    def fill(self, experiences: Iterable[Experience]) -> None:
+        """Replace the samples by those of a new rollout. All ranks call this together."""
+        self.clear()
+        self.extend(experiences)
+        if self.normalizes:
+            self.normalize("advantages")
+
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all samples."""
         self.items = []
 
     def normalize(self, name: str) -> None:
@@ -91,49 +106,20 @@ class ReplayBuffer:
         micro_batch_size: int,
         epochs: int,
         seed: int,
-        start: int = 0,
         micro_tokens: int | None = None,
     ) -> Iterator[MiniBatch]:
         """All ranks' samples, shuffled anew for each epoch from ``seed``, ``batch_size`` of them per optimizer step.
 
-        The last step of an epoch takes what is left. ``start`` mini-batches are left out. Micro-batches have
-        ``micro_batch_size`` samples, or with ``micro_tokens`` as many as fit into that number of tokens with padding.
-        All ranks call this together, with the same arguments.
+        The last step of an epoch takes what is left. Micro-batches have ``micro_batch_size`` samples, or with
+        ``micro_tokens`` as many as fit into that number of tokens with padding. All ranks call this together, with the
+        same arguments.
         """
         items = self._everyones()
         generator = torch.Generator().manual_seed(seed)
         orders = (torch.randperm(len(items), generator=generator).tolist() for _ in range(epochs))
         steps = (order[i : i + batch_size] for order in orders for i in range(0, len(order), batch_size))
-        for step in islice(steps, start, None):
+        for step in steps:
             yield self._share({i: items[i] for i in step}, micro_batch_size, micro_tokens)
-
-    def take_back(self, batch: MiniBatch, names: Collection[str]) -> None:
-        """Give the samples of ``batch`` what it has of the fields ``names``. All ranks call this together."""
-        places = [place for of_micro in batch.places for place in of_micro]
-        micro_batches = zip(batch.places, batch.micro_batches, strict=True)
-        rows = [row for of_micro, micro in micro_batches if of_micro for row in split_rows(micro)]
-        of_ranks = self.comm.all_gather_object((len(self.items), places, _pack(rows, names)))
-        first = sum(n for n, _, _ in of_ranks[: self.comm.rank])
-        for _, there, packed in of_ranks:
-            for place, fields in zip(there, _unpack(packed), strict=True):
-                if first <= place < first + len(self.items):
-                    item = self.items[place - first]
-                    device = item.sequences.device  # copies, so that no sample keeps all others in memory
-                    found = {name: tensor.clone().to(device) for name, tensor in fields.items()}
-                    self.items[place - first] = item.with_fields(**found)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All ranks' samples as flat CPU tensors, the same on every rank. All ranks call this together."""
-        items = self._everyones()
-        lengths, fields = _pack(items, _names(items))
-        return {"lengths": torch.tensor(lengths), **fields}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Put this rank's share of those samples in place of what is here; the number of ranks may be another."""
-        fields = {name: tensor for name, tensor in state.items() if name != "lengths"}
-        items = [Experience(**row) for row in _unpack((state["lengths"].tolist(), fields))]
-        rank, world = self.comm.rank, self.comm.world_size
-        self.items = items[rank * len(items) // world : (rank + 1) * len(items) // world]
 
     def _share(self, step: dict[int, Experience], size: int, tokens: int | None) -> MiniBatch:
         """This rank's micro-batches of a step, whose samples come with their places.
@@ -163,20 +149,23 @@ class ReplayBuffer:
         """All ranks' samples in rank order."""
         if self.comm.world_size == 1:
             return self.items
-        packed = self.comm.all_gather_object(_pack(self.items, _names(self.items)))
+        packed = self.comm.all_gather_object(_pack(self.items))
         device = self.items[0].sequences.device if self.items else torch.device("cpu")
         return [Experience(**row).to(device) for rank in packed for row in _unpack(rank)]
 
 
-def _names(items: list[Experience]) -> Collection[str]:
-    return items[0].tensors() if items else ()
+def mini_batches(buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int) -> Iterator[MiniBatch]:
+    """The optimizer steps of the global step after ``n_done`` of them, with their samples."""
+    batch, seed = config.batch, config.deepspeed.seed + n_done
+    sizes = batch.train_batch_size, batch.micro_train_batch_size, batch.max_epochs
+    return buffer.mini_batches(*sizes, seed, config.ppo.micro_train_tokens)
 
 
-def _pack(items: list[Experience], names: Collection[str]) -> tuple[list[int], dict[str, Tensor]]:
+def _pack(items: list[Experience]) -> tuple[list[int], dict[str, Tensor]]:
     """Lengths and one flat CPU tensor per field: far fewer objects to send than one per sample and field."""
     lengths, tensors = [item.sequences.shape[1] for item in items], [item.tensors() for item in items]
-    flat = {name: torch.cat([of_item[name].flatten() for of_item in tensors]).cpu() for name in names if items}
-    return lengths, flat
+    names = tensors[0] if items else ()
+    return lengths, {name: torch.cat([of_item[name].flatten() for of_item in tensors]).cpu() for name in names}
 
 
 def _unpack(packed: tuple[list[int], dict[str, Tensor]]) -> list[dict[str, Tensor]]:

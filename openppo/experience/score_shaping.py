@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from openppo.config import RewardShapingConfig
+from openppo.tracking.metrics import Moments
 from openppo.types import Comm
 
 _EPS = 1e-8
@@ -53,32 +54,12 @@ def one_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     return (low == high)[index]
 
 
-class RunningMoments:
-    """Mean and standard deviation of all numbers that all ranks have seen, merged exactly (Chan et al. 1979)."""
-
-    def __init__(self) -> None:
-        self.count = 0.0
-        self.mean = 0.0
-        self.squares = 0.0
-        """Sum of squared deviations from the mean."""
+class RunningMoments(Moments):
+    """Moments of all scores of all ranks so far."""
 
     def update(self, scores: Tensor, comm: Comm) -> None:
-        """Take in this rank's ``scores`` (B,). All ranks call this together; B may differ and be 0."""
-        values = scores.detach().double().cpu()
-        count = float(comm.all_reduce(torch.tensor(float(len(values)), dtype=torch.float64)))
-        if count == 0:
-            return
-        mean = float(comm.all_reduce(values.sum())) / count
-        squares = float(comm.all_reduce((values - mean).square().sum()))
-        total, shift = self.count + count, mean - self.mean
-        self.squares += squares + shift**2 * self.count * count / total
-        self.mean += shift * count / total
-        self.count = total
-
-    @property
-    def variance(self) -> float:
-        """The biased one, of all that was taken in."""
-        return self.squares / max(self.count, 1.0)
+        """Take in this rank's ``scores`` (B,); B may differ and be 0. Collective."""
+        self.merge(Moments.of(scores, comm))
 
     def normalize(self, scores: Tensor, further_variance: float = 0.0) -> Tensor:
         """(score - mean) / sqrt(var + ``further_variance`` + 1e-8), same shape."""
@@ -89,5 +70,5 @@ class RunningMoments:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from the moments of an earlier run."""
+        """Continue from the moments of an earlier run."""
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]

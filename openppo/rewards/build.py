@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,10 @@ from openppo.rewards.process import ProcessScorer, StepText
 from openppo.rewards.rendering import PolicyTokens, RewardModelText
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
+from openppo.strategy.comm import check_same, collective
 from openppo.types import Comm, Prompt, Trajectory
 
 logger = logging.getLogger("openppo")
-
-
-def _call(load: Callable[[], Any]) -> Any:
-    return load()
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,7 @@ class ScorerSetup:
     ``prepare_frozen`` brings a module that is only evaluated to the device, partitioned if need be. ``prompts`` are all
     that will be scored: their columns, labels and chats are checked. ``actor`` is ``--pretrain``, whose token ids the
     trajectories hold. ``size`` is that of a forward. ``normalize`` uses the reward model's stored mean and std.
-    ``collective`` calls a function and raises its ``ValueError`` on all ranks, ``check_same`` raises one if ranks read
-    other contents; ``pack_where_exact`` lets a model (and its engine) drop padding.
+    ``pack_where_exact`` lets a model (and its engine) drop padding.
     """
 
     comm: Comm
@@ -69,8 +65,6 @@ class ScorerSetup:
     normalize: bool = False
     input_template: str | None = None
     trust_remote_code: bool = False
-    collective: Callable[[Callable[[], Any]], Any] = _call
-    check_same: Callable[[Mapping[str, Any]], None] | None = None
     pack_where_exact: Callable[[Any, Any, torch.device, str], None] | None = None
 
 
@@ -115,9 +109,8 @@ class _Builder:
     def function(self, location: str, flag: str, default_name: str, name: str) -> Scorer:
         source, setup = self.source, self.setup
         columns = {column for prompt in setup.prompts for column in prompt.row}
-        function = setup.collective(lambda: load_reward_function(location, columns, flag, default_name))
-        if setup.check_same is not None:
-            setup.check_same({flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
+        function = collective(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
+        check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
         logger.info("%s is called with %s", function.source, function.describe())
         return FunctionScorer(
             function,
@@ -165,7 +158,7 @@ class _Builder:
     ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Callable[[Trajectory], list[int]]]:
         """A reward model's config, its tokenizer unless it reads the policy's ids, and its ids of a sample."""
         flag, trust, named = "--reward_pretrain", self.setup.trust_remote_code, f"--reward_pretrain {model}"
-        config = self.setup.collective(lambda: check_model(model, flag, trust))
+        config = collective(self.setup.comm, lambda: check_model(model, flag, trust))
         own, context = own_tokenizer(flag, model, self.setup.actor, self.tokenizer, trust), context_length(config)
         text: Callable[[Trajectory], list[int]] = PolicyTokens(self.tokenizer, named, context)
         if own is not None:
@@ -183,7 +176,7 @@ class _Builder:
     def process_reward_model(self, model: str, name: str) -> Scorer:
         """A frozen process reward model. It reads prompt and response as ``train_prm`` renders lists of steps."""
         source, setup, flag, named = self.source, self.setup, "--prm_pretrain", f"--prm_pretrain {model}"
-        config = setup.collective(lambda: check_model(model, flag, setup.trust_remote_code))
+        config = collective(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
         own = load_tokenizer(model, flag, trust_remote_code=setup.trust_remote_code)
         chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
         if chat and not own.chat_template:

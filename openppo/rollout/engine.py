@@ -15,7 +15,7 @@ from openppo.types import Completion, SamplingParams
 class WeightSource(Protocol):
     """Weights of the trained policy, for an engine to sample with. All ranks call every method together."""
 
-    def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
+    def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
         """Inside, the policy's own module may be called: by each rank alone, or ``in_lockstep`` by all together."""
         ...
 
@@ -29,7 +29,7 @@ class Engine(Protocol):
 
     Requests enter one by one with ``submit``; each ``step`` advances what is under way by one forward pass;
     ``collect`` hands out what has ended. ``generate`` runs that loop for a batch. ``version`` counts the policy's
-    updates; the owner of the weights sets it. All of it takes place inside ``awake``.
+    updates; the owner of the weights sets it. All of it takes place inside ``with_weights``.
     """
 
     version: int
@@ -57,7 +57,7 @@ class Engine(Protocol):
         """Submit all, step until all ended; completions in the order of ``prompts``."""
         ...
 
-    def awake(self, weights: WeightSource) -> AbstractContextManager[None]:
+    def with_weights(self, weights: WeightSource) -> AbstractContextManager[None]:
         """Inside, the engine may decode, with the weights of now, on each rank by itself or in lockstep."""
         ...
 

@@ -131,9 +131,9 @@ class HFEngine:
         return [done[i] for i in range(len(prompts))]
 
     @contextmanager
-    def awake(self, weights: WeightSource) -> Iterator[None]:
+    def with_weights(self, weights: WeightSource) -> Iterator[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
-        with weights.in_place(in_lockstep=self.any_rank_busy is not None), _attention_of_padded_rows(self.model):
+        with weights.gathered(in_lockstep=self.any_rank_busy is not None), _attention_of_padded_rows(self.model):
             self._free = free_memory(self._device) if self._sizes_itself else None
             try:
                 yield

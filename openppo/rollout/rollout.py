@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
 from openppo.rollout.engine import Engine
-from openppo.types import Completion, Prompt, SamplingParams, Score, Trajectory
+from openppo.tracking import Metrics
+from openppo.types import Completion, Interrupted, Prompt, SamplingParams, Score, StopCheck, Trajectory
 
 
 def sample_seed(seed: int, number: int) -> int:
@@ -71,3 +74,47 @@ def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, floa
             f"--reward_weights names {', '.join(unknown)}, but the rewards are {', '.join(sorted(names))}. "
             "Use their names."
         )
+
+
+class Rollout(list[Trajectory]):
+    """This rank's trajectories of one step, whose scores may be under way: whoever reads one waits for them.
+
+    ``unscored`` are the same trajectories at once, for work that needs no scores. ``metrics`` are what their source
+    measured. ``write_scores`` blocks until scores are there and puts them into the trajectories.
+    """
+
+    def __init__(
+        self, unscored: Sequence[Trajectory], metrics: Metrics, write_scores: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__(unscored)
+        self.unscored = list(unscored)
+        self.metrics = metrics
+        self._write_scores = write_scores
+
+    def wait(self) -> None:
+        """Block until scores are there, on this rank alone; raise what the source of rewards raised."""
+        if self._write_scores is not None:
+            self._write_scores()
+            self._write_scores = None
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        self.wait()
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.wait()
+        return super().__getitem__(index)
+
+    def __add__(self, other: Any) -> Any:
+        return [*self, *other]
+
+    def __radd__(self, other: Any) -> Any:
+        return [*other, *self]
+
+
+def wait_for_scores(trajectories: Sequence[Trajectory], stop: StopCheck) -> None:
+    """Block until scores are there, all ranks together; ``Interrupted`` on all if one of them has a signal."""
+    if isinstance(trajectories, Rollout):
+        with suppress(Interrupted):  # other ranks may not know of the signal yet
+            trajectories.wait()
+        stop()

@@ -47,7 +47,7 @@ class VLLMEngine:
     """``Engine`` over a copy of the policy in vLLM, one for each rank: ranks need no company while they decode.
 
     ``name`` is a folder or hub name with the config of the policy; its weights are not read. Weights come through
-    ``awake`` only, so requests are submitted and decoded inside it. Outside it the copy takes no memory on a GPU. A
+    ``with_weights`` only, so requests are submitted and decoded inside it. Outside it the copy takes no GPU memory. A
     sampled id in ``eos_token_ids`` ends a response and belongs to it. Each request has a random stream of its own, but
     vLLM's arithmetic may depend on the batch, and with it the last digits of probabilities. ``stop`` makes ``generate``
     raise ``Interrupted``. All ranks make their engines together, in a process group that has begun.
@@ -91,7 +91,7 @@ class VLLMEngine:
                 f"{self.max_tokens} that vLLM was started for, --prompt_max_len plus --generate_max_len or the model's "
                 "context: raise --prompt_max_len, or shorten the prompt."
             )
-        assert self._awake, "the engine has no weights outside of awake()"
+        assert self._awake, "the engine has no weights outside of with_weights()"
         [prompt] = self._llm.renderer.render_cmpl([{"prompt_token_ids": list(prompt_ids)}])
         number = next(self._numbers)
         self._llm.llm_engine.add_request(str(number), prompt, self._sampling_params(params, seed))
@@ -120,7 +120,7 @@ class VLLMEngine:
         return [done[i] for i in range(len(prompts))]
 
     @contextmanager
-    def awake(self, weights: WeightSource) -> Iterator[None]:
+    def with_weights(self, weights: WeightSource) -> Iterator[None]:
         """Inside, requests can be decoded, with the weights of now; those still under way at its end are dropped.
 
         All ranks enter together.

@@ -1,25 +1,39 @@
-"""The process group: start it, and combine values over ranks."""
+"""Process group and device of a rank: join, combine values, raise alike on all ranks, leave."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import logging
 import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from hashlib import sha256
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+
+from openppo.types import Comm
+
+logger = logging.getLogger("openppo")
+T = TypeVar("T")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _LONGEST_START = timedelta(minutes=10)
-"""For all ranks to be there: they import the same libraries, some from a slower disk."""
+"""Limit for all ranks to arrive: they import the same libraries, some from a slower disk."""
+_TRANSFORMERS = "5.23"
 
 
 def init_process_group(timeout: timedelta) -> torch.device:
     """Join the group that torchrun describes in the environment, or make one of a single process.
 
     gloo carries CPU tensors and Python objects, nccl carries CUDA tensors. Returns this rank's device.
-    ``ValueError`` if there are fewer GPUs than ranks on this machine, if a rank does not come, or if the launcher's
+    ``ValueError`` if there are fewer GPUs than ranks on this machine, if a rank does not arrive, or if the launcher's
     restarts cannot work.
     """
     alone = "RANK" not in os.environ
@@ -35,29 +49,30 @@ def init_process_group(timeout: timedelta) -> torch.device:
             )
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if not dist.is_initialized():
-        backend, patience = "cpu:gloo,cuda:nccl" if cuda else "gloo", min(timeout, _LONGEST_START)
-        if alone:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-            return device
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        try:
-            store = _store_of_restarts(patience) or next(dist.rendezvous("env://", timeout=patience))[0]
-        except dist.DistNetworkError as error:
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise ValueError(
-                f"rank 0 was not reached at {address} within {patience.total_seconds():.0f} s: see what its host "
-                "printed, and whether the port is open."
-            ) from error
-        _wait_for_all(store, rank, world_size, patience)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if dist.is_initialized():
+        return device
+    backend, patience = "cpu:gloo,cuda:nccl" if cuda else "gloo", min(timeout, _LONGEST_START)
+    if alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return device
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store = _store_of_restarts(patience) or next(dist.rendezvous("env://", timeout=patience))[0]
+    except dist.DistNetworkError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ValueError(
+            f"rank 0 was not reached at {address} within {patience.total_seconds():.0f} s: see what its host "
+            "printed, and whether the port is open."
+        ) from error
+    _wait_for_all(store, rank, world_size, patience)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
 
 
 def _wait_for_all(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Raise ``ValueError`` naming the ranks that are not there in time.
+    """Raise ``ValueError`` with the ranks that have not arrived in time.
 
-    A rank of another host that ended before, say for a mistyped flag, would be waited for in silence otherwise.
+    Otherwise ranks wait in silence for a host that ended early, for example on a mistyped flag.
     """
     keys = [f"openppo/arrived/{other}" for other in range(world_size)]
     store.set(keys[rank], "")
@@ -72,10 +87,10 @@ def _wait_for_all(store: dist.Store, rank: int, world_size: int, timeout: timede
 
 
 def _store_of_restarts(timeout: timedelta) -> dist.Store | None:
-    """A part of torchrun's store for the group of this start of the run; None where there are no restarts.
+    """A part of torchrun's store for this start of the run; None without restarts.
 
-    torchrun keeps its store over restarts, and with it the addresses of ranks that are gone, for which a new group
-    would wait (pytorch issue 135712). The number of restarts, which tells the groups apart, is known on one host only.
+    torchrun keeps its store over restarts, and with it the addresses of dead ranks, for which a new group would wait
+    (pytorch issue 135712). The number of restarts, which tells the groups apart, is known on one host only.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
         return None
@@ -87,6 +102,13 @@ def _store_of_restarts(timeout: timedelta) -> dist.Store | None:
         )
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     return dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+
+
+def leave_process_group() -> None:
+    """Leave on all ranks together; otherwise gloo's threads may abort a process that exits."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 class TorchComm:
@@ -109,3 +131,101 @@ class TorchComm:
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value)
         return gathered
+
+
+def collective(
+    comm: Comm,
+    work: Callable[[], T],
+    errors: type[Exception] | tuple[type[Exception], ...] = ValueError,
+    raised: Callable[[str], Exception] = ValueError,
+) -> T:
+    """``work()`` on every rank; if one rank raises one of ``errors``, all ranks raise.
+
+    Otherwise the other ranks would wait for that rank forever. ``raised`` makes the exception from the first message,
+    which begins with the ranks and their hosts unless all ranks failed.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except errors as caught:
+        error = caught
+    messages = comm.all_gather_object(None if error is None else str(error))
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        where = "" if len(failed) == comm.world_size else f"on {name_ranks(comm, failed)}: "
+        raise raised(where + messages[failed[0]]) from error
+    return cast(T, result)
+
+
+def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ranks have read something else; ``contents`` is what was read, by its flag."""
+
+    def plain(value: Any) -> Any:
+        return vars(value) if dataclasses.is_dataclass(value) else type(value).__name__
+
+    if comm.world_size == 1:
+        return
+    mine = {flag: sha256(json.dumps(content, default=plain).encode()).digest() for flag, content in contents.items()}
+    digests_of_ranks = comm.all_gather_object(mine)
+    for flag, digest in digests_of_ranks[0].items():
+        others = [rank for rank, digests in enumerate(digests_of_ranks) if digests[flag] != digest]
+        if others:
+            where = name_ranks(comm, others)
+            raise ValueError(f"{flag} holds something else on {where} than on rank 0: copy the same file to all hosts.")
+
+
+def name_ranks(comm: Comm, ranks: Sequence[int]) -> str:
+    """``ranks`` with the names of their hosts, for messages; collective."""
+    hosts = comm.all_gather_object(socket.gethostname())
+    return ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
+
+
+def set_up_gpu(bf16: bool) -> None:
+    """Switch cuDNN attention off, and log on a GPU that float32 is slow.
+
+    cuDNN builds a plan for each new shape, up to a second each, and its gradients under a mask may be NaN (pytorch
+    issue 196678).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if _on_gpu() and not bf16:
+        logger.info("float32 is slow on a GPU and takes twice the memory of bfloat16: --bf16 computes in bfloat16.")
+
+
+def _on_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def check_transformers() -> None:
+    """Refuse a transformers too old for decoding on GPUs."""
+    if _on_gpu() and Version(transformers.__version__) < Version(_TRANSFORMERS):
+        raise ValueError(
+            f"transformers {transformers.__version__} copies keys and values for each head in each decode step, which "
+            f"is slow on a GPU: pip install 'transformers>={_TRANSFORMERS}', or set CUDA_VISIBLE_DEVICES= to run on "
+            "CPUs."
+        )
+
+
+class InferenceStrategy:
+    """Process group of commands that do not train: whole models on every rank, without DeepSpeed.
+
+    Under torchrun each rank has its own GPU, if there are any, and its share of the data.
+    """
+
+    def __init__(self, bf16: bool, timeout: timedelta = timedelta(hours=24)) -> None:  # ranks meet only at the end
+        self.device = init_process_group(timeout)
+        set_up_gpu(bf16)
+        self.comm = TorchComm()
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0."""
+        return self.comm.rank == 0
+
+    def prepare_frozen(self, module: nn.Module) -> nn.Module:
+        """A module for evaluation only, on this rank's device."""
+        module.requires_grad_(False)
+        return module.eval().to(self.device)
+
+    def close(self) -> None:
+        """Leave the process group, all ranks together."""
+        leave_process_group()

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -33,9 +32,8 @@ from deepspeed.runtime.zero import unwrap_model_for_generation
 from transformers import PreTrainedModel, get_scheduler
 
 from openppo.config import AdamConfig, DeepSpeedConfig
-from openppo.strategy.comm import TorchComm, init_process_group
+from openppo.strategy.comm import TorchComm, collective, init_process_group, leave_process_group, set_up_gpu
 from openppo.strategy.ds_config import eval_config, merge, train_config
-from openppo.strategy.gpu import set_up_gpu
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import TrainableModel
 
@@ -58,7 +56,7 @@ _SHARE_FOR_GATHERED_WEIGHTS = 0.5
 class DeepspeedStrategy:
     """All models of a run in one process group: gloo on CPUs, nccl on GPUs.
 
-    ``overrides`` is laid over the DeepSpeed configurations that our options make, for what has no flag.
+    ``overrides`` is merged into the DeepSpeed configurations that our options make.
     """
 
     def __init__(
@@ -132,18 +130,18 @@ class DeepspeedStrategy:
         engine.eval()
         return engine
 
-    def fits_gathered(self, engine: TrainableModel, moments_rest: bool = False) -> bool:
-        """Whether every rank has memory for the full weights of a ZeRO-3 model; the same answer on all ranks.
+    def fits_gathered(self, engine: TrainableModel, moments_offloaded: bool = False) -> bool:
+        """Whether every rank has memory for the full weights of a ZeRO-3 model; collective.
 
-        Adam's moments come with the first step, and take theirs for good, unless they rest on the host meanwhile.
+        Adam's moments, made in the first step, count too unless they are on the host during generation.
         """
         if self.zero_stage < 3 or self.device.type == "cpu":
             return True
         parameters: list[Any] = list(engine.module.parameters())  # with the attributes of ZeRO-3
         needed = sum(p.ds_numel * p.element_size() for p in parameters)
         free, _ = torch.cuda.mem_get_info(self.device)
-        if not (moments_rest or self.config.adam_offload):
-            free -= sum(prepared.bytes_of_moments for prepared in self._prepared)
+        if not (moments_offloaded or self.config.adam_offload):
+            free -= sum(prepared.bytes_of_adam_moments for prepared in self._prepared)
         fits = not self.any_rank(needed > _SHARE_FOR_GATHERED_WEIGHTS * free)
         if not fits and self.is_main:
             logger.warning(
@@ -160,18 +158,17 @@ class DeepspeedStrategy:
 
     @contextmanager
     def for_generation(self, engine: TrainableModel, in_lockstep: bool) -> Iterator[None]:
-        """Inside, tokens may be sampled: with whole weights, unless in lockstep, and layers that are not compiled."""
+        """Inside, tokens may be sampled: with uncompiled layers, and whole weights unless in lockstep."""
         with nullcontext() if in_lockstep else self.gathered(engine), self.uncompiled():
             yield
 
     def uncompiled(self) -> AbstractContextManager[None]:
-        """Inside, compiled layers run as they are: they are compiled for training, and other passes would be compiled
-        once more."""
+        """Inside, compiled layers run as they are; other passes than training would compile them once more."""
         return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
 
     @contextmanager
     def gathered(self, engine: TrainableModel) -> Iterator[None]:
-        """Under ZeRO-3, full weights on every rank and no hooks inside: forwards need no company of other ranks."""
+        """Inside, under ZeRO-3, full weights on every rank and no hooks, so that each rank may call it alone."""
         if self.zero_stage == 3:
             with unwrap_model_for_generation(engine.deepspeed):
                 yield
@@ -183,22 +180,20 @@ class DeepspeedStrategy:
 
         ``OSError`` on all ranks if rank 0, which writes, could not.
         """
-        fault = None
-        try:
-            save_model(model, Path(folder), self.is_main)
+
+        def write() -> None:
+            save_model(model, Path(folder), self.is_main)  # fails only after all that ranks do together
             if self.is_main and tokenizer is not None:
                 save_tokenizer(tokenizer, Path(folder))
-        except (OSError, SafetensorError) as error:  # after all that ranks do together
-            fault = f"the model cannot be written to {folder}: {error}"
-        fault = self.comm.all_gather_object(fault)[0]
-        if fault is not None:
-            raise OSError(fault)
+
+        def failure(message: str) -> OSError:
+            return OSError(f"the model cannot be written to {folder}: {message}")
+
+        collective(self.comm, write, (OSError, SafetensorError), failure)
 
     def close(self) -> None:
-        """Leave the process group, all ranks together. Without it gloo's threads may abort a process that exits."""
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
+        """Leave the process group, all ranks together."""
+        leave_process_group()
 
     def _adam(self, parameters: list[nn.Parameter], adam: AdamConfig, learning_rate: float) -> torch.optim.Optimizer:
         options: dict[str, Any] = {"lr": learning_rate, "betas": adam.adam_betas, "weight_decay": adam.l2}
@@ -250,7 +245,7 @@ def _compile_layers(module: nn.Module, device: torch.device) -> None:
     names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
     layers = [child for child in module.modules() if type(child).__name__ in names]
     if not layers:
-        raise ValueError(f"--compile: {type(module).__name__} does not name its layers; leave the flag away.")
+        raise ValueError(f"--compile: {type(module).__name__} does not name its layers; omit the flag.")
     for layer in layers:
         layer.compile(dynamic=True)
 
@@ -272,4 +267,4 @@ def _enable_gradient_checkpointing(module: nn.Module) -> None:
                 warnings.simplefilter("ignore", FutureWarning)
                 child.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             return
-    raise ValueError(f"--gradient_checkpointing: {type(module).__name__} does not support it; leave the flag away.")
+    raise ValueError(f"--gradient_checkpointing: {type(module).__name__} does not support it; omit the flag.")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openppo.strategy.checkpoint.fragments import Fragment
+from openppo.strategy.checkpoint.engine_state import Fragment
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.types import Interrupted
 

@@ -24,7 +24,7 @@ class TrainableModel:
     def __init__(self, engine: deepspeed.DeepSpeedEngine, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
         self.deepspeed = engine
         self.scheduler = scheduler
-        self._host: dict[tuple[int, str], Tensor] = {}  # where moments rest: pinning anew each time would take long
+        self._host: dict[tuple[int, str], Tensor] = {}  # offloaded moments: pinning each time anew would take long
 
     @property
     def module(self) -> nn.Module:
@@ -37,8 +37,8 @@ class TrainableModel:
         return float(self.scheduler.get_last_lr()[0])
 
     @property
-    def bytes_of_moments(self) -> int:
-        """Of Adam on this rank under ZeRO-3, whether or not it has made them yet."""
+    def bytes_of_adam_moments(self) -> int:
+        """Size of Adam's moments on this rank under ZeRO-3, also before the first step."""
         trained: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
         return sum(2 * 4 * p.ds_tensor.numel() for p in trained)
 
@@ -55,12 +55,15 @@ class TrainableModel:
         A loss that is not finite makes the whole gradient NaN, which ``step`` sees on all ranks.
         """
         loss = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
-        # Also before the backward: ZeRO-1 and 2 reduce gradients in hooks that ask for the boundary.
+        # Before the backward too: ZeRO-1 and 2 reduce gradients in hooks that ask for the boundary.
         self.deepspeed.set_gradient_accumulation_boundary(last)
         self.deepspeed.backward(loss)
 
-    def offload_moments(self) -> None:
-        """Move Adam's moments to the host; ``load_moments`` must come before the next ``step``."""
+    def offload_adam_moments(self) -> None:
+        """Move Adam's moments to the host; ``load_adam_moments`` must come before the next ``step``.
+
+        DeepSpeed's ``offload_states`` needs ZeRO-1 or 2, or DeepSpeed's own Adam.
+        """
         for number, state in enumerate(self._adam_states()):
             for name in MOMENTS:
                 moment = state[name]
@@ -68,7 +71,7 @@ class TrainableModel:
                     self._host[number, name] = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda)
                 state[name] = self._host[number, name].copy_(moment)
 
-    def load_moments(self) -> None:
+    def load_adam_moments(self) -> None:
         """Move Adam's moments back to where the weights are."""
         for number, state in enumerate(self._adam_states()):
             for name in MOMENTS:
@@ -76,7 +79,7 @@ class TrainableModel:
                     state[name] = state[name].to(self.deepspeed.device, non_blocking=True, copy=True)
 
     def _adam_states(self) -> list[dict[str, Tensor]]:
-        """Those that Adam has made."""
+        """State of each parameter that Adam has stepped."""
         adam: Any = self.deepspeed.basic_optimizer
         return [state for state in adam.state.values() if MOMENTS[0] in state]
 

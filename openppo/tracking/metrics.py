@@ -8,7 +8,6 @@ Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -107,25 +106,11 @@ class Metrics:
                 result[name] = math.sqrt(m2 / weight) if reductions[name] == "std" else value
         return result
 
-    def mark(self) -> dict[str, int]:
-        """A point that ``rewind`` can go back to."""
-        return {name: len(pieces) for name, pieces in self._pieces.items()}
-
-    def rewind(self, mark: Mapping[str, int]) -> None:
-        """Forget what was added since ``mark``."""
-        self._pieces = {name: self._pieces[name][:n] for name, n in mark.items()}
-        self._reductions = {name: self._reductions[name] for name in mark}
-
-    def state_dict(self) -> dict[str, tuple[Reduction, list[list[float]]]]:
-        """Every addition of this rank, by name: the reduction and triples of float64."""
-        rows = {name: [piece.tolist() for piece in pieces] for name, pieces in self._pieces.items()}
-        return {name: (self._reductions[name], rows[name]) for name in rows}
-
-    def load_state_dict(self, state: Mapping[str, tuple[Reduction, list[list[float]]]]) -> None:
-        """Take in additions that ``state_dict`` gave, after what is here already."""
-        for name, (reduction, rows) in state.items():
-            self._declare(name, reduction)
-            self._pieces[name] += [torch.tensor(row, dtype=torch.float64) for row in rows]
+    def merge(self, other: Metrics) -> None:
+        """Take in the additions of ``other``, after those that are here."""
+        for name, pieces in other._pieces.items():
+            self._declare(name, other._reductions[name])
+            self._pieces[name] += pieces
 
     def _declare(self, name: str, reduction: Reduction) -> None:
         _check_same(name, self._reductions.setdefault(name, reduction), reduction)

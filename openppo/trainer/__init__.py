@@ -6,10 +6,10 @@ from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from openppo.trainer.build import build_ppo_trainer as build_ppo_trainer
-    from openppo.trainer.ppo_trainer import PPOTrainer as PPOTrainer
+    from openppo.trainer.ppo import PPOTrainer as PPOTrainer
     from openppo.trainer.startup import quiet_libraries as quiet_libraries
-    from openppo.trainer.supervised.process_reward import ProcessRewardTrainer as ProcessRewardTrainer
-    from openppo.trainer.supervised.reward_model import RewardModelTrainer as RewardModelTrainer
-    from openppo.trainer.supervised.sft import SFTTrainer as SFTTrainer
+    from openppo.trainer.supervised.trainers import ProcessRewardTrainer as ProcessRewardTrainer
+    from openppo.trainer.supervised.trainers import RewardModelTrainer as RewardModelTrainer
+    from openppo.trainer.supervised.trainers import SFTTrainer as SFTTrainer
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

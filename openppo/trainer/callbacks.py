@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from openppo.config import Condition
-from openppo.trainer.stopping import StopConditions
-
-if TYPE_CHECKING:
-    from openppo.trainer.ppo_trainer import PPOTrainer
+from openppo.tracking.report.catalog import GROUPS, matches
 
 logger = logging.getLogger("openppo")
+
+PPOTrainer: TypeAlias = Any
+"""An ``openppo.trainer.PPOTrainer``, whose module imports this one."""
+_KNOWN = [name for charts in GROUPS.values() for chart in charts for name in chart.metrics]
 
 
 class Callback:
@@ -42,7 +44,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave; before ``on_fit_start``."""
+        """Resume from what ``state_dict`` gave; before ``on_fit_start``."""
 
     def on_fit_end(self, trainer: PPOTrainer) -> None:
         """After the last step, when the trained model is saved."""
@@ -106,6 +108,46 @@ class EarlyStopping(Callback):
             )
 
 
+def check_conditions(conditions: Sequence[Condition]) -> None:
+    """Raise ``ValueError`` for a metric that no run has."""
+    for condition in conditions:
+        if not any(matches(condition.metric, pattern) for pattern in _KNOWN):
+            near = difflib.get_close_matches(condition.metric, _KNOWN, n=1)
+            hint = f"did you mean {near[0]}?" if near else "docs/metrics.md lists them."
+            raise ValueError(f"--stop_when {condition.text!r}: there is no metric {condition.metric}; {hint}")
+
+
+class StopConditions:
+    """Conditions of which the first that holds ends a run."""
+
+    def __init__(self, conditions: Sequence[Condition]) -> None:
+        self.conditions = list(conditions)
+        self._warned: set[str] = set()
+
+    def first_true(self, metrics: Mapping[str, float], step: int, of_evaluation: bool | None = None) -> str | None:
+        """Text of the first condition that holds, logged; else None.
+
+        ``of_evaluation`` says which metrics ``metrics`` are: held-out ones, those of a step, or (None) both.
+        """
+        for each in self.conditions:
+            is_held_out = each.metric.startswith("eval")
+            if of_evaluation is not None and is_held_out != of_evaluation:
+                continue
+            if each.holds(metrics):
+                value = metrics[each.metric]
+                logger.info("--stop_when %s: %s is %.4g at step %d; the run ends", each.text, each.metric, value, step)
+                return each.text
+            missing = each.metric not in metrics and (of_evaluation is not None or not is_held_out)
+            if missing and each.text not in self._warned:  # the policy's come later while only the critic learns
+                self._warned.add(each.text)
+                logger.warning("--stop_when %s: no such metric yet among %s", each.text, ", ".join(sorted(metrics)))
+        return None
+
+    def still_stops(self, text: str | None) -> bool:
+        """Whether ``text``, which ended an earlier session, is still given."""
+        return text in [each.text for each in self.conditions]
+
+
 class StopWhen(Callback):
     """Stops when one of ``conditions`` holds, as ``--stop_when`` states them."""
 
@@ -139,3 +181,27 @@ class StopWhen(Callback):
         found = self.stopping.first_true(metrics, trainer.global_step, of_evaluation)
         if found is not None:
             self.stopped_by, trainer.should_stop = found, True
+
+
+def notify(callbacks: Sequence[Callback], hook: str, *arguments: Any) -> None:
+    """Call the method ``hook`` of each callback."""
+    for callback in callbacks:
+        getattr(callback, hook)(*arguments)
+
+
+def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[dict[str, Any]]) -> bool:
+    """Give each callback the state of the next one of its class in ``saved``; whether they are the same as then."""
+    left = list(saved)
+    for callback in callbacks:
+        found = next((each for each in left if each["class"] == type(callback).__name__), None)
+        if found is not None:
+            left.remove(found)
+            callback.load_state_dict(found["state"])
+    were, are = [each["class"] for each in saved], [type(callback).__name__ for callback in callbacks]
+    if were != are:
+        logger.warning(
+            "callbacks were %s and are %s: those of one class resume in their order, others start anew",
+            ", ".join(were) or "none",
+            ", ".join(are) or "none",
+        )
+    return were == are

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,77 +16,81 @@ from openppo.rollout.engine import Engine
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.tracking import Metrics, Trackers
-from openppo.trainer.evaluation import Evaluator
+from openppo.tracking import Trackers
+from openppo.trainer.checkpointer import Checkpointer
+from openppo.trainer.critic_step import CriticUpdate
+from openppo.trainer.evaluation import Grading
 from openppo.trainer.memory import Estimate
-from openppo.trainer.resume.checkpointer import Checkpointer
 from openppo.types import NeverStops, Prompt, StopCheck
 
 
 @dataclass
-class PPOComponents:
-    """What a PPO trainer works with: engines, scorer, data and places to report to.
+class TrainState:
+    """How far a run has come."""
 
-    ``critic`` is None for estimators without one, ``ema`` without ``--enable_ema``, ``evaluator`` without
-    ``--eval_data``. ``pack_documents_to`` is the length of rows that documents share (None: a row for each). Without
-    ``checkpointer`` there are no checkpoints. ``estimate`` is of the memory that all of it takes.
+    has_begun: bool = False
+    """The evaluation before training, if any, is done."""
+    global_step: int = 0
+    """Global steps done."""
+    ended_episodes: int = 0
+    policy_version: int = 0
+    """Optimizer steps of the actor, skipped ones included."""
+    document_batches: int = 0
+    """Batches of --pretrain_data trained on."""
+    unreported: dict[str, float] | None = None
+    """Metrics of the last step while its report, which may evaluate, is not complete."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from an earlier session."""
+        vars(self).update(state)
+
+
+@dataclass
+class PPOComponents:
+    """What a PPO trainer works with: models, data and places to report to.
+
+    ``critic`` is None for estimators without one, ``ema`` without ``--enable_ema``. ``engine`` and ``scorer`` are None,
+    and ``prompts`` empty, where a source of the caller's makes trajectories. ``pack_documents_to`` is the length of
+    rows that documents share (None: a row for each). Without ``checkpointer`` there are no checkpoints.
     """
 
     strategy: DeepspeedStrategy
     tokenizer: PreTrainedTokenizerBase
     actor: TrainableModel
     critic: TrainableModel | None
-    engine: Engine
-    scorer: Scorer
     maker: ExperienceMaker
-    prompts: list[Prompt]
     documents: list[TokenExample]
     trackers: Trackers
+    grading: Grading
+    engine: Engine | None = None
+    scorer: Scorer | None = None
+    prompts: list[Prompt] = field(default_factory=list)
+    held_out: list[Prompt] = field(default_factory=list)
     ema: ParameterAverage | None = None
-    evaluator: Evaluator | None = None
+    critic_update: CriticUpdate | None = None
+    """Replaces the plain optimizer steps of the critic."""
     pack_documents_to: int | None = None
     checkpointer: Checkpointer | None = None
     stop: StopCheck = field(default_factory=NeverStops)
     estimate: Estimate | None = None
+    state: TrainState = field(default_factory=TrainState)
 
     def train(self, mode: bool = True) -> None:
         """Switch actor and critic between training and evaluation mode."""
-        for engine in (self.actor, self.critic):
-            if engine is not None:
-                engine.train(mode)
+        for model in (self.actor, self.critic):
+            if model is not None:
+                model.train(mode)
 
+    def weights_to_save(self) -> AbstractContextManager[None]:
+        """Inside, the actor has the weights that are saved: the average with ``--enable_ema``."""
+        return nullcontext() if self.ema is None else self.ema.swapped_in()
 
-@dataclass
-class TrainState:
-    """How far a run has come; what the order of data and the random numbers of samples follow from."""
+    def write_policy(self, folder: Path) -> None:
+        """Write the actor as a Hugging Face folder, on all ranks together."""
+        with self.weights_to_save():
+            self.strategy.save_pretrained(self.actor.module.model, folder, self.tokenizer)
 
-    has_begun: bool = False
-    """The evaluation before training, if any, is done."""
-    global_step: int = 0
-    consumed_samples: int = 0
-    """Prompts sampled so far."""
-    consumed_batches: int = 0
-    """Batches of prompts, of ``PPOTrainer.total_steps``."""
-    ended_episodes: int = 0
-    policy_version: int = 0
-    """Optimizer steps of the actor, skipped ones included."""
-    document_batches: int = 0
-
-
-@dataclass
-class StepInProgress:
-    """A global step whose experience is made and on which training goes on."""
-
-    metrics: Metrics
-    n_samples: int
-    """Over all ranks."""
-    n_tokens: int
-    """Of this rank's trajectories."""
-    samples: list[dict[str, Any]]
-    """What is logged of them."""
-    optimizer_steps: int = 0
-    """Mini-batches that are done."""
-    actor_done: bool = False
-    """In the next mini-batch."""
-    critic_done: bool = False
-    """Likewise."""
+    def write_critic(self, folder: Path) -> None:
+        """Write the critic likewise, if there is one."""
+        if self.critic is not None:
+            self.strategy.save_pretrained(self.critic.module.model, folder, self.tokenizer)

@@ -22,10 +22,10 @@ from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
+from openppo.strategy.comm import collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.strategy.policy_weights import PolicyWeights
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.trainer.startup import on_all_ranks
+from openppo.strategy.weights import PolicyWeights
 from openppo.types import Completion, SamplingParams
 
 logger = logging.getLogger("openppo")
@@ -101,7 +101,7 @@ def check_engines(
                 "this check with --engine_check off."
             )
 
-    on_all_ranks(strategy.comm, check)
+    collective(strategy.comm, check)
 
 
 def check_frozen(options: PromptsConfig, actor: Actor, device: torch.device) -> None:
@@ -180,7 +180,7 @@ def _largest_logit(policy: Any, sequences: torch.Tensor) -> float:
 def _sample(engine: Engine, weights: WeightSource | None, n_ids: int) -> tuple[list[list[int]], list[list[float]]]:
     """Rows of prompts and sampled tokens, and the latter's log-probs."""
     prompts = [[token_id % n_ids for token_id in prompt] for prompt, _ in REQUESTS]
-    with nullcontext() if weights is None else engine.awake(weights):
+    with nullcontext() if weights is None else engine.with_weights(weights):
         numbers = [
             engine.submit(prompt, SamplingParams(n, 1.0), seed)
             for seed, (prompt, (_, n)) in enumerate(zip(prompts, REQUESTS, strict=True))

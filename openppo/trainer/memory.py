@@ -23,8 +23,8 @@ from openppo.rollout.hf_engine import PREFILL_TOKENS, ROWS_ON_CPU, ROWS_ON_GPU, 
 from openppo.rollout.row_cache import SLACK_COLUMNS
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ds_config import LARGEST_BUCKET
-from openppo.trainer.batches import PACKED_ROW
-from openppo.trainer.ppo_data import PPOData
+from openppo.trainer.data import PPOData
+from openppo.trainer.supervised.batches import PACKED_ROW
 
 logger = logging.getLogger("openppo")
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)

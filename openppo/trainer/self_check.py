@@ -20,7 +20,7 @@ from openppo.experience.collate import join_rows
 from openppo.experience.token_rewards import kl_penalty
 from openppo.models.supervised_loss import IGNORE_INDEX
 from openppo.tracking.console import escape_control, log_lines, table_lines
-from openppo.trainer.batches import TokenMicroBatch
+from openppo.trainer.supervised.batches import TokenMicroBatch
 from openppo.types import Experience
 
 logger = logging.getLogger("openppo")

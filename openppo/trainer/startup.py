@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import logging
 import os
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -19,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo import __version__
 from openppo.config import declared_options, flat_dict, parse_template_kwargs, rules_of
 from openppo.models.pretrained import context_length, load_tokenizer, rescaled_positions
+from openppo.strategy.comm import collective, name_ranks
 from openppo.tracking import (
     Trackers,
     check_run_folder,
@@ -32,7 +29,7 @@ from openppo.tracking import (
     set_aside_logs,
     setup_logging,
 )
-from openppo.trainer.stopping import check_conditions
+from openppo.trainer.callbacks import check_conditions
 from openppo.types import Comm
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
@@ -40,8 +37,6 @@ if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
     from openppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger("openppo")
-
-Result = TypeVar("Result")
 
 
 def quiet_libraries() -> None:
@@ -54,8 +49,8 @@ def quiet_libraries() -> None:
     transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error instead of a question on stdin
 
 
-def check_options(config: Any, comm: Comm) -> None:
-    """``config.validate()``, and ``ValueError`` if not all ranks were started with the same options and versions.
+def check_options(config: Any, comm: Comm, **given: bool) -> None:
+    """``config.validate()`` with ``given``, and ``ValueError`` if ranks have different options or versions.
 
     Ranks with another seed or batch size would train something that nobody asked for, or wait for each other forever.
     """
@@ -69,58 +64,19 @@ def check_options(config: Any, comm: Comm) -> None:
     for name, value in everyones[0].items():
         others = [rank for rank, theirs in enumerate(everyones) if theirs.get(name) != value]
         if others:
-            theirs = f"{everyones[others[0]].get(name)} on {_where(others, comm)}"
+            theirs = f"{everyones[others[0]].get(name)} on {name_ranks(comm, others)}"
             differences.append(f"{name} is {value} on rank 0 and {theirs}")
     if differences:
         raise ValueError(f"{'; '.join(differences)}: start all ranks alike.")
 
     def check() -> None:
-        config.validate(comm.world_size)  # folders may differ, of which it sees some
+        config.validate(comm.world_size, **given)  # folders may differ, of which it sees some
         check_conditions(config.run.stop_conditions)
         if comm.rank == 0:
             check_run_folder(Path(config.run.save_path), config.output_models)
             check_trackers(config.tracking)
 
-    on_all_ranks(comm, check)
-
-
-def on_all_ranks(comm: Comm, load: Callable[[], Result]) -> Result:
-    """``load()`` on every rank. A ``ValueError`` of one is raised on all, which would wait for it forever otherwise."""
-    result, error = None, None
-    try:
-        result = load()
-    except ValueError as caught:
-        error = caught
-    errors = comm.all_gather_object(None if error is None else str(error))
-    failed = [rank for rank, message in enumerate(errors) if message is not None]
-    if failed:
-        where = "" if len(failed) == comm.world_size else f"on {_where(failed, comm)}: "
-        raise ValueError(where + errors[failed[0]]) from error
-    return cast(Result, result)
-
-
-def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if ranks have read something else; ``contents`` is what was read, by its flag."""
-    if comm.world_size == 1:
-        return
-
-    def plain(value: Any) -> Any:
-        return vars(value) if dataclasses.is_dataclass(value) else type(value).__name__
-
-    def digest_of(content: Any) -> str:
-        return hashlib.sha256(json.dumps(content, default=plain).encode()).hexdigest()
-
-    everyones = comm.all_gather_object({flag: digest_of(content) for flag, content in contents.items()})
-    for flag, digest in everyones[0].items():
-        others = [rank for rank, theirs in enumerate(everyones) if theirs[flag] != digest]
-        if others:
-            where = _where(others, comm)
-            raise ValueError(f"{flag} holds something else on {where} than on rank 0: copy the same file to all hosts.")
-
-
-def _where(ranks: Sequence[int], comm: Comm) -> str:
-    hosts = comm.all_gather_object(socket.gethostname())
-    return ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
+    collective(comm, check)
 
 
 def start_trackers(
@@ -148,7 +104,7 @@ def start_trackers(
                 f"--save_path {config.run.save_path}: cannot be written ({error}); choose another folder."
             ) from error
 
-    on_all_ranks(strategy.comm, prepare)
+    collective(strategy.comm, prepare)
     return make_trackers(
         config.run.save_path, config.tracking, flat_dict(config), strategy.comm, headline, total_steps, go_on_from
     )

@@ -22,7 +22,6 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.tracking.console import log_lines, table_lines
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.memory import Estimate, readable
-from openppo.trainer.steps.update_step import frozen_actor_steps
 from openppo.trainer.supervised.loop import SupervisedTrainer
 
 _LONGEST_NAME = 40
@@ -54,22 +53,32 @@ class BatchPlan:
 
     episodes: int
     steps: list[StepPlan]
+    max_steps: int | None = None
+    """``--max_steps``, which may end the last episode early."""
 
     @property
     def n_steps(self) -> int:
         """Global steps."""
-        return self.episodes * len(self.steps)
+        n_steps = self.episodes * len(self.steps)
+        return n_steps if self.max_steps is None else min(n_steps, self.max_steps)
 
     def optimizer_steps(self, without: int = 0) -> int:
         """Optimizer steps after the first ``without`` global steps."""
-        return sum([step.optimizer_steps for step in self.steps * self.episodes][without:])
+        return sum([step.optimizer_steps for step in self.steps * self.episodes][without : self.n_steps])
 
 
-def batch_plan(config: TrainPPOConfig, n_prompts: int, world_size: int) -> BatchPlan:
-    """Plan for ``n_prompts`` prompts; with ``--dynamic_sampling`` an upper bound."""
+def batch_plan(config: TrainPPOConfig, n_prompts: int, world_size: int, n_steps: int | None = None) -> BatchPlan:
+    """Plan for ``n_prompts`` prompts; with ``--dynamic_sampling`` an upper bound.
+
+    A source without prompts has ``n_steps`` steps, each planned as one of full batches.
+    """
+    if n_steps is not None:
+        full_batch = _step_plan(config, config.ppo.rollout_batch_size, world_size)
+        return BatchPlan(1, [full_batch] * n_steps, config.ppo.max_steps)
     full, rest = divmod(n_prompts, config.ppo.rollout_batch_size)
     sizes = [config.ppo.rollout_batch_size] * full + [rest] * (rest > 0)
-    return BatchPlan(config.ppo.num_episodes, [_step_plan(config, size, world_size) for size in sizes])
+    steps = [_step_plan(config, size, world_size) for size in sizes]
+    return BatchPlan(config.ppo.num_episodes, steps, config.ppo.max_steps)
 
 
 def _step_plan(config: TrainPPOConfig, n_prompts: int, world_size: int) -> StepPlan:
@@ -168,7 +177,7 @@ def _ppo_roles(config: TrainPPOConfig, parts: PPOComponents, critic: str) -> lis
         "remote_rm_url": mask_credentials(source.remote_rm_url or ""),
         "verifiable_reward": " ".join(source.verifiable_reward),
     }
-    return [*roles, *_scorer_roles(parts.scorer, sources, strategy)]
+    return roles if parts.scorer is None else [*roles, *_scorer_roles(parts.scorer, sources, strategy)]
 
 
 def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, n_prompts: int, ranks: int) -> Facts:
@@ -186,13 +195,14 @@ def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, n_prompts: int, ranks: i
     rest = f", the last of {last.n_prompts:,}" if last.n_prompts < first.n_prompts else ""
     batches = f"{count(len(plan.steps), 'batch', 'batches')}{rest}"
     total = count(plan.optimizer_steps(), "optimizer step")
-    if (frozen := frozen_actor_steps(config)) > 0:
+    if (frozen := config.ppo.frozen_actor_steps) > 0:
         total += f", {plan.optimizer_steps(without=frozen):,} of them of the actor"
+    in_all = f"{count(plan.episodes, 'episode')} of {n_prompts:,} prompts in {batches}"
     return [
         ("each step", f"{most}{samples}{kept}"),
         ("experience", passes + each),
         ("training", f"{count(batch.max_epochs, 'epoch')} of {mini} of {size:,} samples, in {micro}{each}"),
-        ("in all", f"{count(plan.episodes, 'episode')} of {n_prompts:,} prompts in {batches}"),
+        ("in all", in_all if n_prompts else "trajectories of the given source"),
         ("", f"{most}{count(plan.n_steps, 'step')}, {total}"),
     ]
 
@@ -217,7 +227,7 @@ def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
         facts.append(("held out", count(len(parts.eval_examples), "sample")))
     if trainer.global_step > 0:
         facts.append(("resumes", f"after step {trainer.global_step:,} of {trainer.total_steps:,}"))
-    role = model_role("model", config.supervised.pretrain, parts.engine.module, parts.strategy, is_trained=True)
+    role = model_role("model", config.supervised.pretrain, parts.model.module, parts.strategy, is_trained=True)
     _log([role], facts, parts.estimate)
 
 

@@ -38,6 +38,7 @@ def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd="/", env=environment)
 
 
+@pytest.mark.slow
 def test_a_tiny_model_runs_on_a_cpu_and_no_response_ends_early(tmp_path: Path) -> None:
     ended = run("--shape", "tiny", "--steps", "1", "--cache", str(tmp_path))
     assert ended.returncode == 0, ended.stdout + ended.stderr

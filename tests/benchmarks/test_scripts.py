@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fork_server import Launcher
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 COMMANDS = ("cpu_peers", "decode", "gpu", "sweep")
 PARTICIPANTS = (
@@ -45,10 +47,9 @@ for turn in clock:
 
 
 @pytest.mark.parametrize("script", [*COMMANDS, *(f"peers/{name}" for name in PARTICIPANTS)])
-def test_help_answers(script: str) -> None:
-    file = BENCHMARKS / f"{script}.py"
-    ended = subprocess.run([sys.executable, file, "--help"], capture_output=True, text=True, cwd="/", timeout=300)
-    assert ended.returncode == 0, ended.stderr
+def test_help_answers(launcher: Launcher, script: str) -> None:
+    ended = launcher.run([BENCHMARKS / f"{script}.py", "--help"], cwd=Path("/"))
+    assert ended.returncode == 0, ended.stdout
     assert "usage" in ended.stdout
 
 
@@ -102,6 +103,7 @@ def test_who_cannot_take_part_is_skipped_with_its_reason_and_the_others_go_on(tm
 
 
 @no_pressure
+@pytest.mark.slow
 def test_a_sweep_of_a_few_responses_runs_on_one_and_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "sweep.py"), "--assets", str(tmp_path / "assets")]
     command += ["--workloads", "w2", "--sizes", "4", "8", "--repeat", "1"]

@@ -1,4 +1,4 @@
-"""``run_kills.py ARGUMENTS.json OUT``: two ranks are killed again and again, and each time resumed, until the run ends.
+"""``run_kills.py ARGUMENTS.json OUT RANDOM SAVING STARTING``: two ranks are killed so often, and each time resumed.
 
 The ranks are forked from this process, which has imported everything, so that a session begins within a second.
 Writes ``OUT/kills.json``: for each kill whom it hit, when, and what it hit in.
@@ -22,7 +22,6 @@ from openppo.config import TrainPPOConfig
 from openppo.strategy import DeepspeedStrategy
 from openppo.trainer.build import build_ppo_trainer
 
-N_RANDOM, N_WHILE_SAVING, N_WHILE_STARTING = 9, 7, 4
 RANKS = 2
 
 
@@ -91,11 +90,12 @@ def end(pids: list[int], killed: list[int]) -> list[int]:
 
 
 def main() -> None:
-    """Kills at random moments of training, of a save half written, and of a start, which loads the last save."""
+    """Kill at random moments of training, of a save half written, and of a start, which loads the last save."""
+    n_random, n_saving, n_starting = map(int, sys.argv[3:])
     arguments, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     checkpoints = out / "model" / "checkpoints_ppo"
     rng, kills = random.Random(int(os.environ.get("SEED", "1"))), []
-    kinds = ["while starting"] * N_WHILE_STARTING + ["random"] * (N_RANDOM - 1) + ["while saving"] * N_WHILE_SAVING
+    kinds = ["while starting"] * n_starting + ["random"] * (n_random - 1) + ["while saving"] * n_saving
     rng.shuffle(kinds)
     seconds_to_start = 0.0
     for kind in ["random", *kinds]:  # the first tells how long a start takes

@@ -18,7 +18,7 @@ import torch
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.models import Actor
 from openppo.strategy import DeepspeedStrategy
-from openppo.strategy.policy_weights import PolicyWeights
+from openppo.strategy.weights import PolicyWeights
 
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 

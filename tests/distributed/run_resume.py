@@ -1,9 +1,9 @@
 """Launched by torchrun: ``run_resume.py CASES.json OUT MODE`` runs each case with a fresh trainer, in ``OUT/<name>``.
 
 A case: ``name``, ``command``, ``arguments``, and ``stop_at``, the number of the check at which mode ``first`` stops the
-run as a signal would (0: at none), with ``place`` counted in that step and phase only. Mode ``whole`` never stops; mode
-``rest`` goes on from the checkpoint, with ``own_loop`` in a loop of one's own. ``poison`` makes optimizer steps not
-finite: ``role``, ``calls`` (from 1), ``rank``, and ``how``.
+run as a signal would (0: at none). Mode ``whole`` never stops; mode ``rest`` resumes from the checkpoint, with
+``own_loop`` in a loop of one's own. ``poison`` makes optimizer steps not finite: ``role``, ``calls`` (from 1),
+``rank``, and ``how``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from run_steps import HANG_AFTER, PARTITION_EVERYTHING, SUPERVISED, leave
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.strategy import DeepspeedStrategy
-from openppo.tracking.phase import position
+from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.build import build_ppo_trainer
-from openppo.trainer.resume.stop import SignalStop
-from openppo.trainer.steps.actor_step import ActorStep
-from openppo.trainer.steps.critic_step import CriticStep
-from openppo.trainer.supervised.sft import SFTTrainer
+from openppo.trainer.checkpointer import SignalStop
+from openppo.trainer.critic_step import CriticStep
+from openppo.trainer.supervised.trainers import SFTTrainer
 from openppo.types import Interrupted
 
 STEPS = {"actor": ActorStep, "critic": CriticStep}
@@ -47,12 +46,12 @@ def poisoned(step_class: type, poison: dict[str, Any]) -> Any:
         if n_calls not in poison["calls"]:
             return original(self, *arguments, **named)
         if poison["how"] == "left out":
-            engine = mock.patch.multiple(self.engine, backward=mock.Mock(), step=mock.Mock(return_value=math.inf))
+            engine = mock.patch.multiple(self.model, backward=mock.Mock(), step=mock.Mock(return_value=math.inf))
             with engine:
                 return original(self, *arguments, **named)
-        backward = self.engine.backward
+        backward = self.model.backward
         factor = POISON[poison["how"]] if self.comm.rank == poison["rank"] else 1.0
-        with mock.patch.object(self.engine, "backward", lambda loss, last: backward(loss * factor, last)):
+        with mock.patch.object(self.model, "backward", lambda loss, last: backward(loss * factor, last)):
             return original(self, *arguments, **named)
 
     return mock.patch.object(step_class, "train", train)
@@ -72,14 +71,13 @@ def poisoned_loss(poison: dict[str, Any]) -> Any:
 
 
 class StopAt(SignalStop):
-    """Stops all ranks at the check number ``at``, counted over the run or over the ``place``: a step and a phase."""
+    """Stops all ranks at the check number ``at``."""
 
     at = 0
-    place: tuple[int, str] | None = None
     n_checks = 0
 
     def __call__(self) -> None:
-        StopAt.n_checks += StopAt.place in (None, (position.step, position.phase))
+        StopAt.n_checks += 1
         if StopAt.n_checks == StopAt.at:
             raise Interrupted("the test")
 
@@ -94,7 +92,6 @@ def run(case: dict[str, Any], folder: Path, mode: str) -> None:
     config = parse_options(config_type, arguments)
     strategy = DeepspeedStrategy(config.deepspeed, HANG_AFTER, PARTITION_EVERYTHING)
     StopAt.at, StopAt.n_checks = case["stop_at"] if mode == "first" else 0, 0
-    StopAt.place = tuple(case["place"]) if mode == "first" and case.get("place") else None
     spoiled: Any = nullcontext()
     if poison := case.get("poison"):
         spoiled = poisoned(STEPS[poison["role"]], poison) if ppo else poisoned_loss(poison)

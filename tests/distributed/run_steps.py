@@ -76,9 +76,9 @@ def circumstances(case: Case, widener: Widener) -> ExitStack:
         stack.enter_context(mock.patch("openppo.experience.replay_buffer.join_rows", widener.join_rows))
         for module in (
             "experience.collate",
-            "trainer.batches",
-            "trainer.supervised.reward_model",
-            "rollout.rewards.model",
+            "trainer.supervised.batches",
+            "trainer.supervised.trainers",
+            "rewards.model",
         ):
             stack.enter_context(mock.patch(f"openppo.{module}.pad_right", widener.pad_right))
     if case.get("no_compiler"):
@@ -98,13 +98,14 @@ def partitioned_share(module: nn.Module) -> float:
 def record(trainer: PPOTrainer) -> list[list[Trajectory]]:
     """A list to which each step adds the trajectories of this rank that experience is made of."""
     recorded: list[list[Trajectory]] = []
-    add_rewards: Callable[..., Experience | None] = trainer.maker.add_rewards
+    make: Callable[..., list[Experience]] = trainer.maker.make
 
-    def recording(experiences: Any, trajectories: Sequence[Trajectory], *arguments: Any) -> Experience | None:
+    def recording(trajectories: Sequence[Trajectory], *arguments: Any) -> list[Experience]:
+        made = make(trajectories, *arguments)
         recorded.append(list(trajectories))
-        return add_rewards(experiences, trajectories, *arguments)
+        return made
 
-    trainer.maker.add_rewards = recording  # type: ignore[method-assign]
+    trainer.maker.make = recording  # type: ignore[method-assign]
     return recorded
 
 
@@ -181,8 +182,8 @@ def run_supervised(case: Case, arguments: list[str]) -> dict[str, Any]:
     return {
         "metrics": metrics,
         "samples": [],
-        "shares": {"model": partitioned_share(trainer.components.engine.module)},
-        "zero_stage": trainer.components.engine.deepspeed.zero_optimization_stage(),
+        "shares": {"model": partitioned_share(trainer.components.model.module)},
+        "zero_stage": trainer.components.model.deepspeed.zero_optimization_stage(),
     }
 
 

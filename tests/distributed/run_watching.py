@@ -37,7 +37,7 @@ def count_calls(trainer: PPOTrainer) -> list[dict[str, Any]]:
 
         setattr(owner, method, call)
 
-    counted(trainer, "step", "prompts")
+    counted(trainer.source, "rollout", "prompts")
     counted(trainer.maker, "_forward", "forwards")
     counted(trainer.components.actor, "backward", "micro_batches")
     counted(trainer.components.actor, "step", "optimizer_steps")

@@ -1,4 +1,4 @@
-"""The commands as users run them: torchrun with two ranks, or no torchrun at all."""
+"""The commands as users run them: on two ranks, or without torchrun. The first one is started by a real torchrun."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def sft_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Launch
     arguments = f"""--pretrain {tiny}/actor --dataset {tiny}/sft.jsonl --eval_dataset {tiny}/sft.jsonl
         --max_epochs 3 --train_batch_size 10 --micro_train_batch_size 2 --learning_rate 1e-2
         --zero_stage 3 --gradient_checkpointing --save_path {folder}/model --use_tensorboard {folder}/events"""
-    launch(2, *command("train_sft", arguments))
+    launch(2, *command("train_sft", arguments), real=True)
     return folder
 
 

@@ -11,6 +11,7 @@ import pytest
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "memory_estimate.py"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measuring peaks needs Linux's /proc")
 @pytest.mark.parametrize("case", ["float32, ZeRO-2, 1 ranks", "bf16, ZeRO-3, 2 ranks"])
 def test_estimated_memory_is_within_20_percent_of_measured(case: str, launch: Callable[..., str]) -> None:

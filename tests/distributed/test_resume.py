@@ -33,11 +33,11 @@ class Case:
 
     name: str
     arguments: str
-    share: float
+    share: float = 0.0
     command: str = "train_ppo"
     ranks: tuple[int, ...] = (1, 2)
-    place: tuple[int, str] | None = None
-    """Only checks of that step and phase count; then ``share`` is the number of one of them."""
+    check: int | None = None
+    """The number of the check, instead of a share."""
     own_loop: bool = False
 
 
@@ -66,11 +66,8 @@ CASES = [
     ),
     Case("at-once-zero2", f"{AT_ONCE} {REWARD} {PTX} --zero_stage 2 --max_epochs 2", 0.4),
     Case("at-once-bf16-zero3", f"{AT_ONCE} {REWARD} --zero_stage 3 --bf16", 0.55),
-    *(  # The critic has two micro-batches on each of two ranks, and so has the actor after it.
-        Case(f"at-once-check{number}", f"{AT_ONCE} {REWARD} --bf16", number, ranks=(2,), place=(2, "training"))
-        for number in (1, 2, 3, 4)
-    ),
-    Case("own-loop", f"{PPO} {REWARD} {PTX} --max_epochs 2", 5, place=(3, "training"), own_loop=True),
+    Case("own-loop", f"{PPO} {REWARD} {PTX} --max_epochs 2", 0.5, own_loop=True),
+    Case("max-steps", f"{PPO} {REWARD} --max_steps 5", 0.7),
     Case("values-first", f"{PPO} {REWARD} --value_pretrain_steps 3", 0.45),
     Case(
         "supervised",
@@ -85,17 +82,15 @@ CASES = [
         0.3,
         "train_rm",
     ),
-    # Stopped in training, when samples with their labels wait to be logged.
-    Case("labels-are-dates", f"{PPO.replace('prompts.jsonl', 'dated.parquet')} {REWARD}", 0.605, ranks=(1,)),
-    # The places of one global step: generation, experience, micro-batches of actor and critic, evaluation.
+    # The places of the third step: its start, generation, scores, and its evaluation: generation, scores.
     *(
         Case(
             f"place{number}",
             f"{PPO} {REWARD} {PTX} --eval_data {{tiny}}/prompts.jsonl --eval_steps 1",
-            share,
+            check=10 + number,
             ranks=(1,),
         )
-        for number, share in enumerate((0.0, 0.5, 0.515, 0.53, 0.545, 0.56, 0.58, 0.999))
+        for number in (1, 2, 3, 4, 5)
     ),
 ]
 
@@ -116,7 +111,7 @@ def runs(
             stop_at = 0
             if mode == "first":
                 n_checks = int((folder / "whole" / case.name / "checks").read_text())
-                stop_at = int(case.share) if case.place else 1 + int(case.share * (n_checks - 1))
+                stop_at = case.check or 1 + int(case.share * (n_checks - 1))
             described.append(dataclasses.asdict(case) | {"arguments": arguments, "stop_at": stop_at})
         (folder / f"{mode}.json").write_text(json.dumps(described))
         launch(ranks, SCRIPT, folder / f"{mode}.json", folder / out, mode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib.util
 import os
@@ -49,7 +48,7 @@ RUN_BY = {
     "rewards": "test_rewards_run",
     "lora": "test_lora_runs",
     "memory": "test_the_dry_run_of_memory_ends_without_a_trace",
-    "vllm": "test_the_command_of_vllm_is_one",
+    "vllm": "test_a_documented_command_is_valid_as_written",
     "checkpoints": "test_the_command_of_checkpoints_runs_and_goes_on",
     "callbacks": "test_a_callback_and_a_condition_end_their_runs",
     "hosts": "test_the_loop_over_ssh_runs",
@@ -126,15 +125,33 @@ def write_files(name: str, folder: Path) -> list[str]:
 
 def train(run: Run, folder: Path, lines: Sequence[Sequence[str]]) -> None:
     """Train in a tiny form with each line of flags, all in one process."""
-    small = [[MODELS.get(word, word) for word in line] + SMALL.split() for line in lines]
-    printed = run([sys.executable, "-c", TRAIN, *("\t".join(line) for line in small)], folder)
+    printed = run([sys.executable, "-c", TRAIN, *("\t".join(tiny_words(line)) for line in lines)], folder)
     assert printed.splitlines().count("done") == len(lines)
 
 
-@pytest.mark.parametrize("name", DOCS)
-def test_paths_in_backticks_lead_somewhere(name: str) -> None:
+def run_blocks(run: Run, folder: Path, names: Sequence[str], replaced: dict[str, str] | None = None) -> str:
+    """Run the Python blocks of some documents, each on its own, all in one process; what they print."""
+    program = "\n".join(f"exec({block!r}, {{}})" for name in names for block in blocks(name, "python"))
+    for old, new in (replaced or {}).items():
+        assert old in program
+        program = program.replace(old, new)
+    return run([sys.executable, "-c", program], folder)
+
+
+def tiny_words(words: Sequence[str]) -> list[str]:
+    """A documented command in a tiny form."""
+    return [*(MODELS.get(word, word) for word in words), *SMALL.split()]
+
+
+def train_ppo(run: Run, folder: Path, words: Sequence[str]) -> None:
+    """Train with a documented command in a tiny form, in a process of its own."""
+    run([sys.executable, "-m", "openppo.cli.train_ppo", *tiny_words(words)], folder)
+
+
+@pytest.mark.parametrize("file", [REPO / "README.md", *sorted(FOLDER.rglob("*.md"))], ids=lambda file: file.stem)
+def test_paths_in_backticks_lead_somewhere(file: Path) -> None:
     """Links are checked by the build of the pages, see test_site.py."""
-    paths = re.findall(r"`((?:openppo|examples|tests)/[\w/.]+)`", DOCS[name])
+    paths = re.findall(r"`((?:openppo|examples|tests)/[\w/.]+)`", file.read_text())
     assert [path for path in paths if not (REPO / path).exists()] == []
 
 
@@ -155,10 +172,8 @@ def test_names_in_backticks_exist_in_the_code(name: str) -> None:
 
 def test_the_code_of_algorithms_runs(run: Run, tmp_path: Path) -> None:
     """Each block states what the formula above it gives."""
-    code = {name: blocks(name, "python") for name in ALGORITHMS}
-    assert sum(block.count("assert ") for found in code.values() for block in found) > 30
-    program = "\n".join(f"exec({block!r}, {{}})" for found in code.values() for block in found)
-    run([sys.executable, "-c", program], tmp_path)
+    assert sum(block.count("assert ") for name in ALGORITHMS for block in blocks(name, "python")) > 30
+    run_blocks(run, tmp_path, ALGORITHMS)
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"algorithms/index"}))
@@ -196,13 +211,8 @@ def choices(hint: Any) -> list[str]:
 
 def test_the_first_page_runs(run: Run, workshop: Path) -> None:
     train(run, workshop, commands("index", "train_ppo"))
-    loop, loss = blocks("index", "python")
     small = 'max_samples=4, rollout_batch_size=4, train_batch_size=4, generate_max_len=4, pretrain="policy"'
-    for old, new in {'pretrain="MODEL"': small, "REWARD_MODEL": "reward"}.items():
-        assert old in loop
-        loop = loop.replace(old, new)
-    run([sys.executable, "-c", loop], workshop)
-    run([sys.executable, "-c", loss], workshop)
+    run_blocks(run, workshop, ["index"], {'pretrain="MODEL"': small, "REWARD_MODEL": "reward"})
 
 
 def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
@@ -231,14 +241,12 @@ def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
 
 
 def test_internals_run(run: Run, tmp_path: Path) -> None:
-    (block,) = blocks("internals", "python")
-    assert "gradient norm" in run([sys.executable, "-c", block], tmp_path)
+    assert "gradient norm" in run_blocks(run, tmp_path, ["internals"])
 
 
 def test_what_replaces_a_script_of_trl_runs(run: Run, workshop: Path) -> None:
     train(run, workshop, [[*line, "--max_epochs", "1"] for line in commands("trl", "train_ppo")])
-    (block,) = blocks("trl", "python")
-    for old, new in {
+    replaced = {
         '"MODEL"': '"policy"',
         "REWARD_MODEL": "reward",
         "heldout": "prompts",
@@ -247,10 +255,8 @@ def test_what_replaces_a_script_of_trl_runs(run: Run, workshop: Path) -> None:
         "=53": "=4",
         "=10000": "=8",
         "max_epochs=4": "max_epochs=1",
-    }.items():
-        assert old in block
-        block = block.replace(old, new)
-    run([sys.executable, "-c", block], workshop)
+    }
+    run_blocks(run, workshop, ["trl"], replaced)
 
 
 def test_command_and_block_that_replace_a_script_of_trl_ask_for_the_same_run() -> None:
@@ -270,27 +276,11 @@ def test_every_field_of_trls_config_has_its_row() -> None:
     assert [name for name in TRAINING_ARGUMENTS if f"`{name}`" not in rows] == []
 
 
-def test_the_fields_of_trls_config_are_those_of_its_source() -> None:
-    """Where the environments of benchmarks/peers/setup.sh are in their usual folder."""
-    peers = Path("~/.cache/openppo-benchmarks").expanduser()
-    found = list(peers.glob("trl/lib/python3*/site-packages/trl/experimental/ppo/ppo_config.py"))
-    if not found:
-        pytest.skip("TRL is not at hand")
-    (node,) = (n for n in ast.parse(found[0].read_text()).body if isinstance(n, ast.ClassDef))
-    assert [ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)] == PPO_CONFIG
-
-
-def test_the_command_of_vllm_is_one() -> None:
-    (flags,) = commands("vllm", "train_ppo")
-    assert parse_options(TrainPPOConfig, flags).generation.rollout_engine == "vllm"
-
-
 def test_the_command_of_checkpoints_runs_and_goes_on(run: Run, workshop: Path) -> None:
     (flags,) = commands("checkpoints", "train_ppo")
-    words = [MODELS.get(word, word) for word in flags] + SMALL.split()
-    words[words.index("--save_steps") + 1] = "1"
+    flags[flags.index("--save_steps") + 1] = "1"
     for _ in range(2):
-        run([sys.executable, "-m", "openppo.cli.train_ppo", *words], workshop)
+        train_ppo(run, workshop, flags)
     assert len((workshop / "ckpt/run/logs/metrics.jsonl").read_text().splitlines()) == 2
     (export,) = commands("checkpoints", "export")
     run([sys.executable, "-m", "openppo.cli.export", *export], workshop)
@@ -300,23 +290,17 @@ def test_the_command_of_checkpoints_runs_and_goes_on(run: Run, workshop: Path) -
 
 def test_a_callback_and_a_condition_end_their_runs(run: Run, workshop: Path) -> None:
     (flags,) = commands("callbacks", "train_ppo")
-    words = [{"kl > 0.2": "kl > -1", **MODELS}.get(word, word) for word in flags] + SMALL.split()
-    run([sys.executable, "-m", "openppo.cli.train_ppo", *words], workshop)
+    train_ppo(run, workshop, [{"kl > 0.2": "kl > -1"}.get(word, word) for word in flags])
     assert len((workshop / "ckpt/stopped/logs/metrics.jsonl").read_text().splitlines()) == 1
-    (block,) = blocks("callbacks", "python")
     small = 'pretrain="policy", rollout_batch_size=4, train_batch_size=4, generate_max_len=4, max_samples=8'
-    for old, new in {'pretrain="MODEL"': small, "REWARD_MODEL": "reward", "10_000_000": "1"}.items():
-        assert old in block
-        block = block.replace(old, new)
-    run([sys.executable, "-c", block], workshop)
+    run_blocks(run, workshop, ["callbacks"], {'pretrain="MODEL"': small, "REWARD_MODEL": "reward", "10_000_000": "1"})
     assert (workshop / "tokens.csv").read_text().startswith("1,")
     assert len((workshop / "tokens.csv").read_text().splitlines()) == 1
     assert (workshop / "ckpt/budget/model.safetensors").is_file()
 
 
 def test_parts_run(run: Run, workshop: Path) -> None:
-    program = "\n".join(f"exec({block!r}, {{}})" for block in blocks("parts", "python"))
-    assert "reward" in run([sys.executable, "-c", program.replace('"MODEL"', '"policy"')], workshop)
+    assert "reward" in run_blocks(run, workshop, ["parts"], {'"MODEL"': '"policy"'})
 
 
 def test_recipes_of_algorithms_run(run: Run, workshop: Path) -> None:
@@ -333,13 +317,6 @@ def test_rewards_run(run: Run, workshop: Path) -> None:
     lines = commands("rewards", "train_ppo")
     assert len(lines) == 3
     train(run, workshop, [*functions, *lines])
-
-
-def test_the_command_that_serves_a_reward_model_is_one() -> None:
-    (flags,) = commands("rewards", "serve_rm")
-    config = parse_options(ServeRMConfig, flags)
-    config.validate(1)
-    assert config.server.port == 5000
 
 
 def test_security_runs(run: Run, workshop: Path) -> None:
@@ -385,9 +362,8 @@ def test_data_runs(run: Run, workshop: Path) -> None:
 
 def test_lora_runs(run: Run, workshop: Path) -> None:
     train(run, workshop, commands("lora", "train_ppo"))
-    (block,) = blocks("lora", "python")
     (merge,) = commands("lora", "merge_lora")
-    run([sys.executable, "-c", block], workshop)
+    run_blocks(run, workshop, ["lora"])
     run([sys.executable, "-m", "openppo.cli.merge_lora", *merge], workshop)
     assert (workshop / "ckpt/lora_merged/model.safetensors").is_file()
 
@@ -402,7 +378,7 @@ def test_the_dry_run_of_memory_ends_without_a_trace(run: Run, workshop: Path) ->
 
 def test_the_command_of_faults_runs_and_goes_on(run: Run, workshop: Path) -> None:
     (block,) = blocks("faults", "bash")
-    words = [MODELS.get(word, word) for word in shlex.split(block.replace("\\\n", " "))] + SMALL.split()
+    words = tiny_words(shlex.split(block.replace("\\\n", " ")))
     run(words, workshop)
     assert (workshop / "ckpt/elastic/model.safetensors").is_file()
     run(words, workshop)

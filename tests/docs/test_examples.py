@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
-from openppo.trainer.steps.actor_step import loss_aggregation
+from openppo.trainer.actor_step import loss_aggregation
 
 REPO = Path(__file__).parents[2]
 ASSETS = Path(os.environ.get("OPENPPO_ASSETS", REPO.parent / "shared" / "assets"))
@@ -103,6 +103,15 @@ def test_the_relatives_of_grpo_are_what_their_papers_say(tmp_path: Path) -> None
     assert dapo.shaping.overlong_buffer_len == 128
     assert made["Dr. GRPO"].advantage.advantage_estimator == "dr_grpo"
     assert made["GSPO"].loss.policy_loss_type == "gspo"
+
+
+@pytest.mark.parametrize("name", ["train_sft.sh", "train_rm.sh", "train_ppo.sh"])
+def test_the_script_of_a_command(run: Run, workshop: Path, name: str) -> None:
+    data = {"PROMPT_DATA": "prompts.jsonl", "DATASET": "preference.jsonl" if "rm" in name else "sft.jsonl"}
+    models = {"PRETRAIN": "policy", "REWARD_PRETRAIN": "reward", "SAVE_PATH": f"out/{name}", "GPUS": "2"}
+    flags = SMALL if "ppo" in name else "--train_batch_size 4 --max_len 64"
+    run(["bash", str(SCRIPTS / name), *flags.split()], workshop, **data, **models)
+    assert (workshop / "out" / name / "model.safetensors").is_file()
 
 
 def test_remax(run: Run, workshop: Path) -> None:

@@ -42,6 +42,7 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_the_loop_over_ssh_runs(run: Run, workshop: Path, programs: Path) -> None:
     options = f"--pretrain policy --reward_pretrain reward --prompt_data prompts.jsonl --save_path ssh {SMALL}".split()
     yaml = [f"{name[2:]}: {value}" for name, value in zip(options[::2], options[1::2], strict=True)]

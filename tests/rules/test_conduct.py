@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -93,34 +93,28 @@ def test_constants_are_assigned_once(folder: str) -> None:
     assert assigned_twice(REPO / folder) == []
 
 
-def test_the_checker_catches_catch_alls(tmp_path: Path) -> None:
-    handlers = ["except:", "except Exception:", "except (OSError, Exception) as error:", "except BaseException:"]
-    for index, handler in enumerate(handlers):
-        (tmp_path / f"caught{index}.py").write_text(f"try:\n    pass\n{handler}\n    pass\n")
-    (tmp_path / "suppressed.py").write_text("import contextlib\nwith contextlib.suppress(Exception):\n    pass\n")
-    (tmp_path / "fine.py").write_text("try:\n    pass\nexcept (OSError, KeyError):\n    raise Exception\n")
-    assert len(catch_alls(tmp_path)) == 5
-
-
-def test_the_checker_catches_prints(tmp_path: Path) -> None:
-    for package in ("cli", "tracking", "models"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "a.py").write_text("def f():\n    print(1)\n")
-    assert prints(tmp_path) == ["models/a.py:2"]
-
-
-def test_the_checker_catches_missing_docstrings(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(
-        "class A:\n    pass\ndef f():\n    pass\nasync def g():\n    pass\n"
-        "def _private():\n    pass\ndef documented():\n    'It is.'\n@overload\ndef h(): ...\n"
-    )
-    assert undocumented(tmp_path) == ["a.py:1 A", "a.py:3 f", "a.py:5 g"]
-
-
-def test_the_checker_catches_constants_that_are_assigned_twice(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(
-        "CASES = [1]\nFIRST, _SECOND = 1, 2\nCASES = [2]\n_SECOND: int = 3\nONCE: int\nONCE = 1\n"
-        "CASES += [3]\nname = 1\nname = 2\ndef f():\n    CASES = 1\n    CASES = 2\n"
-    )
-    (tmp_path / "b.py").write_text("FIRST = 1\nTABLE = {}\nTABLE['a'] = 1\nTABLE['b'] = 2\n")
-    assert assigned_twice(tmp_path) == ["a.py:3 CASES", "a.py:4 _SECOND"]
+@pytest.mark.parametrize(
+    ("checker", "lines", "wrong"),
+    [
+        (catch_alls, "try: f() | except: f() | try: f() | except (OSError, BaseException) as error: f()", [2, 4]),
+        (catch_alls, "with contextlib.suppress(Exception): f() | try: f() | except OSError: raise Exception", [1]),
+        (prints, "print(1)", [1]),
+        (undocumented, "class A: f() | def g(): f() | async def h(): f()", [1, 2, 3]),
+        (undocumented, "def _private(): f() | def documented(): 'It is.' | @overload | def i(): ...", []),
+        (assigned_twice, "CASES, (FIRST, _SECOND) = [1], (1, 2) | CASES = [2] | _SECOND: int = 3", [2, 3]),
+        (
+            assigned_twice,
+            "ONCE: int | ONCE = 1 | ONCE += 3 | name = 1 | name = 2 | T = {} | T['a'] = 1 | T['b'] = 2",
+            [],
+        ),
+        (assigned_twice, "ONCE = 1 | def f(): ONCE = 1; ONCE = 2", []),
+    ],
+)
+def test_a_checker_finds_what_is_wrong(
+    checker: Callable[[Path], list[str]], lines: str, wrong: list[int], tmp_path: Path
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/a.py").write_text(lines.replace(" | ", "\n"))
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "cli/b.py").write_text("print(1)\nONCE = 1\n")
+    assert [line.split()[0] for line in checker(tmp_path)] == [f"models/a.py:{number}" for number in wrong]

@@ -25,40 +25,16 @@ COMMAND_CONFIGS = {
     "report": "ReportConfig",
 }
 EVERY_COMMAND = {"config", "help", "version"}
-OTHER_PROGRAMS = {
-    *(
-        "nproc_per_node",
-        "nnodes",
-        "node_rank",
-        "standalone",
-        "master_addr",
-        "master_port",
-        "shutdown_timeout",
-        "max_restarts",
-        "signals_to_handle",
-        "rdzv_backend",
-        "rdzv_endpoint",
-    ),  # torchrun
-    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "output"),  # sbatch
-    "kill-on-bad-exit",  # srun
-    *("requeue", "open-mode"),  # Slurm
-    "module",  # deepspeed
-    "slow",  # pytest, of tests/conftest.py
-    *(
-        "quiet",
-        "version",
-        "clear",
-        "disable-pip-version-check",
-        "no-deps",
-        "upgrade",
-        "editable",
-        "index-url",
-        "extra-index-url",
-        "no-build-isolation",
-    ),  # pip
-    *("update-aliases", "push"),  # mike
-    *("import-mode", "durations", "check", "strict", "logdir"),  # pytest, ruff, mypy, tensorboard
-}
+OTHER_PROGRAMS = set(
+    """
+    nproc_per_node nnodes node_rank standalone master_addr master_port shutdown_timeout max_restarts signals_to_handle
+    rdzv_backend rdzv_endpoint module
+    job-name nodes ntasks-per-node gpus-per-node cpus-per-task time signal output kill-on-bad-exit requeue open-mode
+    quiet version clear disable-pip-version-check no-deps upgrade editable index-url extra-index-url no-build-isolation
+    update-aliases push slow import-mode durations check strict logdir
+    """.split()
+)
+"""Flags of torchrun and deepspeed; of Slurm; of pip; of mike, pytest, ruff, mypy and tensorboard."""
 FLAG = re.compile(r"(?<![\w!-])--([a-z][a-z0-9_-]*)")
 OUR_COMMAND = re.compile(r"openppo(?:\.cli\.| )(\w+)")
 
@@ -171,7 +147,8 @@ def test_every_flag_in_documents_and_examples_exists() -> None:
     assert unknown_flags(REPO) == []
 
 
-CONFIG = """
+REPOSITORY = {
+    "openppo/config/all.py": """
 class PPOConfig:
     eps_clip: float = 0.2
     offload: bool = True
@@ -182,38 +159,29 @@ class TrainPPOConfig:
     run: RunConfig
 class TrainSFTConfig:
     run: RunConfig
-"""
+""",
+    "openppo/a.py": """x = config.ppo.eps_clip
+offload = save_path = config.run
+getattr(config, 'a', 1)
+getattr(cfg, 'a')
+getattr(self.config, 'a')
+getattr(config.ppo, 'a')
+getattr(model.config, 'a')
+getattr(x, 'a')
+""",
+    "examples/sft.sh": "torchrun --nproc_per_node 2 -m openppo.cli.train_sft --save_path x \\\n --eps_clip 0.1\n",
+    "examples/make.py": 'parser.add_argument("--rows")\n# --rows 3 --columns 3\n',
+    "README.md": "| --- |\n<!--note--> `--eps_clip`, `--no_offload`, `--clip_eps`, `--no_eps_clip`; a--b; --upgrade",
+}
 
 
-def repo_with(root: Path, **files: str) -> Path:
-    """A repository made for a test: its config and ``files``, whose names have __ for / and end in their suffix."""
-    for name, text in {"openppo__config__all_py": CONFIG, **files}.items():
-        stem, suffix = name.replace("__", "/").rsplit("_", 1)
-        path = root / f"{stem}.{suffix}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def test_the_checker_catches_unused_fields(tmp_path: Path) -> None:
-    repo = repo_with(tmp_path, openppo__a_py="x = config.ppo.eps_clip\ny = config.run\noffload = save_path = 1\n")
-    assert unused_fields(repo) == ["PPOConfig.offload", "RunConfig.save_path"]
-
-
-def test_the_checker_catches_getattr_on_configs_only(tmp_path: Path) -> None:
-    lines = ["getattr(config, 'a', 1)", "getattr(cfg, 'a')", "getattr(self.config, 'a')", "getattr(config.ppo, 'a')"]
-    repo = repo_with(tmp_path, openppo__a_py="\n".join([*lines, "getattr(model.config, 'a')", "getattr(x, 'a')"]))
-    assert [found.rsplit(":", 1)[1] for found in config_getattrs(repo)] == ["1", "2", "3", "4"]
-
-
-def test_the_checker_catches_flags_that_do_not_exist(tmp_path: Path) -> None:
-    script = "torchrun --nproc_per_node 2 -m openppo.cli.train_sft \\\n   --save_path x \\\n   --eps_clip 0.1\n"
-    readme = (
-        "| --- |\n<!--note-->\nUse `--eps_clip`, `--no_offload`, `--clip_eps`, `--no_eps_clip`; a--b; pip --upgrade\n"
-    )
-    script_py = 'parser.add_argument("--rows")\n# --rows 3 --columns 3\n'
-    repo = repo_with(tmp_path, examples__sft_sh=script, README_md=readme, examples__make_py=script_py)
-    assert unknown_flags(repo) == [
+def test_each_checker_finds_what_is_wrong_and_nothing_else(tmp_path: Path) -> None:
+    for name, text in REPOSITORY.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert unused_fields(tmp_path) == ["PPOConfig.offload", "RunConfig.save_path"]
+    assert [found.rsplit(":", 1)[1] for found in config_getattrs(tmp_path)] == ["3", "4", "5", "6"]
+    assert unknown_flags(tmp_path) == [
         "README.md: --clip_eps",
         "README.md: --no_eps_clip",
         "examples/make.py: --columns",

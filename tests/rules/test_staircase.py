@@ -121,49 +121,39 @@ def test_every_module_stands_on_a_step() -> None:
     assert {owner(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")} <= set(STAIRCASE)
 
 
-def write(root: Path, path: str, text: str) -> None:
-    """Put a file into a package made for a test."""
-    (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_text(text)
+UPWARDS = {
+    "models/a.py": "from openppo.strategy import comm",
+    "models/b.py": "import openppo.tracking.metrics",
+    "models/c.py": "def f():\n    from ..trainer.ppo import x",
+    "experience/d.py": "from openppo import rewards",
+    "tracking/e.py": "import importlib\nimportlib.import_module('openppo.models')",
+    "trainer/f.py": "from openppo.cli.train_ppo import main",
+    "datasets/g.py": "import openppo",
+    "datasets/h.py": "from openppo import PPOTrainer",
+    "newcomer/i.py": "from openppo.newcomer import j",
+    "types.py": "from . import tracking",
+    "__init__.py": "from openppo.cli import train_ppo",
+}
+FINE = {
+    "models/m.py": "from openppo.types import B\nfrom .b import c\nfrom . import d\nimport torch",
+    "trainer/n.py": "from openppo import __version__\nfrom openppo.rollout.x import y",
+    "cli/o.py": "def main():\n    from openppo.trainer import PPOTrainer",
+    "strategy/__init__.py": "def __getattr__(name):\n    from openppo.strategy import x",
+    "rollout/vllm_engine.py": "from vllm import LLM",
+}
+INSIDE = {
+    "models/p.py": "class A:\n    def f(self):\n        from openppo.types import B",
+    "models/__init__.py": "def load():\n    from .a import A",
+}
+STRANGERS = {"config/ppo.py": "import dataclasses\nimport torch\nfrom openppo.config.shared import A"}
+VLLM = {"rollout/engine.py": "def f():\n    import vllm.sampling_params"}
 
 
-def test_the_checker_catches_every_way_to_import_upwards(tmp_path: Path) -> None:
-    upwards = {
-        "models/a.py": "from openppo.strategy import comm",
-        "models/b.py": "import openppo.tracking.metrics",
-        "models/c.py": "def f():\n    from ..trainer.ppo import x",
-        "experience/d.py": "from openppo import rollout",
-        "tracking/e.py": "import importlib\nimportlib.import_module('openppo.models')",
-        "trainer/f.py": "from openppo.cli.train_ppo import main",
-        "datasets/g.py": "import openppo",
-        "datasets/h.py": "from openppo import PPOTrainer",
-        "newcomer/i.py": "from openppo.newcomer import j",
-        "types.py": "from . import tracking",
-        "__init__.py": "from openppo.cli import train_ppo",
-    }
-    for path, text in upwards.items():
-        write(tmp_path, path, text)
-    assert {line.split(":")[0] for line in climbing_imports(tmp_path)} == set(upwards)
-
-
-def test_the_checker_accepts_downward_and_sideways_imports_in_one_package(tmp_path: Path) -> None:
-    write(tmp_path, "models/a.py", "from openppo.types import B\nfrom .b import c\nfrom . import d\nimport torch")
-    write(tmp_path, "trainer/a.py", "from openppo import __version__\nfrom openppo.rollout.x import y")
-    write(tmp_path, "cli/a.py", "def main():\n    from openppo.trainer import PPOTrainer")
-    write(tmp_path, "__init__.py", "def __getattr__(name):\n    from openppo.trainer import x")
-    assert climbing_imports(tmp_path) == []
-    assert inner_imports(tmp_path) == []
-
-
-def test_the_checker_catches_imports_inside_functions(tmp_path: Path) -> None:
-    write(tmp_path, "models/a.py", "class A:\n    def f(self):\n        from openppo.types import B")
-    write(tmp_path, "models/__init__.py", "def load():\n    from .a import A")
-    assert len(inner_imports(tmp_path)) == 2
-
-
-def test_the_checker_catches_torch_in_config_and_vllm_elsewhere(tmp_path: Path) -> None:
-    write(tmp_path, "config/ppo.py", "import dataclasses\nimport torch\nfrom openppo.config.shared import A")
-    write(tmp_path, "rollout/vllm_engine.py", "from vllm import LLM")
-    write(tmp_path, "rollout/engine.py", "def f():\n    import vllm.sampling_params")
+def test_each_checker_finds_what_is_wrong_and_nothing_else(tmp_path: Path) -> None:
+    for path, text in (UPWARDS | FINE | INSIDE | STRANGERS | VLLM).items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert {line.split(":")[0] for line in climbing_imports(tmp_path)} == {*UPWARDS}
+    assert {line.split(":")[0] for line in inner_imports(tmp_path)} == {*INSIDE, "models/c.py"}
     assert strangers_in_config(tmp_path) == ["torch"]
-    assert vllm_outside_its_engine(tmp_path) == ["rollout/engine.py"]
+    assert vllm_outside_its_engine(tmp_path) == [*VLLM]

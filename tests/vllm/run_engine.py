@@ -20,7 +20,7 @@ from torch import Tensor
 from openppo.models import Actor
 from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions
 from openppo.strategy.comm import init_process_group
-from openppo.strategy.policy_weights import merged_weights
+from openppo.strategy.weights import merged_weights
 from openppo.types import Completion, Interrupted, SamplingParams
 
 EOS = [1, 6]
@@ -40,7 +40,7 @@ class Weights:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
+    def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
@@ -77,7 +77,7 @@ def sampled(engine: VLLMEngine, weights: Weights) -> dict[str, Any]:
     """Completions of each way to sample, in batches, alone and entering one after the other."""
     seeds = [100 + i for i in range(len(PROMPTS))]
     found: dict[str, Any] = {}
-    with engine.awake(weights):
+    with engine.with_weights(weights):
         for name, params in SAMPLING.items():
             found[name] = plain(engine.generate(PROMPTS, params, seeds))
         params = SAMPLING["plain"]
@@ -98,7 +98,7 @@ def sampled(engine: VLLMEngine, weights: Weights) -> dict[str, Any]:
 
 def greedy(engine: VLLMEngine, weights: Weights) -> list[dict[str, Any]]:
     """With the weights of now."""
-    with engine.awake(weights):
+    with engine.with_weights(weights):
         return plain(engine.generate([*PROMPTS, LONG_PROMPT], GREEDY, range(len(PROMPTS) + 1)))
 
 
@@ -115,14 +115,14 @@ def interrupted(engine: VLLMEngine, weights: Weights, stop: StopsAfter) -> dict[
     """What is left of a call that a signal ends after three steps, and a call after it."""
     found: dict[str, Any] = {}
     try:
-        with engine.awake(weights):
+        with engine.with_weights(weights):
             stop.steps = 3
             engine.generate(PROMPTS, SAMPLING["plain"], range(len(PROMPTS)))
     except Interrupted as signal:
         found["signal"] = str(signal)
     found["busy"] = engine.busy
     try:
-        with engine.awake(weights):
+        with engine.with_weights(weights):
             engine.submit([3] * 195, SAMPLING["plain"], seed=0)
     except ValueError as error:
         found["too long"] = str(error)

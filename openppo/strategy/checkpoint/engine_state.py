@@ -1,27 +1,83 @@
-"""What a trained engine has to remember, as fragments: float32 weights, Adam's moments, the schedule's position.
+"""What a trained engine must remember, as fragments: float32 weights, Adam's moments, position in the schedule.
 
-DeepSpeed's own checkpoints are pickles, tied to the number of ranks. Its ``safe_get_full_...`` functions gather every
-tensor on every rank; these fragments are views of what a rank holds anyway.
+A fragment is on disk by name and place, so any number of ranks can read what any other number wrote. DeepSpeed's own
+checkpoints are pickles, tied to the number of ranks, and its ``safe_get_full_...`` functions gather every tensor on
+every rank; these fragments are views of what a rank holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from openppo.strategy.checkpoint.fragments import Fragment, FragmentReader
 from openppo.strategy.trainable_model import MOMENTS, TrainableModel
 
 _BYTES_PER_ELEMENT = 4 * (1 + len(MOMENTS))
 
 
+@dataclass(frozen=True)
+class Fragment:
+    """Elements ``start`` to ``start + values.numel()`` of a flattened tensor.
+
+    ``values`` (n,) is the memory of its owner: writing into it changes the owner.
+    """
+
+    start: int
+    values: Tensor
+
+
+def write_fragments(file: Path, fragments: Mapping[str, Fragment]) -> None:
+    """One safetensors file with all fragments; a key is the tensor's name and the fragment's start."""
+    save_file({f"{name}@{f.start}": f.values.detach().cpu() for name, f in fragments.items()}, file)
+
+
+class FragmentReader(ExitStack):
+    """Reads any part of a tensor from the files that hold fragments of it. A context manager."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        super().__init__()
+        self._places: dict[str, list[tuple[int, int, Any, str]]] = {}
+        for file in sorted(files):
+            opened = self.enter_context(safe_open(file, framework="pt"))
+            for key in opened.keys():  # noqa: SIM118 (not a dict)
+                name, _, start = key.rpartition("@")
+                (length,) = opened.get_slice(key).get_shape()
+                self._places.setdefault(name, []).append((int(start), int(start) + length, opened, key))
+
+    def names(self) -> set[str]:
+        """Names of all tensors, whole or partial."""
+        return set(self._places)
+
+    def size(self, name: str) -> int:
+        """Elements of a tensor, up to the last that the files hold."""
+        return max(end for _, end, _, _ in self._places[name])
+
+    def read_into(self, name: str, fragment: Fragment) -> None:
+        """Fill ``fragment.values``. ``ValueError`` if the files do not hold all of its elements."""
+        start, end = fragment.start, fragment.start + fragment.values.numel()
+        missing = torch.ones(end - start, dtype=torch.bool)
+        for first, last, opened, key in self._places.get(name, []):
+            low, high = max(start, first), min(end, last)
+            if low < high:
+                part = opened.get_slice(key)[low - first : high - first]
+                fragment.values[low - start : high - start].copy_(part)
+                missing[low - start : high - start] = False
+        if missing.any():
+            raise ValueError(f"{int(missing.sum())} of {end - start} elements of {name} are not in the checkpoint.")
+
+
 class _Part(NamedTuple):
-    """This rank's part of a trained parameter: ``numel`` elements from ``offset`` on of ``flat``, its optimizer's."""
+    """This rank's part of a trained parameter: ``numel`` elements of ``flat``, its optimizer's, from ``offset``."""
 
     name: str
     flat: Tensor
@@ -35,7 +91,7 @@ class _Part(NamedTuple):
 
 
 def engine_fragments(engine: TrainableModel) -> dict[str, Fragment]:
-    """Float32 weights and moments of this rank, by kind and parameter name; no moments before the first step."""
+    """Float32 weights and moments of this rank, by kind and parameter name."""
     fragments: dict[str, Fragment] = {}
     for part in _parts(engine):
         fragments.update([part.of(part.flat, "weight")])
@@ -45,25 +101,25 @@ def engine_fragments(engine: TrainableModel) -> dict[str, Fragment]:
 
 
 def engine_numbers(engine: TrainableModel) -> dict[str, int]:
-    """Steps of Adam (a skipped one does not count) and of the schedule. All ranks call this together."""
+    """Steps of Adam (without skipped ones) and of the schedule; collective."""
     steps = [int(_adam(engine).state.get(part.flat, {}).get("step", 0)) for part in _parts(engine)]
-    most = torch.tensor(max(steps, default=0))  # a rank may hold no fragment, and so know of no step
+    most = torch.tensor(max(steps, default=0))  # a rank may hold no fragment
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return {"adam_steps": int(most), "schedule_steps": engine.scheduler.last_epoch}
 
 
 def fragment_bytes(engine: TrainableModel) -> int:
-    """What this rank's fragments take on disk once there are moments."""
+    """Size of this rank's fragments on disk, moments included."""
     return _BYTES_PER_ELEMENT * sum(part.numel for part in _parts(engine))
 
 
-def load_engine(engine: TrainableModel, prefix: str, reader: FragmentReader, numbers: dict[str, int]) -> None:
-    """Give ``engine`` the state that ``prefix`` names in ``reader``. All ranks call this together."""
+def load_engine(engine: TrainableModel, reader: FragmentReader, numbers: dict[str, int]) -> None:
+    """Give ``engine`` the state in ``reader``; collective."""
     if numbers["adam_steps"] > 0:
         for part in _parts(engine):
             _make_moments(_adam(engine), part.flat, numbers["adam_steps"])
     for name, fragment in engine_fragments(engine).items():
-        reader.read_into(prefix + name, fragment)
+        reader.read_into(name, fragment)
     _write_parameters(engine)
     _set_schedule(engine, numbers["schedule_steps"])
 
@@ -91,7 +147,7 @@ def _parts(engine: TrainableModel) -> Iterator[_Part]:
 
 
 def _flat_groups(optimizer: Any) -> list[Tensor]:
-    """This rank's float32 weights of each group, in DeepSpeed's optimizer for stages 1 and 2 or in that for bf16."""
+    """This rank's float32 weights of each group, in DeepSpeed's optimizer for stages 1 and 2 or for bf16."""
     if hasattr(optimizer, "fp32_groups_flat_partition"):
         return optimizer.fp32_groups_flat_partition
     return optimizer.single_partition_of_fp32_groups
@@ -103,7 +159,7 @@ def _adam(engine: TrainableModel) -> torch.optim.Optimizer:
 
 
 def _make_moments(adam: torch.optim.Optimizer, flat: Tensor, steps: int) -> None:
-    """The state that Adam makes in its first step."""
+    """Make the state that Adam makes in its first step."""
     state = adam.state[flat]
     for moment in MOMENTS:
         state.setdefault(moment, torch.zeros_like(flat, requires_grad=False))
@@ -112,7 +168,7 @@ def _make_moments(adam: torch.optim.Optimizer, flat: Tensor, steps: int) -> None
 
 
 def _write_parameters(engine: TrainableModel) -> None:
-    """The optimizer's float32 weights into the parameters that the module computes with."""
+    """Copy the optimizer's float32 weights into the module's parameters."""
     optimizer: Any = engine.deepspeed.optimizer
     stage = engine.deepspeed.zero_optimization_stage()
     if stage in (1, 2):
@@ -127,7 +183,7 @@ def _write_parameters(engine: TrainableModel) -> None:
 
 
 def _set_schedule(engine: TrainableModel, steps: int) -> None:
-    """The rate follows from the options in force and the position, so that a changed option has its effect."""
+    """Set position and rate; the rate follows the current options, so that a changed one has its effect."""
     schedule: Any = engine.scheduler
     rates = [base * rate(steps) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     schedule.last_epoch, schedule._step_count, schedule._last_lr = steps, steps + 1, rates

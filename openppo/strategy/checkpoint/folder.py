@@ -1,52 +1,54 @@
-"""A folder of checkpoints that never holds half of one.
+"""A folder of checkpoints that are whole whenever they are there.
 
-``step_00000012/`` is complete or not there: it is written as ``.step_00000012.partial``, checked against a full disk on
-all ranks, and renamed. ``manifest.json`` in it has the size and SHA-256 of each file; ``latest`` links to the newest.
+``step_00000012/`` is written as ``.step_00000012.partial``, checked against a full disk on all ranks, and renamed.
+``manifest.json`` in it has the step, and the size and SHA-256 of each file; ``latest`` links to the newest.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import logging
+import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import filelock
 from safetensors import SafetensorError
 
-from openppo.strategy.checkpoint.lock import FolderLock
-from openppo.strategy.checkpoint.manifest import (
-    MANIFEST,
-    UnreadableError,
-    check_readable,
-    describe,
-    fault,
-    flush,
-    save_id,
-    write_manifest,
-)
+from openppo.strategy.comm import collective
 from openppo.types import Comm
 
 logger = logging.getLogger("openppo")
 T = TypeVar("T")
 
+MANIFEST = "manifest.json"
+MODEL = "model"
+"""The folder of ``--save_hf_ckpt`` in a checkpoint: never read by a resume, so no change to it is damage."""
+_FORMAT = 2
 _REPLACED = ".replaced"
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"(?:best_)?step_\d{8,}")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written; those before it are as they were."""
 
 
-class CheckpointFolder:
-    """Checkpoints in ``folder``, written and read by all ranks together.
+class UnreadableError(Exception):
+    """A checkpoint that may be whole cannot be read."""
 
-    Ranks on hosts without a shared folder each see a folder of their own; the first rank of those that see the same
-    one leads: it makes, renames and removes, and locks the folder for this run. Raises ``ValueError`` naming ``flag``
-    if the folder cannot be written, or another run writes to it.
+
+class CheckpointFolder:
+    """Checkpoints in ``folder``, which all ranks see; they call every method together.
+
+    Rank 0 creates, renames and removes, and locks the folder for this run. Raises ``ValueError`` naming ``flag`` if
+    the folder cannot be written, another run writes there, or a host does not share it.
     """
 
     def __init__(self, folder: Path, comm: Comm, keep: int, flag: str = "--ckpt_path") -> None:
@@ -54,12 +56,11 @@ class CheckpointFolder:
         self.comm = comm
         self.keep = keep
         self.flag = flag
-        self.neighbours = self._find_neighbours()
-        self.place = self.neighbours.index(comm.rank)
-        self.leads = self.place == 0
-        self._lock = FolderLock()
-        self._lock_folder()
-        self._remove_left_over()
+        self.is_main = comm.rank == 0
+        # One lock for all folders of this path in a process, as a run may be built twice in one.
+        self._lock = filelock.FileLock(folder / ".lock", timeout=0, thread_local=False, is_singleton=True)
+        collective(comm, self._take_folder)
+        self._check_shared()
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Have every rank ``write`` its files into a folder that then becomes the checkpoint of ``step``.
@@ -69,45 +70,41 @@ class CheckpointFolder:
         """
         final = self.folder / f"step_{step:08d}"
         partial = self.folder / f".{final.name}.partial"
-        this_save = self.comm.all_gather_object(secrets.token_hex(8))[0]  # hosts may hold different saves of one step
         try:
-            self.together(lambda: _make_empty(partial) if self.leads else None)
-            self.together(lambda: write(partial))
-            mine = sorted(path for path in partial.rglob("*") if path.is_file())[self.place :: len(self.neighbours)]
-            described = self.together(lambda: {str(file.relative_to(partial)): describe(file) for file in mine})
-            files = {name: what for rank in self.neighbours for name, what in described[rank].items()}
-            self.together(lambda: self._publish(partial, final, step, this_save, files))
+            self._write(lambda: _make_empty(partial) if self.is_main else None)
+            self._write(lambda: write(partial))
+            files = sorted(path for path in partial.rglob("*") if path.is_file())
+            mine = files[self.comm.rank :: self.comm.world_size]
+            described = self._write(lambda: {str(file.relative_to(partial)): _describe(file) for file in mine})
+            files_of_ranks = self.comm.all_gather_object(described)
+            whole = {name: what for of_rank in files_of_ranks for name, what in of_rank.items()}
+            manifest = json.dumps({"format": _FORMAT, "step": step, "files": whole}, indent=1)
+            self._write(lambda: (partial / MANIFEST).write_text(manifest) if self.is_main else None)
+            self._write(lambda: self._publish(partial, final, "latest", self.keep) if self.is_main else None)
         except CheckpointError:
-            if self.leads:
+            if self.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._remove_old()
-        self._remove_replaced()
         return final
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole on all hosts; None if there is none. Damaged newer ones are set aside.
+        """The newest whole checkpoint, None if there is none. Damaged newer ones are set aside.
 
-        ``ValueError`` if all are damaged, or one cannot be read here: another format, no permission. Then all stay as
-        they are: a disk may only be missing.
+        ``ValueError`` if all are damaged, or one cannot be read now (another format, no permission). Then all stay as
+        they are, since a disk may only be missing.
         """
-        steps = sorted(set.union(*self.comm.all_gather_object(self._steps())), reverse=True)
         damaged: list[tuple[Path, str]] = []
-        for step in steps:
-            path = self.folder / f"step_{step:08d}"
-            self._read(path, check_readable)  # before anything is renamed
-            self._take_the_save_of_all(path)
+        for path in reversed(self.comm.all_gather_object(self._of_steps())[0]):
             if (what := self._damage(path)) is not None:
                 damaged.append((path, what))
                 continue
             for worse, what in damaged:
                 logger.warning("%s is damaged (%s): set aside, the one before it is used", worse, what)
-                if self.leads and worse.exists():
+                if self.is_main:
                     worse.rename(_free_name(worse, "damaged"))
-            if damaged and self.leads:
+            if damaged and self.is_main:
                 self.link("latest", path)
             self.comm.all_gather_object(None)
-            self._remove_replaced()
             return path
         if damaged:
             raise ValueError(
@@ -119,25 +116,21 @@ class CheckpointFolder:
         return None
 
     def set_aside(self) -> None:
-        """Move what an earlier run has left here, checkpoints or a best model, into a folder beside this one.
-
-        A new run's never mix with them. Whatever else lies here stays.
-        """
-        has_steps, has_best = bool(self._steps()), any(self.folder.glob("best_step_*"))
-        everyones = self.comm.all_gather_object((has_steps, has_best))
-        if not any(steps or best for steps, best in everyones):
+        """Move an earlier run's checkpoints and best model to a folder next to this one; other files stay."""
+        had_steps, had_best = self.comm.all_gather_object((self._of_steps(), self._of_steps("best_step")))[0]
+        if not had_steps and not had_best:
             return
         aside = _free_name(self.folder, None)
         try:
-            self.together(lambda: _move(self.folder, aside) if self.leads else None)
+            self._write(lambda: _move(self.folder, aside) if self.is_main else None)
         except CheckpointError as error:
             raise ValueError(
-                f"{error} An earlier run's checkpoints cannot be set aside: give --load_checkpoint to go on from them, "
-                "or another --ckpt_path."
+                f"{error} An earlier run's checkpoints cannot be set aside: give --load_checkpoint to resume from "
+                "them, or another --ckpt_path."
             ) from error
-        if any(steps for steps, _ in everyones):
+        if had_steps:
             logger.warning(
-                "checkpoints of an earlier run are kept in %s; --load_checkpoint would have gone on from them", aside
+                "checkpoints of an earlier run are kept in %s; --load_checkpoint would have resumed from them", aside
             )
         else:
             logger.warning("the best model of an earlier run is kept in %s", aside)
@@ -147,35 +140,20 @@ class CheckpointFolder:
         return sorted(self.folder.parent.glob(f"{self.folder.name}.[0-9]*"))
 
     def save_best(self, step: int, write: Callable[[Path], None]) -> None:
-        """Have rank 0 ``write`` a model to ``best_step_...``, let ``best`` link to it and remove the one before.
+        """Have rank 0 ``write`` a model to ``best_step_...``, let ``best`` link to it and remove the previous one.
 
         All ranks call ``write``, which raises alike on all. ``CheckpointError`` as in ``save``.
         """
         final = self.folder / f"best_step_{step:08d}"
         partial = self.folder / f".{final.name}.partial"
-        writes = self.comm.rank == 0
-        self.together(lambda: _make_empty(partial) if writes else None)
-        self.together(lambda: write(partial))
-
-        def publish() -> None:
-            if not writes:
-                return
-            for path in (*partial.rglob("*"), partial):
-                flush(path)
-            if final.exists():  # of the same step, by a run that went on from before it
-                shutil.rmtree(final.rename(_free_name(final, "old")), ignore_errors=True)
-            partial.rename(final)
-            self.link("best", final)
-            for old in self.folder.glob("best_step_*"):
-                if old != final:
-                    shutil.rmtree(old, ignore_errors=True)
-
-        self.together(publish)
+        self._write(lambda: _make_empty(partial) if self.is_main else None)
+        self._write(lambda: write(partial))
+        self._write(lambda: self._publish(partial, final, "best", 1) if self.is_main else None)
 
     def link(self, name: str, target: Path) -> None:
         """Let the link ``name`` in this folder point to ``target``, in one step.
 
-        For people: nothing reads it back. Where a file system has no links (exFAT, some network shares) it is a file
+        For people: nothing reads it back. On a file system without links (exFAT, some network shares) it is a file
         that holds the name. A folder in its place, which a copy that follows links leaves, is set aside.
         """
         new, old = self.folder / f".{name}.new", self.folder / name
@@ -195,12 +173,11 @@ class CheckpointFolder:
     def check_space(
         self, n_bytes: int, remedy: str, what: str = "a checkpoint takes", place: tuple[str, Path] | None = None
     ) -> None:
-        """``CheckpointError`` on all ranks if there is no room for the ``n_bytes`` of all neighbours together.
+        """``CheckpointError`` on all ranks if the disk has no room for the ``n_bytes`` of all ranks together.
 
         ``place`` is another folder than this one, with its flag.
         """
-        everyones = self.comm.all_gather_object(n_bytes)
-        wanted = sum(everyones[rank] for rank in self.neighbours)
+        wanted = sum(self.comm.all_gather_object(n_bytes))
         flag, folder = place or (self.flag, self.folder)
 
         def check() -> None:
@@ -210,64 +187,77 @@ class CheckpointFolder:
                     f"{flag} {folder}: {what} {_gib(wanted)} and {_gib(free)} are free there: {remedy}"
                 )
 
-        self.together(check)
+        self._write(lambda: check() if self.is_main else None)
 
-    def together(self, work: Callable[[], T]) -> list[T]:
-        """The results of ``work`` on all ranks, in rank order; ``CheckpointError`` on all if it failed on one."""
-        result, error = None, None
-        try:
-            result = work()
-        except CheckpointError as failure:
-            error = str(failure)
-        except (OSError, SafetensorError) as failure:
-            error = f"{self.flag} {self.folder}: {failure}"
-        gathered: list[tuple[Any, str | None]] = self.comm.all_gather_object((result, error))
-        for rank, (_, message) in enumerate(gathered):
-            if message is not None:
-                where = f" (rank {rank})" if self.comm.world_size > 1 else ""
-                raise CheckpointError(
-                    f"{message.rstrip('.')}{where}. Checkpoints that were there before are untouched."
-                )
-        return [value for value, _ in gathered]
+    def _write(self, work: Callable[[], T]) -> T:
+        """``work()``; ``CheckpointError`` on all ranks if it failed on one."""
 
-    def _find_neighbours(self) -> list[int]:
-        """The ranks that see the same folder as this one."""
-        mine, fault = self.folder / f".rank-{self.comm.rank}-{secrets.token_hex(8)}", None
+        def failure(message: str) -> CheckpointError:
+            return CheckpointError(f"{message.rstrip('.')}. Checkpoints that were there before are untouched.")
+
+        def named() -> T:
+            try:
+                return work()
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self.flag} {self.folder}: {error}") from error
+
+        return collective(self.comm, named, CheckpointError, failure)
+
+    def _take_folder(self) -> None:
+        """On rank 0: create the folder, lock it, and clear what a killed run had not finished."""
+        if not self.is_main:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            mine.touch()
+            (self.folder / ".lock").touch()
+            self._lock.acquire()
+            (self.folder / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        except filelock.Timeout as error:
+            holder = (self.folder / ".lock").read_text().strip() or "unknown"
+            raise ValueError(
+                f"{self.flag} {self.folder}: another run writes there ({holder}). Wait for it or stop it, or give this "
+                "run another folder."
+            ) from error
         except OSError as error:
-            fault = f"{self.flag} {self.folder}: cannot be written ({error}); choose another folder."
-        everyones = self.comm.all_gather_object((mine.name, fault))
-        for _, message in everyones:
-            if message is not None:
-                raise ValueError(message)
-        seen = [rank for rank, (name, _) in enumerate(everyones) if (self.folder / name).exists()]
-        self.comm.all_gather_object(None)  # all have looked
-        mine.unlink()
-        return seen
-
-    def _lock_folder(self) -> None:
-        holder = self._lock.take(self.folder) if self.leads else None
-        for rank, name in enumerate(self.comm.all_gather_object(holder)):
-            if name is not None:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
                 raise ValueError(
-                    f"{self.flag} {self.folder}: another run writes there ({name}; seen by rank {rank}). Wait for it "
-                    "or stop it, or give this run another folder."
+                    f"{self.flag} {self.folder}: cannot be written ({error}); choose another folder."
+                ) from error
+            logger.warning("%s cannot be locked (%s): make sure that no second run uses it", self.folder, error)
+        for path in self.folder.glob(f"*step_*{_REPLACED}"):
+            if not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+        for pattern in (f"*step_*{_REPLACED}", "*step_*.old.*", ".*.partial", ".shared-*"):
+            for path in self.folder.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _check_shared(self) -> None:
+        """``ValueError`` if a rank does not see the folder of rank 0, as on hosts without a shared file system."""
+        probe = self.folder / self.comm.all_gather_object(f".shared-{secrets.token_hex(8)}")[0]
+        self._write(lambda: probe.mkdir() if self.is_main else None)
+
+        def look() -> None:
+            if not probe.exists():
+                raise ValueError(
+                    f"{self.flag} {self.folder}: not the folder that rank 0 writes to. Several hosts need a shared "
+                    "--ckpt_path: give a folder on a file system that all of them mount."
                 )
 
-    def _steps(self) -> set[int]:
-        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return {int(name[1]) for name in names if name}
+        collective(self.comm, look)
+        if self.is_main:
+            probe.rmdir()
 
-    def _publish(self, partial: Path, final: Path, step: int, this_save: str, files: dict[str, Any]) -> None:
-        if not self.leads:
-            return
-        write_manifest(partial, step, this_save, files)
-        for path in (partial / MANIFEST, *(p for p in partial.rglob("*") if p.is_dir()), partial):
-            flush(path)
-        replaced = _replaced(final)
-        if final.exists():  # of the same step: it was stopped in the next, or resumed from an older one
+    def _of_steps(self, kind: str = "step") -> list[Path]:
+        """Checkpoints, or with ``best_step`` models, by step."""
+        paths = [path for path in self.folder.glob(f"{kind}_*") if _NAME.fullmatch(path.name)]
+        return sorted(paths, key=lambda path: int(path.name.rpartition("_")[2]))
+
+    def _publish(self, partial: Path, final: Path, link: str, keep: int) -> None:
+        """Rename ``partial`` to ``final`` in one step, link to it, and remove all but the ``keep`` newest."""
+        for path in (*partial.rglob("*"), partial):
+            _flush(path)
+        replaced = final.with_name(final.name + _REPLACED)
+        if final.exists():  # of the same step, by a run resumed from an earlier one
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         try:
@@ -276,60 +266,23 @@ class CheckpointFolder:
             if replaced.exists():
                 replaced.rename(final)
             raise
-        self.link("latest", final)
-        flush(self.folder)
-
-    def _take_the_save_of_all(self, path: Path) -> None:
-        """After a kill between the renames of two hosts: those that were first go back to the save that all have."""
-        mine = save_id(path), save_id(_replaced(path))
-        everyones = self.comm.all_gather_object(mine)
-        common = set.intersection(*map(set, everyones)) - {None}
-        if self.leads and common and mine[0] not in common:
-            shutil.rmtree(path)
-            _replaced(path).rename(path)
-        self.comm.all_gather_object(None)
-
-    def _remove_replaced(self) -> None:
-        """Older saves of a step, once all hosts have the new one."""
-        for path in self.folder.glob(f"step_*{_REPLACED}") if self.leads else ():
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _remove_old(self) -> None:
-        """Keep the newest ``keep``; a folder that is being removed has another name, so it is never taken for one."""
-        if not self.leads:
-            return
-        old = [self.folder / f"step_{step:08d}" for step in sorted(self._steps())[: -self.keep]]
-        for path in old:
+        self.link(link, final)
+        _flush(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        earlier = [path for path in self._of_steps(final.name.rpartition("_")[0]) if path != final]
+        for path in earlier[: len(earlier) - keep + 1]:  # renamed first: half a checkpoint never has a whole one's name
             shutil.rmtree(path.rename(_free_name(path, "old")), ignore_errors=True)
 
-    def _remove_left_over(self) -> None:
-        """What a run that was killed had half written, half removed, or not yet replaced."""
-        for path in self.folder.glob(f"step_*{_REPLACED}") if self.leads else ():
-            if not path.with_suffix("").exists():
-                path.rename(path.with_suffix(""))
-        for path in (*self.folder.glob("step_*.old.*"), *self.folder.glob(".*.partial")) if self.leads else ():
-            shutil.rmtree(path, ignore_errors=True)
-
     def _damage(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint on any host; ``ValueError`` on all ranks where one cannot read it."""
-        found = self._read(path, lambda it: fault(it, self.place, len(self.neighbours)))
-        damage = next((what for what in found if what is not None), None)
-        if damage is None and len(set(self.comm.all_gather_object(save_id(path)))) > 1:
-            return "its parts on several hosts are not of one save"
-        return damage
-
-    def _read(self, path: Path, work: Callable[[Path], T]) -> list[T | None]:
-        """The results of all ranks; ``ValueError`` on all where a checkpoint that may be whole cannot be read."""
-        result, unreadable = None, None
-        try:
-            result = work(path)
-        except UnreadableError as error:
-            unreadable = str(error)
-        everyones = self.comm.all_gather_object((result, unreadable))
-        for _, message in everyones:
-            if message is not None:
-                raise ValueError(f"{self.flag} {path}: {message}")
-        return [value for value, _ in everyones]
+        """The first damage that a rank finds; each checks its share of the files."""
+        rank, n_ranks = self.comm.rank, self.comm.world_size
+        found = collective(
+            self.comm,
+            lambda: damage_of(path, rank, n_ranks),
+            UnreadableError,
+            lambda message: ValueError(f"{self.flag} {path}: {message}"),
+        )
+        return next((what for what in self.comm.all_gather_object(found) if what is not None), None)
 
     def _refuse_foreign(self) -> None:
         """Checkpoints of DeepSpeed and others are pickles: reading one runs whatever code it holds."""
@@ -342,20 +295,68 @@ class CheckpointFolder:
             )
 
 
-def _replaced(path: Path) -> Path:
-    """Where the checkpoint at ``path`` is kept until another of its step is there on all hosts."""
-    return path.with_name(path.name + _REPLACED)
+def damage_of(path: Path, place: int = 0, n_places: int = 1) -> str | None:
+    """The damage to one of ``n_places`` shares of a checkpoint's files, None if there is none.
+
+    ``UnreadableError`` if they cannot be checked now: another format, no permission, a silent network disk.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        written = manifest.get("format") if isinstance(manifest, dict) else None
+        if isinstance(written, int) and written != _FORMAT:
+            raise UnreadableError(
+                f"format {written} is of another version of OpenPPO; this one reads {_FORMAT}. Resume with that "
+                "version."
+            )
+        names = [name for name in sorted(manifest["files"]) if Path(name).parts[0] != MODEL]
+        for name in names[place::n_places]:
+            file, wanted = path / name, manifest["files"][name]
+            if not file.is_file() or file.stat().st_size != wanted["bytes"]:
+                return f"{name} is missing or cut"
+            if _sha256(file) != wanted["sha256"]:
+                return f"{name} has another checksum"
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        if missing or error.errno == errno.EIO:  # a bad sector
+            return str(error)
+        raise UnreadableError(
+            f"cannot be read ({error}). Start as the user who wrote it and with its disk in place, or give another "
+            "--ckpt_path."
+        ) from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        return f"{MANIFEST}: {error!r}"
+    return None
+
+
+def _describe(file: Path) -> dict[str, Any]:
+    """Size and checksum of a file, read back once it would survive a power cut."""
+    _flush(file)
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _move(folder: Path, aside: Path) -> None:
-    """What runs have left in ``folder``, all of it or nothing."""
+    """Move what runs have left in ``folder``, all of it or nothing."""
     aside.mkdir()
     ours = (folder.glob(pattern) for pattern in ("step_*", "best_step_*", "latest", "best"))
     moved: list[Path] = []
     try:
         for path in sorted({path for found in ours for path in found}):
             moved.append(path.rename(aside / path.name))
-    except OSError:  # a mount point, say: its neighbour is another disk
+    except OSError:  # for example a mount point, whose neighbour is another disk
         for path in moved:
             path.rename(folder / path.name)
         aside.rmdir()
@@ -368,7 +369,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _free_name(path: Path, kind: str | None) -> Path:
-    """``path`` with ``kind`` and the first free number behind it."""
+    """``path`` with ``kind`` and the first free number appended."""
     stem = path.name if kind is None else f"{path.name}.{kind}"
     number = 1
     while (name := path.with_name(f"{stem}.{number}")).exists():

@@ -82,6 +82,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Log-prob gap", ("rollout_log_prob_gap", "rollout_log_prob_gap_max")),
         Chart("Largest ratio of both", ("rollout_ratio_max",)),
         Chart("Correction", ("rollout_weight", "rollout_masked_fraction")),
+        Chart("Staleness", ("staleness", "staleness_max"), "Policy versions between sampling and training."),
     ),
     "Speed": (
         Chart("Seconds per phase", ("time/*",), "Of the slowest rank."),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import PurePath
 
 from openppo.datasets import shard
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
-from openppo.rollout.rollout import check_weights, sample_trajectories, write_scores
+from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories, write_scores
 from openppo.tracking import Metrics
 from openppo.types import Comm, FinishReason, Prompt, SamplingParams, Trajectory
 
@@ -42,7 +42,7 @@ def short_names(sources: Iterable[str]) -> dict[str, str]:
     return {source: source for source in parts}
 
 
-def answer(
+def generate_responses(
     engine: Engine, comm: Comm, prompts: Sequence[Prompt], params: SamplingParams, n_samples: int, seed: int
 ) -> list[Trajectory]:
     """This rank's share of the responses to ``prompts``: ``n_samples`` each, beside each other, in prompt order.
@@ -63,12 +63,63 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Evaluator:
-    """Answers the same ``prompts`` each time it is asked, with the same random numbers, and scores the responses.
+class Grading:
+    """How scored responses to held-out prompts become metrics.
 
     A response passes when its reward, the weighted sum of its named scores and its token rewards, is at least
-    ``pass_reward``; without one pass@k is not measured. ``prompts`` are given alike on all ranks, which call every
-    method together.
+    ``pass_reward``; without one pass@k is not measured.
+    """
+
+    comm: Comm
+    pass_reward: float | None = 1.0
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+
+    def measure(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Metrics ``eval_...``, and ``eval/<short name of source>/...`` if the prompts have several sources.
+
+        Responses to one prompt are neighbours with one ``group``. All ranks call this together, with their own
+        trajectories; the result is empty if no rank has any.
+        """
+        metrics, mine = Metrics(), {t.prompt.source: None for t in trajectories}
+        names = short_names(source for of_rank in self.comm.all_gather_object(list(mine)) for source in of_rank)
+        for _, group in groupby(trajectories, key=lambda trajectory: trajectory.group):
+            responses = list(group)
+            self._measure_prompt(responses, metrics, prefix="eval_")
+            if len(names) > 1:
+                self._measure_prompt(responses, metrics, prefix=f"eval/{names[responses[0].prompt.source]}/")
+        if isinstance(trajectories, Rollout):
+            metrics.merge(trajectories.metrics)
+        return metrics.reduced(self.comm)
+
+    def passes(self, reward: float) -> bool:
+        """Whether ``reward`` is at least ``pass_reward``, if there is one, up to the rounding of a weighted sum."""
+        if self.pass_reward is None:
+            return False
+        return reward >= self.pass_reward or math.isclose(reward, self.pass_reward, rel_tol=1e-9)
+
+    def _measure_prompt(self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str) -> None:
+        rewards = [response.total_reward(self.reward_weights) for response in responses]
+        for reward in rewards:
+            metrics.add(f"{prefix}reward", reward)
+            metrics.add(f"{prefix}reward_std", reward, reduce="std")
+        n_passed = sum(map(self.passes, rewards))
+        for k in pass_ks(len(responses)) if self.pass_reward is not None else []:
+            metrics.add(f"{prefix}pass@{k}", pass_at_k(len(responses), n_passed, k))
+        for response in responses:
+            for name, score in response.scores.items():
+                if name != "reward" or name in self.reward_weights:  # else it is the total
+                    metrics.add(f"{prefix}reward/{name}", score)
+            if response.token_rewards is not None and response.scores:
+                metrics.add(f"{prefix}reward/of_tokens", sum(response.token_rewards))
+            metrics.add(f"{prefix}response_length", sum(response.action_mask))
+            metrics.add(f"{prefix}truncated_fraction", response.finish_reason is FinishReason.LENGTH)
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Answers the same ``prompts`` each time, with the same random numbers, and scores the responses.
+
+    ``prompts`` are given alike on all ranks, which call every method together.
     """
 
     engine: Engine
@@ -81,50 +132,18 @@ class Evaluator:
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int = 42
 
-    def evaluate(self, weights: AbstractContextManager[object]) -> Evaluation:
-        """Metrics named ``eval_...``, and ``eval/<short name of source>/...`` if the prompts have several sources.
-
-        ``weights`` is open while the engine generates, for partitioned weights that must be gathered. Raises
-        ``ValueError`` if ``reward_weights`` names a reward that does not occur.
-        """
-        with weights:
-            trajectories = answer(self.engine, self.comm, self.prompts, self.params, self.n_samples, self.seed)
+    def evaluate(self) -> Evaluation:
+        """Generate, score, measure. ``ValueError`` if ``reward_weights`` names a reward that does not occur."""
+        trajectories = generate_responses(self.engine, self.comm, self.prompts, self.params, self.n_samples, self.seed)
         scores = self.scorer.score(trajectories)
         write_scores(trajectories, scores)
         check_weights(trajectories, self.reward_weights)
-        return Evaluation(self._measure(trajectories, sum(score.failed for score in scores)), trajectories)
+        errors = Metrics()
+        if n_failed := sum(score.failed for score in scores):
+            errors.add("eval_reward_errors", n_failed, reduce="sum")
+        return Evaluation(self.grading.measure(Rollout(trajectories, errors)), trajectories)
 
-    def _measure(self, trajectories: Sequence[Trajectory], n_failed: int) -> dict[str, float]:
-        metrics, n = Metrics(), self.n_samples
-        names = short_names(prompt.source for prompt in self.prompts)
-        for start in range(0, len(trajectories), n):
-            responses = trajectories[start : start + n]  # to one prompt
-            self._measure_prompt(responses, metrics, prefix="eval_")
-            if len(names) > 1:
-                self._measure_prompt(responses, metrics, prefix=f"eval/{names[responses[0].prompt.source]}/")
-        if n_failed:
-            metrics.add("eval_reward_errors", n_failed, reduce="sum")
-        return metrics.reduced(self.comm)
-
-    def passes(self, reward: float) -> bool:
-        """Whether ``reward`` is at least ``pass_reward``, if there is one, but for the rounding of a weighted sum."""
-        if self.pass_reward is None:
-            return False
-        return reward >= self.pass_reward or math.isclose(reward, self.pass_reward, rel_tol=1e-9)
-
-    def _measure_prompt(self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str) -> None:
-        rewards = [response.total_reward(self.reward_weights) for response in responses]
-        for reward in rewards:
-            metrics.add(f"{prefix}reward", reward)
-            metrics.add(f"{prefix}reward_std", reward, reduce="std")
-        n_passed = sum(map(self.passes, rewards))
-        for k in pass_ks(self.n_samples) if self.pass_reward is not None else []:
-            metrics.add(f"{prefix}pass@{k}", pass_at_k(self.n_samples, n_passed, k))
-        for response in responses:
-            for name, score in response.scores.items():
-                if name != "reward" or name in self.reward_weights:  # else it is the total
-                    metrics.add(f"{prefix}reward/{name}", score)
-            if response.token_rewards is not None and response.scores:
-                metrics.add(f"{prefix}reward/of_tokens", sum(response.token_rewards))
-            metrics.add(f"{prefix}response_length", sum(response.action_mask))
-            metrics.add(f"{prefix}truncated_fraction", response.finish_reason is FinishReason.LENGTH)
+    @property
+    def grading(self) -> Grading:
+        """How the responses are measured."""
+        return Grading(self.comm, self.pass_reward, self.reward_weights)

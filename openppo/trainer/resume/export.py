@@ -29,8 +29,8 @@ from openppo.config.models import refuse_overwriting
 from openppo.experience.estimators import ESTIMATORS
 from openppo.models.merge_lora import LoRAMerge, to_bf16
 from openppo.models.pretrained import check_model, load_tokenizer
-from openppo.strategy.checkpoint import Fragment, FragmentReader
-from openppo.strategy.checkpoint.manifest import MANIFEST, UnreadableError, fault
+from openppo.strategy.checkpoint.engine_state import Fragment, FragmentReader
+from openppo.strategy.checkpoint.folder import MANIFEST, UnreadableError, damage_of
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.tracking.run_folder import holds_model
 from openppo.trainer.build import critic_start, load_actor, load_critic
@@ -195,7 +195,7 @@ def find_checkpoint(given: Path) -> Path:
         raise ValueError(f"CHECKPOINT {given}: there is no checkpoint of a training command; {hint}.")
     found = (given if (given / MANIFEST).is_file() else steps[max(steps)]).resolve()
     try:
-        damage = fault(found, 0, 1)
+        damage = damage_of(found)
     except UnreadableError as error:
         raise ValueError(f"CHECKPOINT {found}: {error}") from error
     if damage is not None:
@@ -208,4 +208,4 @@ def _has_critic(run: Any) -> bool:
 
 
 def _fits(reader: FragmentReader, name: str, sizes: dict[str, int]) -> bool:
-    return name in reader and sizes.get(name) == reader.size(name)
+    return name in reader.names() and sizes.get(name) == reader.size(name)

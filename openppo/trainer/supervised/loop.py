@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from openppo.config.commands import SupervisedCommand
 from openppo.datasets import BatchSampler
-from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress_bar
 from openppo.tracking.phase import begin_step, phase
+from openppo.trainer.callbacks import StopConditions
+from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.memory import Estimate
-from openppo.trainer.resume.checkpointer import Checkpointer, stopped
-from openppo.trainer.resume.final_save import keeping_what_was_trained
 from openppo.trainer.self_check import show_examples
-from openppo.trainer.skipped import SkippedSteps
-from openppo.trainer.stopping import StopConditions
+from openppo.trainer.update import SkippedSteps
 from openppo.types import Interrupted, NeverStops, StopCheck
 
 logger = logging.getLogger("openppo")
@@ -35,12 +32,10 @@ ModelCall = Callable[..., Tensor]
 
 
 class StepBatch(Protocol):
-    """One rank's share of an optimizer step: equally many micro-batches on all ranks."""
+    """One rank's share of an optimizer step: equally many micro-batches on all ranks, as ``loss`` takes them."""
 
     @property
-    def micro_batches(self) -> Sequence[Any]:
-        """In whatever form the trainer's ``loss`` takes."""
-        ...
+    def micro_batches(self) -> Sequence[Any]: ...
 
     @property
     def n_input_tokens(self) -> int:
@@ -54,7 +49,7 @@ class SupervisedComponents(Generic[Example]):
 
     strategy: DeepspeedStrategy
     tokenizer: Any
-    engine: TrainableModel
+    model: TrainableModel
     train_examples: Sequence[Example]
     eval_examples: Sequence[Example]
     trackers: Trackers
@@ -70,7 +65,12 @@ def total_optimizer_steps(config: SupervisedCommand, n_examples: int) -> int:
 
 
 class SupervisedTrainer(ABC, Generic[Example]):
-    """Base of the trainers beside it: they say what a batch costs, this says when to step."""
+    """Base of the three trainers, which say what a batch costs; this says when to step."""
+
+    kind: ClassVar[str]
+    """Of its checkpoints, and of the command."""
+    headline: ClassVar[Sequence[str]]
+    """Metrics to show first."""
 
     def __init__(self, config: SupervisedCommand, parts: SupervisedComponents[Example]) -> None:
         self.config = config
@@ -87,9 +87,19 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.profiler = StepProfiler(config.run.save_path, config.tracking, self.comm.rank)
         self._has_checked = not config.tracking.self_check or self.comm.rank != 0
 
+    @staticmethod
+    def rows_of(example: Any) -> list[list[int]]:
+        """Token ids of an example's rows."""
+        return [example.token_ids]
+
+    @staticmethod
+    def n_scored(example: Any) -> int | None:
+        """Tokens of an example that get logits, for the memory estimate; None: any."""
+        return None
+
     @abstractmethod
     def make_batch(self, examples: Sequence[Example]) -> StepBatch:
-        """This rank's ``StepBatch`` of ``examples``, which are those of the whole step."""
+        """This rank's ``StepBatch`` of the ``examples`` of the whole step."""
 
     @abstractmethod
     def loss(self, model: ModelCall, batch: Any, micro: Any, metrics: Metrics, prefix: str) -> Tensor:
@@ -98,7 +108,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def fit(self) -> None:
         """Train, evaluate when due, and save to ``save_path``.
 
-        A signal (see ``openppo.strategy.interrupt``) ends it early, with a checkpoint instead of a trained model.
+        A signal (see ``openppo.strategy.interrupt``) lets the step finish and drops an evaluation, which the resumed
+        run repeats; then a checkpoint is written instead of the trained model.
         """
         with self.components.trackers:
             try:
@@ -112,14 +123,19 @@ class SupervisedTrainer(ABC, Generic[Example]):
             bar.update(self.global_step)
             if self.unreported is not None:
                 self.report(self.unreported)
-            while self.global_step < self.total_steps and self.stopped_by is None:
-                epoch, start = divmod(self.global_step, len(self.sampler))
-                steps_left = self.total_steps - self.global_step
-                for indices in islice(self.sampler.batches(epoch, start), steps_left):
-                    self.report(self.step([self.components.train_examples[i] for i in indices]))
-                    bar.update()
-                    if self.stopped_by is not None:
-                        break
+            for indices in self._batches():
+                self.components.stop()
+                self.report(self.step([self.components.train_examples[i] for i in indices]))
+                bar.update()
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Indices of the examples of each step to come; none after an early stop."""
+        while True:
+            epoch, start = divmod(self.global_step, len(self.sampler))
+            for indices in self.sampler.batches(epoch, start):
+                if self.global_step == self.total_steps or self.stopped_by is not None:
+                    return
+                yield indices
 
     def close(self) -> None:
         """Leave the process group; the trainer is of no use afterwards."""
@@ -132,29 +148,20 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step on ``examples``, given alike on all ranks; returns its metrics.
 
-        ``Interrupted`` on all ranks alike, with nothing changed; ``FloatingPointError`` as of ``SkippedSteps``.
+        ``FloatingPointError`` as of ``SkippedSteps``.
         """
-        metrics, timer, engine, random_state = (
-            Metrics(),
-            PhaseTimer(self.profiler, self.components.estimate.peaks if self.components.estimate else None),
-            self.components.engine,
-            get_random_state(),
-        )
+        metrics, model, estimate = Metrics(), self.components.model, self.components.estimate
+        timer = PhaseTimer(self.profiler, estimate.peaks if estimate else None)
         begin_step(self.global_step + 1)
         with timer.phase("step"):
-            engine.train()
-            metrics.add("learning_rate", engine.learning_rate, reduce="max")
+            model.train()
+            metrics.add("learning_rate", model.learning_rate, reduce="max")
             batch = self.make_batch(examples)
             self._check(batch)
             for i, micro in enumerate(batch.micro_batches):
-                try:
-                    self.components.stop()
-                except Interrupted:
-                    set_random_state(random_state)
-                    raise
-                loss = self.loss(engine, batch, micro, metrics, prefix="")
-                engine.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
-            norm = engine.step()
+                loss = self.loss(model, batch, micro, metrics, prefix="")
+                model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
+            norm = model.step()
             if self.skipped.accept(norm, "model", f"step {self.global_step + 1}", _tensors(examples)):
                 metrics.add("grad_norm", norm)
             else:
@@ -172,13 +179,13 @@ class SupervisedTrainer(ABC, Generic[Example]):
     @torch.no_grad()
     def _measure(self, examples: Sequence[Example], stop: StopCheck) -> dict[str, float]:
         metrics, size = Metrics(), self.config.batch.train_batch_size
-        self.components.engine.train(False)
+        self.components.model.train(False)
         starts = range(0, len(examples), size)
         for start in progress_bar(starts, "evaluation", enabled=self.components.strategy.is_main):
             batch = self.make_batch(examples[start : start + size])
             for micro in batch.micro_batches:
                 stop()
-                self.loss(self.components.engine, batch, micro, metrics, prefix="eval_")
+                self.loss(self.components.model, batch, micro, metrics, prefix="eval_")
         return metrics.reduced(self.comm)
 
     def report(self, metrics: dict[str, float]) -> None:
@@ -191,7 +198,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         if due and len(self.components.eval_examples) > 0:
             metrics |= self.evaluate()
             if checkpointer is not None:
-                checkpointer.look_at(step, metrics, self.write_model)
+                checkpointer.save_if_best(step, metrics, self.write_model)
         self.stopped_by = self.stopping.first_true(metrics, step)
         if due or self.stopped_by or step % run.logging_steps == 0:
             self.components.trackers.log(step, metrics)
@@ -203,13 +210,13 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def save(self) -> None:
         """Write the model as a Hugging Face folder with tokenizer."""
         folder = Path(self.config.run.save_path)
-        with keeping_what_was_trained(self.components.checkpointer, self.global_step, self.save_checkpoint):
+        with ensure_checkpoint_on_save_error(self.components.checkpointer, self.global_step, self.save_checkpoint):
             self.write_model(folder)
         logger.info("saved the trained model to %s", folder)
 
     @phase("saving")
     def save_checkpoint(self) -> Path:
-        """Write all that ``--load_checkpoint`` needs to go on from here; ``CheckpointError`` when the disk is full."""
+        """Write all that ``--load_checkpoint`` needs to resume here; ``CheckpointError`` when the disk is full."""
         assert self.components.checkpointer is not None, "the builders make a checkpointer"
         state = {
             "global_step": self.global_step,
@@ -220,17 +227,17 @@ class SupervisedTrainer(ABC, Generic[Example]):
         return self.components.checkpointer.save(self.global_step, state, self.write_model)
 
     def load_checkpoint(self) -> None:
-        """Go on from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
+        """Resume from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
         assert self.components.checkpointer is not None
-        state, _ = self.components.checkpointer.load()
+        state = self.components.checkpointer.load()
         self.global_step, self.unreported = state["global_step"], state["unreported"]
         if self.stopping.still_stops(state.get("stopped_by")):
             self.stopped_by = state["stopped_by"]
-            logger.info("the run had stopped early: its model is saved, and it does not go on")
+            logger.info("the run had stopped early: its model is saved, and it does not resume")
         self.skipped.load_state_dict(state["skipped"])
 
     def _check(self, batch: StepBatch) -> None:
-        """Show on rank 0 what the first step of a session trains on."""
+        """Show on rank 0 the first examples of a session."""
         if not self._has_checked:
             self._has_checked = True
             show_examples(batch.micro_batches[0], self.components.tokenizer)
@@ -244,10 +251,10 @@ class SupervisedTrainer(ABC, Generic[Example]):
 
     def write_model(self, folder: Path) -> None:
         """Write the model in Hugging Face format to ``folder``, on all ranks together."""
-        self.components.strategy.save_pretrained(self.components.engine.module.model, folder, self.components.tokenizer)
+        self.components.strategy.save_pretrained(self.components.model.module.model, folder, self.components.tokenizer)
 
 
 def _tensors(examples: Sequence[Any]) -> dict[str, Tensor]:
-    """What examples hold, by number and field."""
+    """Fields of examples as tensors, by number and name."""
     fields = ((i, name, value) for i, example in enumerate(examples) for name, value in vars(example).items())
     return {f"{i}/{name}": torch.tensor(value) for i, name, value in fields}

@@ -732,7 +732,7 @@ def test_every_start_says_what_each_model_takes_before_one_is_loaded(
 def test_without_a_mistake_every_command_reaches_its_training(
     run_in_process: RunCommand, models: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for trainer in ("ppo_trainer.PPOTrainer", "supervised.loop.SupervisedTrainer"):
+    for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
     for command in ("train_ppo", "train_sft", "train_rm", "train_prm"):
         ended = run_in_process(command, *Case("", {}, [], command).arguments(models, data))
@@ -745,7 +745,7 @@ def test_without_a_mistake_every_command_reaches_its_training(
 def test_one_row_is_enough_to_train_on(
     command: str, task: str, run_in_process: RunCommand, models: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for trainer in ("ppo_trainer.PPOTrainer", "supervised.loop.SupervisedTrainer"):  # the process group must stay
+    for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):  # the process group must stay
         monkeypatch.setattr(f"openppo.trainer.{trainer}.close", lambda self: sys.exit(0))
     flag = "prompt_data" if task == "prompts" else "dataset"
     ended = run_in_process(command, *Case("", {flag: f"D/{task}_one.jsonl"}, [], command).arguments(models, data))

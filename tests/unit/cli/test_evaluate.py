@@ -13,7 +13,7 @@ import pytest
 from openppo.cli.evaluate import table
 from openppo.cli.options import parse_options
 from openppo.config import EvaluateConfig
-from openppo.trainer.evaluation.evaluate_job import EvaluateJob
+from openppo.trainer.evaluation.generation import EvaluateJob
 
 REWARD = """
 def reward_fn(prompts, responses, labels):

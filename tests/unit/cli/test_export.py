@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from openppo.trainer.resume.checkpointer import stopped
+from openppo.trainer.checkpointer import stopped
 from openppo.trainer.resume.export import find_checkpoint
 
 RunCommand = Callable[..., Any]

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openppo.cli.options import parse_options
 from openppo.config import GenerateConfig
-from openppo.trainer.evaluation.generate_job import GenerateJob
-from openppo.trainer.evaluation.output import write_rows
+from openppo.trainer.evaluation.generation import GenerateJob, write_rows
 from openppo.types import SingleProcess
 from tests.architectures import tiny_config
 

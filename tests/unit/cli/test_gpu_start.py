@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ import torch
 import transformers
 
 from openppo.config import DeepSpeedConfig
-from openppo.strategy import gpu
+from openppo.strategy import comm
+from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.strategy.inference import InferenceStrategy
 
 RunCommand = Callable[..., Any]
 
@@ -36,8 +35,6 @@ COMMANDS = {
     "evaluate": "--prompt_data prompts.jsonl --generate_max_len 8 --reward_fn reward.py",
     "serve_rm": "--port 0",
 }
-
-TORCH_WITH_GPU = SimpleNamespace(backends=torch.backends, cuda=SimpleNamespace(is_available=lambda: True))
 
 
 @pytest.fixture
@@ -72,10 +69,10 @@ def test_float32_on_a_gpu_is_named_with_its_remedy(
     DeepspeedStrategy(DeepSpeedConfig(bf16=bf16))
     InferenceStrategy(bf16)
     with caplog.at_level(logging.INFO, logger="openppo"):
-        gpu.set_up_gpu(bf16)
+        comm.set_up_gpu(bf16)
         assert caplog.records == [], "on a CPU"
-        monkeypatch.setattr(gpu, "torch", TORCH_WITH_GPU)
-        gpu.set_up_gpu(bf16)
+        monkeypatch.setattr(comm, "_on_gpu", lambda: True)
+        comm.set_up_gpu(bf16)
     assert ["--bf16" in record.getMessage() for record in caplog.records] == ([] if bf16 else [True])
 
 
@@ -87,7 +84,7 @@ def test_old_transformers_are_refused_where_a_gpu_decodes(
     arguments = ("--pretrain", str(models / "broken_weights"), *COMMANDS[command].split())
     monkeypatch.setattr(transformers, "__version__", "5.22.0")
     assert "its weights cannot be read" in run_in_process(command, *arguments).stderr, "on a CPU"
-    monkeypatch.setattr(gpu, "torch", TORCH_WITH_GPU)
+    monkeypatch.setattr(comm, "_on_gpu", lambda: True)
     ended = run_in_process(command, *arguments)
     assert ended.code == 2
     assert "transformers 5.22.0" in ended.stderr
@@ -96,10 +93,10 @@ def test_old_transformers_are_refused_where_a_gpu_decodes(
 
 @pytest.mark.parametrize(("version", "refused"), [("5.22.9", True), ("5.23.0", False), ("5.100.0", False)])
 def test_transformers_are_compared_by_version(version: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "torch", TORCH_WITH_GPU)
+    monkeypatch.setattr(comm, "_on_gpu", lambda: True)
     monkeypatch.setattr(transformers, "__version__", version)
     if refused:
         with pytest.raises(ValueError, match="5.23"):
-            gpu.check_transformers()
+            comm.check_transformers()
     else:
-        gpu.check_transformers()
+        comm.check_transformers()

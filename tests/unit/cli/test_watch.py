@@ -74,7 +74,7 @@ def test_out_of_memory_the_watch_can_say_what_each_model_takes(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    for trainer in ("ppo_trainer.PPOTrainer", "supervised.loop.SupervisedTrainer"):
+    for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
     watch = Recorder()
     monkeypatch.setattr("openppo.strategy.watch.Watch", lambda *given: watch)

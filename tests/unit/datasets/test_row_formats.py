@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from openppo.config import RowsConfig
 from openppo.datasets import RowFields, RowReader, number_rows
 
 USER, MORE = {"role": "user", "content": "q"}, {"role": "user", "content": "r"}
@@ -12,8 +13,8 @@ HUMAN, GPT, GPT_BAD = ({"from": name, "value": text} for name, text in (("human"
 
 
 def read(row, task, data_format="auto", chat=True, keys=None):
-    rows = number_rows([row])
-    return RowReader(rows, task, "--dataset", data_format=data_format, chat=chat, keys=keys).read(rows[0])
+    rows, options = number_rows([row]), RowsConfig(data_format=data_format, apply_chat_template=chat)
+    return RowReader(rows, task, "--dataset", options, keys).read(rows[0])
 
 
 CHAT = RowFields(prompt=[USER], response=[GOOD], label="a", conversation=[USER, GOOD])
@@ -103,7 +104,7 @@ def test_pairs_share_all_but_the_response_or_are_whole_conversations():
 def test_each_source_has_a_format_of_its_own(caplog):
     rows = [*number_rows([{"input": "q"}], "one"), *number_rows([{"question": "r"}] * 2, "two")]
     with caplog.at_level(logging.INFO):
-        reader = RowReader(rows, "prompts", "--prompt_data")
+        reader = RowReader(rows, "prompts", "--prompt_data", RowsConfig())
     assert [reader.read(row).prompt for row in rows] == ["q", "r", "r"]
     assert [message[:31] for message in caplog.messages] == [
         f"--prompt_data {name}: rows are rea" for name in ("one", "two")
@@ -149,7 +150,7 @@ def test_what_cannot_be_read_is_an_error_with_columns_and_remedy(row, task, data
 
 def test_a_later_row_of_another_format_is_an_error():
     rows = number_rows([{"question": "q", "answer": "a"}, {"question": "q", "reply": "a"}])
-    reader = RowReader(rows, "sft", "--dataset")
+    reader = RowReader(rows, "sft", "--dataset", RowsConfig())
     with pytest.raises(
         ValueError,
         match=r"no column 'solution' or 'answer', although .* 'question_answer'. Its columns are question, reply",
@@ -158,4 +159,4 @@ def test_a_later_row_of_another_format_is_an_error():
     pair = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
     rows = number_rows([pair, {"chosen": "a", "rejected": "b"}])
     with pytest.raises(ValueError, match="other texts, although its source starts with a row of format 'hh'"):
-        RowReader(rows, "pairs", "--dataset").read(rows[1])
+        RowReader(rows, "pairs", "--dataset", RowsConfig()).read(rows[1])

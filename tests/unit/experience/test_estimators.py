@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from openppo.config import AdvantageConfig, AdvantageEstimator, LossAggregation
-from openppo.experience import compute_advantages
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 
 GROUPED = ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
@@ -20,9 +19,10 @@ GREEDY = torch.tensor([0.5, 2.0, 0.5, 2.0, 0.5])
 
 
 def after_baseline(name: str, scores: Tensor = SCORES, groups: Tensor = GROUPS) -> list[float]:
-    baseline, scale = ESTIMATORS[name].baseline(scores, groups, GREEDY if name == "remax" else None)
-    assert baseline.dtype == scale.dtype == scores.dtype
-    return ((scores - baseline) / scale).tolist()
+    earned, steps = ESTIMATORS[name].rewards(scores, None, groups, GREEDY if name == "remax" else None)
+    assert earned.dtype == scores.dtype
+    assert steps is None
+    return earned.tolist()
 
 
 def naive(name: str, scores: list[float], groups: list[int]) -> list[float]:
@@ -88,8 +88,7 @@ def test_a_single_response_is_its_own_mean(name: str) -> None:
 @pytest.mark.parametrize("name", list(ESTIMATORS))
 def test_no_trajectories_are_no_error(name: str) -> None:
     nothing = torch.zeros(0)
-    baseline, scale = ESTIMATORS[name].baseline(nothing, nothing.long(), nothing)
-    assert len(baseline) == len(scale) == 0
+    assert len(ESTIMATORS[name].rewards(nothing, None, nothing.long(), nothing)[0]) == 0
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -102,7 +101,7 @@ def test_estimators_that_compare_demand_several_samples(name: str) -> None:
 def test_the_others_do_with_one_sample_and_unknown_names_are_refused() -> None:
     for name in ("gae", "reinforce", "remax"):
         check_estimator(name, 1)
-    with pytest.raises(ValueError, match="--advantage_estimator grpo does not exist: use one of gae"):
+    with pytest.raises(ValueError, match="--advantage_estimator grpo does not exist; use one of gae"):
         check_estimator("grpo", 4)
 
 
@@ -115,7 +114,7 @@ def computed(name: str, instead: float | None = None, **options: float) -> tuple
     estimator = ESTIMATORS[name]
     values = VALUES if estimator.uses_critic else None
     config = AdvantageConfig(**options)  # type: ignore[arg-type]
-    advantages, returns = compute_advantages(estimator, REWARDS, values, MASK, config, lambd_critic=instead)
+    advantages, returns = estimator.advantages(REWARDS, values, MASK, config, instead)
     return advantages[0].tolist(), returns[0].tolist()
 
 

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.experience import ExperienceMaker
 from openppo.models import Actor, ScalarHeadModel
+from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
 from openppo.types import Experience, FinishReason, SingleProcess, Trajectory
 
@@ -41,6 +42,7 @@ CONFIG = from_options(
     reward_clip_range=(-1.0, 1.5),
     micro_rollout_batch_size=2,
     generate_max_len=8,
+    old_log_probs="recompute",
 )
 
 
@@ -289,10 +291,8 @@ def test_with_a_kl_loss_the_rewards_hold_no_kl(trajectories: list[Trajectory]) -
 def test_an_unlikely_token_cannot_blow_up_the_rewards(trajectory: Make) -> None:
     row, metrics = trajectory([5], [6, END], score=1.0), Metrics()
     row.log_probs = [0.0, -14.0, -1.0]
-    one = maker(changed(kl_estimator="k3", reward_clip_range=(-10.0, 10.0)))
-    made = one.run_models([row], old_log_probs="rollout")
-    reference = torch.tensor([[0.0, -0.1, -1.0]])
-    made = one.add_advantages([made[0].with_fields(ref_log_probs=reference)], [row], metrics)
+    options = {"kl_estimator": "k3", "reward_clip_range": (-10.0, 10.0), "old_log_probs": "rollout"}
+    made = maker(changed(**options), reference=lambda *_: torch.tensor([[0.0, -0.1, -1.0]])).make([row], metrics)
     assert made[0].rewards[0].tolist() == pytest.approx([0.0, -10 * KL_COEF, 1.0])
     assert metrics.reduced(SingleProcess())["kl_k3"] > 5e5  # the metric is the plain estimate
 
@@ -361,51 +361,82 @@ def test_running_normalization_uses_the_scores_of_all_ranks_and_steps(
 
 
 def test_monte_carlo_returns_do_not_depend_on_values(trajectories: list[Trajectory]) -> None:
-    ours = maker(changed(gamma=1.0))
-    made = ours.add_advantages(ours.run_models(trajectories), trajectories, Metrics(), lambd_critic=1.0)
+    """While only the critic learns its values."""
+    made = maker(changed(gamma=1.0, value_pretrain_steps=1)).make(trajectories, Metrics(), n_done=0)
     for experience in made:
         to_go = torch.where(experience.action_mask, experience.rewards.flip(-1).cumsum(-1).flip(-1), 0.0)
         torch.testing.assert_close(experience.returns, to_go, rtol=0, atol=1e-5)
+    after = maker(changed(gamma=1.0, value_pretrain_steps=1)).make(trajectories, Metrics(), n_done=1)
+    assert not torch.equal(after[0].returns, made[0].returns)
 
 
 def test_the_engines_log_probs_stand_for_the_actors_where_asked(trajectories: list[Trajectory]) -> None:
-    """No forward of the actor; advantages and KL follow from the log-probs of the trajectories."""
+    """No forward of the actor: KL, advantages and an estimate of the entropy follow from the engine's log-probs."""
     calls: list[int] = []
-    made = maker(actor=lambda *_, **__: calls.append(1)).run_models(trajectories, old_log_probs="rollout")
+    metrics, config = Metrics(), changed(old_log_probs="rollout")
+    made = maker(config, actor=lambda *_, **__: calls.append(1)).make(trajectories, metrics)
     assert not calls
     for row, experience in zip(trajectories, made, strict=True):
         masked = [p if action else 0.0 for p, action in zip(row.log_probs, row.action_mask, strict=True)]
         assert experience.log_probs[0].tolist() == pytest.approx(masked)
         assert experience.entropy is None
-    recomputed = maker().run_models(trajectories)
+    recomputed = maker().make(trajectories, Metrics())
     assert all(torch.equal(a.values, b.values) for a, b in zip(made, recomputed, strict=True))
-
-
-def test_without_recomputed_log_probs_the_entropy_is_estimated_and_no_mismatch_is_claimed(
-    trajectories: list[Trajectory],
-) -> None:
-    metrics, one = Metrics(), maker()
-    one.add_advantages(one.run_models(trajectories, old_log_probs="rollout"), trajectories, metrics)
     found = metrics.reduced(SingleProcess())
     sampled = [p for row in trajectories for p, action in zip(row.log_probs, row.action_mask, strict=True) if action]
     assert found["entropy"] == pytest.approx(-sum(sampled) / len(sampled))
-    assert not [name for name in found if name.startswith("rollout_")]
+    assert not [name for name in found if name.startswith("rollout_")], "no mismatch is claimed"
 
 
-def test_what_training_will_know_is_left_to_it(trajectories: list[Trajectory]) -> None:
-    """No forward of actor and critic; the KL in the rewards is that of the engine's log-probs."""
+@pytest.mark.parametrize(
+    ("n_samples", "options", "source"),
+    [
+        (4, {}, "rollout"),
+        (4, {"top_p": 0.9}, "recompute"),
+        (4, {"old_log_probs": "recompute"}, "recompute"),
+        (4, {"bf16": True}, "training"),
+        (5, {"bf16": True}, "recompute"),  # several optimizer steps
+        (3, {"bf16": True}, "training"),
+        (4, {"bf16": True, "freezing_actor_steps": 1}, "recompute"),  # the actor is not trained
+        (4, {"bf16": True, "rollout_batch_size": 8}, "recompute"),  # other steps of the run are larger
+        (4, {"bf16": True, "lora_rank": 2, "lora_dropout": 0.1}, "recompute"),
+    ],
+)
+def test_where_old_log_probs_come_from(n_samples: int, options: dict[str, Any], source: str, trajectory: Make) -> None:
     calls: list[int] = []
 
-    def called(*_: Any, **__: Any) -> None:
+    def actor(ids: Tensor, mask: Tensor, actions: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         calls.append(1)
+        return actions * -2.0, actions * 1.0
 
-    one, metrics = maker(actor=called, critic=called), Metrics()
-    made = one.run_models(trajectories, old_log_probs="training", values=False)
-    assert not calls
-    assert all(experience.log_probs is None and experience.values is None for experience in made)
-    found = one.add_rewards(made, trajectories, metrics)
-    other = maker()
-    expected = other.add_rewards(other.run_models(trajectories, old_log_probs="rollout"), trajectories, Metrics())
-    assert found is not None
-    assert expected is not None
-    assert torch.equal(found.rewards, expected.rewards)
+    sizes = {"rollout_batch_size": 4, "train_batch_size": 4, "old_log_probs": "auto"}
+    rows = [trajectory([5], [6, END], score=1.0) for _ in range(n_samples)]
+    one = maker(changed(**sizes | options), actor=actor, reference=None, critic=lambda ids, mask: mask * 1.0)
+    made = one.make(rows, Metrics())
+    assert bool(calls) == (source == "recompute")
+    log_probs = {"rollout": [0.0, -0.625, -0.75], "recompute": [0.0, -2.0, -2.0], "training": None}[source]
+    assert [e.log_probs if e.log_probs is None else e.log_probs[0].tolist() for e in made] == [log_probs] * n_samples
+
+
+def test_scores_under_way_are_awaited_after_the_models_have_run(trajectory: Make) -> None:
+    events: list[str] = []
+    row = trajectory([5], [6, END])
+
+    def actor(ids: Tensor, mask: Tensor, actions: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        events.append("actor")
+        return actions * -2.0, actions * 1.0
+
+    def write() -> None:
+        events.append("scores")
+        row.scores["score"] = 1.0
+        measured.add("reward_errors", 3, reduce="sum")
+
+    measured, metrics = Metrics(), Metrics()
+    made = maker(actor=actor, reference=None, critic=lambda ids, mask: mask * 1.0).make(
+        Rollout([row], measured, write), metrics
+    )
+    assert events == ["actor", "scores"]
+    assert made[0].scores.tolist() == [1.0]
+    assert metrics.reduced(SingleProcess())["reward_errors"] == 3, (
+        "what the source has measured is in the step's metrics"
+    )

@@ -268,25 +268,6 @@ def test_each_epoch_has_its_own_order_and_a_seed_repeats_them_all() -> None:
     assert orders(4)[0] != first
 
 
-@pytest.mark.parametrize("before", [1, 2, 3])
-@pytest.mark.parametrize("after", [1, 2, 3])
-def test_a_saved_buffer_goes_on_where_it_stopped_on_any_number_of_ranks(
-    on_ranks: OnRanks, before: int, after: int
-) -> None:
-    saved = on_ranks(before, lambda comm: filled(shares(before)[comm.rank], comm).state_dict())
-    assert all(state["lengths"].tolist() == saved[0]["lengths"].tolist() for state in saved)
-    whole = steps(filled(SAMPLES), epochs=2)
-
-    def rest(comm: Any) -> list[list[int]]:
-        buffer = ReplayBuffer(comm)
-        buffer.load_state_dict(saved[0])
-        return [names(batch) for batch in buffer.mini_batches(4, 2, 2, 3, start=2)]
-
-    of_ranks = on_ranks(after, rest)
-    together = [sorted(itertools.chain(*of_step)) for of_step in zip(*of_ranks, strict=True)]
-    assert together == [names(batch) for batch in whole[2:]]
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_with_a_token_budget_ranks_run_equally_many_micro_batches_that_fit(world_size: int, on_ranks: OnRanks) -> None:
     def work(comm: Any) -> list[MiniBatch]:
@@ -327,34 +308,3 @@ def like(one: Experience, length: int) -> Experience:
     return one.with_fields(
         **{name: t[:, :1].expand(1, length) for name, t in one.tensors().items() if t.dim() == 2},
     )
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_samples_of_a_mini_batch_go_back_to_their_places_with_what_they_got(world_size: int, on_ranks: OnRanks) -> None:
-    def work(comm: Any) -> list[Experience]:
-        buffer = filled(shares(world_size)[comm.rank], comm)
-        batch = next(buffer.mini_batches(N, 2, epochs=1, seed=5))
-        for i, micro in enumerate(batch.micro_batches):
-            other = torch.zeros_like(micro.rollout_log_probs) - 7  # which nobody asks for
-            batch.micro_batches[i] = micro.with_fields(values=micro.sequences + 100.0, rollout_log_probs=other)
-        buffer.take_back(batch, ("values",))
-        return buffer.items
-
-    items = [item for of_rank in on_ranks(world_size, work) for item in of_rank]
-    assert len(items) == N
-    for item, original in zip(items, SAMPLES, strict=True):
-        assert item.values is not None
-        assert torch.equal(item.values, original.sequences + 100.0)
-        for name, tensor in original.tensors().items():
-            assert torch.equal(item.tensors()[name], tensor), name
-
-
-def test_only_the_samples_of_the_mini_batch_are_replaced() -> None:
-    buffer = filled(SAMPLES)
-    batch = next(buffer.mini_batches(4, 2, epochs=1, seed=5))
-    for i, micro in enumerate(batch.micro_batches):
-        batch.micro_batches[i] = micro.with_fields(values=micro.advantages)
-    buffer.take_back(batch, ("values",))
-    replaced = [i for i, item in enumerate(buffer.items) if item.values is not None]
-    assert replaced == sorted(place for of_micro in batch.places for place in of_micro)
-    assert len(replaced) == 4

@@ -59,7 +59,7 @@ def made(name: str, rows: list[Trajectory], comm: Any = None, **options: Any) ->
 
 
 def experience_of(one: ExperienceMaker, rows: list[Trajectory]) -> list[Experience]:
-    return one.add_advantages(one.run_models(rows, old_log_probs="rollout"), rows, Metrics())
+    return one.make(rows, Metrics())
 
 
 def advantages(name: str, rows: list[Trajectory], **options: Any) -> list[list[float]]:
@@ -216,11 +216,8 @@ def test_ranks_with_whole_groups_make_what_one_rank_would(name: str, on_ranks: O
 def test_the_kl_penalty_stays_at_its_token() -> None:
     rows = [response([(2, 1.0), (1, 0.0)]), response([(1, 1.0), (2, 1.0)])]
     one = maker("group_norm", init_kl_coef=KL_COEF)
-    experiences = [
-        item.with_fields(ref_log_probs=item.rollout_log_probs - 0.5 * item.action_mask)
-        for item in one.run_models(rows, old_log_probs="rollout")
-    ]
-    found = one.add_advantages(experiences, rows, Metrics())
+    one.reference = lambda ids, mask, actions: -1.5 * actions  # the engine's log-probs are -1
+    found = one.make(rows, Metrics())
     penalties = [-KL_COEF * 0.5 * n for n in (3, 2, 1)]
     expected = [a + b for a, b in zip([-1.0, -1.0, -1.5], penalties, strict=True)]
     assert found[0].advantages[0, 1:].tolist() == pytest.approx(expected, abs=1e-6)

@@ -10,7 +10,7 @@ PUBLIC = {
     "openppo.models.loss": LOSSES,
     "openppo.models.policy_losses": "GSPOLoss CISPOLoss token_weights policy_loss",  # moved: for one release
     "openppo.trainer": "PPOTrainer SFTTrainer RewardModelTrainer build_ppo_trainer",
-    "openppo.experience": "ExperienceMaker ReplayBuffer AdaptiveKLController FixedKLController compute_advantages "
+    "openppo.experience": "ExperienceMaker ReplayBuffer AdaptiveKLController FixedKLController "
     "get_advantages_and_returns get_cumulative_returns compute_reward",
     "openppo.strategy": "DeepspeedStrategy get_strategy",
 }

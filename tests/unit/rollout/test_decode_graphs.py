@@ -125,14 +125,14 @@ def test_a_longer_request_that_comes_later_gets_graphs_of_its_larger_buffers(mod
 
 def test_graphs_do_not_outlive_the_weights_they_were_recorded_with(models):
     class Weights:
-        def in_place(self, in_lockstep):
+        def gathered(self, in_lockstep):
             return nullcontext()
 
     recorder = RunsAgain()
     mine = engine(models["llama"], recorder, eos=[])
     mine.submit([3, 4], SamplingParams(30), 1)
     for n_recorded in (1, 2):
-        with mine.awake(Weights()):  # type: ignore[arg-type]
+        with mine.with_weights(Weights()):  # type: ignore[arg-type]
             for _ in range(3):
                 mine.step()
             assert mine.busy

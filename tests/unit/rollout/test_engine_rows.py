@@ -20,7 +20,7 @@ PROMPT, NEW = [3, 4, 5], 7
 class Weights:
     """Those of the module, which are whole."""
 
-    def in_place(self, in_lockstep):
+    def gathered(self, in_lockstep):
         return nullcontext()
 
 
@@ -32,7 +32,7 @@ def decoded_together(model, monkeypatch, free, given):
     hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    with engine.awake(Weights()):  # type: ignore[arg-type]
+    with engine.with_weights(Weights()):  # type: ignore[arg-type]
         engine.generate([[*PROMPT, i % 20] for i in range(300)], SamplingParams(NEW), list(range(300)))
     hook.remove()
     return max(rows)

@@ -132,14 +132,14 @@ def test_flash_attention_stands_back_while_the_engine_is_awake(models, has_sdpa,
     """It would gather the keys and values of padded rows in each layer of each step."""
 
     class Weights:
-        def in_place(self, in_lockstep):
+        def gathered(self, in_lockstep):
             return nullcontext()
 
     model, chosen = copy.deepcopy(models["llama"]), []
     model.config._attn_implementation = "flash_attention_2"
     model.set_attn_implementation = chosen.append
     model._supports_sdpa = has_sdpa
-    with engine_of(model).awake(Weights()):  # type: ignore[arg-type]
+    with engine_of(model).with_weights(Weights()):  # type: ignore[arg-type]
         assert chosen == [instead]
     assert chosen == [instead, "flash_attention_2"]
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -52,3 +55,19 @@ def test_where_nothing_can_be_compiled_torchs_adam_steps(
     assert reason in caplog.text
     with pytest.raises(ValueError, match=f"--compile cannot .*: .*{re.escape(reason)}.*leave --compile out"):
         module._compile_layers(nn.Linear(1, 1), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("gpu", "probed"), [(False, "True"), (True, "False")])
+def test_imports_probe_operators_on_cpus_only_and_compile_nothing(gpu: bool, probed: str) -> None:
+    """DeepSpeed imports its Muon optimizer, which is compiled, in the first step of any optimizer."""
+    program = f"""
+import sys, torch
+from deepspeed import ops
+torch.cuda.is_available = lambda: {gpu}
+import openppo.strategy.deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer
+print("__compatible_ops__" in vars(ops), "torch._inductor.compile_fx" in sys.modules)
+"""
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1] == f"{probed} False", done.stderr

@@ -1,4 +1,4 @@
-"""A metric depends on the samples, not on how they were split over micro-batches and ranks."""
+"""Metrics and histograms depend on the samples, not on their split over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import statistics
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from openppo.tracking import Metrics
+from openppo.tracking import Metrics, Moments, histogram
 from openppo.types import SingleProcess
 
 
@@ -73,16 +74,10 @@ def test_tensor_elements_reduce_alike_for_every_split(split: list[list[list[floa
     for bag, micro_batches in zip(bags, split, strict=True):
         for numbers in micro_batches:
             bag.add_tensor("x", torch.tensor(numbers), reduce=reduction)
+            for number in numbers:
+                bag.add("one by one", number, reduce=reduction)
     for result in reduced_on_all(bags):
-        assert result == {"x": pytest.approx(EXPECTED[reduction], rel=1e-12)}
-
-
-@pytest.mark.parametrize("reduction", EXPECTED)
-def test_single_numbers_reduce_like_tensor_elements(reduction: Any) -> None:
-    metrics = Metrics()
-    for number in NUMBERS:
-        metrics.add("x", number, reduce=reduction)
-    assert metrics.reduced(SingleProcess())["x"] == pytest.approx(EXPECTED[reduction], rel=1e-12)
+        assert result == dict.fromkeys(("x", "one by one"), pytest.approx(EXPECTED[reduction], rel=1e-12))
 
 
 def test_mean_is_weighted_by_sample_counts_not_by_micro_batches() -> None:
@@ -93,12 +88,6 @@ def test_mean_is_weighted_by_sample_counts_not_by_micro_batches() -> None:
     assert [result["loss"] for result in reduced_on_all(bags)] == [pytest.approx(25 / 8)] * 2
 
 
-def test_python_floats_keep_double_precision() -> None:
-    metrics = Metrics()
-    metrics.add("lr", 1e-6 / 3)
-    assert metrics.reduced(SingleProcess()) == {"lr": 1e-6 / 3}
-
-
 def test_std_keeps_its_digits_far_from_zero() -> None:
     metrics = Metrics()
     for offset in ([0.0, 1.0], [2.0], [3.0, 4.0]):  # sum of squares minus squared sum would give 0 or a NaN here
@@ -106,23 +95,19 @@ def test_std_keeps_its_digits_far_from_zero() -> None:
     assert metrics.reduced(SingleProcess())["x"] == pytest.approx(math.sqrt(2.0), rel=1e-9)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "std", "max", "min", "sum"])
-def test_nan_outside_the_mask_does_not_spread(reduction: Any) -> None:
+@pytest.mark.parametrize("reduction", EXPECTED)
+def test_nan_shows_inside_the_mask_only(reduction: Any) -> None:
     values = torch.tensor([[1.0, math.nan, 4.0], [math.inf, 7.0, math.nan]])
     mask = torch.tensor([[True, False, True], [False, True, False]])
     metrics = Metrics()
     metrics.add_tensor("x", values, mask, reduce=reduction)
+    metrics.add_tensor("bad", torch.tensor([1.0, math.nan]), reduce=reduction)
+    metrics.add_tensor("bad", torch.tensor([2.0, 3.0]), reduce=reduction)
     inside = [1.0, 4.0, 7.0]
     expected = {"mean": 4.0, "std": statistics.pstdev(inside), "max": 7.0, "min": 1.0, "sum": 12.0}
-    assert metrics.reduced(SingleProcess())["x"] == pytest.approx(expected[reduction])
-
-
-@pytest.mark.parametrize("reduction", ["mean", "std", "max", "min", "sum"])
-def test_nan_inside_the_mask_shows(reduction: Any) -> None:
-    metrics = Metrics()
-    metrics.add_tensor("x", torch.tensor([1.0, math.nan]), reduce=reduction)
-    metrics.add_tensor("x", torch.tensor([2.0, 3.0]), reduce=reduction)
-    assert math.isnan(metrics.reduced(SingleProcess())["x"])
+    found = metrics.reduced(SingleProcess())
+    assert found["x"] == pytest.approx(expected[reduction])
+    assert math.isnan(found["bad"])
 
 
 def test_a_metric_of_nothing_is_left_out_and_a_zero_weight_addition_adds_nothing() -> None:
@@ -163,11 +148,12 @@ def test_metrics_hold_no_graph_and_reducing_twice_gives_the_same() -> None:
     assert metrics.reduced(SingleProcess()) == metrics.reduced(SingleProcess()) == {"loss": 3.0, "values": 0.0}
 
 
-def test_low_precision_and_boolean_tensors_are_counted_exactly() -> None:
+def test_low_precision_booleans_and_floats_are_counted_exactly() -> None:
     metrics = Metrics()
     metrics.add_tensor("clipped", torch.tensor([True, False, False, True]))
     metrics.add_tensor("big", torch.full((4099,), 1.0, dtype=torch.bfloat16), reduce="sum")
-    assert metrics.reduced(SingleProcess()) == {"clipped": 0.5, "big": 4099.0}
+    metrics.add("lr", 1e-6 / 3)
+    assert metrics.reduced(SingleProcess()) == {"clipped": 0.5, "big": 4099.0, "lr": 1e-6 / 3}
 
 
 def test_a_rewound_bag_is_the_one_that_was_marked() -> None:
@@ -194,3 +180,68 @@ def test_additions_survive_json_bit_for_bit() -> None:
     for bag in (metrics, loaded):
         bag.add("a", 0.1)
     assert loaded.reduced(SingleProcess()) == metrics.reduced(SingleProcess())
+
+
+class Ranks(SingleProcess):
+    """``Comm`` of one of several ranks in one process: the others' part is computed from their values."""
+
+    def __init__(self, others: list[Tensor]) -> None:
+        self.others, self.calls = others, 0
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        self.calls += 1
+        if op == "max":
+            ends = [torch.stack((-values.min(), values.max())).double() for values in self.others if len(values)]
+            self.ends = torch.stack([tensor, *ends]).amax(0)
+            return self.ends
+        total, (low, high) = tensor.clone(), (-float(self.ends[0]), float(self.ends[1]))
+        for values in self.others:
+            counts, _ = np.histogram(values.numpy(), bins=len(tensor) - 2, range=(low, high))
+            total += torch.tensor([*counts, values.double().sum(), values.double().square().sum()])
+        return total
+
+
+def test_histogram_counts_are_those_of_numpy() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    made = histogram(values.reshape(10, 100), SingleProcess(), bins=16)
+    counts, edges = np.histogram(values.numpy(), bins=16)
+    assert made is not None
+    assert (made.counts, made.edges) == (counts.tolist(), pytest.approx(edges.tolist()))
+    assert (made.total, made.total_of_squares) == pytest.approx((float(values.sum()), float(values.square().sum())))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 500, 1000])
+def test_a_histogram_does_not_depend_on_the_ranks_of_values(cut: int) -> None:
+    values = torch.randint(-50, 50, (1000,), generator=torch.Generator().manual_seed(0)).double()
+    comm = Ranks([values[cut:]])
+    assert histogram(values[:cut], comm, bins=10) == histogram(values, SingleProcess(), bins=10)
+    assert comm.calls == 2  # and both as large as the bins at most
+
+
+@pytest.mark.parametrize(
+    ("values", "counts"),
+    [
+        ([math.nan, 1.0, math.inf, 3.0, -math.inf], [1, 1]),
+        ([math.nan], None),
+        ([], None),
+        *(([value] * 5, [0, 5]) for value in (0.0, -7.0, 1e6)),  # one value alone gets a bar around it
+    ],
+)
+def test_a_histogram_is_of_finite_values(values: list[float], counts: list[int] | None) -> None:
+    made = histogram(torch.tensor(values), SingleProcess(), bins=2)
+    assert (None if made is None else made.counts) == counts
+    if made is not None:
+        finite = [value for value in values if math.isfinite(value)]
+        assert made.edges[0] <= min(finite) <= max(finite) <= made.edges[-1]
+        assert made.edges == sorted(set(made.edges))
+        assert made.total == sum(finite)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_moments_of_parts_merge_into_those_of_all(split: list[list[list[float]]]) -> None:
+    whole = Moments()
+    for numbers in [numbers for of_rank in split for numbers in [*of_rank, []]]:
+        whole.merge(Moments.of(torch.tensor(numbers), SingleProcess()))
+    assert whole.count == len(NUMBERS)
+    assert whole.mean == pytest.approx(EXPECTED["mean"], rel=1e-12)
+    assert whole.variance == pytest.approx(EXPECTED["std"] ** 2, rel=1e-12)

@@ -1,13 +1,18 @@
-"""Phases add up; ranks are combined as a step feels them."""
+"""Phases add up and ranks combine; a trace names its phases and stays small however long they last."""
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from openppo.tracking import PhaseTimer
-from openppo.tracking import timers as timers_module
+from openppo.config import TrackingConfig
+from openppo.tracking import PhaseTimer, StepProfiler, profiler, progress_bar, timers
+from openppo.tracking.phase import begin_step, position
 from openppo.types import SingleProcess
 
 
@@ -16,75 +21,17 @@ class OneOfTwo(SingleProcess):
 
     world_size = 2
 
-    def __init__(self, other: Any) -> None:
+    def __init__(self, *other: dict[str, Any]) -> None:
         self.other = other
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value, self.other]
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that the timers see: a list whose only entry a test sets."""
-    now = [100.0]
-    monkeypatch.setattr(timers_module.time, "perf_counter", lambda: now[0])
-    return now
-
-
-def test_phases_accumulate_and_an_outer_phase_contains_its_inner_ones(clock: list[float]) -> None:
-    timer = PhaseTimer()
-    with timer.phase("step"):
-        for seconds in (1.0, 2.0):
-            with timer.phase("generation"):
-                clock[0] += seconds
-        clock[0] += 0.5
-    assert timer.metrics(SingleProcess()) == {"time/generation_s": 3.0, "time/step_s": 3.5}
-
-
-def test_speed_is_all_tokens_over_the_slowest_rank(clock: list[float]) -> None:
-    timer = PhaseTimer()
-    with timer.phase("generation"):
-        clock[0] += 2.0
-    timer.count_tokens("generation", 60)
-    timer.count_tokens("generation", 40)
-    other = ({"generation": 4.0, "saving": 1.0}, {"generation": 300}, {})
-    assert timer.metrics(OneOfTwo(other)) == {
-        "time/generation_s": 4.0,
-        "time/saving_s": 1.0,
-        "speed/generation_tokens_per_s": 100.0,
-    }
-
-
-def test_a_phase_that_fails_is_counted_and_can_run_again(clock: list[float]) -> None:
-    timer = PhaseTimer()
-    with pytest.raises(KeyError), timer.phase("train"):
-        clock[0] += 1.0
-        raise KeyError
-    with timer.phase("train"):
-        clock[0] += 1.0
-    assert timer.metrics(SingleProcess()) == {"time/train_s": 2.0}
-
-
-def test_a_phase_inside_itself_is_refused_as_it_would_count_twice() -> None:
-    timer = PhaseTimer()
-    with pytest.raises(AssertionError, match="already running"), timer.phase("a"), timer.phase("a"):
-        pass
-
-
-def test_reset_forgets_seconds_and_tokens(clock: list[float]) -> None:
-    timer = PhaseTimer()
-    with timer.phase("train"):
-        clock[0] += 1.0
-    timer.count_tokens("train", 5)
-    timer.reset()
-    assert timer.metrics(SingleProcess()) == {}
-
-
 class FakeCUDA:
-    """What timers ask of ``torch.cuda``; ``hold`` allocates and frees so many GiB."""
+    """The part of ``torch.cuda`` that timers use; ``hold`` allocates and frees so many GiB."""
 
-    def __init__(self) -> None:
-        self.peak = 0
+    peak = 0
 
     def hold(self, gib: int) -> None:
         self.peak = max(self.peak, gib << 30)
@@ -104,17 +51,62 @@ class FakeCUDA:
 
 
 @pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of timers and profiler, a list whose only entry a test sets."""
+    now = [100.0]
+    monkeypatch.setattr(timers.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(profiler.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCUDA:
     fake = FakeCUDA()
-    monkeypatch.setattr(timers_module.torch, "cuda", fake)
+    monkeypatch.setattr(timers.torch, "cuda", fake)
     return fake
 
 
-def memory_of(timer: PhaseTimer, comm: SingleProcess) -> dict[str, float]:
-    return {name: value for name, value in timer.metrics(comm).items() if name.startswith("memory/")}
+def test_phases_accumulate_and_an_outer_phase_contains_its_inner_ones(clock: list[float]) -> None:
+    timer = PhaseTimer()
+    with timer.phase("step"):
+        for seconds in (1.0, 2.0):
+            with timer.phase("generation"):
+                clock[0] += seconds
+        clock[0] += 0.5
+    timer.count_tokens("generation", 6)
+    timer.count_tokens("never", 5)  # no measured time, no speed
+    expected = {"time/generation_s": 3.0, "time/step_s": 3.5, "speed/generation_tokens_per_s": 2.0}
+    assert timer.metrics(SingleProcess()) == timer.take_metrics(SingleProcess()) == expected
+    assert timer.metrics(SingleProcess()) == {}
+    with pytest.raises(AssertionError, match="already running"), timer.phase("a"), timer.phase("a"):
+        pass
 
 
-def test_each_phase_has_its_own_peak_beside_the_estimate(cuda: FakeCUDA) -> None:
+def test_speed_is_all_tokens_over_the_slowest_rank(clock: list[float]) -> None:
+    timer = PhaseTimer()
+    with timer.phase("generation"):
+        clock[0] += 2.0
+    timer.count_tokens("generation", 60)
+    timer.count_tokens("generation", 40)
+    other = OneOfTwo({"generation": 4.0, "saving": 1.0}, {"generation": 300}, {})
+    assert timer.metrics(other) == {
+        "time/generation_s": 4.0,
+        "time/saving_s": 1.0,
+        "speed/generation_tokens_per_s": 100.0,
+    }
+
+
+def test_a_phase_that_fails_is_counted_and_can_run_again(clock: list[float]) -> None:
+    timer = PhaseTimer()
+    with pytest.raises(KeyError), timer.phase("train"):
+        clock[0] += 1.0
+        raise KeyError
+    with timer.phase("train"):
+        clock[0] += 1.0
+    assert timer.metrics(SingleProcess()) == {"time/train_s": 2.0}
+
+
+def test_each_phase_has_its_own_peak_beside_the_estimate(cuda: FakeCUDA, clock: list[float]) -> None:
     timer = PhaseTimer(estimated={"generation": 3 << 30, "step": 9 << 29, "loading": 1 << 30})
     cuda.hold(50)  # while models were loaded
     with timer.phase("step"):
@@ -124,22 +116,15 @@ def test_each_phase_has_its_own_peak_beside_the_estimate(cuda: FakeCUDA) -> None
         cuda.hold(6)
         with timer.phase("training"):
             cuda.hold(5)
-    assert memory_of(timer, SingleProcess()) == {
+    found = timer.take_metrics(OneOfTwo({}, {}, {"training": 7 << 30}))
+    assert {name: value for name, value in found.items() if name.startswith("memory/")} == {
         "memory/generation_peak_gib": 4.0,
         "memory/generation_estimated_gib": 3.0,
-        "memory/training_peak_gib": 5.0,
+        "memory/training_peak_gib": 7.0,  # of the other rank
         "memory/step_peak_gib": 6.0,
         "memory/step_estimated_gib": 4.5,
     }
-    timer.reset()
-    assert memory_of(timer, SingleProcess()) == {}
-
-
-def test_the_peak_is_that_of_the_rank_that_took_most(cuda: FakeCUDA) -> None:
-    timer = PhaseTimer()
-    with timer.phase("training"):
-        cuda.hold(5)
-    assert memory_of(timer, OneOfTwo(({}, {}, {"training": 7 << 30}))) == {"memory/training_peak_gib": 7.0}
+    assert timer.metrics(SingleProcess()) == {}
 
 
 def test_a_phase_that_fails_leaves_its_peak_to_the_report(cuda: FakeCUDA) -> None:
@@ -150,7 +135,70 @@ def test_a_phase_that_fails_leaves_its_peak_to_the_report(cuda: FakeCUDA) -> Non
     assert cuda.max_memory_allocated() == 70 << 30
 
 
-def test_tokens_without_measured_time_give_no_speed() -> None:
-    timer = PhaseTimer()
-    timer.count_tokens("train", 5)
-    assert timer.metrics(SingleProcess()) == {}
+def profiled(folder: Path, steps: str | None) -> PhaseTimer:
+    return PhaseTimer(StepProfiler(str(folder), TrackingConfig(profile_steps=steps), rank=0))
+
+
+def events_of(folder: Path, step: int) -> list[dict[str, Any]]:
+    file = folder / "logs" / "profile" / f"step_{step:08d}_rank_0.json.gz"
+    return [event for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if event.get("ph") == "X"]
+
+
+def work(timer: PhaseTimer, steps: int, loops: int, clock: list[float]) -> None:
+    """Steps of two phases, each with ``loops`` rounds of a second in which one matrix is multiplied."""
+    matrix = torch.ones(2, 2)
+    for step in range(1, steps + 1):
+        with timer.step(step):
+            for name in ("generation", "training"):
+                with timer.phase(name):
+                    for _ in progress_bar(loops, name, enabled=False):
+                        matrix.mm(matrix)
+                        clock[0] += 1.0
+
+
+def test_chosen_steps_are_recorded_with_their_phases_and_others_are_not(tmp_path: Path, clock: list[float]) -> None:
+    work(profiled(tmp_path, "2,4"), 4, 1, clock)
+    assert len(list((tmp_path / "logs" / "profile").iterdir())) == 2
+    for step in (2, 4):
+        names = [event["name"] for event in events_of(tmp_path, step)]
+        assert [names.count(name) for name in ("step", "generation", "training", "aten::mm")] == [1, 1, 1, 2]
+
+
+def test_of_a_long_phase_the_first_seconds_are_recorded_and_its_name_spans_it_all(
+    tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    work(profiled(tmp_path, "1"), 1, 500, clock)
+    events = events_of(tmp_path, 1)
+    multiplied = [event["ts"] for event in events if event["name"] == "aten::mm"]
+    assert len(multiplied) == 2 * profiler.RECORDED_SECONDS  # of a second each, in two phases
+    ends = {event["name"]: event["ts"] + event["dur"] for event in events}
+    begins = {event["name"]: event["ts"] for event in events}
+    assert begins["generation"] < multiplied[0] < ends["generation"] <= begins["training"] < ends["training"]
+    assert capfd.readouterr().err == ""
+
+
+def test_nothing_is_left_running_and_nothing_is_written_after_an_error(tmp_path: Path, clock: list[float]) -> None:
+    timer = profiled(tmp_path, "1")
+    begin_step(1)
+    with pytest.raises(KeyError), timer.phase("step"), timer.phase("generation"):
+        raise KeyError
+    assert not (tmp_path / "logs").exists()
+    assert position.on_tick is None
+    work(timer, 1, 1, clock)
+    assert len(events_of(tmp_path, 1)) > 0
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "logs").write_text("a file")
+    work(profiled(tmp_path, "1"), 2, 1, clock)
+    (message,) = caplog.messages
+    assert message.startswith("--profile_steps: no trace of step 1")
+
+
+def test_without_chosen_steps_the_profiler_of_torch_is_not_touched(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "profiler", None)
+    work(profiled(tmp_path, None), 2, 1, clock)

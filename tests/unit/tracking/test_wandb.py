@@ -123,27 +123,40 @@ def test_a_run_that_fails_is_a_failed_one_there_too(tmp_path: Path, error: Excep
     assert records_of(tmp_path)[-1].exit.exit_code == status
 
 
-def test_the_key_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [sys.argv[0], "--use_wandb", KEY, f"--use_wandb={KEY}"]
+URL = "http://user:swordfish@host:5000/r?key=swordfish"
+
+
+@pytest.mark.parametrize(
+    ("secret", "words", "shown", "options"),
+    [
+        (
+            KEY,
+            ["--use_wandb", KEY, f"--use_wandb={KEY}"],
+            ["--use_wandb", "***", "--use_wandb=***"],
+            {"use_wandb": KEY},
+        ),
+        ("swordfish", ["--remote_rm_url", URL], ["--remote_rm_url", "http://***@host:5000/r?***"], {}),
+    ],
+)
+def test_secrets_of_the_command_line_are_in_no_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    secret: str,
+    words: list[str],
+    shown: list[str],
+    options: dict[str, str],
+) -> None:
+    before = [sys.argv[0], *words]
     monkeypatch.setattr(sys, "argv", list(before))
-    tracker = tracker_in(tmp_path, use_wandb=KEY)
+    tracker = tracker_in(tmp_path, **options)
     tracker.log(1, {"reward": 1.0})
     tracker.close()
     assert sys.argv == before
     arguments = [list(r.environment.args) for r in records_of(tmp_path) if r.HasField("environment")]
-    assert ["--use_wandb", "***", "--use_wandb=***"] in arguments
+    assert shown in arguments
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) >= 4
-    assert [file for file in files if KEY.encode() in file.read_bytes()] == []
-
-
-def test_secrets_in_addresses_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = "http://user:swordfish@host:5000/r?key=swordfish"
-    monkeypatch.setattr(sys, "argv", [sys.argv[0], "--remote_rm_url", url])
-    tracker_in(tmp_path).close()
-    arguments = [list(r.environment.args) for r in records_of(tmp_path) if r.HasField("environment")]
-    assert ["--remote_rm_url", "http://***@host:5000/r?***"] in arguments
-    assert [file for file in tmp_path.rglob("*") if file.is_file() and b"swordfish" in file.read_bytes()] == []
+    assert [file for file in files if secret.encode() in file.read_bytes()] == []
 
 
 def test_whatever_its_service_raises_switches_it_off(

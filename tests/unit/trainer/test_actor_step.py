@@ -18,8 +18,8 @@ from openppo.experience.collate import idle_experience, join_rows
 from openppo.experience.replay_buffer import MiniBatch
 from openppo.models import Actor, GPTLMLoss
 from openppo.tracking import Metrics
-from openppo.trainer.batches import TokenBatch, token_batch
-from openppo.trainer.steps.actor_step import ActorStep, loss_aggregation
+from openppo.trainer.actor_step import ActorStep, loss_aggregation
+from openppo.trainer.supervised.batches import TokenBatch, token_batch
 from openppo.types import Experience, SingleProcess
 
 EngineOf = Callable[[nn.Module], Any]
@@ -362,7 +362,7 @@ def test_the_mismatch_is_measured_on_the_weights_that_sampled_where_log_probs_we
         batch = [row.with_fields(entropy=torch.zeros_like(row.returns)) for row in shifted] if entropy else shifted
         metrics = Metrics()
         ActorStep(engine_of(actor), CONFIG, SingleProcess(), CPU).train(
-            mini_batch(batch, 2), None, metrics, sampled_by_it=fresh
+            mini_batch(batch, 2), None, metrics, on_policy=fresh
         )
         found = metrics.reduced(SingleProcess())
         if fresh and not entropy:
@@ -371,36 +371,26 @@ def test_the_mismatch_is_measured_on_the_weights_that_sampled_where_log_probs_we
             assert "rollout_log_prob_gap" not in found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_gradient_norm_counts_once_over_all_ranks(
-    world_size: int, causal: nn.Module, engine_of: EngineOf, rank_of: Comm, rows: list[Experience]
-) -> None:
-    metrics, comm = Metrics(), rank_of(0, world_size)
-    ActorStep(engine_of(Actor(causal)), CONFIG, comm, CPU).train(mini_batch(rows, 4), None, metrics, kl_coef=0.0)
-    _, [(weight, _, _)] = metrics.state_dict()["actor_grad_norm"]
-    assert weight == pytest.approx(1 / world_size), "else a step that goes on with other ranks has another mean"
-
-
-@pytest.mark.parametrize("sampled_by_it", [True, False])
+@pytest.mark.parametrize("on_policy", [True, False])
 def test_old_log_probs_that_are_missing_are_those_of_the_forward_or_the_engines(
-    sampled_by_it: bool, causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
+    on_policy: bool, causal: nn.Module, engine_of: EngineOf, rows: list[Experience]
 ) -> None:
     """Of the very weights that sampled the ratio is 1; those that have moved on are compared with the engine."""
     actor = Actor(causal, TEMPERATURE)
     with torch.no_grad():
         own = [actor(row.sequences, row.attention_mask, row.action_mask) for row in rows]
-    old = own if sampled_by_it else [row.rollout_log_probs for row in rows]
+    old = own if on_policy else [row.rollout_log_probs for row in rows]
     given = mini_batch([row.with_fields(log_probs=each) for row, each in zip(rows, old, strict=True)], 3)
     expected, expected_metrics = trained(engine_of(actor), given, None)
 
     missing = [Experience(**{n: t for n, t in row.tensors().items() if n != "log_probs"}) for row in rows]
     engine, metrics = engine_of(actor), Metrics()
     step = ActorStep(engine, CONFIG, SingleProcess(), CPU)
-    step.train(mini_batch(missing, 3), None, metrics, sampled_by_it=sampled_by_it)
+    step.train(mini_batch(missing, 3), None, metrics, on_policy=on_policy)
     assert_same(engine.gradient, expected)
     found = metrics.reduced(SingleProcess())
     assert {name: found[name] for name in expected_metrics} == pytest.approx(expected_metrics, abs=1e-5)
-    if sampled_by_it:
+    if on_policy:
         assert found["ratio_max"] == 1
         assert found["clip_fraction"] == found["approx_kl"] == 0
         assert "rollout_kl" in found, "the difference is always logged"

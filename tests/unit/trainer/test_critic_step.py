@@ -12,12 +12,11 @@ from torch.nn import functional as F
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.experience import ReplayBuffer
-from openppo.experience.advantages import get_advantages_and_returns
-from openppo.experience.collate import idle_experience, join_rows, split_rows
+from openppo.experience.collate import idle_experience, join_rows
 from openppo.experience.replay_buffer import MiniBatch
 from openppo.models import ScalarHeadModel
 from openppo.tracking import Metrics
-from openppo.trainer.steps.critic_step import Complete, CriticStep
+from openppo.trainer.critic_step import CriticStep
 from openppo.types import Experience, SingleProcess
 
 EngineOf = Callable[[nn.Module], Any]
@@ -34,13 +33,13 @@ def mini_batch(rows: list[Experience], micro: int) -> MiniBatch:
 
 
 def trained(
-    engine: Any, batch: MiniBatch, clip: float | None = CLIP, comm: Any = None, complete: Complete | None = None
+    engine: Any, batch: MiniBatch, clip: float | None = CLIP, comm: Any = None
 ) -> tuple[list[Tensor], dict[str, float]]:
     """Gradient and metrics of one step."""
     metrics = Metrics()
     config = from_options(TrainPPOConfig, **(flat_dict(CONFIG) | {"value_clip": clip}))
     step = CriticStep(engine, config, comm or SingleProcess(), torch.device("cpu"))
-    step.train(batch, metrics, complete=complete)
+    step.train(batch, metrics)
     return engine.gradient, metrics.reduced(SingleProcess())
 
 
@@ -132,57 +131,3 @@ def test_only_the_last_backward_pass_is_marked_as_last(
     engine = engine_of(ScalarHeadModel(scalar, "critic"))
     trained(engine, mini_batch(rows, 3))
     assert engine.boundaries == [False, False, False, True]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_gradient_norm_counts_once_over_all_ranks(
-    world_size: int, scalar: nn.Module, engine_of: EngineOf, rank_of: Comm, rows: list[Experience]
-) -> None:
-    metrics, config = Metrics(), from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py")
-    step = CriticStep(engine_of(ScalarHeadModel(scalar, "critic")), config, rank_of(0, world_size), torch.device("cpu"))
-    step.train(mini_batch(rows, 4), metrics)
-    _, [(weight, _, _)] = metrics.state_dict()["critic_grad_norm"]
-    assert weight == pytest.approx(1 / world_size), "else a step that goes on with other ranks has another mean"
-
-
-def test_values_that_are_missing_come_from_the_forward_that_is_trained_on(
-    scalar: nn.Module, engine_of: EngineOf, rows: list[Experience]
-) -> None:
-    """As if another forward had made them before: the same values, returns, gradient and metrics."""
-    critic, config = ScalarHeadModel(scalar, "critic"), CONFIG.advantage
-    rewarded = [row.with_fields(rewards=row.advantages) for row in rows]
-
-    def complete(micro: Experience) -> Experience:
-        assert micro.values is not None
-        assert micro.rewards is not None
-        advantages, returns = get_advantages_and_returns(
-            micro.values, micro.rewards, micro.action_mask, config.gamma, config.lambd
-        )
-        return micro.with_fields(advantages=advantages, returns=returns)
-
-    with torch.no_grad():
-        before = [
-            complete(
-                row.with_fields(
-                    values=torch.where(row.action_mask, critic(row.sequences, row.attention_mask).double(), 0.0)
-                )
-            )
-            for row in rewarded
-        ]
-    expected, expected_metrics = trained(engine_of(critic), mini_batch(before, 3))
-
-    batch = mini_batch([without(row, "values", "returns", "advantages") for row in rewarded], 3)
-    gradient, metrics = trained(engine_of(critic), batch, complete=complete)
-    assert_same(gradient, expected)
-    assert metrics == pytest.approx(expected_metrics, abs=1e-6)
-    for places, micro in zip(batch.places, batch.micro_batches, strict=True):
-        for place, row in zip(places, split_rows(micro), strict=True):
-            for name in ("values", "returns", "advantages"):
-                torch.testing.assert_close(
-                    row.tensors()[name], before[place].tensors()[name], rtol=0, atol=1e-6, check_dtype=False
-                )
-
-
-def without(row: Experience, *names: str) -> Experience:
-    """Fewer fields."""
-    return Experience(**{name: tensor for name, tensor in row.tensors().items() if name not in names})

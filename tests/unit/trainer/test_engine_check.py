@@ -63,7 +63,7 @@ SCALES = (0.02, 0.2)
 class Weights:
     """Those of a model that is called as it is."""
 
-    def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
+    def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -204,7 +204,7 @@ class TrainedAsItIs:
     def train(self, mode: bool = True) -> None:
         self.module.train(mode)
 
-    def fits_gathered(self, engine: Any, moments_rest: bool) -> bool:
+    def fits_gathered(self, engine: Any, moments_offloaded: bool) -> bool:
         return True
 
     @contextmanager
@@ -245,6 +245,6 @@ def test_memory_that_ends_is_no_verdict_about_a_model() -> None:
             raise torch.OutOfMemoryError("full")
 
     actor = Actor(tiny_model("llama"))
-    engine = SimpleNamespace(awake=lambda weights: nullcontext(), submit=Full())
+    engine = SimpleNamespace(with_weights=lambda weights: nullcontext(), submit=Full())
     with pytest.raises(torch.OutOfMemoryError):
         fault_of(actor, {"": engine})  # type: ignore[dict-item]

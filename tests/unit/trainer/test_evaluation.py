@@ -6,8 +6,7 @@ import random
 import statistics
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations
 from typing import Any
@@ -108,7 +107,7 @@ class FakeScorer:
         return [
             Score(
                 {"right": float(sum(t.response_ids) % 2), "bonus": float(len(t.response_ids))},
-                [0.1 * token for token in t.response_ids],
+                [0.1 * token for token in t.token_ids],
             )
             for t in trajectories
         ]
@@ -146,7 +145,7 @@ def on_ranks(world_size: int, prompts: list[Prompt]) -> list[Evaluation]:
     slots, barrier = [None] * world_size, threading.Barrier(world_size)
 
     def work(rank: int) -> None:
-        results[rank] = evaluator(prompts, ThreadComm(rank, slots, barrier)).evaluate(nullcontext())
+        results[rank] = evaluator(prompts, ThreadComm(rank, slots, barrier)).evaluate()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
@@ -185,7 +184,7 @@ def naive_metrics(trajectories: Sequence[Trajectory], pass_reward: float) -> dic
 
 def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source() -> None:
     prompts = prompts_of("math", "code", "math", "math", "code")
-    evaluation = evaluator(prompts, SingleProcess()).evaluate(nullcontext())
+    evaluation = evaluator(prompts, SingleProcess()).evaluate()
     assert [t.prompt for t in evaluation.trajectories] == [prompt for prompt in prompts for _ in range(4)]
     expected = {f"eval_{name}": value for name, value in naive_metrics(evaluation.trajectories, 2.5).items()}
     for source in ("math", "code"):
@@ -196,7 +195,7 @@ def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source() -> None:
 
 
 def test_a_single_source_is_not_reported_twice() -> None:
-    names = evaluator(prompts_of("math", "math"), SingleProcess()).evaluate(nullcontext()).metrics
+    names = evaluator(prompts_of("math", "math"), SingleProcess()).evaluate().metrics
     assert all(name.startswith("eval_") for name in names)
 
 
@@ -204,7 +203,7 @@ def test_a_single_reward_is_reported_once_and_errors_are_counted() -> None:
     asked: Any = evaluator(prompts_of("", "", ""), SingleProcess())
     asked.reward_weights.clear()
     asked.scorer.score = lambda trajectories: [Score({"reward": 0.5}, failed=i < 5) for i in range(len(trajectories))]
-    metrics = asked.evaluate(nullcontext()).metrics
+    metrics = asked.evaluate().metrics
     assert [name for name in metrics if "reward" in name] == ["eval_reward", "eval_reward_std", "eval_reward_errors"]
     assert metrics["eval_reward_errors"] == 5
 
@@ -214,28 +213,28 @@ def test_a_weight_for_a_reward_that_does_not_occur_is_an_error() -> None:
     asked.scorer.score = lambda trajectories: [Score({"right": 1.0, "bonus": 0.5})] * len(trajectories)
     asked.reward_weights["bonsu"] = 2.0
     with pytest.raises(ValueError, match="--reward_weights names bonsu, but the rewards are bonus, right"):
-        asked.evaluate(nullcontext())
+        asked.evaluate()
 
 
 def test_without_a_reward_that_passes_no_pass_rate_is_reported() -> None:
-    measured = evaluator(prompts_of("math", "code"), SingleProcess()).evaluate(nullcontext()).metrics
-    without = evaluator(prompts_of("math", "code"), SingleProcess(), pass_reward=None).evaluate(nullcontext()).metrics
+    measured = evaluator(prompts_of("math", "code"), SingleProcess()).evaluate().metrics
+    without = evaluator(prompts_of("math", "code"), SingleProcess(), pass_reward=None).evaluate().metrics
     assert without == {name: value for name, value in measured.items() if "pass@" not in name}
     assert len(without) < len(measured)
 
 
 def test_a_response_passes_at_exactly_the_reward_asked_for() -> None:
-    run = evaluator(prompts_of(""), SingleProcess(), n_samples=1).evaluate(nullcontext())
+    run = evaluator(prompts_of(""), SingleProcess(), n_samples=1).evaluate()
     reward = run.trajectories[0].total_reward(WEIGHTS)
     for pass_reward, expected in ((reward, 1.0), (reward + 1e-6, 0.0)):
-        metrics = evaluator(prompts_of(""), SingleProcess(), 1, pass_reward).evaluate(nullcontext()).metrics
+        metrics = evaluator(prompts_of(""), SingleProcess(), 1, pass_reward).evaluate().metrics
         assert metrics["eval_pass@1"] == expected
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 def test_metrics_and_responses_do_not_depend_on_the_number_of_ranks(world_size: int) -> None:
     prompts = prompts_of("math", "code", "math", "math", "code")
-    alone = evaluator(prompts, SingleProcess()).evaluate(nullcontext())
+    alone = evaluator(prompts, SingleProcess()).evaluate()
     together = on_ranks(world_size, prompts)
     assert [t for of_rank in together for t in of_rank.trajectories] == alone.trajectories
     assert together[0].metrics == pytest.approx(alone.metrics, abs=1e-12)
@@ -244,36 +243,13 @@ def test_metrics_and_responses_do_not_depend_on_the_number_of_ranks(world_size: 
 
 def test_every_evaluation_uses_the_same_random_numbers() -> None:
     asked = evaluator(prompts_of("", ""), SingleProcess())
-    first, second = asked.evaluate(nullcontext()), asked.evaluate(nullcontext())
+    first, second = asked.evaluate(), asked.evaluate()
     assert first.trajectories == second.trajectories
     assert len({tuple(t.response_ids) for t in first.trajectories}) > 4, "but each sample its own"
-
-
-def test_weights_are_held_while_responses_are_generated_and_not_while_they_are_scored() -> None:
-    state, seen = {"open": False}, []
-
-    @contextmanager
-    def weights() -> Iterator[None]:
-        state["open"] = True
-        yield
-        state["open"] = False
-
-    def spying(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def spy(*arguments: Any) -> Any:
-            seen.append((name, state["open"]))
-            return call(*arguments)
-
-        return spy
-
-    asked: Any = evaluator(prompts_of(""), SingleProcess())
-    asked.engine.generate = spying("generate", asked.engine.generate)
-    asked.scorer.score = spying("score", asked.scorer.score)
-    asked.evaluate(weights())
-    assert seen == [("generate", True), ("score", False)]
 
 
 def test_a_weighted_sum_that_rounding_leaves_below_the_reward_of_a_pass_passes() -> None:
     rounded = 1.0 * 0.7 + 1.0 * 0.2 + 1.0 * 0.1
     assert rounded < 1.0
-    assert evaluator([], SingleProcess(), pass_reward=1.0).passes(rounded)
-    assert not evaluator([], SingleProcess(), pass_reward=1.0).passes(0.999)
+    assert evaluator([], SingleProcess(), pass_reward=1.0).grading.passes(rounded)
+    assert not evaluator([], SingleProcess(), pass_reward=1.0).grading.passes(0.999)

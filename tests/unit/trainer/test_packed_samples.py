@@ -19,7 +19,7 @@ from transformers import (
 
 from openppo.models.actor import Actor
 from openppo.models.scalar_head import ScalarHeadModel
-from openppo.trainer.batches import pack_where_exact
+from openppo.trainer.supervised.batches import pack_where_exact
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -23,7 +23,7 @@ from transformers import (
 
 from openppo.datasets import TokenExample
 from openppo.models import Actor
-from openppo.trainer.batches import TokenBatch, pack, packed_row_length, packing_is_exact, token_batch
+from openppo.trainer.supervised.batches import TokenBatch, pack, packed_row_length, packing_is_exact, token_batch
 from openppo.types import SingleProcess
 
 CPU = torch.device("cpu")

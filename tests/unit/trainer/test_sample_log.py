@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,19 +18,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from openppo.config import TrainPPOConfig, from_options
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.tracking import JSONLTracker
-from openppo.trainer.steps.sample_log import (
-    MAX_TOKENS,
-    SampleLog,
-    choose,
-    n_forwards,
-    readable,
-    token_rows,
-    token_texts,
-)
-from openppo.types import Experience, FinishReason, Prompt, Trajectory
+from openppo.trainer.sample_log import MAX_TOKENS, SampleLog, choose, sample_row, token_row, token_texts
+from openppo.types import Experience, FinishReason, Prompt, SingleProcess, Trajectory
 
 ASSETS = Path(os.environ.get("OPENPPO_ASSETS", Path(__file__).parents[3].parent / "shared" / "assets"))
 
@@ -106,7 +95,7 @@ def test_a_label_of_any_type_goes_into_a_checkpoint_and_comes_back_as_it_is_logg
 ) -> None:
     trajectory = response_to([1, 2], 0)
     trajectory = dataclasses.replace(trajectory, prompt=dataclasses.replace(trajectory.prompt, label=label))
-    sample = readable(trajectory, byte_tokenizer, {})
+    sample = sample_row(trajectory, byte_tokenizer, {})
     assert json.loads(json.dumps(sample)) == sample
     tracker = JSONLTracker(tmp_path)
     tracker.log_samples(1, [sample, sample | {"label": label}])
@@ -157,7 +146,7 @@ def test_each_token_has_its_numbers_and_untrained_ones_have_none(byte_tokenizer:
         advantages=[0.0, 0.0, -1.25, 0.0, 1.5],
         returns=[0.0, 0.0, 1.99, 0.0, 2.0],
     )
-    row = token_rows(t, experience, byte_tokenizer)
+    row = token_row(t, byte_tokenizer, experience)
     assert row["first"] == 2
     assert row["n_tokens"] == 3
     assert row["ids"] == [7, 8, 9]
@@ -173,7 +162,7 @@ def test_each_token_has_its_numbers_and_untrained_ones_have_none(byte_tokenizer:
 
 def test_what_a_run_does_not_have_is_left_out(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     t = response_to([1], group=0)
-    row = token_rows(t, experience_of(t, rewards=[0.0, 0.0, 1.0], advantages=[0.0, 1.0, 1.0]), byte_tokenizer)
+    row = token_row(t, byte_tokenizer, experience_of(t, rewards=[0.0, 0.0, 1.0], advantages=[0.0, 1.0, 1.0]))
     assert {"kl", "value", "return"} & row.keys() == set()
 
 
@@ -181,7 +170,7 @@ def test_of_a_long_response_both_ends_are_kept(byte_tokenizer: PreTrainedTokeniz
     n = MAX_TOKENS + 500
     t = response_to([1, 1], group=0, n_tokens=n)
     t.token_ids[2:] = [i % 200 for i in range(n)]
-    row = token_rows(t, experience_of(t, values=[float(i) for i in range(n + 2)]), byte_tokenizer)
+    row = token_row(t, byte_tokenizer, experience_of(t, values=[float(i) for i in range(n + 2)]))
     assert row["n_tokens"] == n
     half = MAX_TOKENS // 2
     assert row["value"] == [float(i + 2) for i in [*range(half), *range(n - half, n)]]
@@ -202,119 +191,104 @@ class Recorded:
         self.tokens += [{"step": step} | row for row in rows]
 
 
-class Strategy:
-    is_main = True
-    device = torch.device("cpu")
+class Ranks(SingleProcess):
+    """Rank ``rank`` of several; ``others`` is what the last of them hands over in each gathering."""
 
-    @contextlib.contextmanager
-    def uncompiled(self) -> Iterator[None]:
-        yield
+    def __init__(self, rank: int = 0, others: Sequence[Any] = ()) -> None:
+        self.rank, self.world_size = rank, 2 if others else 1
+        self.others = list(others)
 
-
-def sample_log(
-    tokenizer: Any, total_steps: int, is_main: bool = True, micro: int = 8
-) -> tuple[SampleLog, Recorded, list[int]]:
-    """A log whose actor of now finds each token e^(1/2) times as likely as before; it notes the rows of its batches."""
-    rows: list[int] = []
-
-    def actor(sequences: Any, attention_mask: Any, action_mask: Any, return_entropy: bool) -> Any:
-        rows.append(len(sequences))
-        return torch.where(action_mask, 0.0, 0.0), torch.where(action_mask, 1.5, 0.0)
-
-    source = {"reward_fn": "f.py", "reward_weights": ("a=0.5",)}
-    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", micro_rollout_batch_size=micro, **source)
-    strategy, trackers = Strategy(), Recorded()
-    strategy.is_main = is_main
-    parts: Any = SimpleNamespace(
-        strategy=strategy, trackers=trackers, tokenizer=tokenizer, actor=actor, train=lambda mode: None
-    )
-    return SampleLog(config, parts, total_steps), trackers, rows
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value, self.others.pop(0)] if self.others else [value]
 
 
-def filled(trajectories: list[Trajectory], limit: int = 0) -> ReplayBuffer:
+def sample_log(tokenizer: Any, total_steps: int, comm: Ranks | None = None) -> tuple[SampleLog, Recorded]:
+    logged = Recorded()
+    return SampleLog(comm or Ranks(), logged, tokenizer, {"a": 0.5}, total_steps), logged  # type: ignore[arg-type]
+
+
+def filled(trajectories: list[Trajectory], limit: int = 0, **fields: list[float]) -> ReplayBuffer:
     buffer = ReplayBuffer(limit=limit)
     for t in trajectories:
         numbers = [float(a) * t.group for a in t.action_mask]
-        buffer.append(experience_of(t, advantages=numbers, ref_log_probs=[-0.75 * a for a in t.action_mask]))
+        buffer.append(experience_of(t, advantages=numbers, ref_log_probs=[-0.75 * a for a in t.action_mask], **fields))
     return buffer
 
 
-@pytest.mark.parametrize(("micro", "forwards"), [(1, [1, 1, 1, 1]), (3, [2, 2]), (8, [4])])
-def test_ratio_and_entropy_are_of_the_policy_after_the_step(
-    micro: int, forwards: list[int], byte_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    log, logged, rows = sample_log(byte_tokenizer, total_steps=3, micro=micro)
+def train_on(log: SampleLog, step: int, items: Sequence[Experience], change: float, entropy: float | None) -> None:
+    """Forwards that find each token e^change times as likely as before."""
+    for item in items:
+        now = torch.where(item.action_mask, item.known_log_probs + change, 0.0)
+        log.observe(step, item, now, None if entropy is None else torch.full_like(now, entropy))
+
+
+def test_ratio_and_entropy_are_of_the_last_training_forward(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    log, logged = sample_log(byte_tokenizer, total_steps=3)
     trajectories = [response_to([i], group=i) for i in range(9)]
-    samples = log.describe(trajectories, filled(trajectories), step=1)
-    assert rows == []
-    samples = json.loads(json.dumps(samples))  # as a checkpoint keeps them
-    log.write(1, samples)
-    assert rows == forwards
+    buffer = filled(trajectories)
+    for change, entropy in ((0.25, 2.0), (0.5, 1.5)):
+        train_on(log, 1, buffer.items, change, entropy)
+    log.write(1, trajectories, buffer)
     assert len(logged.samples) == len(logged.tokens) == 4
     for number, (sample, tokens) in enumerate(zip(logged.samples, logged.tokens, strict=True)):
         group = int(sample["prompt"].split("[")[1].rstrip("]"))
         assert sample["sample"] == tokens["sample"] == number
-        assert sample["reward"] == 1.0
-        assert sample["rewards"] == {"a": 2.0}
-        assert sample["response_length"] == 2
+        assert (sample["reward"], sample["rewards"], sample["response_length"]) == (1.0, {"a": 2.0}, 2)
         assert sample["kl"] == pytest.approx(2 * 0.25)
-        assert "tokens" not in sample
-        assert "sequence" not in tokens
         assert tokens["advantage"] == [group, group]
         assert tokens["ratio"] == [pytest.approx(math.exp(0.5), rel=1e-5)] * 2
         assert tokens["entropy"] == [1.5, 1.5]
 
 
+def test_what_training_does_not_compute_is_left_out(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Without an entropy bonus the entropy of the forward before training stands, if there was one."""
+    log, logged = sample_log(byte_tokenizer, total_steps=3)
+    t = response_to([1], group=1)
+    for buffer in (filled([t]), filled([t], entropy=[0.0, 0.5, 0.25])):
+        train_on(log, 1, buffer.items, 0.0, None)
+        log.write(1, [t], buffer)
+    log.write(1, [t], filled([t]))  # the actor was not trained
+    without, known, frozen = logged.tokens
+    assert "entropy" not in without
+    assert without["ratio"] == [1.0, 1.0]
+    assert known["entropy"] == [0.5, 0.25]
+    assert "ratio" not in frozen
+
+
+def test_forwards_of_other_ranks_are_collected(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    t = response_to([1], group=1)
+    elsewhere = {tuple(t.token_ids): {"ratio": [1.0, 2.0, 3.0]}}
+    log, logged = sample_log(byte_tokenizer, 3, Ranks(others=[[], elsewhere]))
+    log.write(1, [t], filled([t]))
+    assert logged.tokens[0]["ratio"] == [2.0, 3.0]
+    other, logged = sample_log(byte_tokenizer, 3, Ranks(rank=1))
+    other.write(1, [t], filled([t]))
+    assert (logged.samples, logged.tokens) == ([], [])
+
+
 def test_tokens_are_of_a_hundred_steps_of_a_long_run_and_samples_of_all(
     byte_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    log, logged, rows = sample_log(byte_tokenizer, total_steps=995)
-    trajectories = [response_to([1], group=1)]
+    log, logged = sample_log(byte_tokenizer, total_steps=995)
+    t = response_to([1], group=1)
     for step in range(1, 996):
-        log.write(step, log.describe(trajectories, filled(trajectories), step))
-    steps = [row["step"] for row in logged.tokens]
-    assert steps == [1, *range(10, 995, 10), 995]
+        log.write(step, [t], filled([t]))
+    assert [row["step"] for row in logged.tokens] == [1, *range(10, 995, 10), 995]
     assert len(logged.samples) == 995
-    assert len(rows) == len(steps)
 
 
-def test_a_bound_on_tokens_holds_for_these_forwards_too() -> None:
-    places = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "prompt_max_len": 10, "generate_max_len": 12}
-    configs = [from_options(TrainPPOConfig, micro_rollout_tokens=tokens, **places) for tokens in (None, 100, 60, 5)]
-    assert [n_forwards(config) for config in configs] == [1, 1, 2, 4]
-
-
-def test_other_ranks_describe_nothing_and_run_as_many_forwards(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    log, logged, rows = sample_log(byte_tokenizer, total_steps=3, is_main=False)
-    trajectories = [response_to([1], group=1)]
-    samples = log.describe(trajectories, filled(trajectories), step=1)
-    log.write(1, samples)
-    assert (samples, logged.samples, rows) == ([], [], [1])
-
-
-def test_samples_that_the_buffer_has_dropped_are_not_described(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    log, _, _ = sample_log(byte_tokenizer, total_steps=3)
+def test_samples_that_the_buffer_has_dropped_are_not_logged(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    log, logged = sample_log(byte_tokenizer, total_steps=3)
     trajectories = [response_to([i], group=i) for i in range(9)]
-    samples = log.describe(trajectories, filled(trajectories, limit=2), step=1)
-    assert sorted(sample["tokens"]["advantage"][0] for sample in samples) == [7.0, 8.0]
+    log.write(1, trajectories, filled(trajectories, limit=2))
+    assert sorted(row["advantage"][0] for row in logged.tokens) == [7.0, 8.0]
 
 
-def test_held_out_samples_have_what_the_models_say_of_them(
-    byte_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, logged, _ = sample_log(byte_tokenizer, total_steps=3)
-    t = response_to([1], group=0)
-
-    def run_models(trajectories: list[Trajectory]) -> list[Experience]:
-        assert trajectories == [t]
-        return [experience_of(t, ref_log_probs=[0.0, -1.0, -1.0], values=[0.0, 2.0, 3.0], entropy=[0.0, 0.25, 0.5])]
-
-    log.components.maker = SimpleNamespace(run_models=run_models)  # type: ignore[assignment]
-    log.write_evaluation(5, [t])
+def test_held_out_samples_have_the_engines_log_probs(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    log, logged = sample_log(byte_tokenizer, total_steps=3)
+    log.write_evaluation(5, [response_to([1], group=0)])
     (sample,), (tokens,) = logged.samples, logged.tokens
     assert sample["evaluation"] is tokens["evaluation"] is True
     assert sample["step"] == tokens["step"] == 5
-    assert tokens["kl"] == [0.5, 0.5]
-    assert tokens["value"] == [2.0, 3.0]
-    assert tokens["entropy"] == [0.25, 0.5]
-    assert {"advantage", "ratio"} & tokens.keys() == set()
+    assert tokens["log_prob"] == [-0.5, -0.5]
+    assert {"kl", "value", "entropy", "advantage", "ratio"} & (tokens.keys() | sample.keys()) == set()

@@ -12,8 +12,8 @@ from torch import Tensor
 from openppo.config import KLConfig
 from openppo.datasets import PreferenceExample, ProcessExample
 from openppo.models.supervised_loss import IGNORE_INDEX
-from openppo.trainer.batches import TokenMicroBatch
 from openppo.trainer.self_check import check_samples, show_examples
+from openppo.trainer.supervised.batches import TokenMicroBatch
 from openppo.types import Experience
 
 EOS, KL_COEF = 9, 0.5

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from openppo.config import RunConfig
-from openppo.trainer.skipped import SkippedSteps
+from openppo.trainer.update import SkippedSteps
 from openppo.types import SingleProcess
 
 BATCH = {"0/sequences": torch.tensor([[1, 2, 3]])}

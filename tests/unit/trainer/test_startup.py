@@ -18,7 +18,8 @@ from openppo.config import TrainPPOConfig, from_options
 from openppo.datasets import TokenExample
 from openppo.models.actor import Actor
 from openppo.rollout.hf_engine import HFEngine
-from openppo.trainer.startup import check_context, check_options, check_same, on_all_ranks
+from openppo.strategy.comm import check_same
+from openppo.trainer.startup import check_context, check_options
 from openppo.types import SamplingParams
 from tests.architectures import tiny_config
 
@@ -94,26 +95,6 @@ def test_versions_that_differ_are_named() -> None:
 def test_options_that_cannot_work_are_an_error_on_all_ranks() -> None:
     messages = run(3, lambda comm: check_options(config(), comm))
     assert messages == ["--train_batch_size 128 does not divide among 3 ranks: use a multiple of 3."] * 3
-
-
-def test_what_one_rank_cannot_load_is_an_error_on_all() -> None:
-    def load(comm: Any) -> str:
-        def read() -> str:
-            if comm.rank == 1:
-                raise ValueError("--prompt_data p: no such file.")
-            return "rows"
-
-        return on_all_ranks(comm, read)
-
-    assert run(1, load) == ["rows"]
-    assert run(3, load) == [f"on rank 1 ({HOST}): --prompt_data p: no such file."] * 3
-
-
-def test_what_no_rank_can_load_is_said_without_naming_ranks() -> None:
-    def fail() -> None:
-        raise ValueError("--prompt_data p: no such file.")
-
-    assert run(2, lambda comm: on_all_ranks(comm, fail)) == ["--prompt_data p: no such file."] * 2
 
 
 @pytest.mark.parametrize("content", [[([1, 2], "a")], "def f(): ...", [TokenExample([1], [False])]])

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from openppo.config import parse_condition
-from openppo.trainer.callbacks import StopWhen
-from openppo.trainer.stopping import StopConditions, check_conditions
+from openppo.trainer.callbacks import StopConditions, StopWhen, check_conditions
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 

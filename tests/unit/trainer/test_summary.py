@@ -21,7 +21,7 @@ def lines(
         strategy=SimpleNamespace(is_main=True),
         train_examples=[None] * n,
         eval_examples=[],
-        engine=SimpleNamespace(module=None),
+        model=SimpleNamespace(module=None),
         estimate=None,
     )
     comm = SimpleNamespace(world_size=ranks)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from openppo.datasets import TokenExample
-from openppo.trainer.batches import equal_micro_batches, token_batch
+from openppo.trainer.supervised.batches import equal_micro_batches, token_batch
 from openppo.types import SingleProcess
 
 PAD = 9

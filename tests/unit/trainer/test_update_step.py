@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openppo.config import TrainPPOConfig, from_options
-from openppo.trainer.steps.update_step import rows_of_documents
+from openppo.trainer.update import rows_of_documents
 
 
 def test_documents_keep_to_the_bound_on_tokens_or_else_on_rows() -> None:

@@ -8,97 +8,79 @@ import logging
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
 from openppo.types import SingleProcess
+from tests.ranks import ThreadComm, on_ranks
+
+STEP = "step_{:08d}".format
 
 
-class ThreadComm:
-    """The ranks of a group as threads; only what a checkpoint folder calls."""
-
-    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.world_size = rank, len(values)
-        self._values, self._barrier = values, barrier
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        raise AssertionError("not called")
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._values[self.rank] = value
-        self._barrier.wait()
-        gathered = list(self._values)
-        self._barrier.wait()
-        return gathered
-
-
-def on_ranks(n: int, work: Callable[[ThreadComm], Any]) -> list[Any]:
-    """What ``work`` returns or raises on each of ``n`` ranks."""
-    values, barrier = [None] * n, threading.Barrier(n, timeout=30)
-
-    def run(rank: int) -> Any:
-        try:
-            return work(ThreadComm(rank, values, barrier))
-        except (CheckpointError, ValueError) as error:
-            return error
-
-    with ThreadPoolExecutor(n) as threads:
-        return list(threads.map(run, range(n)))
+class Killed(BaseException):
+    """In place of ``kill -9``."""
 
 
 def write(text: str, name: str = "a.txt") -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text) and None
 
 
+TEXT = write("text")
+
+
 def folder_of(path: Path, keep: int = 3) -> CheckpointFolder:
     return CheckpointFolder(path, SingleProcess(), keep)
 
 
+def filled(path: Path, steps: int, keep: int = 3, write: Callable[[Path], None] = TEXT) -> CheckpointFolder:
+    """A folder with checkpoints of the first ``steps`` steps."""
+    folder = folder_of(path, keep)
+    for step in range(1, steps + 1):
+        folder.save(step, write)
+    return folder
+
+
+def ranks_of(n: int, work: Callable[[ThreadComm], Any]) -> list[Any]:
+    return on_ranks(n, work, (CheckpointError, ValueError))
+
+
 def names(path: Path) -> list[str]:
-    """What lies there, but for the lock."""
+    """The entries of ``path`` without the lock."""
     return sorted({entry.name for entry in path.iterdir()} - {".lock"})
 
 
-def test_the_newest_checkpoint_is_found_with_what_was_written(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_found_with_its_content(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "c")
-    folder.save(9, write("nine"))
-    folder.save(10, write("ten"))
+    for step in (9, 10):
+        folder.save(step, write(str(step)))
     newest = folder_of(tmp_path / "c").newest()
     assert newest is not None
-    assert (newest / "a.txt").read_text() == "ten"
+    assert (newest / "a.txt").read_text() == "10"
     assert (tmp_path / "c" / "latest").resolve() == newest
 
 
-def test_where_a_file_system_has_no_links_a_file_names_the_newest(
+def test_without_links_a_file_names_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(path: Path, target: str) -> None:
         raise OSError(errno.EPERM, "Operation not permitted", str(path))
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
-    folder = folder_of(tmp_path)
-    for step in (1, 2):
-        folder.save(step, write(str(step)))
+    filled(tmp_path, 2)
     assert (tmp_path / "latest").read_text() == "step_00000002\n"
-    newest = folder_of(tmp_path).newest()
-    assert newest is not None
-    assert newest.name == "step_00000002"
+    assert folder_of(tmp_path).newest() == tmp_path / STEP(2)
     assert "no links here (Operation not permitted)" in caplog.text
 
 
-def test_a_copy_that_followed_the_links_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As by ``cp -rL``: what were links are folders then."""
-    folder = folder_of(tmp_path / "c")
-    folder.save(1, write("one"))
+def test_a_copy_that_followed_links_can_be_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As by ``cp -rL``: links are folders then."""
+    folder = filled(tmp_path / "c", 1)
     folder.save_best(1, write("best"))
     shutil.copytree(tmp_path / "c", tmp_path / "copy", symlinks=False)
     copy = folder_of(tmp_path / "copy")
@@ -110,54 +92,63 @@ def test_a_copy_that_followed_the_links_is_gone_on_from(tmp_path: Path, caplog: 
     assert "is a folder, not a link: set aside as latest.copied.1" in caplog.text
 
 
-def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    class Killed(BaseException):
-        pass
-
-    def half(folder: Path) -> None:
-        (folder / "a.txt").write_text("half")
-        raise Killed
-
-    folder = folder_of(tmp_path)
-    folder.save(1, write("one"))
-    with pytest.raises(Killed):
-        folder.save(2, half)
-    assert ".step_00000002.partial" in names(tmp_path)
-    again = folder_of(tmp_path)
-    newest = again.newest()
-    assert newest is not None
-    assert newest.name == "step_00000001"
-    assert names(tmp_path) == ["latest", "step_00000001"], "what was half written is gone"
-
-
-@pytest.mark.parametrize("step", ["manifest", "rename", "link"])
-def test_a_process_killed_while_it_publishes_leaves_a_whole_checkpoint(
-    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["content", "manifest", "rename", "link"])
+def test_a_kill_while_saving_leaves_a_whole_checkpoint(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Killed(BaseException):
-        pass
-
     def killed(*_: object, **__: object) -> None:
         raise Killed
 
-    folder = folder_of(tmp_path)
-    folder.save(1, write("one"))
-    if step == "manifest":
-        monkeypatch.setattr("openppo.strategy.checkpoint.manifest.json.dumps", killed)
-    elif step == "rename":
-        monkeypatch.setattr(Path, "rename", killed)
-    else:
-        monkeypatch.setattr(CheckpointFolder, "link", killed)
+    def half(partial: Path) -> None:
+        (partial / "a.txt").write_text("half")
+        raise Killed
+
+    folder = filled(tmp_path, 1, write=write("one"))
+    patches: dict[str, tuple[Any, str]] = {
+        "manifest": (sys.modules["openppo.strategy.checkpoint.folder"].json, "dumps"),  # type: ignore[attr-defined]
+        "rename": (Path, "rename"),
+        "link": (CheckpointFolder, "link"),
+    }
+    if moment in patches:
+        monkeypatch.setattr(*patches[moment], killed)
     with pytest.raises(Killed):
-        folder.save(2, write("two"))
+        folder.save(2, half if moment == "content" else write("two"))
     monkeypatch.undo()
+    assert (tmp_path / "latest" / "a.txt").read_text() == "one", "it never points at half of one"
     newest = folder_of(tmp_path).newest()
     assert newest is not None
-    assert (newest / "a.txt").read_text() == ("two" if step == "link" else "one")
-    assert (tmp_path / "latest" / "a.txt").read_text() == "one", "it never points at half of one"
+    assert (newest / "a.txt").read_text() == ("two" if moment == "link" else "one")
+    assert names(tmp_path) == ["latest", STEP(1)] + [STEP(2)] * (moment == "link"), "the unfinished one is removed"
 
 
-def test_a_rank_that_cannot_write_ends_the_save_on_all_and_older_checkpoints_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", [Killed, OSError])
+def test_the_only_checkpoint_survives_a_failed_replacement(
+    tmp_path: Path, ends: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rename = filled(tmp_path, 1, keep=1, write=write("old")), Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name.endswith(".partial"):
+            raise ends(116, "Stale file handle")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(Killed if ends is Killed else CheckpointError):
+            folder.save(1, write("new"))
+    newest = folder_of(tmp_path, keep=1).newest()
+    assert newest is not None
+    assert (newest / "a.txt").read_text() == "old"
+
+
+def test_a_checkpoint_replaces_one_of_the_same_step(tmp_path: Path) -> None:
+    folder = filled(tmp_path, 1)
+    folder.save(1, write("again"))
+    assert (tmp_path / STEP(1) / "a.txt").read_text() == "again"
+    assert names(tmp_path) == ["latest", STEP(1)]
+
+
+def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path: Path) -> None:
     def work(comm: ThreadComm) -> None:
         folder = CheckpointFolder(tmp_path, comm, keep=1)
         folder.save(1, write("one", f"{comm.rank}.txt"))
@@ -169,12 +160,12 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all_and_older_checkpoints_sta
 
         folder.save(2, fail)
 
-    errors = on_ranks(2, work)
-    for error in errors:
+    for error in ranks_of(2, work):
         assert isinstance(error, CheckpointError)
-        assert "No space left on device (rank 1). Checkpoints that were there before are untouched" in str(error)
-    assert names(tmp_path) == ["latest", "step_00000001"]
-    assert names(tmp_path / "step_00000001") == ["0.txt", "1.txt", "manifest.json"]
+        assert str(error).startswith("on rank 1 (")
+        assert "No space left on device. Checkpoints that were there before are untouched." in str(error)
+    assert names(tmp_path) == ["latest", STEP(1)]
+    assert names(tmp_path / STEP(1)) == ["0.txt", "1.txt", "manifest.json"]
 
 
 def write_both(path: Path) -> None:
@@ -195,7 +186,7 @@ def flip(path: Path) -> None:
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "a file that is cut": cut,
     "a bit that has flipped": flip,
-    "a file that is gone": lambda path: (path / "b.txt").unlink(),
+    "a missing file": lambda path: (path / "b.txt").unlink(),
     "a manifest that is cut": lambda path: (path / "manifest.json").write_text('{"format": 1, "fil'),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
     "a manifest of something else": lambda path: (path / "manifest.json").write_text("[]"),
@@ -204,21 +195,68 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_set_aside_for_the_previous(
     tmp_path: Path, damage: str, ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def save(comm: ThreadComm) -> None:
-        folder = CheckpointFolder(tmp_path, comm, keep=3)
-        for step in (1, 2):
-            folder.save(step, write_both)
-
-    on_ranks(ranks, save)
-    DAMAGE[damage](tmp_path / "step_00000002")
+    filled(tmp_path, 2, write=write_both)
+    DAMAGE[damage](tmp_path / STEP(2))
     with caplog.at_level(logging.WARNING, "openppo"):
-        found = on_ranks(ranks, lambda comm: CheckpointFolder(tmp_path, comm, keep=3).newest())
-    assert found == [tmp_path / "step_00000001"] * ranks
+        found = ranks_of(ranks, lambda comm: CheckpointFolder(tmp_path, comm, keep=3).newest())
+    assert found == [tmp_path / STEP(1)] * ranks
     assert "step_00000002 is damaged" in caplog.text
-    assert "step_00000002.damaged.1" in names(tmp_path)
+    assert names(tmp_path) == ["latest", STEP(1), STEP(2) + ".damaged.1"]
+    assert (tmp_path / "latest").resolve() == tmp_path / STEP(1)
+
+
+def test_damage_of_all_checkpoints_is_an_error(tmp_path: Path) -> None:
+    folder = filled(tmp_path, 2, write=write_both)
+    for step in (1, 2):
+        cut(tmp_path / STEP(step))
+    for _ in range(2):  # torchrun --max_restarts starts again with the same command
+        with pytest.raises(ValueError, match="all checkpoints there are damaged.*without --load_checkpoint"):
+            folder.newest()
+        assert names(tmp_path) == ["latest", STEP(1), STEP(2)], "they stay as they are"
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), OSError(errno.ESTALE, "Stale")])
+@pytest.mark.parametrize("name", ["manifest.json", "a.txt"])
+def test_an_unreadable_checkpoint_is_not_taken_for_damaged(
+    tmp_path: Path, name: str, error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real = filled(tmp_path, 2), io.open
+
+    def open_or_fail(file: Any, *arguments: Any, **options: Any) -> Any:
+        if str(file) == str(tmp_path / STEP(2) / name):
+            raise error
+        return real(file, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", open_or_fail)
+        with pytest.raises(ValueError, match="step_00000002: cannot be read .*another --ckpt_path"):
+            folder.newest()
+    assert names(tmp_path) == ["latest", STEP(1), STEP(2)]
+    assert folder.newest() == tmp_path / STEP(2)
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
+    folder = filled(tmp_path, 1)
+    (tmp_path / STEP(1) / "manifest.json").write_text('{"format": 99, "files": {}}')
+    with pytest.raises(ValueError, match="format 99 is of another version of OpenPPO; this one reads 2"):
+        folder.newest()
+    assert names(tmp_path) == ["latest", STEP(1)]
+
+
+def test_changes_to_the_model_in_a_checkpoint_are_no_damage(tmp_path: Path) -> None:
+    def write_with_model(partial: Path) -> None:
+        write_both(partial)
+        (partial / "model").mkdir()
+        (partial / "model" / "config.json").write_text("{}")
+
+    folder = filled(tmp_path, 1, write=write_with_model)
+    (tmp_path / STEP(1) / "model" / "config.json").write_text('{"edited": true}')
+    assert folder.newest() == tmp_path / STEP(1)
+    shutil.rmtree(tmp_path / STEP(1) / "model")
+    assert folder.newest() == tmp_path / STEP(1)
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -226,26 +264,38 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 99_999_999, 100_000_000):
         folder.save(step, write(str(step)))
     assert names(tmp_path) == ["latest", "step_100000000", "step_99999999"]
-    newest = folder.newest()
-    assert newest is not None
-    assert newest.name == "step_100000000"
+    assert folder.newest() == tmp_path / "step_100000000"
 
 
-def test_an_earlier_runs_checkpoints_are_set_aside_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_best_model_replaces_the_previous_one(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    for step in (7, 3):
+        folder.save_best(step, write(str(step)))
+    assert (tmp_path / "best" / "a.txt").read_text() == "3"
+    assert names(tmp_path) == ["best", "best_step_00000003"]
+    assert folder.newest() is None, "it is a model, no checkpoint"
+
+
+def test_only_what_an_earlier_run_saved_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With --ckpt_path at or above --save_path models, logs and data are there too."""
     folder = folder_of(tmp_path / "c")
     folder.set_aside()
     assert names(tmp_path) == ["c"], "an empty folder stays"
     folder.save(4, write("four"))
+    folder.save_best(3, write("three"))
+    (tmp_path / "c" / "logs").mkdir()
+    (tmp_path / "c" / "config.json").write_text("{}")
     folder_of(tmp_path / "c").set_aside()
-    assert names(tmp_path) == ["c", "c.1"]
-    assert names(tmp_path / "c") == []
-    assert "--load_checkpoint would have gone on from them" in caplog.text
+    assert names(tmp_path / "c") == ["config.json", "logs"]
+    assert names(tmp_path / "c.1") == ["best", "best_step_00000003", "latest", STEP(4)]
+    assert (tmp_path / "c.1" / "latest" / "a.txt").read_text() == "four"
+    assert "--load_checkpoint would have resumed from them" in caplog.text
 
 
-def test_the_best_model_of_an_earlier_run_is_set_aside_where_it_is_all_there_is(
+def test_an_earlier_best_model_without_checkpoints_is_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of --save_steps 0: the first evaluation of a new run would have replaced it."""
+    """With --save_steps 0 the first evaluation of a new run would replace it."""
     folder_of(tmp_path / "c").save_best(7, write("seven"))
     folder = folder_of(tmp_path / "c")
     folder.set_aside()
@@ -255,65 +305,26 @@ def test_the_best_model_of_an_earlier_run_is_set_aside_where_it_is_all_there_is(
     assert f"the best model of an earlier run is kept in {tmp_path}/c.1" in caplog.text
 
 
-def test_hosts_without_a_shared_folder_each_hold_a_whole_checkpoint(tmp_path: Path) -> None:
-    def work(comm: ThreadComm) -> list[int]:
-        folder = CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3)
-        for step in (1, 2):
-            folder.save(step, write(str(comm.rank), f"{comm.rank}.txt"))
-        return folder.neighbours
+def test_setting_aside_moves_everything_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount point cannot be moved: its neighbour is another disk."""
+    folder, real = filled(tmp_path / "c", 2), Path.rename
+    before = names(tmp_path / "c")
 
-    assert on_ranks(4, work) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert names(tmp_path / "0" / "step_00000002") == ["0.txt", "1.txt", "manifest.json"]
-    assert names(tmp_path / "1" / "step_00000002") == ["2.txt", "3.txt", "manifest.json"]
-    shutil.rmtree(tmp_path / "1" / "step_00000002")  # what one host lacks is of no use to the others
-    found = on_ranks(4, lambda comm: CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3).newest())
-    assert [path.name for path in found] == ["step_00000001"] * 4
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == STEP(2) and target.parent.name == "c.1":
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return real(path, target)
 
-
-@pytest.mark.parametrize("killed_at", ["before its rename", "between its renames"])
-def test_hosts_killed_while_they_replace_a_checkpoint_go_on_from_one_save(
-    tmp_path: Path, killed_at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Host 0 had the new save of the step already, host 1 had not."""
-
-    def folder_on(comm: ThreadComm) -> CheckpointFolder:
-        return CheckpointFolder(tmp_path / str(comm.rank), comm, keep=1)
-
-    on_ranks(2, lambda comm: folder_on(comm).save(4, write(f"old of {comm.rank}")))
-    shutil.copytree(tmp_path / "1" / "step_00000004", tmp_path / "old")
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "_remove_replaced", lambda self: None)
-        on_ranks(2, lambda comm: folder_on(comm).save(4, write(f"new of {comm.rank}")))
-    shutil.rmtree(tmp_path / "1" / "step_00000004")
-    shutil.rmtree(tmp_path / "1" / "step_00000004.replaced")
-    place = "step_00000004" if killed_at == "before its rename" else "step_00000004.replaced"
-    (tmp_path / "old").rename(tmp_path / "1" / place)
-
-    found = on_ranks(2, lambda comm: folder_on(comm).newest())
-    assert [(path / "a.txt").read_text() for path in found] == ["old of 0", "old of 1"]
-    assert [names(tmp_path / host) for host in "01"] == [["latest", "step_00000004"]] * 2
-
-
-def test_parts_of_different_saves_are_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Host 1 was given the folder of another run with the same steps."""
-
-    def save(comm: ThreadComm) -> None:
-        folder = CheckpointFolder(tmp_path / str(comm.rank), comm, keep=3)
-        for step in (1, 2):
-            folder.save(step, write(str(comm.rank)))
-
-    on_ranks(2, save)
-    folder_of(tmp_path / "another").save(2, write("1"))
-    shutil.rmtree(tmp_path / "1" / "step_00000002")
-    shutil.copytree(tmp_path / "another" / "step_00000002", tmp_path / "1" / "step_00000002")
-    found = on_ranks(2, lambda comm: CheckpointFolder(tmp_path / str(comm.rank), comm, keep=3).newest())
-    assert [path.name for path in found] == ["step_00000001"] * 2
-    assert "is damaged (its parts on several hosts are not of one save): set aside" in caplog.text
-    assert all("step_00000002.damaged.1" in names(tmp_path / host) for host in "01")
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(ValueError, match="cannot be set aside"):
+            folder.set_aside()
+    assert names(tmp_path / "c") == before
+    assert names(tmp_path) == ["c"]
 
 
 @pytest.mark.parametrize("name", ["global_step5/mp_rank_00_model_states.pt", "optimizer.bin", "x.ckpt"])
-def test_a_pickle_from_elsewhere_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+def test_a_foreign_pickle_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch /tmp/pwned'\ntR.")
     with pytest.raises(ValueError, match=f"--ckpt_path .*{name.split('/')[-1]}, a pickle, which could run any code"):
@@ -322,13 +333,20 @@ def test_a_pickle_from_elsewhere_is_refused_with_the_reason(tmp_path: Path, name
 
 def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    errors = on_ranks(2, lambda comm: CheckpointFolder(tmp_path / ("file" if comm.rank else "c") / "x", comm, keep=1))
+    errors = ranks_of(2, lambda comm: CheckpointFolder(tmp_path / "file" / "x", comm, keep=1))
     assert all("--ckpt_path" in str(error) and "choose another folder" in str(error) for error in errors)
 
 
-def test_too_little_space_is_an_error_on_all_ranks_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_without_a_shared_folder_end_at_once(tmp_path: Path) -> None:
+    for host in "01":
+        (tmp_path / host).mkdir()
+    for error in ranks_of(4, lambda comm: CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3)):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith("on rank 2 (")
+        assert "Several hosts need a shared --ckpt_path" in str(error)
+
+
+def test_too_little_space_is_an_error_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 0, 3 * 2**30))  # type: ignore[attr-defined]
 
     def work(comm: ThreadComm) -> None:
@@ -336,22 +354,9 @@ def test_too_little_space_is_an_error_on_all_ranks_before_anything_is_written(
         folder.check_space(2**30, "make room.")
         folder.check_space(2**31, "make room.")
 
-    for error in on_ranks(2, work):
+    for error in ranks_of(2, work):
         assert isinstance(error, CheckpointError)
         assert "a checkpoint takes 4.00 GiB and 3.00 GiB are free there: make room" in str(error)
-        assert "make room" in str(error)
-
-
-def test_space_is_checked_on_hosts_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
-    """Ranks that asked once for each neighbour waited for each other."""
-
-    def work(comm: ThreadComm) -> str:
-        folder = CheckpointFolder(tmp_path / ("a" if comm.rank < 3 else "b"), comm, keep=1)
-        folder.check_space(2**60 if comm.rank == 3 else 1, "make room")
-        return "enough"
-
-    errors = on_ranks(4, work)
-    assert all("takes 1073741824.00 GiB" in str(error) and "(rank 3)" in str(error) for error in errors)
 
 
 @pytest.fixture
@@ -366,148 +371,20 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-def test_a_disk_that_fills_up_while_writing_loses_no_older_checkpoint(full_disk: Path) -> None:
-    folder = folder_of(full_disk, keep=1)
-    folder.save(1, lambda path: save_file({"a": torch.ones(50_000)}, path / "a.safetensors"))
+def test_a_disk_that_fills_up_loses_no_older_checkpoint(full_disk: Path) -> None:
+    def write_zeros(n: int) -> Callable[[Path], None]:
+        return lambda path: save_file({"a": torch.zeros(n)}, path / "a.safetensors")
+
+    folder = filled(full_disk, 1, keep=1, write=write_zeros(50_000))
     with pytest.raises(CheckpointError, match=r"--ckpt_path .*No space left|os error 28"):
-        folder.save(2, lambda path: save_file({"a": torch.ones(500_000)}, path / "a.safetensors"))
-    assert names(full_disk) == ["latest", "step_00000001"]
-    newest = folder.newest()
-    assert newest is not None
-    folder.save(3, lambda path: save_file({"a": torch.zeros(50_000)}, path / "a.safetensors"))
-    assert names(full_disk) == ["latest", "step_00000003"]
+        folder.save(2, write_zeros(500_000))
+    assert names(full_disk) == ["latest", STEP(1)]
+    assert folder.newest() == full_disk / STEP(1)
+    folder.save(3, write_zeros(50_000))
+    assert names(full_disk) == ["latest", STEP(3)]
 
 
-def test_the_best_model_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-    folder.save_best(3, write("three"))
-    folder.save_best(7, write("seven"))
-    assert (tmp_path / "best" / "a.txt").read_text() == "seven"
-    assert names(tmp_path) == ["best", "best_step_00000007"]
-    assert folder.newest() is None, "it is a model, no checkpoint"
-
-
-def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-    folder.save(1, write("sampling"))
-    folder.save(1, write("training"))
-    assert (tmp_path / "step_00000001" / "a.txt").read_text() == "training"
-    assert names(tmp_path) == ["latest", "step_00000001"]
-
-
-@pytest.mark.parametrize("ends", ["killed", "an error"])
-def test_the_only_checkpoint_survives_when_its_replacement_fails(
-    tmp_path: Path, ends: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(BaseException):
-        pass
-
-    folder, rename = folder_of(tmp_path, keep=1), Path.rename
-    folder.save(1, write("old"))
-
-    def failing(self: Path, target: Path) -> Path:
-        if self.name.endswith(".partial"):
-            raise Killed if ends == "killed" else OSError(116, "Stale file handle")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(Killed if ends == "killed" else CheckpointError):
-        folder.save(1, write("new"))
-    monkeypatch.undo()
-    newest = folder_of(tmp_path, keep=1).newest()
-    assert newest is not None
-    assert (newest / "a.txt").read_text() == "old"
-
-
-def test_when_all_are_damaged_the_run_does_not_start_over_in_silence(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-    for step in (1, 2):
-        folder.save(step, write_both)
-        cut(tmp_path / f"step_{step:08d}")
-    for _ in range(2):  # torchrun --max_restarts starts again with the same command
-        with pytest.raises(ValueError, match="all checkpoints there are damaged.*without --load_checkpoint"):
-            folder.newest()
-        assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"], "they stay as they are"
-
-
-def test_checkpoints_stay_when_the_disk_of_one_host_is_missing(tmp_path: Path) -> None:
-    def save(comm: ThreadComm) -> None:
-        folder = CheckpointFolder(tmp_path / str(comm.rank), comm, keep=3)
-        for step in (1, 2):
-            folder.save(step, write(str(comm.rank)))
-
-    def newest(comm: ThreadComm) -> Path | None:
-        return CheckpointFolder(tmp_path / str(comm.rank), comm, keep=3).newest()
-
-    on_ranks(2, save)
-    (tmp_path / "1").rename(tmp_path / "unmounted")
-    assert all("If a disk is missing" in str(error) for error in on_ranks(2, newest))
-    shutil.rmtree(tmp_path / "1")
-    (tmp_path / "unmounted").rename(tmp_path / "1")
-    assert on_ranks(2, newest) == [tmp_path / "0" / "step_00000002", tmp_path / "1" / "step_00000002"]
-
-
-@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), OSError(errno.ESTALE, "Stale")])
-@pytest.mark.parametrize("name", ["manifest.json", "a.txt"])
-def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(
-    tmp_path: Path, name: str, error: OSError, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = folder_of(tmp_path)
-    for step in (1, 2):
-        folder.save(step, write("text"))
-    real = io.open
-
-    def open_or_fail(file: Any, *arguments: Any, **options: Any) -> Any:
-        if str(file) == str(tmp_path / "step_00000002" / name):
-            raise error
-        return real(file, *arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(io, "open", open_or_fail)
-        with pytest.raises(ValueError, match="step_00000002: cannot be read .*another --ckpt_path"):
-            folder.newest()
-    assert names(tmp_path) == ["latest", "step_00000001", "step_00000002"]
-    assert folder.newest() == tmp_path / "step_00000002"
-
-
-def test_what_becomes_of_the_model_in_a_checkpoint_damages_nothing(tmp_path: Path) -> None:
-    def write_with_model(partial: Path) -> None:
-        write_both(partial)
-        (partial / "model").mkdir()
-        (partial / "model" / "config.json").write_text("{}")
-
-    folder = folder_of(tmp_path)
-    folder.save(1, write_with_model)
-    (tmp_path / "step_00000001" / "model" / "config.json").write_text('{"edited": true}')
-    assert folder.newest() == tmp_path / "step_00000001"
-    shutil.rmtree(tmp_path / "step_00000001" / "model")
-    assert folder.newest() == tmp_path / "step_00000001"
-
-
-def test_setting_aside_leaves_what_is_not_a_checkpoint(tmp_path: Path) -> None:
-    """With --ckpt_path at or above --save_path models, logs and data lie there too."""
-    folder = folder_of(tmp_path / "c")
-    folder.save(4, write("four"))
-    folder.save_best(3, write("three"))
-    (tmp_path / "c" / "logs").mkdir()
-    (tmp_path / "c" / "config.json").write_text("{}")
-    folder.set_aside()
-    assert names(tmp_path / "c") == ["config.json", "logs"]
-    assert names(tmp_path / "c.1") == ["best", "best_step_00000003", "latest", "step_00000004"]
-    assert (tmp_path / "c.1" / "latest" / "a.txt").read_text() == "four"
-
-
-def test_a_checkpoint_of_another_version_is_no_damaged_one(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-    folder.save(1, write("one"))
-    (tmp_path / "step_00000001" / "manifest.json").write_text('{"format": 99, "files": {}}')
-    with pytest.raises(ValueError, match="format 99 is of another version of OpenPPO; this one reads 2"):
-        folder.newest()
-    assert names(tmp_path) == ["latest", "step_00000001"]
-
-
-def test_a_second_run_in_the_folder_of_a_living_one_is_refused(tmp_path: Path) -> None:
-    """Until the first has ended, even by a kill."""
+def test_a_second_run_in_the_folder_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from openppo.strategy.checkpoint import CheckpointFolder; "
         "from openppo.types import SingleProcess; folder = CheckpointFolder(Path(sys.argv[1]), SingleProcess(), 3); "
@@ -522,44 +399,3 @@ def test_a_second_run_in_the_folder_of_a_living_one_is_refused(tmp_path: Path) -
         finally:
             other.kill()
     folder_of(tmp_path).save(1, write("one"))
-
-
-def test_what_cannot_be_moved_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mount point: its neighbour is another disk."""
-    folder = folder_of(tmp_path / "c")
-    for step in (1, 2):
-        folder.save(step, write("text"))
-    before, real = names(tmp_path / "c"), Path.rename
-
-    def rename(path: Path, target: Path) -> Path:
-        if path.name == "step_00000002" and target.parent.name == "c.1":
-            raise OSError(errno.EXDEV, "Invalid cross-device link")
-        return real(path, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", rename)
-        with pytest.raises(ValueError, match="cannot be set aside"):
-            folder.set_aside()
-    assert names(tmp_path / "c") == before
-    assert names(tmp_path) == ["c"]
-
-
-def test_nothing_is_replaced_by_an_older_save_because_the_newer_cannot_be_read_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = folder_of(tmp_path)
-    folder.save(4, write("old"))
-    monkeypatch.setattr(CheckpointFolder, "_remove_replaced", lambda self: None)
-    folder.save(4, write("new"))
-    real = io.open
-
-    def open_or_fail(file: Any, *arguments: Any, **options: Any) -> Any:
-        if str(file) == str(tmp_path / "step_00000004" / "manifest.json"):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return real(file, *arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(io, "open", open_or_fail)
-        with pytest.raises(ValueError, match="cannot be read"):
-            folder.newest()
-    assert (tmp_path / "step_00000004" / "a.txt").read_text() == "new"

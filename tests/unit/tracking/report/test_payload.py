@@ -1,4 +1,4 @@
-"""What the page is told: curves thinned out honestly, samples within a bound, each joined to its own tokens."""
+"""Data of the page: curves thinned out honestly, samples within a bound, each joined to its own tokens."""
 
 from __future__ import annotations
 
@@ -34,51 +34,39 @@ def test_every_beginning_of_evenly_is_spread_evenly() -> None:
             assert max(gaps) <= 2 * (n - 1) / (taken - 1) + 1
 
 
-def test_curves_of_few_reports_are_those_reports() -> None:
-    rows = [{"step": s, "time": 3600.0 * s, "a": s / 7, "eval_b": 1.0} for s in range(1, 6)]
-    made = curves(rows, 100, evaluation=False)
-    assert made["every"] == 1
-    assert made["steps"] == [1, 2, 3, 4, 5]
-    assert made["hours"] == [0, 1, 2, 3, 4]
-    assert made["values"] == {"a": [0.14286, 0.28571, 0.42857, 0.57143, 0.71429]}
-
-
-def test_of_many_reports_a_point_is_their_mean_and_of_a_maximum_the_maximum() -> None:
-    rows = [{"step": s, "time": 0.0, "a": float(s), "ratio_max": float(s % 3), "b": None} for s in range(10)]
-    made = curves(rows, 4, evaluation=False)
-    assert made["every"] == 3
-    assert made["steps"] == [2, 5, 8, 9]
-    assert made["values"] == {"a": [1, 4, 7, 9], "ratio_max": [2, 2, 2, 0], "b": [None] * 4}
-
-
-def test_evaluations_are_a_table_of_their_own_with_the_one_before_training() -> None:
-    rows = [{"step": 0, "time": 5.0, "eval_reward": 0.1}, {"step": 1, "time": 6.0, "reward": 0.2, "eval_reward": 0.3}]
-    made = payload([RunData(Path("run"), rows)])["runs"][0]
-    assert made["curves"]["steps"] == [1]
-    assert made["curves"]["values"] == {"reward": [0.2]}
-    assert made["evaluations"]["steps"] == [0, 1]
-    assert made["evaluations"]["values"] == {"eval_reward": [0.1, 0.3]}
-
-
-def test_hours_of_training_and_evaluations_begin_together() -> None:
+def test_a_curve_has_a_point_for_each_report_or_the_mean_of_several() -> None:
     rows = [
-        {"step": s, "time": 7200.0 + 3600 * s, "a": 1.0} | ({"eval_b": 1.0} if s % 2 == 0 else {}) for s in (1, 2, 4)
+        {"step": s, "time": 3600.0 * s, "a": s / 7, "ratio_max": s % 3, "b": None, "eval_b": 1.0} for s in range(10)
+    ]
+    made = curves(rows[1:6], 100, evaluation=False)
+    assert (made["every"], made["steps"], made["hours"]) == (1, [1, 2, 3, 4, 5], [0, 1, 2, 3, 4])
+    assert made["values"]["a"] == [0.14286, 0.28571, 0.42857, 0.57143, 0.71429]
+    made = curves(rows, 4, evaluation=False)
+    assert (made["every"], made["steps"]) == (3, [2, 5, 8, 9])
+    of_maximum = {"ratio_max": [2, 2, 2, 0], "b": [None] * 4}
+    assert made["values"] == {"a": [0.14286, 0.57143, 1.0, 1.2857], **of_maximum}
+
+
+def test_evaluations_are_a_table_of_their_own_over_the_same_hours() -> None:
+    rows = [
+        {"step": s, "time": 7200.0 + 3600 * s}
+        | ({"a": s / 10} if s > 0 else {})
+        | ({"eval_b": 0.5} if s % 2 == 0 else {})
+        for s in (0, 1, 2, 4)
     ]
     made = payload([RunData(Path("run"), rows)])["runs"][0]
-    assert made["curves"]["hours"] == [0, 1, 3]
-    assert (made["evaluations"]["steps"], made["evaluations"]["hours"]) == ([2, 4], [1, 3])
+    assert (made["curves"]["steps"], made["curves"]["hours"]) == ([1, 2, 4], [1, 2, 4])
+    assert made["curves"]["values"] == {"a": [0.1, 0.2, 0.4]}
+    assert (made["evaluations"]["steps"], made["evaluations"]["hours"]) == ([0, 2, 4], [0, 2, 4])
+    assert made["evaluations"]["values"] == {"eval_b": [0.5, 0.5, 0.5]}
 
 
 def test_samples_get_their_own_tokens() -> None:
     keys = [(step, evaluation, number) for step in (1, 2) for evaluation in (True, False) for number in (0, 1)]
     samples = [line(step, 100, evaluation, number) for step, evaluation, number in keys]
     tokens = [
-        LogLine(
-            step,
-            line(step, 100, evaluation, number).text.replace('["a"]', f'["{step}{evaluation}{number}"]'),
-            evaluation,
-        )
-        for step, evaluation, number in reversed(keys)
+        LogLine(step, line(step, 100, evaluation, n).text.replace('"a"', f'"{step}{evaluation}{n}"'), evaluation)
+        for step, evaluation, n in reversed(keys)
     ]
     rows, n_steps, n_all = sample_rows(samples, tokens, 10**6)
     assert (n_steps, n_all) == (2, 2)
@@ -132,11 +120,8 @@ def test_a_page_stays_below_5_mb_whatever_is_written_and_however_much_is_measure
     make_run: MakeRun, text: str, n_metrics: int
 ) -> None:
     row = dict.fromkeys([f"metric_{i}" for i in range(n_metrics)], -0.00123456)
-    samples = [
-        {"step": s, "sample": n, "prompt": "p", "response": text * 300, "reward": 1.0}
-        for s in range(300)
-        for n in range(8)
-    ]
+    sample = {"prompt": "p", "response": text * 300, "reward": 1.0}
+    samples = [{"step": s, "sample": n, **sample} for s in range(300) for n in range(8)]
     page = render([read_run(make_run("a", [{"step": s, "time": 1.0, **row} for s in range(300)], samples, []))])
     assert 1_000_000 < len(page.encode()) < 5_000_000
 

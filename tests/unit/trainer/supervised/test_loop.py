@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from openppo.config import BatchConfig, RunConfig, SupervisedConfig, TrainSFTConfig
 from openppo.tracking import Trackers
-from openppo.trainer.supervised.loop import SupervisedTrainer
-from openppo.types import SingleProcess
+from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
+from openppo.types import Interrupted, SingleProcess
 
 
 class Trainer(SupervisedTrainer[int]):
@@ -26,38 +27,44 @@ class Trainer(SupervisedTrainer[int]):
         return {"loss": 1 / (3 - self.global_step)}
 
 
-def test_a_run_that_fails_closes_its_trackers_and_raises_what_ended_it() -> None:
+def fitted(**run: Any) -> tuple[Trainer, list[Any]]:
+    """A trainer without a model, and what its trackers and its strategy are told."""
     calls: list[Any] = []
     tracker: Any = SimpleNamespace(
         errors=(OSError,), log=lambda step, metrics: calls.append(step), close=lambda: calls.append("closed")
     )
-    strategy = SimpleNamespace(comm=SingleProcess(), device="cpu", is_main=True)
-    parts: Any = SimpleNamespace(
-        strategy=strategy, train_examples=[1] * 10, eval_examples=[], trackers=Trackers([tracker]), checkpointer=None
+    strategy = SimpleNamespace(
+        comm=SingleProcess(), device="cpu", is_main=True, save_pretrained=lambda *_: calls.append("saved")
     )
-    trainer = Trainer(TrainSFTConfig(SupervisedConfig("model", "data"), batch=BatchConfig(1)), parts)
+    model: Any = SimpleNamespace(module=SimpleNamespace(model=None))
+    components: Any = SupervisedComponents(strategy, None, model, [1] * 10, [], Trackers([tracker]))  # type: ignore[arg-type]
+    config = TrainSFTConfig(SupervisedConfig("model", "data"), batch=BatchConfig(1), run=RunConfig(**run))
+    return Trainer(config, components), calls
+
+
+def test_a_failed_run_closes_its_trackers_and_raises() -> None:
+    trainer, calls = fitted()
     with pytest.raises(ZeroDivisionError):
         trainer.fit()
     assert calls == [1, 2, "closed"]
 
 
 def test_a_condition_on_a_metric_ends_the_run_with_its_model_saved() -> None:
-    calls: list[Any] = []
-    tracker: Any = SimpleNamespace(errors=(OSError,), log=lambda step, metrics: calls.append(step), close=lambda: None)
-    strategy = SimpleNamespace(
-        comm=SingleProcess(), device="cpu", is_main=True, save_pretrained=lambda *_: calls.append("saved")
-    )
-    engine = SimpleNamespace(module=SimpleNamespace(model=None))
-    parts: Any = SimpleNamespace(
-        strategy=strategy,
-        train_examples=[1] * 10,
-        eval_examples=[],
-        trackers=Trackers([tracker]),
-        checkpointer=None,
-        engine=engine,
-        tokenizer=None,
-    )
-    run = RunConfig(stop_when=("grad_norm > 9", "loss >= 1"), logging_steps=100)
-    trainer = Trainer(TrainSFTConfig(SupervisedConfig("model", "data"), batch=BatchConfig(1), run=run), parts)
+    trainer, calls = fitted(stop_when=("grad_norm > 9", "loss >= 1"), logging_steps=100)
     trainer.fit()  # losses 1/2, 1, then an error
-    assert calls == [2, "saved"]
+    assert calls == [2, "saved", "closed"]
+
+
+def test_a_signal_lets_the_step_finish() -> None:
+    """It arrives in the first step; the report of that step comes before the checkpoint."""
+    trainer, calls = fitted()
+
+    def requested() -> None:
+        if trainer.global_step > 0:
+            raise Interrupted("SIGTERM")
+
+    trainer.components.stop = requested  # type: ignore[assignment]
+    trainer.save_checkpoint = lambda: calls.append(trainer.global_step) or Path("checkpoint")  # type: ignore[func-returns-value, method-assign]
+    trainer.components.checkpointer = SimpleNamespace(due=lambda *_: False)  # type: ignore[assignment]
+    trainer.fit()
+    assert calls == [1, 1, "closed"]

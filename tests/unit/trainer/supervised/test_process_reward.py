@@ -16,7 +16,7 @@ from openppo.config import BatchConfig, ProcessConfig, SupervisedConfig, TrainPR
 from openppo.datasets import ProcessExample
 from openppo.models.scalar_head import ProcessRewardModel
 from openppo.tracking import Metrics
-from openppo.trainer.supervised.process_reward import ProcessRewardTrainer
+from openppo.trainer.supervised.trainers import ProcessRewardTrainer
 from openppo.types import SingleProcess
 
 Comm = Callable[[int, int], Any]

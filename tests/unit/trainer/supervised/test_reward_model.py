@@ -12,7 +12,7 @@ from transformers import LlamaForSequenceClassification
 from openppo.config import BatchConfig, SupervisedConfig, TrainRMConfig
 from openppo.datasets import PreferenceExample
 from openppo.models.scalar_head import ScalarHeadModel
-from openppo.trainer.supervised.reward_model import RewardModelTrainer, spread
+from openppo.trainer.supervised.trainers import RewardModelTrainer, spread
 from openppo.types import Interrupted, SingleProcess
 
 PAIRS = [PreferenceExample([3 + i] * (2 + i), [9 - i, 4]) for i in range(5)]
@@ -38,7 +38,7 @@ def test_mean_and_std_are_those_of_both_sides_of_held_out_or_else_training_pairs
     )
     parts: Any = SimpleNamespace(
         strategy=strategy,
-        engine=Engine(),
+        model=Engine(),
         tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=None),
         train_examples=PAIRS,
         eval_examples=PAIRS[:n_held_out],

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from openppo.trainer.callbacks import Callback
-from openppo.trainer.resume.ppo_state import restore_callbacks
+from openppo.trainer.callbacks import Callback, restore_callbacks
 
 
 class First(Callback):

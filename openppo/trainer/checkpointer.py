@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run: engines, averages, random numbers, and what the trainer itself has to remember."""
+"""Checkpoints of a whole run: models, averages, random numbers, and the state of the trainer."""
 
 from __future__ import annotations
 
@@ -6,30 +6,41 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
-from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder, Fragment, FragmentReader, write_fragments
-from openppo.strategy.checkpoint.engine_state import engine_fragments, engine_numbers, fragment_bytes, load_engine
-from openppo.strategy.checkpoint.manifest import MODEL
+from openppo.strategy import interrupt
+from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
+from openppo.strategy.checkpoint.engine_state import (
+    Fragment,
+    FragmentReader,
+    engine_fragments,
+    engine_numbers,
+    fragment_bytes,
+    load_engine,
+    write_fragments,
+)
+from openppo.strategy.checkpoint.folder import MODEL
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state, set_random_state
+from openppo.strategy.comm import collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import set_aside_model
 from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
-from openppo.trainer.startup import on_all_ranks
+from openppo.types import Comm, Interrupted
 
 logger = logging.getLogger("openppo")
 
-_STATE, _RANDOM, _EXTRA = "state.json", "random.safetensors", "extra.safetensors"
+_STATE, _RANDOM = "state.json", "random.safetensors"
 _SLACK_BYTES = 16 * 2**20
 """For what is small: random numbers, the trainer's state, a tokenizer."""
 
@@ -40,6 +51,51 @@ def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
         f"stopped by {signal} after {step} of {total} steps. The same command with --load_checkpoint goes on from "
         f"{checkpoint}; 'openppo export {shlex.quote(str(checkpoint))} FOLDER' makes a model of it"
     )
+
+
+class SignalStop:
+    """``StopCheck`` of signals; where no command has installed handlers for them, it never stops."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def requested(self) -> bool:
+        """Whether this rank has a signal; others may not know yet."""
+        return interrupt.requested() is not None
+
+    def __call__(self) -> None:
+        """Raise ``Interrupted`` on all ranks if one of them has a signal. All ranks call this together."""
+        if not interrupt.installed():
+            return
+        if int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
+            names = self.comm.all_gather_object(interrupt.requested())
+            raise Interrupted(next(name for name in names if name is not None))
+
+
+@contextmanager
+def ensure_checkpoint_on_save_error(
+    checkpointer: Checkpointer | None, step: int, save_checkpoint: Callable[[], Path]
+) -> Iterator[None]:
+    """If saving the model fails, make sure that a checkpoint of ``step`` exists, and name it in the error.
+
+    The block raises ``OSError`` on all ranks or none. ``CheckpointError`` if no checkpoint can be written either.
+    """
+    try:
+        yield
+    except OSError as error:
+        if checkpointer is None:
+            raise
+        try:
+            kept = checkpointer.kept(step) or save_checkpoint()
+        except CheckpointError as failure:
+            raise CheckpointError(
+                f"{error}. Nor could a checkpoint be written, so that what was trained since the last one is lost: "
+                f"{failure}"
+            ) from error
+        raise OSError(
+            f"{error}. All that was trained is in {kept}: make room, or choose another --save_path beside "
+            f"--ckpt_path {kept.parent}, and the same command with --load_checkpoint writes the model."
+        ) from error
 
 
 class Checkpointer:
@@ -62,7 +118,7 @@ class Checkpointer:
         path = self.options.ckpt_path or str(Path(config.run.save_path) / f"checkpoints_{kind}")
         flag = "--ckpt_path" if self.options.ckpt_path else "--save_path"
         folder = Path(path).resolve()
-        on_all_ranks(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
+        collective(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
         self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
         self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents}
         self.engines: dict[str, TrainableModel] = {}
@@ -109,7 +165,7 @@ class Checkpointer:
             except OSError as error:
                 raise ValueError(f"--save_path: an earlier run's model cannot be set aside ({error}).") from error
 
-        on_all_ranks(self.comm, set_aside)
+        collective(self.comm, set_aside)
 
     def check_space(self, n_extra: int = 0, what: str = "a checkpoint takes") -> None:
         """Raise ``CheckpointError`` if the disk has no room for another checkpoint, ``n_extra`` bytes of it extra."""
@@ -119,7 +175,7 @@ class Checkpointer:
         if self.options.save_hf_ckpt and self.strategy.is_main:
             n_bytes += _model_bytes(next(iter(self.engines.values())))
         self.folder.check_space(
-            n_bytes + (n_extra if self.folder.leads else 0) + _SLACK_BYTES // self.comm.world_size,
+            n_bytes + (n_extra if self.strategy.is_main else 0) + _SLACK_BYTES // self.comm.world_size,
             "make room, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped",
             what,
         )
@@ -138,15 +194,14 @@ class Checkpointer:
         step: int,
         state: Mapping[str, Any],
         write_model: Callable[[Path], None],
-        extra: Mapping[str, Tensor] | None = None,
         random_state: RandomState | None = None,
     ) -> Path:
         """Write a checkpoint of ``step``; ``CheckpointError`` on all ranks if one of them cannot.
 
-        ``state`` of the trainer is JSON, ``extra`` are tensors, both the same on all ranks. ``random_state`` stands for
-        that of now. ``write_model`` writes the Hugging Face folder of ``--save_hf_ckpt``.
+        ``state`` of the trainer is JSON, the same on all ranks. ``write_model`` writes the Hugging Face folder of
+        ``--save_hf_ckpt``. ``random_state`` replaces the current one.
         """
-        self.check_space(sum(tensor.nbytes for tensor in (extra or {}).values()))
+        self.check_space()
         numbers = {role: engine_numbers(engine) for role, engine in self.engines.items()}
         everyones = self.comm.all_gather_object(random_state or get_random_state())
         whole = {**self.identity, "step": step, "engines": numbers, "best": self.best, "trainer": state}
@@ -158,10 +213,9 @@ class Checkpointer:
                 write_fragments(folder / f"{role}-{self.comm.rank:05d}.safetensors", self._mine(engine))
             if self.ema is not None:
                 write_fragments(folder / f"ema-{self.comm.rank:05d}.safetensors", self.ema.fragments())
-            if self.folder.leads:
+            if self.strategy.is_main:
                 randoms = {f"{rank}/{name}": t for rank, each in enumerate(everyones) for name, t in each.items()}
                 save_file(randoms, folder / _RANDOM)
-                save_file(dict(extra or {}), folder / _EXTRA)
                 (folder / _STATE).write_text(json.dumps(whole, default=_as_text), encoding="utf-8")
 
         path = self.folder.save(step, write)
@@ -169,15 +223,15 @@ class Checkpointer:
         logger.info("saved a checkpoint of step %d to %s", step, path)
         return path
 
-    def load(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Give engines, averages and random numbers the state of ``found``; returns the trainer's state and extra.
+    def load(self) -> dict[str, Any]:
+        """Give models, averages and random numbers the state of ``found``; returns the trainer's state.
 
         Raises ``ValueError`` if it does not fit this run's models.
         """
         assert self.found is not None, "nothing was found"
         for role, engine in self.engines.items():
             with FragmentReader(self.found.glob(f"{role}-*.safetensors")) as reader:
-                load_engine(engine, "", reader, self.state["engines"][role])
+                load_engine(engine, reader, self.state["engines"][role])
         if self.ema is not None:
             with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
                 for name, fragment in self.ema.fragments().items():
@@ -186,7 +240,8 @@ class Checkpointer:
         self._load_random()
         self.last = int(self.state["step"]), self.found
         logger.info("going on from %s", self.found)
-        return self.state["trainer"], load_file(self.found / _EXTRA)
+        trainer: dict[str, Any] = self.state["trainer"]
+        return trainer
 
     def _best_of(self, state: dict[str, Any]) -> float | None:
         """The best score of the run so far, if scores of now can be compared with it."""
@@ -196,7 +251,7 @@ class Checkpointer:
             logger.warning("%s changed: the best model is looked for anew, %.4g is forgotten", names, state["best"])
         return None if changed else state["best"]
 
-    def look_at(self, step: int, metrics: Mapping[str, float], write_model: Callable[[Path], None]) -> None:
+    def save_if_best(self, step: int, metrics: Mapping[str, float], write_model: Callable[[Path], None]) -> None:
         """Keep the model as the best one if ``metrics`` of an evaluation say so."""
         name = self.options.keep_best
         if name is None:
@@ -242,7 +297,7 @@ class Checkpointer:
                 )
             return
         self.state = json.loads((self.found / _STATE).read_text(encoding="utf-8"))
-        on_all_ranks(self.comm, self._check)
+        collective(self.comm, self._check)
 
     def _check(self) -> None:
         assert self.found is not None
@@ -254,15 +309,15 @@ class Checkpointer:
         check_compatible(self.found, self.state, self.identity)
 
     def _mine(self, engine: TrainableModel) -> dict[str, Fragment]:
-        """What this rank writes. Without ZeRO every rank has everything, so neighbours share the work."""
+        """What this rank writes. Without ZeRO every rank has everything, so ranks share the work."""
         fragments = engine_fragments(engine)
         if engine.deepspeed.zero_optimization_stage() > 0:
             return fragments
-        names = sorted(fragments)[self.folder.place :: len(self.folder.neighbours)]
+        names = sorted(fragments)[self.comm.rank :: self.comm.world_size]
         return {name: fragments[name] for name in names}
 
     def _share(self, n_bytes: int, engine: TrainableModel) -> int:
-        return n_bytes if engine.deepspeed.zero_optimization_stage() > 0 else n_bytes // len(self.folder.neighbours)
+        return n_bytes if engine.deepspeed.zero_optimization_stage() > 0 else n_bytes // self.comm.world_size
 
     def _load_random(self) -> None:
         assert self.found is not None

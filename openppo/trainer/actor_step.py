@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,8 @@ from openppo.models.masked import compute_approx_kl
 from openppo.models.rollout_correction import rollout_correction
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
-from openppo.trainer.batches import TokenBatch
-from openppo.types import Comm, Experience, NeverStops, StopCheck
+from openppo.trainer.supervised.batches import TokenBatch
+from openppo.types import Comm, Experience
 
 
 def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:
@@ -34,19 +36,13 @@ class ActorStep:
     tokens (or sequences) of all micro-batches and ranks, times the ranks, since DeepSpeed averages over them.
     """
 
-    def __init__(
-        self,
-        engine: TrainableModel,
-        config: TrainPPOConfig,
-        comm: Comm,
-        device: torch.device,
-        stop: StopCheck | None = None,
-    ) -> None:
-        self.engine = engine
+    def __init__(self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device) -> None:
+        self.model = model
         self.config = config
         self.comm = comm
         self.device = device
-        self.stop = stop or NeverStops()
+        self.observe: Callable[[Experience, Tensor, Tensor | None], None] | None = None
+        """Gets each micro-batch with the log-probs and entropy of its forward."""
         self.loss_agg = loss_aggregation(config)
         self.policy_loss = policy_loss(config.loss)
 
@@ -56,46 +52,43 @@ class ActorStep:
         ptx_batch: TokenBatch | None,
         metrics: Metrics,
         kl_coef: float = 0.0,
-        sampled_by_it: bool = False,
+        on_policy: bool = False,
     ) -> float:
         """Update the actor on one mini-batch, and on a batch of documents if given. Returns the gradient's norm.
 
-        ``kl_coef`` is the coefficient of the KL loss, if there is one. ``sampled_by_it`` says that the samples are of
-        these very weights: log-probs that were not recomputed are then compared with the engine's. Where samples have
-        no old log-probs, those of this very forward stand for them then, and the engine's in later steps. Nothing
-        changes when the norm is not finite, and when ``Interrupted`` is raised, on all ranks alike, before the step.
+        ``kl_coef`` is the coefficient of the KL loss, if there is one. ``on_policy``: no update has happened since
+        sampling. If old log-probs are missing, this forward's are used, in later updates the engine's; those that were
+        not recomputed are compared with the engine's. Nothing changes when the norm is not finite.
         """
-        metrics.add("actor_learning_rate", self.engine.learning_rate, reduce="max")
+        metrics.add("actor_learning_rate", self.model.learning_rate, reduce="max")
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
-            self.stop()
-            loss = self._loss(micro.to(self.device), batch, metrics, kl_coef, sampled_by_it)
-            self.engine.backward(loss * self.comm.world_size, last=ptx_batch is None and i == last)
+            loss = self._loss(micro.to(self.device), batch, metrics, kl_coef, on_policy)
+            self.model.backward(loss * self.comm.world_size, last=ptx_batch is None and i == last)
         if ptx_batch is not None:
             self._accumulate_ptx(ptx_batch, metrics)
-        norm = self.engine.step()
-        # Once over all ranks: a step that goes on with another number of ranks keeps its mean.
-        metrics.add("actor_grad_norm", norm, weight=1 / self.comm.world_size)
+        norm = self.model.step()
+        metrics.add("actor_grad_norm", norm)
         return norm
 
-    def _loss(
-        self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float, sampled_by_it: bool
-    ) -> Tensor:
+    def _loss(self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float, on_policy: bool) -> Tensor:
         """This micro-batch's part of the mean over the step, a scalar."""
         assert micro.advantages is not None
         mask, entropy_coef = micro.action_mask, self.config.loss.entropy_coef
         inputs = micro.sequences, micro.attention_mask, mask
         entropy = None
         if entropy_coef > 0:
-            log_probs, entropy = self.engine(*inputs, return_entropy=True)
+            log_probs, entropy = self.model(*inputs, return_entropy=True)
         else:
-            log_probs = self.engine(*inputs)
+            log_probs = self.model(*inputs)
+        if self.observe is not None:
+            self.observe(micro, log_probs, entropy)
         if micro.log_probs is None:
-            micro = micro.with_fields(log_probs=log_probs.detach() if sampled_by_it else micro.rollout_log_probs)
+            micro = micro.with_fields(log_probs=log_probs.detach() if on_policy else micro.rollout_log_probs)
         assert micro.log_probs is not None and micro.advantages is not None
         loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs)  # (B, L)
         self._measure(loss, log_probs, micro, metrics)
-        if sampled_by_it and micro.entropy is None:
+        if on_policy and micro.entropy is None:
             measure_mismatch(log_probs, micro.rollout_log_probs, mask, metrics)
         loss = loss * self._correction(micro, metrics)
         if self.config.kl.use_kl_loss:
@@ -140,9 +133,8 @@ class ActorStep:
     def _accumulate_ptx(self, batch: TokenBatch, metrics: Metrics) -> None:
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.to(self.device)):
-            self.stop()
-            # A language-model loss knows no sampling temperature.
-            log_probs = self.engine(*micro[:3], temperature=1.0, position_ids=micro.position_ids)
+            # a language-model loss has no sampling temperature
+            log_probs = self.model(*micro[:3], temperature=1.0, position_ids=micro.position_ids)
             metrics.add_tensor("ptx_loss", -log_probs.detach(), micro.loss_mask)
             loss = -log_probs.sum() / max(batch.n_tokens, 1)
-            self.engine.backward(self.config.ppo.ptx_coef * loss * self.comm.world_size, last=i == last)
+            self.model.backward(self.config.ppo.ptx_coef * loss * self.comm.world_size, last=i == last)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from openppo.config import TrainPPOConfig, from_options
-from openppo.experience import ESTIMATORS
-from openppo.trainer.steps.rollout_step import RolloutStep
+from openppo.rollout.rollout import Rollout, wait_for_scores
+from openppo.tracking import PhaseTimer
+from openppo.trainer.source import PromptSource
 from openppo.types import Completion, FinishReason, NeverStops, Prompt, SamplingParams, Score, SingleProcess, Trajectory
 
 Comm = Callable[[int, int], Any]
@@ -22,7 +23,7 @@ class EchoEngine:
 
     version = 3
 
-    def awake(self, weights: Any) -> contextlib.AbstractContextManager[None]:
+    def with_weights(self, weights: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def generate(
@@ -48,11 +49,6 @@ class Strategy:
         yield
 
 
-class Actor:
-    def train(self, mode: bool) -> None:
-        assert not mode
-
-
 class LastTokenScorer:
     """A trajectory earns its last token as "number", and 1 as "one"."""
 
@@ -65,57 +61,95 @@ class LastTokenScorer:
 PROMPTS = [Prompt(text=str(i), token_ids=[10 + i]) for i in range(5)]
 
 
-def step_of(comm: Any = None, estimator: str = "gae", **options: Any) -> RolloutStep:
-    config = from_options(
-        TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", n_samples_per_prompt=2, **options
-    )
+def source_of(comm: Any = None, estimator: str = "gae", first_group: int = 0, **options: Any) -> PromptSource:
+    groups = {"advantage_estimator": estimator, "n_samples_per_prompt": 2, **options}
+    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **groups)
     parts: Any = SimpleNamespace(
         strategy=Strategy(comm or SingleProcess()),
-        actor=Actor(),
+        actor=SimpleNamespace(),
         engine=EchoEngine(),
         scorer=LastTokenScorer(),
-        maker=SimpleNamespace(estimator=ESTIMATORS[estimator]),
+        maker=SimpleNamespace(hooks=SimpleNamespace(timer=PhaseTimer())),
+        prompts=PROMPTS,
+        held_out=PROMPTS[:3],
+        tokenizer=None,
+        state=SimpleNamespace(global_step=0, policy_version=7),
+        weights_to_save=contextlib.nullcontext,
         stop=NeverStops(),
     )
-    return RolloutStep(config, parts)
+    source = PromptSource(config, parts)
+    source.consumed_prompts = first_group
+    return source
+
+
+def sampled(source: PromptSource, prompts: Sequence[Prompt] = PROMPTS) -> list[Trajectory]:
+    rollout = source.rollout(prompts)
+    assert isinstance(rollout, Rollout)
+    return rollout.unscored
 
 
 def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks(rank_of: Comm) -> None:
-    alone = step_of().sample(PROMPTS, first_group=100)
+    alone = sampled(source_of(first_group=100))
     assert [t.group for t in alone] == [100, 100, 101, 101, 102, 102, 103, 103, 104, 104]
     assert len({tuple(t.response_ids) for t in alone}) == 10
+    assert {version for t in alone for version in t.versions} == {-1, 7}
     for world in (2, 3, 4):
-        of_ranks = [step_of(rank_of(rank, world)).sample(PROMPTS, first_group=100) for rank in range(world)]
+        of_ranks = [sampled(source_of(rank_of(rank, world), first_group=100)) for rank in range(world)]
         assert [t for rank in of_ranks for t in rank] == alone
         groups = [{t.group for t in rank} for rank in of_ranks]
         assert sum(map(len, groups)) == 5
 
 
 def test_the_greedy_response_is_sampled_once_per_prompt_and_scored_too() -> None:
-    step = step_of(estimator="remax")
-    trajectories = step.sample(PROMPTS[:2], first_group=0)
-    step.start_scoring(trajectories)()
+    trajectories = list(source_of(estimator="remax").rollout(PROMPTS[:2]))
     greedy = [t.greedy for t in trajectories]
     assert [g.response_ids for g in greedy if g] == [[10, 0], [10, 0], [11, 0], [11, 0]]
     assert greedy[0] is greedy[1]
     assert [g.scores["number"] for g in greedy if g] == [0.0] * 4
     assert all(t.scores["number"] == t.token_ids[-1] > 0 for t in trajectories)
-    assert step_of().sample(PROMPTS[:1], first_group=0)[0].greedy is None
+    assert sampled(source_of(), PROMPTS[:1])[0].greedy is None
 
 
 def test_scores_are_written_when_they_are_waited_for() -> None:
-    step = step_of()
-    trajectories = step.sample(PROMPTS, first_group=0)
-    wait = step.start_scoring(trajectories)
-    assert trajectories[0].scores == {}
-    wait()
-    assert [t.scores["number"] for t in trajectories] == [t.token_ids[-1] for t in trajectories]
+    rollout = source_of().rollout(PROMPTS)
+    assert isinstance(rollout, Rollout)
+    assert rollout.unscored[0].scores == {}
+    wait_for_scores(rollout, NeverStops())
+    assert [t.scores["number"] for t in rollout.unscored] == [t.token_ids[-1] for t in rollout]
 
 
 def test_a_weight_for_a_reward_that_does_not_exist_is_an_error() -> None:
-    step = step_of(reward_weights=("nmber=2",))
     with pytest.raises(ValueError, match="--reward_weights names nmber, but the rewards are number, one"):
-        step.start_scoring(step.sample(PROMPTS, first_group=0))()
+        list(source_of(reward_weights=("nmber=2",)).rollout(PROMPTS))
+
+
+def test_evaluation_holds_the_weights_only_while_it_samples() -> None:
+    source, seen = source_of(eval_n_samples_per_prompt=2), []
+
+    @contextlib.contextmanager
+    def with_weights(weights: Any) -> Iterator[None]:
+        seen.append("open")
+        yield
+        seen.append("closed")
+
+    score = source.scorer.score
+    source.engine.with_weights = with_weights  # type: ignore[method-assign]
+    source.scorer.score = lambda rows: seen.append("scored") or score(rows)  # type: ignore[method-assign, func-returns-value]
+    responses = source.evaluate()
+    assert seen == ["open", "closed", "scored"]
+    assert [t.group for t in responses] == [0, 0, 1, 1, 2, 2]
+    assert all(t.scores for t in responses)
+    assert source.state_dict() == {"consumed_batches": 0, "consumed_prompts": 0}
+
+
+def test_a_source_resumes_with_the_next_batch() -> None:
+    whole, first, second = (source_of(rollout_batch_size=2, num_episodes=2) for _ in range(3))
+    batches = list(whole.prompt_batches())
+    assert len(batches) == whole.consumed_batches == 6
+    iterator = first.prompt_batches()
+    begun = [next(iterator) for _ in range(4)]
+    second.load_state_dict(first.state_dict())
+    assert begun + list(second.prompt_batches()) == batches
 
 
 def scored(group: int, *rewards: float) -> list[Trajectory]:
@@ -128,11 +162,11 @@ def scored(group: int, *rewards: float) -> list[Trajectory]:
 def test_groups_with_one_reward_are_of_no_use() -> None:
     mixed, same, other = scored(4, 0.0, 1.0), scored(2, 1.0, 1.0), scored(9, 0.5, 0.5)
     other[1].token_rewards = [0.0, 0.25]
-    step = step_of()
-    assert step.useful([*mixed, *same, *other]) == [*mixed, *other]
-    assert step.useful([]) == []
-    weightless = step_of(reward_weights=("a=0",))
-    assert weightless.useful(mixed) == []
+    source = source_of()
+    assert source.filter_groups([*mixed, *same, *other]) == [*mixed, *other]
+    assert source.filter_groups([]) == []
+    weightless = source_of(reward_weights=("a=0",))
+    assert weightless.filter_groups(mixed) == []
 
 
 def test_unequal_steps_are_of_use_though_sums_are_equal() -> None:
@@ -140,12 +174,12 @@ def test_unequal_steps_are_of_use_though_sums_are_equal() -> None:
     for row in (*same, *unequal):
         row.token_ids, row.action_mask, row.token_rewards = [1, 2, 2], [False, True, True], [0.0, 0.5, 0.0]
     unequal[1].token_rewards = [0.0, 0.0, 0.5]
-    assert step_of(estimator="group_norm").useful([*same, *unequal]) == unequal
-    assert step_of(estimator="rloo").useful([*same, *unequal]) == []
+    assert source_of(estimator="group_norm").filter_groups([*same, *unequal]) == unequal
+    assert source_of(estimator="rloo").filter_groups([*same, *unequal]) == []
 
 
 def test_of_too_many_groups_the_first_of_the_run_are_kept() -> None:
-    step = step_of(rollout_batch_size=2)
+    source = source_of(rollout_batch_size=2)
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
-    assert step.count_groups([*third, *first, *second]) == 3
-    assert step.first_groups([*third, *first, *second]) == [*first, *second]
+    assert source._count_groups([*third, *first, *second]) == 3
+    assert source._first_groups([*third, *first, *second]) == [*first, *second]

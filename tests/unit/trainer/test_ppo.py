@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openppo.config import DeepSpeedConfig, TrainPPOConfig, from_options
+from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
-from openppo.tracking import Trackers
+from openppo.experience.maker import Hooks
+from openppo.rollout.rollout import Rollout
+from openppo.tracking import PhaseTimer, StepProfiler, Trackers
 from openppo.tracking.phase import begin_step, position
 from openppo.trainer import PPOTrainer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.memory import Estimate, Machine
-from openppo.trainer.resume.ppo_state import ppo_state, restore_ppo
+from openppo.trainer.evaluation import Grading
+from openppo.trainer.source import PromptSource
 from openppo.types import (
     Completion,
     FinishReason,
@@ -79,7 +80,7 @@ class TwoLetters:
 
     version = 0
 
-    def awake(self, weights: Any) -> contextlib.AbstractContextManager[None]:
+    def with_weights(self, weights: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def generate(
@@ -123,8 +124,16 @@ class Policy(nn.Module):
         return 1.0
 
 
+def prompts(*texts: str) -> list[Prompt]:
+    return [Prompt(text, [3]) for text in texts]
+
+
 def trainer_of(
-    n_batches: int, evaluates: bool = False, callbacks: Sequence[Callback] = (), **options: Any
+    n_batches: int,
+    evaluates: bool = False,
+    callbacks: Sequence[Callback] = (),
+    estimated: Mapping[str, int] | None = None,
+    **options: Any,
 ) -> PPOTrainer:
     """A trainer of ``n_batches`` batches of two prompts, "0", "1" and so on."""
     config = from_options(
@@ -142,21 +151,23 @@ def trainer_of(
         },
     )
     policy: Any = Policy()
-    evaluator = SimpleNamespace(evaluate=lambda awake: SimpleNamespace(metrics={"eval_reward": 1.0}, trajectories=[]))
+    profiler = StepProfiler(config.run.save_path, config.tracking, 0)
+    hooks = Hooks(PhaseTimer(profiler, estimated))
     parts: Any = PPOComponents(
         strategy=Strategy(),  # type: ignore[arg-type]
-        tokenizer=SimpleNamespace(),  # type: ignore[arg-type]
+        tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),  # type: ignore[arg-type]
         actor=policy,
         critic=None,
         engine=TwoLetters(),  # type: ignore[arg-type]
         scorer=FailingScorer(),
-        maker=ExperienceMaker(policy, None, None, config, SingleProcess(), CPU, pad_token_id=0),
-        prompts=[Prompt(text=str(i), token_ids=[3]) for i in range(2 * n_batches)],
+        maker=ExperienceMaker(policy, None, None, config, SingleProcess(), CPU, 0, hooks),
+        prompts=prompts(*(str(i) for i in range(2 * n_batches))),
+        held_out=prompts("held out") if evaluates else [],
         documents=[],
+        grading=Grading(SingleProcess()),
         trackers=Trackers([Recorder()]),  # type: ignore[list-item]
-        evaluator=evaluator if evaluates else None,  # type: ignore[arg-type]
     )
-    return PPOTrainer(config, parts, callbacks)
+    return PPOTrainer(config, parts, PromptSource(config, parts), callbacks)
 
 
 def recorder_of(trainer: PPOTrainer) -> Recorder:
@@ -180,10 +191,6 @@ def test_without_held_out_data_only_logging_steps_and_the_end_are_logged() -> No
     recorder = recorder_of(trainer)
     trainer.fit()
     assert [step for step, _ in recorder.logged] == [3, 5]
-
-
-def prompts(*texts: str) -> list[Prompt]:
-    return [Prompt(text, [3]) for text in texts]
 
 
 def test_errors_of_the_reward_function_are_counted_in_a_loop_of_ones_own() -> None:
@@ -265,10 +272,8 @@ def test_memory_of_a_step_stands_beside_its_estimate(monkeypatch: pytest.MonkeyP
         reset_peak_memory_stats=lambda: None,
     )
     monkeypatch.setattr("openppo.tracking.timers.torch", SimpleNamespace(cuda=cuda))
-    phases = {"loading": 9 << 30, "generation": 1 << 30, "training": 2 << 30}
-    estimate = Estimate({}, phases, host=0, checkpoint=0, machine=Machine(DeepSpeedConfig()))
-    without = trainer_of(1)
-    metrics = PPOTrainer(without.config, replace(without.components, estimate=estimate)).step(prompts("good", "good"))
+    estimated = {"generation": 1 << 30, "training": 2 << 30, "step": 2 << 30}
+    metrics = trainer_of(1, estimated=estimated).step(prompts("good", "good"))
     memory = {name.removeprefix("memory/"): value for name, value in metrics.items() if name.startswith("memory/")}
     peaks = {f"{name}_peak_gib": 3.0 for name in ("generation", "scoring", "experience", "training", "step")}
     assert memory == peaks | {"generation_estimated_gib": 1, "training_estimated_gib": 2, "step_estimated_gib": 2}
@@ -293,18 +298,120 @@ def test_a_run_that_fails_closes_its_trackers_and_raises_what_ended_it() -> None
     assert ([step for step, _ in recorder.logged], recorder.closed) == ([1], 1)
 
 
-def test_a_run_that_is_interrupted_closes_its_trackers_after_its_checkpoint(tmp_path: Path) -> None:
-    trainer = trainer_of(5, callbacks=[Fault(Interrupted("SIGTERM"))])
-    recorder = recorder_of(trainer)
-    saved: list[int] = []
-    trainer._save_interrupted = lambda signal: saved.append(recorder.closed)  # type: ignore[method-assign]
+class Saver(SimpleNamespace):
+    """A checkpointer that keeps what it is given."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.saved: list[tuple[int, dict[str, Any], bool]] = []
+        self.recorder = recorder
+
+    def save(self, step: int, state: dict[str, Any], write_model: Any, random_state: Any) -> Path:
+        self.random_state = random_state
+        self.saved.append((step, json.loads(json.dumps(state)), bool(self.recorder.closed)))
+        return Path("here")
+
+    def due(self, step: int, episode_ended: bool) -> bool:
+        return False
+
+    def save_if_best(self, *_: Any) -> None: ...
+
+
+class StopIn:
+    """A stop check that raises at its ``at``-th call."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.n_calls = at, 0
+
+    def requested(self) -> bool:
+        return False
+
+    def __call__(self) -> None:
+        self.n_calls += 1
+        if self.n_calls == self.at:
+            raise Interrupted("SIGTERM")
+
+
+@pytest.mark.parametrize(("at", "steps_done"), [(1, 0), (2, 0), (3, 1), (4, 1)])
+def test_a_signal_drops_the_step_under_way_and_saves_the_state_of_the_last(at: int, steps_done: int) -> None:
+    """Two places of a step: before sampling, and when its scores are awaited."""
+    trainer = trainer_of(5)
+    stop, recorder = StopIn(at), recorder_of(trainer)
+    trainer.components.stop = stop
+    object.__setattr__(trainer.maker.hooks, "stop", stop)
+    saver: Any = Saver(recorder)
+    trainer.components.checkpointer = saver
+    before = torch.get_rng_state() if not steps_done else None
+    trainer.components.scorer.score = spoiled(trainer.components.scorer.score)  # type: ignore[union-attr]
     trainer.fit()
-    assert (saved, recorder.closed) == ([0], 1)
+    [(step, state, was_closed)] = saver.saved
+    assert (step, state["state"]["global_step"], was_closed) == (steps_done, steps_done, False)
+    assert state["source"] == {"consumed_batches": steps_done, "consumed_prompts": 2 * steps_done}
+    assert recorder.closed == 1
+    if before is not None:
+        assert torch.equal(saver.random_state["torch"], before), "scores may draw random numbers"
+
+
+def spoiled(score: Any) -> Any:
+    """A scorer that draws random numbers."""
+
+    def draw(trajectories: Any) -> Any:
+        torch.rand(1)
+        return score(trajectories)
+
+    return draw
+
+
+def test_a_signal_in_an_evaluation_keeps_the_metrics_of_its_step_for_the_report() -> None:
+    trainer = trainer_of(2, evaluates=True, eval_steps=1)
+    trainer.components.stop = StopIn(2)  # the first is before sampling
+    saver: Any = Saver(recorder_of(trainer))
+    trainer.components.checkpointer = saver
+    trainer.fit()
+    [(step, state, _)] = saver.saved
+    assert step == 1
+    assert state["state"]["unreported"]["reward"] == pytest.approx(1.5)
+    again = trainer_of(2, evaluates=True, eval_steps=1)
+    again.components.checkpointer = saver
+    saver.load = lambda: state
+    again.load_checkpoint()
+    recorder = recorder_of(again)
+    again.fit()
+    assert [(number, "eval_reward" in row) for number, row in recorder.logged] == [(1, True), (2, True)]
+    assert recorder.logged[0][1]["reward"] == pytest.approx(1.5)
 
 
 def test_a_resumed_run_normalizes_steps_as_before() -> None:
     options = {"normalize_reward": True, "reward_normalizer": "running"}
     before, after = trainer_of(1, **options), trainer_of(1, **options)
     before.maker.step_moments.update(torch.tensor([0.25, 1.0, 0.5]), SingleProcess())
-    restore_ppo(after, json.loads(json.dumps(ppo_state(before))), {})
+    after.maker.load_state_dict(json.loads(json.dumps(before.maker.state_dict())))
     assert after.maker.step_moments.state_dict() == before.maker.step_moments.state_dict()
+
+
+def test_max_steps_ends_a_run_and_is_its_last_step() -> None:
+    trainer = trainer_of(7, evaluates=True, max_steps=3)
+    recorder = recorder_of(trainer)
+    assert trainer.total_steps == 3
+    trainer.fit()
+    assert [(step, "eval_reward" in row) for step, row in recorder.logged] == [(1, False), (2, False), (3, True)]
+
+
+def test_halves_of_a_step_equal_it_bit_for_bit() -> None:
+    def run(make_step: Any) -> tuple[list[dict[str, float]], Tensor]:
+        trainer = trainer_of(3, n_samples_per_prompt=2, entropy_coef=0.1, train_batch_size=4)
+        metrics = [make_step(trainer, prompts("good", "better")) for _ in range(3)]
+        timeless = [{n: v for n, v in row.items() if not n.startswith(("time/", "speed/"))} for row in metrics]
+        return timeless, trainer.components.actor.level.grad  # type: ignore[attr-defined]
+
+    (whole_metrics, whole_gradient), (metrics, gradient) = run(whole), run(in_halves)
+    assert metrics == whole_metrics
+    assert torch.equal(gradient, whole_gradient)
+
+
+def test_reading_a_trajectory_waits_for_its_score() -> None:
+    rollout = trainer_of(2).rollout(prompts("a", "b"))
+    assert isinstance(rollout, Rollout)
+    assert [t.scores for t in rollout.unscored] == [{}, {}]
+    assert [t.scores for t in rollout] == [{"a": 1.0}, {"a": 2.0}]
+    parts = [trainer_of(2).rollout(prompts("a", "b")) for _ in range(2)]
+    assert [t.scores["a"] for t in parts[0] + parts[1]] == [1.0, 2.0, 1.0, 2.0]

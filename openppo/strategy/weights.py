@@ -21,7 +21,7 @@ class PolicyWeights:
         self.strategy = strategy
         self.engine = engine
 
-    def in_place(self, in_lockstep: bool) -> AbstractContextManager[None]:
+    def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless all ranks call it together."""
         return self.strategy.for_generation(self.engine, in_lockstep)
 

@@ -1,0 +1,214 @@
+"""The generate and evaluate commands: models at prompts, without training."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig, parse_probs
+from openppo.datasets import load_mixed_rows, load_prompts
+from openppo.models.actor import Actor
+from openppo.models.loading import attention_implementation, model_error_context
+from openppo.models.padding import MicroBatchSize
+from openppo.models.pretrained import check_model, check_token_ids, known_eos_token_ids, pad_token_id
+from openppo.rewards.build import ScorerSetup, build_scorer
+from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.row_cache import check_cache
+from openppo.strategy.comm import InferenceStrategy, check_transformers
+from openppo.tracking import progress_bar
+from openppo.trainer.engine_check import check_frozen
+from openppo.trainer.evaluation.evaluator import Evaluation, Evaluator, generate_responses, short_names
+from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, tokenizing
+from openppo.trainer.supervised.batches import pack_where_exact
+from openppo.types import Comm, Prompt, SamplingParams, Trajectory
+
+
+class _Job:
+    """Tokenizer, prompts and process group of a command; ``_load_policy`` adds model and engine."""
+
+    def __init__(self, options: PromptsConfig, output_path: str | None) -> None:
+        self.options = options
+        self.output = None if output_path is None else check_output(output_path)
+        self.strategy = InferenceStrategy(options.bf16)
+        self.comm = self.strategy.comm
+        self.tokenizer, self.prompts = _load_prompts(options, self.comm)
+        self.params = SamplingParams(options.generate_max_len, options.temperature, options.top_p, options.top_k)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.strategy.close()
+
+    def _load_policy(self) -> tuple[Actor, HFEngine]:
+        """The model of ``--pretrain`` on this rank's device, and an engine that samples from it."""
+        options = self.options
+        with model_error_context("--pretrain", options.pretrain):
+            trust = options.trust_remote_code
+            actor = Actor(options.pretrain, bf16=options.bf16, flash_attn=options.flash_attn, trust_remote_code=trust)
+        self.strategy.prepare_frozen(actor)
+        if options.engine_check == "on":
+            check_frozen(options, actor, self.strategy.device)
+        policy: Any = actor.model
+        engine = HFEngine(
+            policy,
+            known_eos_token_ids(policy, self.tokenizer),
+            pad_token_id(self.tokenizer),
+            options.micro_batch_size,
+            show_progress=self.strategy.is_main,
+        )
+        return actor, engine
+
+    def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
+        """What is written of the response of that number on this rank."""
+        return {
+            "source": response.prompt.source,
+            "row": response.prompt.index,
+            "sample": number % self.options.n_samples_per_prompt,
+            "prompt": response.prompt.text,
+            "response": self.tokenizer.decode(response.response_ids, skip_special_tokens=True),
+            "finish_reason": response.finish_reason.value,
+            "n_tokens": len(response.response_ids),
+            "label": response.prompt.label,
+        }
+
+
+class GenerateJob(_Job):
+    """Writes a line of JSON for each response, in the order of the prompts."""
+
+    output: Path
+
+    def __init__(self, config: GenerateConfig) -> None:
+        """Load everything; ``ValueError`` names the flag to change."""
+        super().__init__(config.prompts, config.output.output_path)
+        self.actor, self.engine = self._load_policy()
+
+    def fit(self) -> None:
+        """Generate and write."""
+        n_samples, seed = self.options.n_samples_per_prompt, self.options.seed
+        responses = generate_responses(self.engine, self.comm, self.prompts, self.params, n_samples, seed)
+        rows = [
+            self._row(response, i) | {"mean_log_prob": self._mean_log_prob(response)}
+            for i, response in enumerate(progress_bar(responses, "log-probs", enabled=self.strategy.is_main))
+        ]
+        write_rows(self.output, rows, self.comm)
+
+    @torch.no_grad()
+    def _mean_log_prob(self, response: Trajectory) -> float:
+        """Of the response's tokens under the model itself: at temperature 1, however they were sampled."""
+        ids = torch.tensor([response.token_ids], device=self.strategy.device)
+        mask = torch.tensor([response.action_mask], device=self.strategy.device)
+        log_probs = self.actor(ids, torch.ones_like(mask), mask)  # (1, L); in a batch the logits might not fit
+        return float(log_probs.sum() / mask.sum())
+
+
+class EvaluateJob(_Job):
+    """Generates responses to held-out prompts, scores them, and writes them if asked to."""
+
+    def __init__(self, config: EvaluateConfig) -> None:
+        """Load everything; ``ValueError`` names the flag to change."""
+        super().__init__(config.prompts, config.judgement.output_path)
+        options, judgement = config.prompts, config.judgement
+        setup = ScorerSetup(
+            self.comm,
+            self.strategy.device,
+            self.strategy.prepare_frozen,
+            self.prompts,
+            options.pretrain,
+            MicroBatchSize(options.micro_batch_size),
+            options.bf16,
+            options.flash_attn,
+            judgement.value_head_prefix,
+            input_template=options.input_template,
+            trust_remote_code=options.trust_remote_code,
+            pack_where_exact=pack_where_exact if options.flash_attn else None,
+        )
+        scorer = build_scorer(config.rewards, self.tokenizer, setup)
+        _, engine = self._load_policy()
+        self.evaluator = Evaluator(
+            engine,
+            scorer,
+            self.comm,
+            self.prompts,
+            self.params,
+            options.n_samples_per_prompt,
+            config.rewards.pass_threshold(judgement.pass_reward),
+            config.rewards.weights(),
+            options.seed,
+        )
+
+    @property
+    def sources(self) -> list[str]:
+        """The short name of each prompt's source."""
+        names = short_names(prompt.source for prompt in self.prompts)
+        return [names[prompt.source] for prompt in self.prompts]
+
+    def evaluate(self) -> Evaluation:
+        """Generate, score, and write; collective."""
+        evaluation = self.evaluator.evaluate()
+        if self.output is not None:
+            rows = [self._row(response, i) for i, response in enumerate(evaluation.trajectories)]
+            write_rows(self.output, rows, self.comm)
+        return evaluation
+
+    def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
+        grading = self.evaluator.grading
+        reward = response.total_reward(grading.reward_weights)
+        row = super()._row(response, number) | {"rewards": response.scores, "reward": reward}
+        return row if grading.pass_reward is None else row | {"passed": grading.passes(reward)}
+
+
+def _load_prompts(options: PromptsConfig, comm: Comm) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
+    """The tokenizer and the rendered prompts; ``ValueError`` names the flag to change."""
+    model_config, named = check_model(options.pretrain, "--pretrain", options.trust_remote_code), "--pretrain "
+    check_cache(model_config)
+    check_transformers()
+    attention_implementation(options.flash_attn, options.bf16)
+    tokenizer = load_policy_tokenizer(options.pretrain, options.trust_remote_code, options.chat_template_kwargs)
+    rows = load_mixed_rows(
+        parse_probs(options.prompt_data, None, "prompt_data"),
+        flag="--prompt_data",
+        split=options.prompt_split,
+        max_samples=options.max_samples,
+        seed=options.seed,
+        dataset_class=options.dataset_class,
+    )
+    loaded = load_prompts(rows, tokenizer, options, show=tokenizing(comm))
+    log_dropped(loaded.dropped, len(loaded.prompts), "--prompt_data", "--prompt_max_len")
+    ids = [prompt.token_ids for prompt in loaded.prompts]
+    check_context(model_config, named + options.pretrain, max(map(len, ids)), options.generate_max_len)
+    check_token_ids(model_config, named + options.pretrain, tokenizer, ids)
+    return tokenizer, loaded.prompts
+
+
+def check_output(path: str) -> Path:
+    """The file of ``--output_path``, with its folder made; ``ValueError`` if nothing can be written there."""
+    output = Path(path).expanduser()
+    if output.is_dir():
+        raise ValueError(f"--output_path {path} is a folder: name a file in it.")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=output.parent).close()
+    except OSError as error:
+        raise ValueError(f"--output_path {path}: cannot be written ({error}); choose another folder.") from error
+    return output
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], comm: Comm) -> None:
+    """Write the rows of all ranks, in rank order, as lines of JSON; collective.
+
+    They have another name until all are written, so that a file of the name ``path`` is always whole.
+    """
+    rows_of_ranks = comm.all_gather_object(rows)
+    if comm.rank != 0:
+        return
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as file:
+        for row in (row for rows_of_rank in rows_of_ranks for row in rows_of_rank):
+            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    os.replace(unfinished, path)

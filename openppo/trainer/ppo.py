@@ -1,0 +1,224 @@
+"""The story of PPO: sample, make experience, train, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from openppo.config import TrainPPOConfig
+from openppo.experience.replay_buffer import ReplayBuffer
+from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
+from openppo.tracking import Metrics, progress_bar
+from openppo.tracking.phase import phase
+from openppo.trainer.callbacks import Callback, notify, restore_callbacks
+from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
+from openppo.trainer.components import PPOComponents
+from openppo.trainer.sample_log import StepDiagnostics
+from openppo.trainer.update import Update
+from openppo.types import Interrupted, Prompt, PromptRollouts, RolloutSource, Trajectory
+
+logger = logging.getLogger("openppo")
+
+
+class PPOTrainer:
+    """Trains on the trajectories of ``source``: ``fit()`` runs it all, ``step(prompts)`` is for loops of one's own.
+
+    ``build_ppo_trainer(config)`` makes one from options. All ranks call every method together, with the same prompts or
+    their own trajectories. ``should_stop`` ends ``fit()`` after the step under way, as soon as one rank sets it.
+    """
+
+    def __init__(
+        self, config: TrainPPOConfig, components: PPOComponents, source: RolloutSource, callbacks: Sequence[Callback]
+    ) -> None:
+        self.config = config
+        self.components = components
+        self.source = source
+        self.callbacks = list(callbacks)
+        self.comm = components.strategy.comm
+        self.state = components.state
+        self.maker = components.maker
+        self.timer = components.maker.hooks.timer
+        ppo, normalizes = config.ppo, self.maker.estimator.normalizes(config.advantage.normalize_advantages)
+        stage = config.deepspeed.zero_stage
+        self.replay_buffer = ReplayBuffer(self.comm, ppo.buffer_limit, ppo.buffer_cpu_offload, stage, normalizes)
+        self.update = Update(config, components)
+        self.planned_steps = source.steps or self.total_steps
+        self.view = StepDiagnostics(config, components, self.total_steps)
+        self.update.actor_step.observe = self.view.observe
+        self.should_stop = False
+        self.components.train(False)
+
+    def fit(self) -> None:
+        """Train to the end, evaluate and report when due, and save the actor to ``save_path``.
+
+        A signal (see ``openppo.strategy.interrupt``) ends it early, with a checkpoint instead of a trained model.
+        """
+        with self._session():
+            for trajectories in self._rollouts():
+                self.report(self.train_on(trajectories))
+                self.source.publish(self.state.policy_version)
+
+    def step(self, prompts: Sequence[str | Prompt]) -> dict[str, float]:
+        """One global step on responses to ``prompts``; returns its metrics, the same on all ranks."""
+        return self.train_on(self.rollout(prompts))
+
+    def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
+        """Sample and score responses to this rank's share of ``prompts``; reading one waits for its score."""
+        return self._prompt_source.rollout(prompts)
+
+    def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """One global step on this rank's trajectories and those of all others; returns its metrics."""
+        metrics = Metrics()
+        with self.timer.step(self.state.global_step + 1):
+            experience = self.maker.make(trajectories, metrics, self.state.global_step, self.state.policy_version)
+            self.replay_buffer.fill(experience)
+            reduced = self.update(self.replay_buffer, metrics)
+        self.view.trained_on = trajectories
+        return reduced | self.timer.take_metrics(self.comm)
+
+    @phase("evaluation")
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of responses to held-out prompts, the same on all ranks; empty without such prompts."""
+        trajectories = self.source.evaluate()
+        if metrics := self.components.grading.measure(trajectories):
+            self.view.show_evaluation(self.global_step, trajectories)
+            notify(self.callbacks, "on_evaluate", self, metrics)
+        return metrics
+
+    def report(self, metrics: dict[str, float]) -> None:
+        """Log samples and metrics of a step; evaluate, and save a checkpoint, when due."""
+        state, every, saver = self.state, self.config.evaluation.eval_steps, self.components.checkpointer
+        self._mark()
+        state.unreported = dict(metrics)
+        self.view.show_step(state.global_step, self.replay_buffer, metrics)
+        left, last = (self.source.steps or self.total_steps) - state.global_step, state.global_step == self.total_steps
+        episodes = (self.planned_steps - left) * self.config.ppo.num_episodes // self.planned_steps
+        episode_ended = episodes > state.ended_episodes
+        due = last or (episode_ended if every == -1 else state.global_step % every == 0)
+        evaluated = self.evaluate() if due else {}
+        metrics |= evaluated
+        if due and saver is not None:
+            saver.save_if_best(state.global_step, metrics, self.components.write_policy)
+        state.ended_episodes = episodes
+        notify(self.callbacks, "on_step_end", self, metrics)
+        self.should_stop = self.components.strategy.any_rank(self.should_stop)
+        if evaluated or last or self.should_stop or state.global_step % self.config.run.logging_steps == 0:
+            self.components.trackers.log(state.global_step, metrics)
+        state.unreported = None
+        if saver is not None and (self.should_stop or saver.due(state.global_step, episode_ended)):
+            self.save_checkpoint()
+
+    @phase("saving")
+    def save(self) -> None:
+        """Write the actor (its average with ``--enable_ema``), and the critic if asked for, as Hugging Face folders."""
+        folder = Path(self.config.run.save_path).resolve()
+        with ensure_checkpoint_on_save_error(self.components.checkpointer, self.global_step, self.save_checkpoint):
+            self.components.write_policy(folder)
+            if self.config.model.save_value_network:
+                self.components.write_critic(folder.with_name(folder.name + "_critic"))
+        logger.info("saved the trained model to %s", folder)
+        notify(self.callbacks, "on_save", self, folder)
+
+    @phase("saving")
+    def save_checkpoint(self, before: tuple[dict[str, Any], RandomState] | None = None) -> Path:
+        """Write all that ``--load_checkpoint`` needs to resume after the last step, or where ``before`` says."""
+        assert self.components.checkpointer is not None, "build_ppo_trainer makes a checkpointer"
+        source, random_state = before or (self.source.state_dict(), get_random_state())
+        state = {
+            "state": dataclasses.asdict(self.state),
+            "source": source,
+            "maker": self.maker.state_dict(),
+            "skipped": self.update.skipped.state_dict(),
+            "should_stop": self.should_stop,
+            "callbacks": [{"class": type(each).__name__, "state": each.state_dict()} for each in self.callbacks],
+        }
+        return self.components.checkpointer.save(self.global_step, state, self.components.write_policy, random_state)
+
+    def load_checkpoint(self) -> None:
+        """Resume from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
+        assert self.components.checkpointer is not None
+        saved = self.components.checkpointer.load()
+        self.state.load_state_dict(saved["state"])
+        self.source.load_state_dict(saved["source"])
+        self.maker.load_state_dict(saved["maker"])
+        self.update.load_state_dict(saved["skipped"])
+        if restore_callbacks(self.callbacks, saved["callbacks"]) and saved["should_stop"]:
+            self.should_stop = True
+            logger.info("the run had stopped early: its model is saved, and it does not resume")
+        self.source.publish(self.state.policy_version)
+
+    def prompt_batches(self) -> Iterator[list[Prompt]]:
+        """Every episode passes over all prompts once, in an order of its own."""
+        if self.state.unreported is not None:
+            self.report(self.state.unreported)
+        yield from self._prompt_source.prompt_batches()
+
+    def close(self) -> None:
+        """End the logs and leave the process group; the trainer is of no use afterwards."""
+        self.source.close()
+        self.components.trackers.close()
+        self.components.strategy.close()
+
+    def explain_memory(self) -> list[str]:
+        """What each model takes by estimate, for a report."""
+        return self.components.estimate.lines() if self.components.estimate else []
+
+    @property
+    def global_step(self) -> int:
+        """Global steps done."""
+        return self.state.global_step
+
+    @property
+    def total_steps(self) -> int:
+        """Global steps of the whole run; with dynamic sampling at most."""
+        return min(n for n in (self.source.steps, self.config.ppo.max_steps) if n is not None)
+
+    @property
+    def _prompt_source(self) -> PromptRollouts:
+        if not isinstance(self.source, PromptRollouts):
+            raise TypeError(f"{type(self.source).__name__} takes no prompts: iterate over trainer.source instead.")
+        return self.source
+
+    def _rollouts(self) -> Iterator[Sequence[Trajectory]]:
+        """Trajectories of the steps that are left; none after ``should_stop``, a signal or ``--max_steps``."""
+        source, most = iter(self.source), self.config.ppo.max_steps or math.inf
+        with progress_bar(self.total_steps, "PPO", enabled=self.components.strategy.is_main) as bar:
+            bar.update(self.global_step)
+            while not self.should_stop and self.global_step < most:
+                self._mark()
+                self.components.stop()
+                trajectories = next(source, None)
+                if trajectories is None:
+                    return
+                yield trajectories
+                bar.update()
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """Around the steps of ``fit``: logs, what precedes the first step, and what a run or a signal ends with."""
+        with self.components.trackers:
+            notify(self.callbacks, "on_fit_start", self)
+            self._mark()
+            try:
+                if self.state.unreported is not None:  # an earlier session was stopped there
+                    self.report(self.state.unreported)
+                if self.config.evaluation.eval_before_training and not self.state.has_begun:
+                    self.components.trackers.log(self.global_step, self.evaluate())
+                    self.should_stop = self.components.strategy.any_rank(self.should_stop)
+                self.state.has_begun = True
+                yield
+            except Interrupted as signal:
+                path = self.save_checkpoint(self._before)
+                logger.info(stopped(str(signal), self.global_step, self.total_steps, path))
+            else:
+                self.save()
+                notify(self.callbacks, "on_fit_end", self)
+
+    def _mark(self) -> None:
+        """Remember what a signal goes back to: a resumed run repeats the work that follows, draw by draw."""
+        self._before = self.source.state_dict(), get_random_state()

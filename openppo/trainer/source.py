@@ -1,0 +1,218 @@
+"""Prompts to scored trajectories, with the actor's weights of now: the synchronous ``RolloutSource``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from openppo.config import TrainPPOConfig
+from openppo.datasets import BatchSampler, shard
+from openppo.experience.estimators import ESTIMATORS
+from openppo.experience.score_shaping import one_reward_groups
+from openppo.rewards import start_scoring
+from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories, wait_for_scores, write_scores
+from openppo.strategy.weights import PolicyWeights
+from openppo.tracking import Metrics
+from openppo.trainer.components import PPOComponents
+from openppo.trainer.data import as_prompt
+from openppo.types import Prompt, SamplingParams, Trajectory
+
+logger = logging.getLogger("openppo")
+
+
+class PromptSource:
+    """Samples responses to batches of prompts and scores them in the background. Collective in every method."""
+
+    def __init__(self, config: TrainPPOConfig, components: PPOComponents) -> None:
+        assert components.engine is not None
+        assert components.scorer is not None
+        self.config = config
+        self.components = components
+        self.engine = components.engine
+        self.scorer = components.scorer
+        self.timer = components.maker.hooks.timer
+        self.comm = components.strategy.comm
+        self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
+        self.sampler = BatchSampler(len(components.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
+        self.reward_weights = config.rewards.weights()
+        self.consumed_batches = 0  # of all episodes
+        self.consumed_prompts = 0  # sampled so far; groups and seeds follow from it
+
+    @property
+    def steps(self) -> int:
+        """Global steps, at most: a batch of prompts each, or several with dynamic sampling."""
+        left = self.config.ppo.num_episodes * len(self.sampler) - self.consumed_batches
+        return self.components.state.global_step + left
+
+    def __iter__(self) -> Iterator[list[Trajectory]]:
+        for prompts in self.prompt_batches():
+            yield self.rollout(prompts)
+        n_steps = self.components.state.global_step
+        if self.comm.rank == 0 and n_steps < self.config.ppo.num_episodes * len(self.sampler):
+            logger.info("dynamic sampling has used up all prompts in %d global steps", n_steps)
+
+    def prompt_batches(self) -> Iterator[list[Prompt]]:
+        """Pass over all prompts in every episode, in an order of its own."""
+        while (batch := self._next_prompts()) is not None:
+            yield batch
+
+    def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
+        """Sample and score responses to this rank's share of ``prompts``; scores may still be under way.
+
+        With ``--dynamic_sampling`` groups of equal rewards are dropped, and further prompts come from
+        ``--prompt_data``. ``Interrupted`` on all ranks upon a signal.
+        """
+        with self.timer.step(self.components.state.global_step + 1):
+            if self.config.ppo.dynamic_sampling:
+                return self._filtered(prompts)
+            return self._sampled(prompts)
+
+    def publish(self, version: int) -> None:
+        """Nothing to do: the engine reads the actor's weights in place when it samples."""
+
+    def evaluate(self) -> list[Trajectory]:
+        """Scored responses to ``--eval_data``: of the average with ``--enable_ema``, as it is what ``save`` writes."""
+        held_out, options = self.components.held_out, self.config.evaluation
+        if not held_out:
+            return []
+        greedy, generation = options.eval_temperature == 0, self.config.generation
+        params = SamplingParams(
+            generation.generate_max_len,
+            options.eval_temperature,
+            1.0 if greedy else generation.top_p,
+            None if greedy else generation.top_k,
+        )
+        mine, first = self._share(held_out)
+        n_samples, seed = options.eval_n_samples_per_prompt, self.config.deepspeed.seed
+        with self.components.weights_to_save(), self.with_weights():
+            responses = sample_trajectories(self.engine, mine, params, n_samples, seed, first)
+        rollout = self._score(responses, "eval_reward_errors")
+        wait_for_scores(rollout, self.components.stop)
+        return rollout
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many prompts are consumed."""
+        return {"consumed_batches": self.consumed_batches, "consumed_prompts": self.consumed_prompts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the next prompts."""
+        self.consumed_batches, self.consumed_prompts = state["consumed_batches"], state["consumed_prompts"]
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+    @contextmanager
+    def with_weights(self) -> Iterator[None]:
+        """Inside, the engine may decode, with the actor's weights of now."""
+        self.engine.version = self.components.state.policy_version
+        with self.engine.with_weights(PolicyWeights(self.components.strategy, self.components.actor)):
+            yield
+
+    def _next_prompts(self) -> list[Prompt] | None:
+        if self.consumed_batches >= self.config.ppo.num_episodes * len(self.sampler):
+            return None
+        episode, start = divmod(self.consumed_batches, len(self.sampler))
+        self.consumed_batches += 1
+        return [self.components.prompts[i] for i in next(self.sampler.batches(episode, start))]
+
+    def _share(self, prompts: Sequence[Prompt]) -> tuple[list[Prompt], int]:
+        """This rank's prompts, and the place of their first."""
+        rank, world = self.comm.rank, self.comm.world_size
+        return shard(prompts, rank, world), rank * len(prompts) // world
+
+    def _sample(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
+        """Responses to this rank's share of ``prompts``, those of one prompt beside each other."""
+        ready = [as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts]
+        mine, first = self._share(ready)
+        first += self.consumed_prompts
+        options, seed, n_samples = (
+            self.config.generation,
+            self.config.deepspeed.seed,
+            self.config.ppo.n_samples_per_prompt,
+        )
+        params = SamplingParams(options.generate_max_len, options.temperature, options.top_p, options.top_k)
+        with self.timer.phase("generation"), self.with_weights():
+            sampled = sample_trajectories(self.engine, mine, params, n_samples, seed, first)
+            if self.estimator.needs_greedy:
+                greedy_params = dataclasses.replace(params, temperature=0.0)
+                greedy = sample_trajectories(self.engine, mine, greedy_params, 1, seed, first)
+                for i, trajectory in enumerate(sampled):
+                    trajectory.greedy = greedy[i // n_samples]
+        self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in sampled))
+        self.consumed_prompts += len(ready)
+        return sampled
+
+    def _sampled(self, prompts: Sequence[str | Prompt]) -> Rollout:
+        """Responses to this rank's share of ``prompts``, on which scoring has begun."""
+        trajectories = self._sample(prompts)
+        with self.timer.phase("scoring"):
+            rollout = self._score(trajectories, "reward_errors")
+        self.timer.count_tokens("scoring", sum(len(t.token_ids) for t in trajectories))
+        return rollout
+
+    def _score(self, trajectories: list[Trajectory], errors: str) -> Rollout:
+        """Begin to score; the metric ``errors`` counts samples on which the reward function raises."""
+        greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
+        everything, metrics, is_main = [*trajectories, *greedy], Metrics(), self.comm.rank == 0
+        pending = start_scoring(self.scorer, everything, self.components.stop, show_progress=is_main)
+
+        def write() -> None:
+            scores = pending.wait()
+            write_scores(everything, scores)
+            check_weights(everything, self.reward_weights)
+            n_failed = sum(score.failed for score in scores)
+            if n_failed or errors == "reward_errors":  # of evaluations only where there are any
+                metrics.add(errors, n_failed, reduce="sum")
+
+        return Rollout(trajectories, metrics, write)
+
+    def _filtered(self, prompts: Sequence[str | Prompt]) -> Rollout:
+        """Groups with different rewards, sampled until they fill a rollout batch or a bound is reached."""
+        wanted, bound = self.config.ppo.rollout_batch_size, self.config.ppo.dynamic_sampling_max_batches
+        metrics, kept, n_groups, batch = Metrics(), [], 0, prompts
+        for n_batches in range(1, bound + 1):
+            sampled = self._sampled(batch)
+            with self.timer.phase("scoring"):
+                wait_for_scores(sampled, self.components.stop)
+            metrics.merge(sampled.metrics)
+            for trajectory in sampled:
+                metrics.add("sampled_reward", trajectory.total_reward(self.reward_weights))
+            kept += self.filter_groups(sampled)
+            n_groups = self._count_groups(kept)
+            further = None if n_groups >= wanted or n_batches == bound else self._next_prompts()
+            if further is None:
+                break
+            batch = further
+        metrics.add("sampled_batches", n_batches, reduce="max")
+        metrics.add("useful_groups", n_groups, reduce="max")
+        return Rollout(self._first_groups(kept), metrics)
+
+    def filter_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Trajectories whose group has different rewards: the others teach nothing (arXiv 2503.14476)."""
+        if not trajectories:
+            return []
+        rewards = torch.tensor([t.total_reward(self.reward_weights) for t in trajectories])
+        if self.estimator.compares_steps:  # unequal steps teach something even if their sums are equal
+            kinds: dict[tuple[float, ...], int] = {}
+            earned = [(t.total_score(self.reward_weights), *t.step_rewards) for t in trajectories]
+            rewards = torch.tensor([kinds.setdefault(each, len(kinds)) for each in earned])
+        same = one_reward_groups(rewards, torch.tensor([t.group for t in trajectories]))
+        return [t for t, drop in zip(trajectories, same.tolist(), strict=True) if not drop]
+
+    def _count_groups(self, trajectories: Sequence[Trajectory]) -> int:
+        """Groups over all ranks."""
+        return int(self.comm.all_reduce(torch.tensor(len({t.group for t in trajectories}))))
+
+    def _first_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The first ``rollout_batch_size`` of all ranks' groups, dealt out as a rollout deals prompts."""
+        everyones = [t for rank in self.comm.all_gather_object(list(trajectories)) for t in rank]
+        groups = sorted({t.group for t in everyones})[: self.config.ppo.rollout_batch_size]
+        if not groups and self.comm.rank == 0:
+            logger.warning("no prompt's responses got different rewards: nothing to train on")
+        mine = set(shard(groups, self.comm.rank, self.comm.world_size))
+        return sorted((t for t in everyones if t.group in mine), key=lambda t: t.group)

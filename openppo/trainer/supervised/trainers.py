@@ -1,0 +1,192 @@
+"""The three supervised trainers: fine-tuning, reward models, process reward models."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from openppo.config import TrainPRMConfig, TrainRMConfig
+from openppo.datasets import PreferenceExample, ProcessExample, TokenExample, single_token_id
+from openppo.models.loss import IGNORE_INDEX, LogExpLoss, PairWiseLoss, PRMLoss
+from openppo.models.padding import pad_right
+from openppo.models.pretrained import pad_token_id
+from openppo.tracking import Metrics
+from openppo.trainer.supervised.batches import TokenBatch, TokenMicroBatch, equal_micro_batches, token_batch
+from openppo.trainer.supervised.loop import ModelCall, SupervisedComponents, SupervisedTrainer
+from openppo.types import NeverStops
+
+logger = logging.getLogger("openppo")
+Example = TypeVar("Example")
+
+_MOST_PAIRS_FOR_STATISTICS = 1024
+_SMALLEST_STD = 1e-8
+_IDLE_PAIR = PreferenceExample(chosen_ids=[0, 0], rejected_ids=[0, 0], margin=0.0)
+_IDLE_STEPS = ProcessExample(token_ids=[0, 0], labels=[IGNORE_INDEX, IGNORE_INDEX])
+
+
+@dataclass(frozen=True)
+class ExampleBatch(Generic[Example]):
+    """Micro-batches of examples, equally many on all ranks; empty where a rank has no examples left."""
+
+    micro_batches: list[list[Example]]
+    n_judged: int
+    """Pairs, or judged steps, of the whole batch."""
+    n_input_tokens: int
+
+
+PairBatch = ExampleBatch[PreferenceExample]
+ProcessBatch = ExampleBatch[ProcessExample]
+
+
+class SFTTrainer(SupervisedTrainer[TokenExample]):
+    """Trains an ``Actor`` on token examples; the loss is the mean over the target tokens of each optimizer step."""
+
+    kind = "sft"
+    headline = ("loss", "eval_loss", "grad_norm", "learning_rate", "time/step_s")
+
+    def make_batch(self, examples: Sequence[TokenExample]) -> TokenBatch:
+        """This rank's micro-batches."""
+        pad = pad_token_id(self.components.tokenizer)
+        return token_batch(examples, self.config.batch.micro_train_batch_size, pad, self.comm)
+
+    def loss(
+        self, model: ModelCall, batch: TokenBatch, micro: TokenMicroBatch, metrics: Metrics, prefix: str
+    ) -> Tensor:
+        """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
+        micro = micro.to(self.device)
+        log_probs = model(micro.sequences, micro.attention_mask, micro.loss_mask)
+        metrics.add_tensor(f"{prefix}loss", -log_probs.detach(), micro.loss_mask)
+        return -log_probs.sum() / max(batch.n_tokens, 1)
+
+
+class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
+    """Trains a ``ScalarHeadModel`` of role reward; the loss is the mean over the pairs of each optimizer step."""
+
+    kind = "rm"
+    headline = ("loss", "accuracy", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate", "time/step_s")
+
+    def __init__(self, config: TrainRMConfig, parts: SupervisedComponents[PreferenceExample]) -> None:
+        super().__init__(config, parts)
+        self.uses_margin = config.data.margin_key is not None
+        self.pair_loss = PairWiseLoss() if config.data.loss == "sigmoid" else LogExpLoss()
+
+    @staticmethod
+    def rows_of(example: PreferenceExample) -> list[list[int]]:
+        """Both sides."""
+        return [example.chosen_ids, example.rejected_ids]
+
+    def make_batch(self, examples: Sequence[PreferenceExample]) -> PairBatch:
+        """This rank's micro-batches."""
+        return _example_batch(self, examples, len(examples))
+
+    def loss(
+        self,
+        model: ModelCall,
+        batch: PairBatch,
+        micro: list[PreferenceExample],
+        metrics: Metrics,
+        prefix: str,
+    ) -> Tensor:
+        """Summed loss of this micro-batch's pairs over the pairs of the step; both sides in one forward."""
+        pairs = micro or [_IDLE_PAIR]
+        rows = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
+        sequences, attention_mask = pad_right(rows, pad_token_id(self.components.tokenizer))
+        scores = model(sequences.to(self.device), attention_mask.to(self.device))
+        chosen, rejected = scores.chunk(2)  # (B,) each
+        margin = torch.tensor([pair.margin for pair in pairs], device=self.device)
+        loss = self.pair_loss(chosen, rejected, margin) if self.uses_margin else self.pair_loss(chosen, rejected)
+        if not micro:
+            return 0.0 * loss  # runs along with ranks that have more pairs
+        metrics.add(f"{prefix}loss", loss.detach(), weight=len(pairs))
+        metrics.add_tensor(f"{prefix}accuracy", (chosen > rejected).float().detach())
+        metrics.add_tensor(f"{prefix}chosen_reward", chosen.detach())
+        metrics.add_tensor(f"{prefix}rejected_reward", rejected.detach())
+        metrics.add_tensor(f"{prefix}reward_mean", scores)
+        metrics.add_tensor(f"{prefix}reward_std", scores, reduce="std")
+        return loss * len(pairs) / batch.n_judged
+
+    def write_model(self, folder: Path) -> None:
+        """Write the model; its config gets ``mean`` and ``std`` of its scores, which ``--normalize_reward`` reads.
+
+        They are those of the held-out pairs, both sides, or without such of up to 1024 training pairs. ``std`` is the
+        unbiased one, as in OpenRLHF.
+        """
+        pairs = self.components.eval_examples or spread(self.components.train_examples, _MOST_PAIRS_FOR_STATISTICS)
+        metrics = self._measure(pairs, NeverStops())  # a checkpoint upon a signal is written whole
+        n = 2 * len(pairs)
+        model: Any = self.components.model.module.model
+        config = model.config
+        config.mean = metrics["eval_reward_mean"]
+        config.std = max(metrics["eval_reward_std"] * math.sqrt(n / (n - 1)), _SMALLEST_STD)
+        logger.info("scores of %d texts: mean %.4g, std %.4g; stored in the model's config", n, config.mean, config.std)
+        super().write_model(folder)
+
+
+def spread(pairs: Sequence[PreferenceExample], most: int) -> Sequence[PreferenceExample]:
+    """At most ``most`` pairs at equal distances, since neighbours may come from one source."""
+    return pairs[:: -(-len(pairs) // most)]
+
+
+class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
+    """Trains a ``ProcessRewardModel``; the loss is the mean over the judged steps of each optimizer step.
+
+    A step is judged at the placeholder after it.
+    """
+
+    kind = "prm"
+    headline = RewardModelTrainer.headline
+
+    def __init__(self, config: TrainPRMConfig, parts: SupervisedComponents[ProcessExample]) -> None:
+        super().__init__(config, parts)
+        data, tokenizer = config.data, parts.tokenizer
+        self.placeholder_id = single_token_id(tokenizer, data.placeholder_token, "--placeholder_token")
+        reward_ids = [single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens]
+        self.step_loss = PRMLoss(self.placeholder_id, reward_ids)
+
+    @staticmethod
+    def n_scored(example: ProcessExample) -> int:
+        """Judged steps."""
+        return sum(label != IGNORE_INDEX for label in example.labels)
+
+    def make_batch(self, examples: Sequence[ProcessExample]) -> ProcessBatch:
+        """This rank's micro-batches."""
+        return _example_batch(self, examples, sum(map(self.n_scored, examples)))
+
+    def loss(
+        self,
+        model: ModelCall,
+        batch: ProcessBatch,
+        micro: list[ProcessExample],
+        metrics: Metrics,
+        prefix: str,
+    ) -> Tensor:
+        """Summed cross entropy of this micro-batch's steps over the steps of the batch."""
+        sequences, labels = (tensor.to(self.device) for tensor in self._tensors(micro or [_IDLE_STEPS]))
+        judged = labels != IGNORE_INDEX
+        logits = model(sequences, judged)  # (N, V)
+        loss, accuracy = self.step_loss(sequences[judged][None], logits[None], labels[judged][None], return_acc=True)
+        metrics.add(f"{prefix}loss", loss.detach(), weight=len(logits))
+        metrics.add(f"{prefix}accuracy", accuracy, weight=len(logits))
+        return loss * len(logits) / max(batch.n_judged, 1)
+
+    def _tensors(self, examples: Sequence[ProcessExample]) -> tuple[Tensor, Tensor]:
+        """Sequences int64 and labels int64 (hard) or float32 (soft), both (B, L)."""
+        sequences, _ = pad_right([example.token_ids for example in examples], pad_token_id(self.components.tokenizer))
+        width = sequences.shape[1]
+        padded = [[*example.labels, *[IGNORE_INDEX] * (width - len(example.labels))] for example in examples]
+        return sequences, torch.tensor(padded)
+
+
+def _example_batch(
+    trainer: SupervisedTrainer[Example], examples: Sequence[Example], n_judged: int
+) -> ExampleBatch[Example]:
+    micro_batches = equal_micro_batches(examples, trainer.config.batch.micro_train_batch_size, trainer.comm)
+    rows = [row for micro in micro_batches for example in micro for row in trainer.rows_of(example)]
+    return ExampleBatch(micro_batches, n_judged, sum(map(len, rows)))

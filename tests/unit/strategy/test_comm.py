@@ -1,0 +1,102 @@
+"""Joining a process group that is not whole, and errors of one rank that all raise."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from openppo.strategy.comm import collective, init_process_group
+from tests.ranks import ThreadComm, on_ranks
+
+HOST = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "failing", "message"),
+    [
+        (1, {0}, "no such file."),
+        (3, {1}, f"on rank 1 ({HOST}): no such file."),
+        (4, {1, 3}, f"on rank 1 ({HOST}), rank 3 ({HOST}): no such file."),
+        (2, {0, 1}, "no such file."),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(ranks: int, failing: set[int], message: str) -> None:
+    def work(comm: ThreadComm) -> Any:
+        def read() -> str:
+            if comm.rank in failing:
+                raise ValueError("no such file.")
+            return f"rows of {comm.rank}"
+
+        return collective(comm, read)
+
+    assert [str(error) for error in on_ranks(ranks, work)] == [message] * ranks
+    failing.clear()
+    assert on_ranks(ranks, work) == [f"rows of {rank}" for rank in range(ranks)]
+
+
+def test_errors_of_other_types_are_translated() -> None:
+    def work(comm: ThreadComm) -> Any:
+        def write() -> None:
+            if comm.rank == 1:
+                raise PermissionError("denied")
+
+        return collective(comm, write, (OSError, EOFError), lambda message: RuntimeError(f"saving: {message}"))
+
+    errors = on_ranks(2, work, (RuntimeError,))
+    assert [repr(error) for error in errors] == [f"RuntimeError('saving: on rank 1 ({HOST}): denied')"] * 2
+
+
+def test_more_ranks_than_gpus_is_an_error_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="--nproc_per_node .*1 GPUs"):
+        init_process_group(timedelta(seconds=1))
+
+
+def test_a_single_process_makes_no_ranks_of_its_subprocesses() -> None:
+    program = """
+import os
+from datetime import timedelta
+from openppo.strategy.comm import TorchComm, init_process_group
+before = dict(os.environ)
+init_process_group(timedelta(seconds=60))
+print(TorchComm().all_gather_object("here"), sorted(os.environ.keys() - before.keys()))
+"""
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    done = subprocess.run([sys.executable, "-c", program], env=alone, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "['here'] ['LOCAL_RANK']\n", done.stderr
+
+
+def start_joining(rank: str, **environment: str) -> subprocess.Popen[str]:
+    """A process that joins a group of three on this machine, for up to three seconds."""
+    program = "from openppo.strategy.comm import *; init_process_group(timedelta(seconds=3))"
+    group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | group | environment, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_missing_rank_is_named_by_the_others() -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun has one
+    torchrun = {
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+    joining = [start_joining(rank, **torchrun) for rank in ("0", "2")]
+    for process in joining:
+        assert "ValueError: rank 1 of 3 did not start within 3 s" in process.communicate(timeout=100)[1]
+
+
+def test_a_missing_first_host_is_named_by_its_address() -> None:
+    message = start_joining("1", MASTER_PORT="1").communicate(timeout=100)[1]
+    assert "ValueError: rank 0 was not reached at 127.0.0.1:1 within 3 s" in message

@@ -1,0 +1,107 @@
+"""One trained model on one rank, and the configuration that DeepSpeed gets."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from openppo.config import AdamConfig, DeepSpeedConfig
+from openppo.strategy import DeepspeedStrategy
+from openppo.strategy.ds_config import eval_config, merge, train_config
+from openppo.strategy.trainable_model import MOMENTS
+
+
+def trained_for(steps: int, stage: int, bf16: bool, offloads: bool) -> list[torch.Tensor]:
+    """Weights after so many steps; with ``offloads``, moments were on the host between them."""
+    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=stage, bf16=bf16))
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8, dtype=torch.bfloat16 if bf16 else torch.float32)
+    trained = strategy.prepare(module, AdamConfig(), learning_rate=1e-2, total_steps=10)
+    for _ in range(steps):
+        trained.load_adam_moments()
+        batch = torch.randn(4, 8, dtype=module.weight.dtype)
+        trained.backward(trained(batch).float().square().mean(), last=True)
+        trained.step()
+        if offloads:
+            states = trained._adam_states()
+            held = [StorageWeakRef(state[name].untyped_storage()) for state in states for name in MOMENTS]
+            assert held
+            trained.offload_adam_moments()
+            gc.collect()
+            assert all(storage.expired() for storage in held), "their memory on the device is free"
+    with strategy.gathered(trained):
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_offloaded_moments_free_memory_and_change_no_bit(stage: int, bf16: bool) -> None:
+    plain, offloaded = (trained_for(4, stage, bf16, offloads) for offloads in (False, True))
+    assert all(map(torch.equal, plain, offloaded))
+
+
+@pytest.mark.parametrize(("stage", "error"), [(0, AttributeError), (3, AssertionError)])
+def test_deepspeed_offloads_no_moments_of_torchs_adam(stage: int, error: type[Exception]) -> None:
+    """Under these stages; where this fails, ``offload_adam_moments`` can be DeepSpeed's ``offload_states``."""
+    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=stage))
+    trained = strategy.prepare(nn.Linear(8, 8), AdamConfig(), learning_rate=1e-2, total_steps=10)
+    with pytest.raises(error):
+        trained.deepspeed.offload_states(include=[OffloadStateTypeEnum.optim_states])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_only_a_finite_gradient_moves_weights_and_schedule(stage: int) -> None:
+    trained = DeepspeedStrategy(DeepSpeedConfig(zero_stage=stage)).prepare(
+        nn.Linear(1, 1, bias=False), AdamConfig(lr_scheduler="linear", lr_warmup_ratio=0), 1e-2, total_steps=4
+    )
+    rate = trained.learning_rate
+    for factor, moved in ((math.nan, 0), (math.inf, 0), (3.0, 1)):
+        trained.backward(trained(torch.ones(1, 1)).sum() * factor, last=True)
+        norm = trained.step()
+        assert norm == 3.0 if moved else not math.isfinite(norm)
+        assert (trained.learning_rate < rate) == bool(moved)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_gradients_of_a_single_rank_are_added_in_float32(stage: int, offloaded: bool) -> None:
+    """1 and eight times 1/1024: in bfloat16 the sum would stay 1. On two ranks: tests/distributed/test_engine.py."""
+    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=stage, bf16=True, adam_offload=offloaded and stage > 0))
+    module = nn.Linear(1, 2, bias=False).bfloat16()
+    trained = strategy.prepare(module, AdamConfig(), learning_rate=1e-3, total_steps=10)
+    gradients = [1.0] + [2.0**-10] * 8
+    for i, gradient in enumerate(gradients):
+        given = torch.ones(1, 1, dtype=torch.bfloat16)
+        trained.backward(trained(given).float().sum() * gradient, last=i == len(gradients) - 1)
+    assert trained.step() == pytest.approx(2**0.5 * (1 + 8 * 2.0**-10), rel=1e-6)
+
+
+def test_no_forward_waits_for_deepspeeds_throughput_timer() -> None:
+    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=3))
+    trained = strategy.prepare(nn.Linear(2, 2), AdamConfig(), learning_rate=1e-3, total_steps=10)
+    frozen: Any = strategy.prepare_frozen(nn.Linear(2, 2))
+    assert [engine.tput_timer.config.enabled for engine in (trained.deepspeed, frozen)] == [False, False]
+
+
+def test_overrides_are_merged_into_nested_options() -> None:
+    options = train_config(DeepSpeedConfig(bf16=True), zero_stage=3, n_trained=11, n_ranks=2)
+    merged = merge(options, {"zero_optimization": {"stage3_param_persistence_threshold": 0}})
+    assert merged["zero_optimization"] == options["zero_optimization"] | {"stage3_param_persistence_threshold": 0}
+    assert "stage3_param_persistence_threshold" not in options["zero_optimization"]
+
+
+def test_flags_reach_deepspeed_which_scales_nothing() -> None:
+    zero = train_config(DeepSpeedConfig(zero_stage=3, zpg=4, overlap_comm=True), 3, 7, n_ranks=8)["zero_optimization"]
+    assert (zero["zero_hpz_partition_size"], zero["overlap_comm"]) == (4, True)
+    for stage in (0, 1, 2, 3):
+        options = train_config(DeepSpeedConfig(max_norm=0.5), stage, n_trained=7, n_ranks=1)
+        assert (options["gradient_accumulation_steps"], options["gradient_clipping"]) == (1, 0.5)
+        assert not {"offload_optimizer", "overlap_comm"} & options["zero_optimization"].keys()
+    assert eval_config(bf16=False)["zero_optimization"] == {"stage": 3}

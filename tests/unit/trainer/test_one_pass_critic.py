@@ -1,0 +1,140 @@
+"""A critic that is trained while experience is made ends where one that is asked for values first does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openppo.config import TrainPPOConfig, from_options
+from openppo.experience import ExperienceMaker, ReplayBuffer
+from openppo.experience.replay_buffer import mini_batches
+from openppo.models import ScalarHeadModel
+from openppo.tracking import Metrics
+from openppo.trainer.critic_step import CriticStep, OnePassCritic
+from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
+
+CPU = torch.device("cpu")
+BASE = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "micro_train_batch_size": 3, "train_batch_size": 8}
+
+
+class Sgd:
+    """A ``TrainableModel`` with plain gradient descent."""
+
+    learning_rate = 0.1
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.n_forwards = 0
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        self.n_forwards += 1
+        return self.module(*inputs)
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        loss.backward()
+
+    def step(self) -> float:
+        norm = torch.cat([p.grad.flatten() for p in self.module.parameters() if p.grad is not None]).norm().item()
+        with torch.no_grad():
+            for p in self.module.parameters():
+                p -= 0.0 if p.grad is None else self.learning_rate * p.grad
+        self.module.zero_grad(set_to_none=True)
+        return norm
+
+
+def trajectories(n: int) -> list[Trajectory]:
+    rows = []
+    for i in range(n):
+        length = 4 + i % 4
+        mask = [t >= 2 and (t + i) % 4 != 0 for t in range(length)]
+        ids = [(3 * i + t) % 20 for t in range(length)]
+        rows.append(
+            Trajectory(
+                ids,
+                mask,
+                [-1.0 * m for m in mask],
+                [0 if m else -1 for m in mask],
+                FinishReason.STOP,
+                Prompt("", ids[:2]),
+                i,
+                scores={"a": float(i % 3)},
+            )
+        )
+    return rows
+
+
+def outcome(
+    one_pass: bool, scalar: nn.Module, n: int, **options: Any
+) -> tuple[Any, dict[str, float], list[Tensor], int]:
+    """Experience, metrics, weights and forwards of the critic, after a global step without an actor."""
+    config = from_options(TrainPPOConfig, **(BASE | options))
+    model: Any = Sgd(ScalarHeadModel(copy.deepcopy(scalar), "critic"))
+    step = CriticStep(model, config, SingleProcess(), CPU)
+    arguments: Any = (lambda *_, **__: None, model, None, config, SingleProcess(), CPU, 0)
+    maker = OnePassCritic(step, *arguments) if one_pass else ExperienceMaker(*arguments)
+    trains: Any = maker if one_pass else step
+    buffer, metrics = ReplayBuffer(normalize=True), Metrics()
+    buffer.fill(maker.make(trajectories(n), metrics))
+    for batch in mini_batches(buffer, config, 0):
+        trains.train(batch, metrics, True)
+    fields = [item.tensors() for item in buffer.items]
+    return fields, metrics.reduced(SingleProcess()), list(model.module.parameters()), model.n_forwards
+
+
+@pytest.mark.parametrize("options", [{}, {"max_epochs": 2}, {"value_pretrain_steps": 1}], ids=str)
+def test_values_advantages_weights_and_metrics_are_those_of_two_passes(
+    options: dict[str, Any], scalar: nn.Module
+) -> None:
+    plain, plain_metrics, plain_weights, n_plain = outcome(False, scalar, 8, **options)
+    fields, metrics, weights, n_forwards = outcome(True, scalar, 8, **options)
+    assert n_forwards < n_plain, "the forward that experience asks for is left out"
+    for ours, theirs in zip(fields, plain, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6)
+    for ours, theirs in zip(weights, plain_weights, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert metrics == pytest.approx(plain_metrics, abs=1e-6)
+
+
+def test_a_rollout_of_several_optimizer_steps_is_made_as_usual(scalar: nn.Module) -> None:
+    plain, plain_metrics, _, n_plain = outcome(False, scalar, 9)
+    fields, metrics, _, n_forwards = outcome(True, scalar, 9)
+    assert (n_forwards, metrics) == (n_plain, plain_metrics)
+    assert all(torch.equal(a["values"], b["values"]) for a, b in zip(fields, plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{"buffer_limit": 8}, {"overlong_filter": True}, {"lora_rank": 2, "lora_dropout": 0.1}]
+)
+def test_it_is_not_chosen_where_the_training_forward_would_differ(options: dict[str, Any]) -> None:
+    assert OnePassCritic.is_exact(from_options(TrainPPOConfig, **BASE))
+    assert not OnePassCritic.is_exact(from_options(TrainPPOConfig, **(BASE | options)))
+
+
+def test_ranks_share_the_step_and_get_back_their_own_values(
+    scalar: nn.Module, on_ranks: Callable[..., list[Any]]
+) -> None:
+    rows, config = trajectories(7), from_options(TrainPPOConfig, **BASE)
+    models = [Sgd(ScalarHeadModel(copy.deepcopy(scalar), "critic")) for _ in range(2)]
+
+    def work(comm: Any) -> list[Tensor]:
+        model: Any = models[comm.rank]
+        arguments: Any = (lambda *_, **__: None, model, None, config, comm, CPU, 0)
+        maker = OnePassCritic(CriticStep(model, config, comm, CPU), *arguments)
+        return [item.values for item in maker.make(rows[:2] if comm.rank == 0 else rows[2:], Metrics())]
+
+    values = [value for of_rank in on_ranks(2, work) for value in of_rank]
+    critic = ScalarHeadModel(scalar, "critic")
+    for row, found in zip(rows, values, strict=True):
+        expected = critic(torch.tensor([row.token_ids]), torch.ones(1, len(row.token_ids)).bool())
+        masked = torch.where(torch.tensor([row.action_mask]), expected, 0.0)
+        torch.testing.assert_close(found, masked, rtol=0, atol=1e-6, check_dtype=False)
