@@ -19,16 +19,15 @@ import torch
 from jinja2 import TemplateError
 
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a chat template, which is a program too, may raise; ``OverflowError`` where a loop is too long."""
+"""Exceptions that a chat template may raise: it is a program too (``OverflowError``: a loop that is too long)."""
 
-_running = threading.local()
-"""Of a thread that runs a user's code: ``source``, the flag and file."""
+_running = threading.local()  # of a thread that runs a user's code: ``source``, the flag and file
 _process = os.getpid()
 _exit = os._exit
 
 
 def load_callable(location: str, flag: str, default_name: str | None = None) -> Callable[..., Any]:
-    """The function or class at ``path.py:name``, or with ``default_name`` also at ``path.py``.
+    """Load the function or class at ``path.py:name``, or with ``default_name`` also at ``path.py``.
 
     ``ValueError`` naming ``flag`` if there is none, or if the file cannot be imported.
     """
@@ -39,26 +38,22 @@ def load_callable(location: str, flag: str, default_name: str | None = None) -> 
         raise ValueError(f"{flag} {location}: give a Python file{',' if default_name else ''} {how}.")
     file = Path(parts[1]).expanduser()
     if not file.is_file():
-        one = "Give one file: its function can call those of others" if ".py," in location else "Check the path"
-        raise ValueError(f"{flag} {location}: no such file {file}. {one}.")
+        remedy = "Give one file: its function can call those of others" if ".py," in location else "Check the path"
+        raise ValueError(f"{flag} {location}: no such file {file}. {remedy}.")
     spec = spec_from_file_location(f"{flag.removeprefix('--')}_{file.stem}", file)
     assert spec is not None and spec.loader is not None, f"no loader for {file}"
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look it up there
+    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses and pickle look it up there
     with leaving_no_trace(f"{flag} {location}"):
         try:
             spec.loader.exec_module(module)
         except (ImportError, SyntaxError) as error:
-            raise ValueError(
-                f"{flag} {location}: cannot be imported ({error}). Install what it needs, or correct it."
-            ) from error
+            reason = f"cannot be imported ({error}). Install what it needs, or correct it."
+            raise ValueError(f"{flag} {location}: {reason}") from error
     found = vars(module).get(name)
     if not callable(found):
         names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise ValueError(
-            f"{flag} {location}: {file} has no function {name!r}. It has: {', '.join(names) or 'none'}. Name one of "
-            f"them as {file}:NAME."
-        )
+        has = f"{file} has no function {name!r}. It has: {', '.join(names) or 'none'}."
+        raise ValueError(f"{flag} {location}: {has} Name one of them as {file}:NAME.")
     return found
 
 
@@ -69,10 +64,10 @@ def leaving_no_trace(source: str) -> Iterator[None]:
     ``sys.exit()`` in it is a ``ValueError`` naming ``source``. For the thread that trains, before training.
     """
     grad, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
-    state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    state, numpy_state = random.getstate(), np.random.get_state()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with no_silent_end(source):
+        with torch.random.fork_rng(gpus), no_silent_end(source):
             yield
     except SystemExit as error:
         raise ValueError(f"{source}: calls sys.exit() while it is loaded. Take the call out.") from error
@@ -83,16 +78,13 @@ def leaving_no_trace(source: str) -> Iterator[None]:
             torch.set_default_device(None if device.type == "cpu" else device)
         random.setstate(state)
         np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)
 
 
 @contextmanager
 def no_silent_end(source: str) -> Iterator[None]:
     """Turn ``os._exit(0)`` into status 1 and a line that names ``source``.
 
-    In the block, and from then on in all threads but the main one: the code may have started them.
+    It acts in the block, and from then on in all threads but the main one: the code may have started them.
     """
     global _process
     os._exit, _process = _exit_with_a_reason, os.getpid()

@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
@@ -30,7 +29,7 @@ from openppo.config.fields import KEY_FROM_ELSEWHERE
 _SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
 _ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
-_HOW_TO_RESUME = "the same command with --load_checkpoint goes on from the newest checkpoint"
+_HOW_TO_RESUME = "the same command with --load_checkpoint resumes from the newest checkpoint"
 
 
 Config = TypeVar("Config", bound=CommandConfig)
@@ -97,26 +96,26 @@ def _greet() -> None:
 
 def _run(config: Config, build: Callable[[Config], Runnable]) -> bool:
     """Whether a signal has ended the work before its end."""
-    from openppo.strategy import interrupt
-    from openppo.strategy.watch import Watch  # with torch: after parsing
-    from openppo.tracking.phase import phase, position
+    from openppo.strategy import signals
+    from openppo.strategy.watchdog import Watchdog  # with torch: after parsing
+    from openppo.tracking.phase import current, phase
 
-    limits, resume = RunConfig(stall_timeout=0), ""  # a server without requests makes no progress
-    work: AbstractContextManager[None] = nullcontext()
+    limits, resume, trains = RunConfig(stall_timeout=0), "", False  # a server without requests makes no progress
     if isinstance(config, TrainPPOConfig | SupervisedCommand):
-        limits, resume, work = config.run, _HOW_TO_RESUME, interrupt.deferred()  # training saves before it ends
-    with Watch(limits, position, flat_dict(config), resume) as watch:
+        limits, resume, trains = config.run, _HOW_TO_RESUME, True
+    with Watchdog(limits, current, flat_dict(config), resume) as watchdog:
         try:
             with phase("loading"):
                 job = build(config)
         except ValueError as error:
-            watch.refuse(str(error))
+            watchdog.refuse(str(error))
         if isinstance(job, ExplainsMemory):
-            watch.explain_memory = job.explain_memory
-        with work:
-            job.fit()
+            watchdog.explain_memory = job.explain_memory
+        watchdog.saves_on_signal = trains
+        job.fit()
+        watchdog.saves_on_signal = False
         job.close()
-    return interrupt.requested() is not None
+    return signals.requested() is not None
 
 
 def _end_process() -> NoReturn:

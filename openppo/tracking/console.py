@@ -15,7 +15,7 @@ from typing import Generic, TextIO, TypeVar, overload
 
 from tqdm import tqdm
 
-from openppo.tracking.phase import position
+from openppo.tracking.phase import current
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ class ProgressBar(AbstractContextManager["ProgressBar[T]"], Generic[T]):
     def update(self, n: int = 1) -> None:
         """Count ``n`` more as done."""
         self._done += n
-        position.tick()
+        current.progress()
         self._bar.update(n)
         self._write_line(since=self._last_line)
 

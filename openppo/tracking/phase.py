@@ -1,53 +1,48 @@
-"""Where this process is: its innermost phase and its global step, for reports of faults."""
+"""Phase, global step and time of the last progress of this process, for reports of faults."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Position:
-    """Written by the thread that trains, read by others at any time."""
+class CurrentPhase:
+    """Written by the training thread, read by the watchdog at any time."""
 
     def __init__(self) -> None:
         self.phase = "starting"
         self.step = 0
         """Global step under way; 0 before the first."""
-        self.phases = 0
-        """Phases begun and ended so far: the same on ranks that are equally far."""
-        self.ticks = 0
-        """Signs of progress: phases, and updates of progress bars."""
+        self.last_progress = time.monotonic()
+        """When a phase last began or ended, or a progress bar was updated."""
         self.failing: tuple[BaseException, float] | None = None
-        """What ends the run, and when it was raised (``time.monotonic()``), while logs are still being closed."""
-        self.on_tick: Callable[[], None] | None = None
-        """Called at each update of a progress bar, on the thread that trains."""
+        """The error that ends the run, and when it was raised, while trackers are being closed."""
+        self.on_progress: Callable[[], None] | None = None
+        """Called at each progress, on the training thread."""
 
-    def tick(self) -> None:
-        """A progress bar has been updated."""
-        self.ticks += 1
-        if self.on_tick is not None:
-            self.on_tick()
+    def progress(self) -> None:
+        """Note progress."""
+        self.last_progress = time.monotonic()
+        if self.on_progress is not None:
+            self.on_progress()
 
 
-position = Position()
+current = CurrentPhase()
 """Of this process."""
 
 
 def begin_step(step: int) -> None:
-    """Global step ``step``, counted from 1, begins."""
-    position.step = step
+    """Note that global step ``step``, counted from 1, begins."""
+    current.step = step
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """The ``with`` block, or the decorated function, is phase ``name``, inside whatever phase there was."""
-    outer = position.phase
-    _enter(name)
+    """Name the ``with`` block, or the decorated function, as the current phase."""
+    outer = current.phase
+    current.phase = name
+    current.progress()
     yield
-    _enter(outer)  # not after an exception: the report names the phase in which it was raised
-
-
-def _enter(name: str) -> None:
-    position.phase = name
-    position.phases += 1
-    position.ticks += 1
+    current.phase = outer  # kept after an exception: the report names the phase in which it was raised
+    current.progress()

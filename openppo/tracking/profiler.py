@@ -14,7 +14,7 @@ import torch
 
 from openppo.config import TrackingConfig
 from openppo.tracking.console import get_logger
-from openppo.tracking.phase import position
+from openppo.tracking.phase import current
 
 RECORDED_SECONDS = 2.0
 """Of each phase: a loop looks alike after that, and a trace of all of it would fill the memory."""
@@ -42,7 +42,7 @@ class StepProfiler:
         if self._profile is not None:
             with self._named(name):
                 yield
-        elif self.tracking.is_profiled(position.step):
+        elif self.tracking.is_profiled(current.step):
             with self._recorded(), self._named(name):
                 yield
         else:
@@ -56,11 +56,11 @@ class StepProfiler:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile = torch.profiler.profile(activities=activities)
         self._profile.start()
-        position.on_tick = self._pause_when_due
+        current.on_progress = self._pause_when_due
         try:
             yield
         finally:
-            position.on_tick = None
+            current.on_progress = None
             profile, self._profile = self._profile, None
             profile.stop()
         self._write(profile)  # not after an exception
@@ -93,17 +93,17 @@ class StepProfiler:
 
     def _write(self, profile: torch.profiler.profile) -> None:
         """Write the trace; a failure is a warning."""
-        self._traces[position.step] += 1
-        part = self._traces[position.step]
+        self._traces[current.step] += 1
+        part = self._traces[current.step]
         suffix = "" if part == 1 else f"_part_{part}"
-        file = self.folder / f"step_{position.step:08d}_rank_{self.rank}{suffix}.json.gz"
+        file = self.folder / f"step_{current.step:08d}_rank_{self.rank}{suffix}.json.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(file))
         except OSError as error:
-            get_logger().warning("--profile_steps: no trace of step %d (%s)", position.step, error)
+            get_logger().warning("--profile_steps: no trace of step %d (%s)", current.step, error)
         else:
-            get_logger().info("--profile_steps: the trace of step %d is %s", position.step, file)
+            get_logger().info("--profile_steps: the trace of step %d is %s", current.step, file)
 
 
 @contextmanager

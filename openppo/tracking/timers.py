@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from openppo.tracking.phase import begin_step
-from openppo.tracking.phase import phase as position_phase
+from openppo.tracking.phase import phase as current_phase
 from openppo.tracking.profiler import StepProfiler
 from openppo.types import Comm
 
@@ -33,13 +33,13 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the ``with`` block to phase ``name``, which is also this process's position."""
+        """Add the time of the ``with`` block to phase ``name``, which becomes the current phase of this process."""
         assert name not in self._running, f"phase {name} is already running"
         self._record_peak()
         self._running.add(name)
         start = time.perf_counter()
         try:
-            with position_phase(name), self._profiler.phase(name) if self._profiler else nullcontext():
+            with current_phase(name), self._profiler.phase(name) if self._profiler else nullcontext():
                 yield
                 self._record_peak()  # not after an exception: the report names the peak
         finally:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
-from openppo.strategy import interrupt
+from openppo.strategy import signals
 from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
 from openppo.strategy.checkpoint.engine_state import (
     Fragment,
@@ -61,14 +61,14 @@ class SignalStop:
 
     def requested(self) -> bool:
         """Whether this rank has a signal; others may not know yet."""
-        return interrupt.requested() is not None
+        return signals.requested() is not None
 
     def __call__(self) -> None:
         """Raise ``Interrupted`` on all ranks if one of them has a signal. All ranks call this together."""
-        if not interrupt.installed():
+        if not signals.installed():
             return
         if int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
-            names = self.comm.all_gather_object(interrupt.requested())
+            names = self.comm.all_gather_object(signals.requested())
             raise Interrupted(next(name for name in names if name is not None))
 
 

@@ -56,7 +56,7 @@ class PPOTrainer:
     def fit(self) -> None:
         """Train to the end, evaluate and report when due, and save the actor to ``save_path``.
 
-        A signal (see ``openppo.strategy.interrupt``) ends it early, with a checkpoint instead of a trained model.
+        A signal (see ``openppo.strategy.signals``) ends it early, with a checkpoint instead of a trained model.
         """
         with self._session():
             for trajectories in self._rollouts():

@@ -1,4 +1,4 @@
-"""Launched by torchrun or deepspeed: ``run_signals.py SECONDS`` waits under a watch for a signal, then "saves"."""
+"""Launched: ``run_signals.py SECONDS`` waits under a watchdog for a signal, then "saves" for so long."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from datetime import timedelta
 import torch
 
 from openppo.config import RunConfig
-from openppo.strategy import interrupt
+from openppo.strategy import signals
 from openppo.strategy.comm import init_process_group
-from openppo.strategy.watch import Watch
-from openppo.tracking.phase import phase, position
+from openppo.strategy.watchdog import Watchdog
+from openppo.tracking.phase import current, phase
 
 
 def say(text: str) -> None:
-    sys.stdout.write(f"rank {os.environ['RANK']} {os.getpid()} {text} {time.time()}\n")  # in one piece
+    sys.stdout.write(f"rank {os.environ['RANK']} {os.getpid()} {text}\n")  # in one piece
     sys.stdout.flush()
 
 
 def main() -> None:
     """What a trainer does, in small."""
-    with Watch(RunConfig(), position, {}):
+    with Watchdog(RunConfig(), current, {}) as watchdog:
         init_process_group(timedelta(minutes=5))
-        with interrupt.deferred(), phase("training"):
+        watchdog.saves_on_signal = True
+        with phase("training"):
             say("works")
-            while not interrupt.requested():
+            while not signals.requested():
                 time.sleep(0.05)
-            say(f"was asked by {interrupt.requested()}")
+            say(f"was asked by {signals.requested()}")
             time.sleep(float(sys.argv[-1]))
             say("has saved")
         torch.distributed.barrier()

@@ -20,8 +20,8 @@ STAIRCASE: dict[str, set[str]] = {
     "strategy": LEVEL_0,
     "datasets": LEVEL_0,
     "rollout": LEVEL_0 | {"models", "tracking"},
-    "rewards": LEVEL_0 | {"models", "tracking", "datasets"},
-    "experience": LEVEL_0 | {"models", "tracking"},
+    "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},
+    "experience": LEVEL_0 | {"models", "tracking", "rollout"},
     "trainer": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards", "experience"},
 }
 STAIRCASE["__init__"] = set(STAIRCASE)  # lazy public names of openppo itself; everything but cli

@@ -93,7 +93,7 @@ from types import SimpleNamespace as Namespace
 from openppo.rewards import FunctionScorer, load_reward_function
 from openppo.types import FinishReason, Prompt, Trajectory
 
-tokenizer = Namespace(batch_decode=lambda ids, skip_special_tokens: [""] * len(ids))
+tokenizer = Namespace(decode=lambda ids, **options: "")
 sample = Trajectory([1, 2], [False, True], [0.0] * 2, [0] * 2, FinishReason.STOP, Prompt("a", [1]), 0)
 function = load_reward_function(sys.argv[1], ())
 (score,) = FunctionScorer(function, tokenizer).score([sample])

@@ -10,7 +10,7 @@ from typing import Any
 
 from openppo.tracking.console import get_logger
 from openppo.tracking.metrics import Histogram
-from openppo.tracking.phase import position
+from openppo.tracking.phase import current
 
 
 class Tracker:
@@ -73,12 +73,12 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
     ) -> None:
         closed = False
         if isinstance(error, Exception):
-            position.failing = (error, time.monotonic())
+            current.failing = (error, time.monotonic())
         try:
             self.close()
             closed = True
         finally:
-            position.failing = None
+            current.failing = None
             if error is not None and not closed:
                 raise error  # what ended the run; the failure of closing is its context
 

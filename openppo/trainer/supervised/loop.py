@@ -108,7 +108,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def fit(self) -> None:
         """Train, evaluate when due, and save to ``save_path``.
 
-        A signal (see ``openppo.strategy.interrupt``) lets the step finish and drops an evaluation, which the resumed
+        A signal (see ``openppo.strategy.signals``) lets the step finish and drops an evaluation, which the resumed
         run repeats; then a checkpoint is written instead of the trained model.
         """
         with self.components.trackers:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -87,26 +86,3 @@ def test_the_table_has_a_line_for_each_metric_and_a_column_for_each_source() -> 
     ]
     alone = {name: value for name, value in metrics.items() if name.startswith("eval_")}
     assert table(alone, ["math"] * 2).splitlines()[:2] == ["                     all", "prompts                2"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("", "No reward is given"),
-        ("--reward_fn no_such.py", "--reward_fn no_such.py"),
-        ("--reward_pretrain {models}/two_labels", "--reward_pretrain {models}/two_labels"),
-        ("--verifiable_reward exact_match --label_key no_such_column", "no column 'no_such_column'"),
-        ("--verifiable_reward exact_match --output_path .", "--output_path . is a folder"),
-        ("--verifiable_reward exact_match --reward_weights exact_match=x", "--reward_weights takes NAME=NUMBER"),
-    ],
-)
-def test_what_cannot_work_is_named_in_one_line(
-    arguments: str, named: str, models: Path, tmp_path: Path, run_in_process: Callable[..., Any]
-) -> None:
-    write_rows(tmp_path / "prompts.jsonl", [1])
-    good = f"--pretrain {models}/actor --prompt_data prompts.jsonl --generate_max_len 4"
-    ended = run_in_process("evaluate", *good.split(), *arguments.format(models=models).split())
-    assert ended.code == 2
-    line = ended.stderr.splitlines()[-1]
-    assert line.startswith("error: ")
-    assert named.format(models=models) in line

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import yaml
+from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
 
 from openppo.cli.options import parse_options, run_command
 from openppo.config import (
@@ -30,7 +31,6 @@ from openppo.config import (
 )
 from openppo.config.fields import at_least, option
 from openppo.tracking import save_config
-from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
 
 REQUIRED: dict[Any, str] = {
     TrainPPOConfig: "--pretrain m --prompt_data d",
@@ -469,7 +469,7 @@ def test_an_error_of_ours_and_an_error_while_running_keep_their_tracebacks(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", GOOD)
-    monkeypatch.setattr("openppo.strategy.watch.Watch._exit", lambda watch, status: watch._leaving.set())
+    monkeypatch.setattr("openppo.strategy.watchdog.Watchdog._exit", lambda watch, status: watch._leaving.set())
 
     def build(config: TrainPPOConfig) -> Job:
         raise KeyError("ours")

@@ -1,4 +1,4 @@
-"""Which watch a command has around it."""
+"""Which watchdog a command has around it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_only_training_can_stall_and_be_resumed(
         found.append((limits, resume))
         sys.exit(0)
 
-    monkeypatch.setattr("openppo.strategy.watch.Watch", record)
+    monkeypatch.setattr("openppo.strategy.watchdog.Watchdog", record)
     run_in_process(command, *arguments.format(models=models).split())
     ((limits, resume),) = found
     assert (limits.heartbeat_timeout, limits.stall_timeout) == (heartbeat, stall)
@@ -44,7 +44,7 @@ def test_only_training_can_stall_and_be_resumed(
 
 
 class Recorder:
-    """Stands in for the watch, and keeps what the command gives it."""
+    """Stands in for the watchdog, and keeps what the command gives it."""
 
     def __init__(self, *given: object) -> None:
         self.explain_memory: Callable[[], list[str]] = list
@@ -77,7 +77,7 @@ def test_out_of_memory_the_watch_can_say_what_each_model_takes(
     for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
     watch = Recorder()
-    monkeypatch.setattr("openppo.strategy.watch.Watch", lambda *given: watch)
+    monkeypatch.setattr("openppo.strategy.watchdog.Watchdog", lambda *given: watch)
     (tmp_path / "data.jsonl").write_text('{"input": "abc", "output": "de"}\n' * 4)
     sizes = "--rollout_batch_size 4 --generate_max_len 8" if command == "train_ppo" else ""
     arguments = f"--pretrain {{models}}/actor {data} --train_batch_size 4 {sizes}"

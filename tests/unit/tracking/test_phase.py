@@ -1,4 +1,4 @@
-"""The position is the innermost phase, and stays where an exception was raised."""
+"""The current phase is the innermost one, and stays where an exception was raised."""
 
 from __future__ import annotations
 
@@ -7,54 +7,53 @@ from collections.abc import Iterator
 import pytest
 
 from openppo.tracking import PhaseTimer, progress_bar
-from openppo.tracking.phase import begin_step, phase, position
+from openppo.tracking.phase import begin_step, current, phase
 
 
 @pytest.fixture(autouse=True)
-def elsewhere() -> Iterator[None]:
-    """Puts the position of this process back."""
-    before = dict(vars(position))
+def restored() -> Iterator[None]:
+    """Restores the current phase of this process."""
+    before = dict(vars(current))
     yield
-    vars(position).update(before)
+    vars(current).update(before)
 
 
-def test_the_innermost_phase_counts_and_the_outer_one_comes_back() -> None:
+def test_the_innermost_phase_is_current_until_it_ends() -> None:
     timer = PhaseTimer()
     with timer.phase("step"):
         with timer.phase("training"):
-            assert position.phase == "training"
-        assert position.phase == "step"
+            assert current.phase == "training"
+        assert current.phase == "step"
 
 
-def test_an_exception_leaves_the_phase_in_which_it_was_raised() -> None:
+def test_an_exception_keeps_the_phase_in_which_it_was_raised() -> None:
     timer = PhaseTimer()
     with pytest.raises(KeyError), timer.phase("step"), timer.phase("scoring"):
         raise KeyError
-    assert position.phase == "scoring"
+    assert current.phase == "scoring"
 
 
-def test_a_function_can_be_a_phase_each_time_it_is_called() -> None:
+def test_a_decorated_function_is_a_phase_at_each_call() -> None:
     @phase("saving")
     def save() -> str:
-        return position.phase
+        return current.phase
 
-    outside = position.phase
+    outside = current.phase
     assert [save(), save()] == ["saving", "saving"]
-    assert position.phase == outside
+    assert current.phase == outside
 
 
-def test_phases_and_progress_are_signs_of_life_but_only_phases_count_as_being_farther() -> None:
-    ticks, phases = position.ticks, position.phases
+def test_phases_and_progress_bars_are_progress() -> None:
+    seen: list[float] = []
+    current.on_progress = lambda: seen.append(current.last_progress)
     for _ in progress_bar(3, "work", enabled=False):
         pass
-    assert position.ticks == ticks + 3
-    assert position.phases == phases
     with phase("saving"):
-        assert position.phases == phases + 1
-    assert position.phases == phases + 2
-    assert position.ticks == ticks + 5
+        pass
+    assert len(seen) == 5
+    assert seen == sorted(seen)
 
 
-def test_a_step_that_begins_is_the_position() -> None:
+def test_the_step_is_the_one_that_began_last() -> None:
     begin_step(7)
-    assert position.step == 7
+    assert current.step == 7

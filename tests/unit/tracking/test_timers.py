@@ -12,7 +12,7 @@ import torch
 
 from openppo.config import TrackingConfig
 from openppo.tracking import PhaseTimer, StepProfiler, profiler, progress_bar, timers
-from openppo.tracking.phase import begin_step, position
+from openppo.tracking.phase import begin_step, current
 from openppo.types import SingleProcess
 
 
@@ -183,7 +183,7 @@ def test_nothing_is_left_running_and_nothing_is_written_after_an_error(tmp_path:
     with pytest.raises(KeyError), timer.phase("step"), timer.phase("generation"):
         raise KeyError
     assert not (tmp_path / "logs").exists()
-    assert position.on_tick is None
+    assert current.on_progress is None
     work(timer, 1, 1, clock)
     assert len(events_of(tmp_path, 1)) > 0
 

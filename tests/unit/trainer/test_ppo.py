@@ -19,7 +19,7 @@ from openppo.experience import ExperienceMaker
 from openppo.experience.maker import Hooks
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import PhaseTimer, StepProfiler, Trackers
-from openppo.tracking.phase import begin_step, position
+from openppo.tracking.phase import begin_step, current
 from openppo.trainer import PPOTrainer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.components import PPOComponents
@@ -253,7 +253,7 @@ def test_a_fault_is_in_the_step_that_has_begun(make_step: Any, monkeypatch: pyte
         given = getattr(part, call)
 
         def spy(*arguments: Any, given: Any = given) -> Any:
-            seen.append((position.step, position.phase))
+            seen.append((current.step, current.phase))
             return given(*arguments)
 
         monkeypatch.setattr(part, call, spy)

@@ -1,0 +1,173 @@
+"""The one-page report of a run that cannot continue."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import os
+import re
+import resource
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import DistError
+
+from openppo.config import mask_credentials
+from openppo.config.remedies import remedies, sizes
+from openppo.strategy.heartbeats import Heartbeat
+
+_TITLE = " OpenPPO: the run has failed "
+_OUT_OF_MEMORY = re.compile(
+    "DefaultCPUAllocator|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA error: out of memory|"
+    "Cuda failure (2 )?'out of memory'"  # of NCCL, which allocates its own buffers
+)
+_WAITS = re.compile(
+    r'torch/distributed/distributed_c10d\.py"|deepspeed/runtime/zero/.* in wait$|torch/cuda/.* in synchronize$', re.M
+)
+_EXIT_CODES = (
+    "the exit code in the launcher's summary below. -9: killed, usually by the kernel's OOM killer (check dmesg); "
+    "-11: a crash in C code and -6: an abort, both with the stacks above"
+)
+_SILENT = (
+    "the stacks above, if any: a thread that holds Python's lock stops heartbeats. If its work is only slow, raise "
+    "--heartbeat_timeout"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What went wrong, and on which ranks."""
+
+    what: str
+    where: Sequence[Heartbeat]
+    look_at: str = ""
+    details: str = ""
+    """Traceback, or the stacks of all threads."""
+    memory: Sequence[tuple[str, str]] = ()
+    """Further rows: label and line."""
+
+    def render(self, others: Sequence[Heartbeat], resume: str) -> str:
+        """The page. ``others`` are the healthy ranks; ``resume`` says how to continue after a failure."""
+        rows = [("fault", self.what), *(("where", str(beat)) for beat in self.where), *self.memory]
+        rows += [*(("others", str(beat)) for beat in others), ("look at", self.look_at)]
+        rows += [("resume", resume), ("resume", _restart())]
+        text = "".join(f"{name + ':':<9}{line}\n" for name, line in rows if line)
+        details = f"{self.details.rstrip()}\n\n" if self.details else ""
+        return f"\n{_TITLE:=^100}\n{details}{text}{'':=^100}\n"
+
+
+def raised(
+    error: BaseException, where: Heartbeat, options: Mapping[str, Any], models: Callable[[], Sequence[str]]
+) -> Fault:
+    """An error of this rank. Out of memory, with the sizes in ``options`` and the lines of ``models``."""
+    text = mask_credentials("".join(traceback.format_exception(error)))
+    message = mask_credentials(traceback.format_exception_only(error)[-1]).splitlines()[0]
+    fault = Fault(f"rank {where.rank} raised {message}", [where], details=text)
+    if is_out_of_memory(error):
+        rows = [("memory", line) for line in (*memory_lines(options), *models())]
+        flags = remedies(where.phase, options, on_cpu=not torch.cuda.is_available())
+        advice = [("try", f"reduce memory in {where.phase} with {', '.join(flags)}")] if flags else []
+        return replace(fault, memory=[*rows, *advice])
+    if is_broken_connection(error):
+        return replace(fault, look_at="the network between the ranks: a connection broke, and all ranks are alive")
+    folder = options.get("save_path")
+    return replace(fault, look_at=f"{folder}/logs: metrics and samples until then") if folder else fault
+
+
+def lost(ranks: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
+    """Other ranks that are gone, for these reasons."""
+    what = "; ".join(f"rank {rank} is gone: {reason}" for rank, reason in ranks.items())
+    where = [beats[rank] for rank in ranks]
+    memory = [("memory", f"rank {beat.rank} at its last heartbeat: {beat.memory}") for beat in where if beat.memory]
+    return Fault(what, where, _SILENT if "heartbeat" in what else _EXIT_CODES, memory=memory)
+
+
+def stalled(where: Heartbeat) -> Fault:
+    """No progress of this rank."""
+    what = f"rank {where.rank} made no progress for {where.idle:.0f} s (--stall_timeout)"
+    return Fault(what, [where], "the stacks above. If the work is only slow, raise --stall_timeout", stacks())
+
+
+def stacks() -> str:
+    """Stacks of the other threads, read in C: CPython 3.11 may crash where Python walks frames of running threads."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        threads = file.read().decode(errors="replace").split("\n\n")
+    return "\n\n".join(thread for thread in threads if not thread.startswith("Current"))
+
+
+def waits_for_other_ranks() -> bool:
+    """Whether a thread of this process is inside a collective, or waits for its GPU."""
+    return _WAITS.search(stacks()) is not None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` or a cause of it is a lack of GPU or CPU memory."""
+    return any(
+        isinstance(cause, MemoryError | torch.OutOfMemoryError)
+        or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
+        or (isinstance(cause, RuntimeError) and _OUT_OF_MEMORY.search(str(cause)))
+        for cause in _causes(error)
+    )
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Whether ``error`` may come from a connection that another rank closed."""
+    return not is_out_of_memory(error) and any(
+        isinstance(cause, DistError) or ("gloo/transport" in str(cause) and "enforce fail" not in str(cause))
+        for cause in _causes(error)
+    )
+
+
+def host_memory() -> str:
+    """Memory of this process and of its machine or container; empty where the system does not say."""
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        rows = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+    except OSError:
+        return ""
+    machine = {name.rstrip(":"): 1024 * int(value) for name, value, *_ in rows}
+    text = f"process {_gib(resident)}, machine {_gib(machine['MemAvailable'])} available of {_gib(machine['MemTotal'])}"
+    if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        text += f", address space of the process limited to {_gib(limit)} (ulimit -v)"
+    with suppress(OSError):
+        most, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        text += "" if most == "max" else f", container {_gib(int(used))} used of {_gib(int(most))}"
+    return text
+
+
+def memory_lines(options: Mapping[str, Any]) -> list[str]:
+    """Memory in use on this rank, and the ``options`` that decide it."""
+    lines = [host_memory()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        gpu = int(os.environ.get("LOCAL_RANK", "0"))  # the current device of the watchdog's thread is GPU 0
+        measures = (torch.cuda.memory_allocated, torch.cuda.memory_reserved, torch.cuda.max_memory_allocated)
+        allocated, reserved, peak = (_gib(measure(gpu)) for measure in measures)
+        line = f"GPU {gpu}: {allocated} allocated, {reserved} reserved, {peak} at the peak of the phase"
+        with suppress(RuntimeError):  # raised on a full GPU
+            free, total = torch.cuda.mem_get_info(gpu)
+            line += f", {_gib(free)} free of {_gib(total)}"
+        lines.append(line)
+    return [*lines, f"options: {' '.join(sizes(options))}"]
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _restart() -> str:
+    done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return f"torchrun starts all ranks again (restart {done + 1} of {most})" if done < most else ""
+
+
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB"

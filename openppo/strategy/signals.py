@@ -1,0 +1,76 @@
+"""SIGTERM, SIGINT and SIGHUP as a flag: training polls it and saves, the watchdog ends other work at once."""
+
+import os
+import select
+import signal
+from typing import Any
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_requested: str | None = None
+_pipe: tuple[int, ...] = ()
+_handlers: dict[signal.Signals, Any] = {}
+
+
+def installed() -> bool:
+    """Whether signals set the flag in this process."""
+    return bool(_pipe)
+
+
+def requested() -> str | None:
+    """Name of the signal that asks the run to save and exit; other ranks learn of it within a second."""
+    return _requested
+
+
+def request(name: str) -> None:
+    """Ask the run to save and exit, as signal ``name`` does; the first request counts."""
+    global _requested
+    _requested = _requested or name
+
+
+def install() -> None:
+    """Take the signals, on the main thread; an ignored SIGHUP (``nohup``) only if torchrun passes it on."""
+    global _pipe, _requested
+    _pipe, _requested = os.pipe(), None
+    by_torchrun = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    for number in _SIGNALS:
+        if by_torchrun or number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            _handlers[number] = signal.signal(number, lambda *_: None)  # CPython writes the number into the pipe
+            signal.siginterrupt(number, False)  # system calls of C++ libraries restart
+    os.set_blocking(_pipe[1], False)
+    signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+
+
+def receive(seconds: float) -> list[str]:
+    """Wait at most so long for signals, on any thread, even while the main thread is inside C; ``wake`` ends it."""
+    readable = select.select([_pipe[0]], [], [], seconds)[0]
+    return [signal.Signals(n).name for n in os.read(_pipe[0], 512) if n in _SIGNALS] if readable else []
+
+
+def wake() -> None:
+    """End a ``receive`` on another thread."""
+    os.write(_pipe[1], b"\0")
+
+
+def uninstall() -> None:
+    """Restore the handlers from before ``install``."""
+    global _pipe
+    signal.set_wakeup_fd(-1)
+    while _handlers:
+        signal.signal(*_handlers.popitem())
+    for end in _pipe:
+        os.close(end)
+    _pipe = ()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def _mask(how: int) -> None:
+    """Keep signals of a child that begins until they are its own: in the pipe they would look like ours."""
+    if _pipe:
+        signal.pthread_sigmask(how, _SIGNALS)
+
+
+os.register_at_fork(
+    before=lambda: _mask(signal.SIG_BLOCK),
+    after_in_parent=lambda: _mask(signal.SIG_UNBLOCK),
+    after_in_child=lambda: uninstall() if _pipe else None,
+)

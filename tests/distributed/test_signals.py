@@ -1,0 +1,92 @@
+"""Signals to any process of a run ask all ranks to save and exit; torchrun is real, since it passes signals on."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.watched import REPORT, OnLine, children, small_ppo, torchrun
+
+SAVES = "saving a checkpoint, then exiting"
+
+
+def once_both_work(signals: dict[str, signal.Signals], again: str = "") -> OnLine:
+    """Sends signals to processes by name once both ranks work, and to ``again`` a second time when rank 1 has heard."""
+    pids: dict[str, int] = {}
+
+    def on_line(line: str, process: "subprocess.Popen[str]") -> None:
+        if found := re.match(r"(rank \d) (\d+) works", line):
+            pids[found[1]] = int(found[2])
+            if len(pids) == 2:
+                pids["torchrun"] = process.pid
+                time.sleep(1.5)
+                for name, number in signals.items():
+                    os.kill(pids[name], number)
+        elif again and re.match(r"rank 1 \d+ was asked", line):
+            time.sleep(3)
+            os.kill(pids[again], signals[again])
+
+    return on_line
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "status"),
+    [
+        (signal.SIGTERM, ["rank 1"], 0),
+        (signal.SIGHUP, ["rank 0"], 0),
+        (signal.SIGINT, ["torchrun"], 1),
+        (signal.SIGTERM, ["torchrun", "rank 0", "rank 1"], 1),
+    ],
+    ids=["SIGTERM to a rank", "SIGHUP to a rank", "SIGINT to torchrun", "SIGTERM to all, as Slurm"],
+)
+def test_a_signal_to_any_process_reaches_all_ranks(
+    tmp_path: Path, number: signal.Signals, to: list[str], status: int
+) -> None:
+    ended = torchrun("run_signals.py", 3, cwd=tmp_path, on_line=once_both_work(dict.fromkeys(to, number)))
+    for rank in (0, 1):
+        assert re.search(rf"^rank {rank} \d+ was asked by {number.name}", ended.output, flags=re.MULTILINE)
+        assert re.search(rf"^rank {rank} \d+ has left", ended.output, flags=re.MULTILINE)
+    assert ended.output.count(f"{number.name}: {SAVES}") == 1
+    assert REPORT not in ended.output
+    assert ended.status == status, "torchrun that got the signal itself ends with 1"
+
+
+def test_a_second_signal_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    on_line = once_both_work({"rank 0": signal.SIGTERM}, again="rank 0")
+    ended = torchrun("run_signals.py", 100_000, cwd=tmp_path, on_line=on_line)
+    assert ended.output.count("SIGTERM: a second signal, ended at once in phase training") == 1
+    assert "has saved" not in ended.output
+    assert REPORT not in ended.output
+    assert "exitcode  : 143" in ended.output
+
+
+def test_a_signal_while_loading_ends_the_run_with_one_line(tiny: Path, tmp_path: Path) -> None:
+    def send(line: str, process: "subprocess.Popen[str]") -> None:
+        if line.startswith("fault at"):
+            process.terminate()
+
+    place = ("sleep", 1, "loading", 0, "train_ppo", *small_ppo(tiny, tmp_path))
+    ended = torchrun("run_faults.py", *place, cwd=tmp_path, on_line=send)
+    assert ended.output.count("SIGTERM: ended in phase loading") == 1
+    assert REPORT not in ended.output
+
+
+def test_a_run_that_is_stopped_for_a_moment_continues(tiny: Path, tmp_path: Path) -> None:
+    """As by Ctrl-Z and ``fg``: torchrun and all ranks."""
+
+    def freeze(line: str, process: "subprocess.Popen[str]") -> None:
+        if line.startswith("step 1/"):
+            # Not what ranks start: a rank does not stop while it waits for a child stopped between fork and exec.
+            for number, pause in ((signal.SIGSTOP, 9), (signal.SIGCONT, 0)):
+                for pid in (process.pid, *children(process.pid)):
+                    os.kill(pid, number)
+                time.sleep(pause)
+
+    place = ("none", 0, "", 0, "train_ppo", *small_ppo(tiny, tmp_path, "--heartbeat_timeout 20"))
+    ended = torchrun("run_faults.py", *place, cwd=tmp_path, on_line=freeze)
+    assert ended.status == 0, ended.output
+    assert "step 3/3" in ended.output

@@ -1,0 +1,139 @@
+"""Runs that fail or get signals: how they are started, and what is read of their end."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from openppo.config import RunConfig
+from tests.fork_server import ENVIRONMENT, SECONDS_UNTIL_A_HANG_IS_CERTAIN
+
+HERE = Path(__file__).parent
+TORCHRUN = "torch.distributed.run --standalone --nproc_per_node 2"
+REPORT = "OpenPPO: the run has failed"
+SECONDS_TO_END_AFTER_IT_IS_KNOWN = 15
+"""As docs/faults.md promises."""
+OnLine = Callable[[str, "subprocess.Popen[str]"], None]
+
+
+@dataclass
+class Ended:
+    """Output, status and end of a run."""
+
+    words: list[str]
+    output: str
+    status: int
+    left: float
+    """When the last process had ended."""
+
+    @property
+    def report(self) -> str:
+        """The one report; fails if there are more or none."""
+        parts = re.split(rf"^=+ {REPORT} =+$", self.output, flags=re.MULTILINE)
+        assert len(parts) == 2, f"{len(parts) - 1} reports:\n{self.output}"
+        return re.split(r"^={100}$", parts[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+    def row(self, name: str) -> str:
+        """The lines of the report that start with ``name:``."""
+        return "\n".join(line for line in self.report.splitlines() if line.startswith(f"{name}:"))
+
+    def is_in_time(self) -> None:
+        """Check that all ranks had ended as soon as the options promise."""
+        planted = float(re.findall(r"^fault at (\S+)$", self.output, flags=re.MULTILINE)[-1])
+        promised = self._seconds("heartbeat_timeout") + SECONDS_TO_END_AFTER_IT_IS_KNOWN
+        if "made no progress" in self.output:
+            promised += self._seconds("stall_timeout")
+        assert self.left - planted <= promised, self.output
+
+    def _seconds(self, option: str) -> float:
+        flag = f"--{option}"
+        given = self.words[self.words.index(flag) + 1] if flag in self.words else getattr(RunConfig, option)
+        return float(given)
+
+
+def small_ppo(tiny: Path, folder: Path, options: str = "") -> list[str]:
+    """Options of train_ppo for three steps; with a reward model unless ``options`` name a reward function."""
+    reward = "" if "--reward_fn" in options else f"--reward_pretrain {tiny}/reward"
+    return f"""--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --rollout_batch_size 8 --train_batch_size 8
+        --micro_train_batch_size 2 --micro_rollout_batch_size 4 --generate_max_len 8 --save_path {folder}/model
+        {reward} {options}""".split()
+
+
+def watch(words: list[str], cwd: Path, on_line: OnLine | None = None, **variables: object) -> Ended:
+    """Run a command until its processes have ended; ``on_line`` sees each line. Fails if a process is left over."""
+    environment = {**os.environ, **ENVIRONMENT, **{name: str(value) for name, value in variables.items()}}
+    process = subprocess.Popen(
+        words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    family: set[int] = set()
+    timer = threading.Timer(SECONDS_UNTIL_A_HANG_IS_CERTAIN, lambda: [os.kill(p, signal.SIGKILL) for p in family])
+    timer.daemon = True
+    timer.start()
+    output = ""
+    assert process.stdout is not None
+    for line in process.stdout:  # until all processes that have it have ended
+        output += line
+        family |= {process.pid, *descendants(process.pid)}
+        if on_line is not None:
+            on_line(line, process)
+    status = process.wait()
+    assert timer.is_alive(), f"did not end within {SECONDS_UNTIL_A_HANG_IS_CERTAIN} s:\n{output}"
+    timer.cancel()
+    deadline = time.monotonic() + 10  # a process closes its output a little before it has ended
+    while (left := [pid for pid in family if _is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == [], output
+    return Ended(words, output, status, time.time())
+
+
+def torchrun(
+    script: str, *arguments: object, cwd: Path, launcher: str = TORCHRUN, on_line: OnLine | None = None
+) -> Ended:
+    """``watch`` a script on two ranks under a real launcher."""
+    return watch([sys.executable, "-m", *launcher.split(), str(HERE / script), *map(str, arguments)], cwd, on_line)
+
+
+def same_weights(first: Path, second: Path) -> bool:
+    one, other = (load_file(folder / "model.safetensors") for folder in (first, second))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    with contextlib.suppress(OSError):  # it has ended
+        tasks = Path(f"/proc/{pid}/task").glob("*/children")
+        return [int(child) for task in tasks for child in task.read_text().split()]
+    return []
+
+
+def descendants(pid: int) -> list[int]:
+    found = [pid]
+    for one in found:
+        found += children(one)
+    return found[1:]
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process of a rank that torchrun, somewhere below ``launcher``, has started."""
+    for pid in descendants(launcher):
+        with contextlib.suppress(OSError):
+            if f"\0LOCAL_RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                return pid
+    raise ProcessLookupError(f"no rank {rank}")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

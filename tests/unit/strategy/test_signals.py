@@ -1,0 +1,103 @@
+"""Signals set a flag while they are installed, and nothing changes before and after."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from openppo.strategy import signals
+from tests.fork_server import Launcher
+
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in HANDLED]
+    signals.install()
+    assert signals.installed()
+    yield
+    signals.uninstall()
+    assert not signals.installed()
+    assert [signal.getsignal(number) for number in HANDLED] == before
+
+
+def test_a_signal_arrives_while_the_main_thread_is_inside_c(installed: None) -> None:
+    arrived: list[tuple[list[str], float]] = []
+    thread = threading.Thread(target=lambda: arrived.append((signals.receive(60), time.monotonic())))
+    thread.start()
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 5_000_000)  # seconds in which no handler of Python can run
+    back = time.monotonic()
+    thread.join()
+    ((names, when),) = arrived
+    assert names == ["SIGTERM"]
+    assert when < back
+    for number in HANDLED:
+        os.kill(os.getpid(), number)
+        assert signals.receive(5) == [number.name]
+    assert signals.receive(0) == []
+
+
+def test_another_thread_can_end_a_wait(installed: None) -> None:
+    threading.Timer(0.1, signals.wake).start()
+    assert signals.receive(60) == []
+
+
+def test_an_ignored_hangup_stays_ignored_unless_torchrun_passes_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    try:
+        for by_torchrun, expected in (("SIGTERM,SIGINT", []), ("SIGTERM,SIGHUP", ["SIGHUP"])):
+            monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", by_torchrun)
+            signals.install()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.receive(0.1) == expected
+            signals.uninstall()
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_first_request_counts_until_the_next_install(installed: None) -> None:
+    assert signals.requested() is None
+    signals.request("SIGTERM")
+    signals.request("SIGINT")
+    assert signals.requested() == "SIGTERM"
+    signals.uninstall()
+    signals.install()
+    assert signals.requested() is None
+
+
+def test_a_child_ends_by_its_own_signals(installed: None) -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.map(abs, [1, 2])
+        pool.terminate()  # with SIGTERM
+        pool.join()
+    assert signals.receive(0.5) == [], "the signal of a child is not ours"
+
+
+SIGNALLED_AT_BIRTH = """
+import os, signal
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))  # before our own hooks
+from openppo.strategy import signals
+signals.install()
+if (child := os.fork()) == 0:
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, status
+assert signals.receive(0.5) == []
+os.kill(os.getpid(), signal.SIGTERM)
+assert signals.receive(60) == ["SIGTERM"], "the parent still receives its own"
+"""
+
+
+def test_a_child_signalled_as_it_begins_ends(launcher: Launcher) -> None:
+    done = launcher.run(["-c", SIGNALLED_AT_BIRTH], real=True)
+    assert done.returncode == 0, done.stdout
