@@ -53,7 +53,7 @@ class ReplayBuffer:
         self.comm = comm or SingleProcess()
         self.limit = limit
         self.cpu_offload = cpu_offload
-        self.price = split_overhead(zero_stage)
+        self.split_overhead = split_overhead(zero_stage)
         self.normalizes = normalize
         self.items: list[Experience] = []
 
@@ -132,7 +132,7 @@ class ReplayBuffer:
         for i, dealt in enumerate(rounds):  # to and fro, so that shares differ little
             for rank, place in enumerate(dealt):
                 shares[rank if i % 2 == 0 else world - 1 - rank].append(place)
-        limit = MicroBatchSize(size, tokens, self.price)
+        limit = MicroBatchSize(size, tokens, self.split_overhead)
         plans = [micro_batches([lengths[place] for place in share], limit) for share in shares]
         mine = [[shares[self.comm.rank][i] for i in rows] for rows in plans[self.comm.rank]]
         joined = [join_rows([step[place] for place in places]) for places in mine]
