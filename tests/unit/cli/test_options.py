@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import pytest
 import yaml
-from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
 
 from openppo.cli.options import parse_options, run_command
 from openppo.config import (
@@ -31,6 +30,7 @@ from openppo.config import (
 )
 from openppo.config.fields import at_least, option
 from openppo.tracking import save_config
+from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
 
 REQUIRED: dict[Any, str] = {
     TrainPPOConfig: "--pretrain m --prompt_data d",
