@@ -112,9 +112,8 @@ def build_ppo_trainer(
         stop=hooks.stop,
         estimate=estimate,
     )
-    trainer = PPOTrainer(
-        config, components, source or PromptSource(config, components), [*callbacks, *_stopping(config)]
-    )
+    source = source or PromptSource(config, components)
+    trainer = PPOTrainer(config, components, source, [*callbacks, *_stopping(config)])
     if checkpointer.found is not None:
         trainer.load_checkpoint()
     else:

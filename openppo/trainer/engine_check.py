@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed import DistError
@@ -36,25 +35,23 @@ LONGEST = max(len(prompt) + n_new for prompt, n_new in REQUESTS)
 WIDER = 16
 """Columns of padding that must not change log-probs; on CPUs, rows in bfloat16 are padded by up to 7 anyway."""
 FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What the forward of a model raises when it is called in a way that it does not know."""
+"""Errors of a model's forward that is called in an unknown way."""
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """Largest difference of log-probs that counts as rounding.
 
-    If ``exact``, no token by more than ``size`` nats. Else tokens on average by no more than ``size`` times the largest
-    logit, or five times the largest difference that padding makes, if it is more: rounded weights may send a single
-    token to another expert.
+    If ``exact``, ``size`` nats for each token. Else, on average over tokens, ``size`` times the largest logit, or five
+    times the largest difference that padding makes: rounded weights may send a single token to another expert.
     """
 
     exact: bool
     size: float
 
 
-_STEP = 2**-8
-"""Relative distance of numbers in bfloat16: of models that are right the average is at most one of the largest logit,
-of those that are wrong at least twelve, whatever the scale of their weights."""
+_STEP, _TIMES = 2**-8, 5
+"""Relative distance of numbers in bfloat16: correct models differ on average by at most one of the largest logit, wrong
+ones by at least twelve, whatever the scale of their weights."""
 BOUNDS = {
     ("hf", True): Bound(True, 1e-3),
     ("hf", False): Bound(False, 8 * _STEP),
@@ -62,24 +59,18 @@ BOUNDS = {
     ("vllm", False): Bound(False, 16 * _STEP),
 }
 """By engine, and whether weights and logits are float32. vLLM has kernels of its own."""
-_TIMES = 5
 
 
 def check_hf_engine(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel) -> None:
     """Refuse, on all ranks, an actor that an ``HFEngine`` samples wrongly.
 
-    The engines are for the check alone, and decode as those of the run: with whole weights, or in lockstep.
+    The engines are for the check alone, and decode as the run's: with whole weights, or in lockstep.
     """
     in_lockstep = not strategy.fits_gathered(actor, config.ppo.offload_idle)
-    policy: Any = actor.module.model
-
-    def engine(graphs: bool) -> Engine:
-        together = strategy.any_rank if in_lockstep else None
-        return HFEngine(policy, (), 0, len(REQUESTS), together, new_recorder=CUDARecorder if graphs else None)
-
-    engines = {"": engine(graphs=False)}
+    together, policy = strategy.any_rank if in_lockstep else None, cast(Any, actor.module.model)
+    engines: dict[str, Engine] = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
     if config.generation.cuda_graphs and not in_lockstep:
-        engines[" with --cuda_graphs"] = engine(graphs=True)
+        engines[" with --cuda_graphs"] = HFEngine(policy, (), 0, len(REQUESTS), new_recorder=CUDARecorder)
     check_engines(config, strategy, actor, engines)
 
 
@@ -87,18 +78,18 @@ def check_engines(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel, engines: Mapping[str, Engine]
 ) -> None:
     """Refuse, on all ranks, an actor that one of ``engines`` samples wrongly."""
-    name, options = config.model.pretrain, config.generation
-    exact = not (config.deepspeed.bf16 or config.lora.load_in_4bit)
+    name, engine = config.model.pretrain, config.generation.rollout_engine
+    bound = BOUNDS[engine, not (config.deepspeed.bf16 or config.lora.load_in_4bit)]
     weights = PolicyWeights(strategy, actor)
 
     def check() -> None:
-        with strategy.uncompiled(), _left_as_it_was(actor.module):
-            fault = engine_fault(actor, engines, weights, strategy.device, BOUNDS[options.rollout_engine, exact])
+        with strategy.uncompiled(), _restored(actor.module):
+            fault = engine_fault(actor, engines, weights, strategy.device, bound)
         if fault is not None:
             raise ValueError(
-                f"--pretrain {name} cannot be sampled by --rollout_engine {options.rollout_engine} as it is trained: "
-                f"{fault}. PPO's ratios would be wrong before the first update. Take another model or engine, or skip "
-                "this check with --engine_check off."
+                f"--pretrain {name} cannot be sampled by --rollout_engine {engine} as it is trained: {fault}. PPO's "
+                "ratios would be wrong before the first update. Take another model or engine, or skip this check with "
+                "--engine_check off."
             )
 
     collective(strategy.comm, check)
@@ -106,10 +97,9 @@ def check_engines(
 
 def check_frozen(options: PromptsConfig, actor: Actor, device: torch.device) -> None:
     """Refuse a frozen ``actor`` that an ``HFEngine`` samples wrongly."""
-    policy: Any = actor.model
-    bound, engines = BOUNDS["hf", not options.bf16], {"": HFEngine(policy, (), 0, len(REQUESTS))}
-    with _left_as_it_was(actor):
-        fault = engine_fault(actor, engines, None, device, bound)
+    bound, engine = BOUNDS["hf", not options.bf16], HFEngine(cast(Any, actor.model), (), 0, len(REQUESTS))
+    with _restored(actor):
+        fault = engine_fault(actor, {"": engine}, None, device, bound)
     if fault is not None:
         raise ValueError(
             f"--pretrain {options.pretrain} cannot be sampled by OpenPPO's engine: {fault}. Take another model, or "
@@ -120,9 +110,9 @@ def check_frozen(options: PromptsConfig, actor: Actor, device: torch.device) -> 
 def engine_fault(
     actor: Any, engines: Mapping[str, Engine], weights: WeightSource | None, device: torch.device, bound: Bound
 ) -> str | None:
-    """Difference between ``engines`` and ``actor`` in words; None without one.
+    """Difference between ``engines`` and ``actor`` in words, if any.
 
-    Without ``weights`` the actor is whole and is not trained: only the modes of evaluation are compared.
+    Without ``weights`` the actor is whole and frozen, and its training mode is not compared.
     """
     try:
         return _fault(actor, engines, weights, device, bound)
@@ -172,13 +162,13 @@ def _fault(
 
 
 def _largest_logit(policy: Any, sequences: torch.Tensor) -> float:
-    """The size of the likeliest tokens' logits; others may be masked."""
+    """Size of the likeliest tokens' logits; others may be masked."""
     logits: torch.Tensor = policy(input_ids=sequences, use_cache=False).logits
     return float(logits.float().amax(-1).abs().max())
 
 
 def _sample(engine: Engine, weights: WeightSource | None, n_ids: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Rows of prompts and sampled tokens, and the latter's log-probs."""
+    """Rows of prompts and sampled tokens, and the log-probs of the sampled ones."""
     prompts = [[token_id % n_ids for token_id in prompt] for prompt, _ in REQUESTS]
     with nullcontext() if weights is None else engine.with_weights(weights):
         numbers = [
@@ -195,8 +185,8 @@ def _sample(engine: Engine, weights: WeightSource | None, n_ids: int) -> tuple[l
 
 
 @contextmanager
-def _left_as_it_was(module: torch.nn.Module) -> Iterator[None]:
-    """The mode of each part and all random generators."""
+def _restored(module: torch.nn.Module) -> Iterator[None]:
+    """Put back the mode of each part and all random generators."""
     modes, state = [(part, part.training) for part in module.modules()], get_random_state()
     try:
         yield

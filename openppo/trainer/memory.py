@@ -23,6 +23,7 @@ from openppo.rollout.hf_engine import PREFILL_TOKENS, ROWS_ON_CPU, ROWS_ON_GPU, 
 from openppo.rollout.row_cache import SLACK_COLUMNS
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ds_config import LARGEST_BUCKET
+from openppo.tracking.console import table_lines
 from openppo.trainer.data import PPOData
 from openppo.trainer.supervised.batches import PACKED_ROW
 
@@ -169,8 +170,7 @@ def readable(n_bytes: int) -> str:
 
 
 def _columns(totals: Mapping[str, int]) -> list[str]:
-    width = max(map(len, totals))
-    return [f"{name:<{width}}  {readable(total):>9}" for name, total in totals.items()]
+    return table_lines([(name, readable(total)) for name, total in totals.items()])
 
 
 class Lengths(NamedTuple):
@@ -275,7 +275,8 @@ def _generation(
     most, row = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU, s * size.cache * (longest + SLACK_COLUMNS)
     rows = min(samples, options.max_num_seqs or rows_that_fit(max(0, free - gathered), row, most))
     sampling = rows * size.vocabulary * (s + 16 + 16 * (options.top_p < 1 or options.top_k is not None))
-    prompts = s * size.width // 2 * min(rows * longest, max(PREFILL_TOKENS, longest))
+    prompt = longest - options.generate_max_len
+    prompts = s * size.width // 2 * min(rows * prompt, max(PREFILL_TOKENS, prompt))
     return gathered + rows * row + max(sampling, prompts)
 
 
@@ -284,7 +285,6 @@ def log_ppo_memory(
 ) -> Estimate | None:
     """Estimate a train_ppo run and ``_log`` it; ``critic`` is flag and name of the model that it starts from."""
     model, rewards = config.model, config.rewards
-    heads = {"reward model": "scalar", "critic": "scalar"}
     models = {
         "reward model": ("--reward_pretrain", rewards.reward_pretrain),
         "process reward model": ("--prm_pretrain", rewards.prm_pretrain),
@@ -295,7 +295,7 @@ def log_ppo_memory(
 
     def estimate(machine: Machine) -> Estimate:
         sizes = {
-            role: _size(flag, name, role in heads, config.lora, model.trust_remote_code)
+            role: _size(flag, name, role in ("reward model", "critic"), config.lora, model.trust_remote_code)
             for role, (flag, name) in models.items()
             if name is not None
         }

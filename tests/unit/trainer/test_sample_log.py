@@ -90,17 +90,15 @@ def test_of_groups_two_responses_each_are_chosen() -> None:
         (1, {datetime.date(2026, 1, 1): math.nan, 2: "b"}),
     ],
 )
-def test_a_label_of_any_type_goes_into_a_checkpoint_and_comes_back_as_it_is_logged(
-    label: Any, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_label_of_any_type_is_json(label: Any, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     trajectory = response_to([1, 2], 0)
     trajectory = dataclasses.replace(trajectory, prompt=dataclasses.replace(trajectory.prompt, label=label))
     sample = sample_row(trajectory, byte_tokenizer, {})
     assert json.loads(json.dumps(sample)) == sample
     tracker = JSONLTracker(tmp_path)
     tracker.log_samples(1, [sample, sample | {"label": label}])
-    resumed, as_it_was = map(json.loads, (tmp_path / "samples.jsonl").read_text().split("\n")[:-1])
-    assert resumed["label"] == as_it_was["label"]
+    logged, raw = map(json.loads, (tmp_path / "samples.jsonl").read_text().split("\n")[:-1])
+    assert logged["label"] == raw["label"]
 
 
 def test_token_texts_put_together_are_the_text_and_half_characters_wait_for_their_end(
@@ -218,7 +216,7 @@ def filled(trajectories: list[Trajectory], limit: int = 0, **fields: list[float]
 def train_on(log: SampleLog, step: int, items: Sequence[Experience], change: float, entropy: float | None) -> None:
     """Forwards that find each token e^change times as likely as before."""
     for item in items:
-        now = torch.where(item.action_mask, item.known_log_probs + change, 0.0)
+        now = torch.where(item.action_mask, item.old_or_rollout_log_probs + change, 0.0)
         log.observe(step, item, now, None if entropy is None else torch.full_like(now, entropy))
 
 

@@ -7,8 +7,8 @@ const MEASURES = {
   reward: { name: "reward", middle: 0, about: "KL penalty, and on the last token the score" },
   return: { name: "return", middle: 0, about: "what the critic is trained towards" },
   log_prob: { name: "log-prob", below: true, about: "under the policy that sampled" },
-  ratio: { name: "ratio", middle: 1, about: "probability after this step over that before it" },
-  entropy: { name: "entropy", about: "of the policy after this step, in nats" },
+  ratio: { name: "ratio", middle: 1, about: "probability when last trained on over that before this step" },
+  entropy: { name: "entropy", about: "of the policy in this step, in nats" },
 };
 const UP = [214, 92, 20], DOWN = [38, 108, 214];
 
