@@ -7,11 +7,11 @@ the right; no mask is ever made by comparing ids with PAD or EOS.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -306,17 +306,4 @@ class RolloutSource(Protocol):
 
     def close(self) -> None:
         """Release what the source holds."""
-        ...
-
-
-@runtime_checkable
-class PromptRollouts(RolloutSource, Protocol):
-    """A source that also samples responses to prompts of the caller's."""
-
-    def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
-        """Sample and score responses to this rank's share of ``prompts``."""
-        ...
-
-    def prompt_batches(self) -> Iterator[list[Prompt]]:
-        """Batches of the source's own prompts, in the order of training."""
         ...

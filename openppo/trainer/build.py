@@ -23,10 +23,11 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
+from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import PhaseTimer, StepProfiler
 from openppo.trainer.callbacks import Callback, StopWhen
-from openppo.trainer.checkpointer import Checkpointer, SignalStop
+from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, CriticUpdate, OnePassCritic
 from openppo.trainer.data import PPOData, check_contexts, check_models, critic_start, load_ppo_data, longest_sequence

@@ -11,13 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
-from openppo.strategy import signals
 from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
 from openppo.strategy.checkpoint.engine_state import (
     Fragment,
@@ -36,7 +34,6 @@ from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import set_aside_model
 from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
-from openppo.types import Comm, Interrupted
 
 logger = logging.getLogger("openppo")
 
@@ -51,25 +48,6 @@ def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
         f"stopped by {signal} after {step} of {total} steps. The same command with --load_checkpoint goes on from "
         f"{checkpoint}; 'openppo export {shlex.quote(str(checkpoint))} FOLDER' makes a model of it"
     )
-
-
-class SignalStop:
-    """``StopCheck`` of signals; where no command has installed handlers for them, it never stops."""
-
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-
-    def requested(self) -> bool:
-        """Whether this rank has a signal; others may not know yet."""
-        return signals.requested() is not None
-
-    def __call__(self) -> None:
-        """Raise ``Interrupted`` on all ranks if one of them has a signal. All ranks call this together."""
-        if not signals.installed():
-            return
-        if int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
-            names = self.comm.all_gather_object(signals.requested())
-            raise Interrupted(next(name for name in names if name is not None))
 
 
 @contextmanager

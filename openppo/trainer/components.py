@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +22,20 @@ from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.critic_step import CriticUpdate
 from openppo.trainer.evaluation import Grading
 from openppo.trainer.memory import Estimate
-from openppo.types import NeverStops, Prompt, StopCheck
+from openppo.types import NeverStops, Prompt, RolloutSource, StopCheck, Trajectory
+
+
+@runtime_checkable
+class PromptRollouts(RolloutSource, Protocol):
+    """A source that also samples responses to prompts of the caller's."""
+
+    def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
+        """Sample and score responses to this rank's share of ``prompts``."""
+        ...
+
+    def prompt_batches(self) -> Iterator[list[Prompt]]:
+        """Batches of the source's own prompts, in the order of training."""
+        ...
 
 
 @dataclass

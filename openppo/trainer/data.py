@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import PPODataConfig, TrainPPOConfig, parse_probs
-from openppo.datasets import ShowRows, TokenExample, load_documents, load_mixed_rows, load_prompts, render_prompt
-from openppo.datasets.templates import as_messages
+from openppo.config import TrainPPOConfig, parse_probs
+from openppo.datasets import ShowRows, TokenExample, load_documents, load_mixed_rows, load_prompts
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.models.adapters import refuse_stacked_adapters
 from openppo.models.loading import load_options
@@ -132,21 +131,6 @@ def _documents(
     key = data.pretrain_key or data.input_key
     documents = load_documents(rows, tokenizer, key, max_len, show)
     return documents, examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
-
-
-def as_prompt(prompt: str | Prompt, tokenizer: PreTrainedTokenizerBase, data: PPODataConfig) -> Prompt:
-    """A text as the prompt that the options make of it; ``ValueError`` if it is too long."""
-    if isinstance(prompt, Prompt):
-        return prompt
-    messages, template = None, data.input_template
-    if data.apply_chat_template:
-        messages, template = as_messages(prompt, "user", template), None
-    text, ids = render_prompt(
-        messages or prompt, tokenizer, input_template=template, apply_chat_template=data.apply_chat_template
-    )
-    if len(ids) > data.prompt_max_len:
-        raise ValueError(f"a prompt of {len(ids)} tokens is longer than prompt_max_len {data.prompt_max_len}: {text!r}")
-    return Prompt(text, ids, messages=messages)
 
 
 def check_models(

@@ -16,10 +16,10 @@ from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.phase import phase
 from openppo.trainer.callbacks import Callback, notify, restore_callbacks
 from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
-from openppo.trainer.components import PPOComponents
+from openppo.trainer.components import PPOComponents, PromptRollouts
 from openppo.trainer.sample_log import StepDiagnostics
 from openppo.trainer.update import Update
-from openppo.types import Interrupted, Prompt, PromptRollouts, RolloutSource, Trajectory
+from openppo.types import Interrupted, Prompt, RolloutSource, Trajectory
 
 logger = logging.getLogger("openppo")
 
@@ -212,6 +212,7 @@ class PPOTrainer:
                 self.state.has_begun = True
                 yield
             except Interrupted as signal:
+                self.source.load_state_dict(self._before[0])
                 path = self.save_checkpoint(self._before)
                 logger.info(stopped(str(signal), self.global_step, self.total_steps, path))
             else:

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from openppo.config import TrainPPOConfig
-from openppo.datasets import BatchSampler, shard
+from openppo.config import PPODataConfig, TrainPPOConfig
+from openppo.datasets import BatchSampler, render_prompt, shard
+from openppo.datasets.templates import as_messages
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.score_shaping import one_reward_groups
 from openppo.rewards import start_scoring
@@ -19,7 +21,6 @@ from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories,
 from openppo.strategy.weights import PolicyWeights
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.data import as_prompt
 from openppo.types import Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -217,3 +218,18 @@ class PromptSource:
             logger.warning("no prompt's responses got different rewards: nothing to train on")
         mine = set(shard(groups, self.comm.rank, self.comm.world_size))
         return sorted((t for t in everyones if t.group in mine), key=lambda t: t.group)
+
+
+def as_prompt(prompt: str | Prompt, tokenizer: PreTrainedTokenizerBase, data: PPODataConfig) -> Prompt:
+    """A text as the prompt that the options make of it; ``ValueError`` if it is too long."""
+    if isinstance(prompt, Prompt):
+        return prompt
+    messages, template = None, data.input_template
+    if data.apply_chat_template:
+        messages, template = as_messages(prompt, "user", template), None
+    text, ids = render_prompt(
+        messages or prompt, tokenizer, input_template=template, apply_chat_template=data.apply_chat_template
+    )
+    if len(ids) > data.prompt_max_len:
+        raise ValueError(f"a prompt of {len(ids)} tokens is longer than prompt_max_len {data.prompt_max_len}: {text!r}")
+    return Prompt(text, ids, messages=messages)

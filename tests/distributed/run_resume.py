@@ -23,9 +23,9 @@ from run_steps import HANG_AFTER, PARTITION_EVERYTHING, SUPERVISED, leave
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.strategy import DeepspeedStrategy
+from openppo.strategy.signals import SignalStop
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.build import build_ppo_trainer
-from openppo.trainer.checkpointer import SignalStop
 from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.supervised.trainers import SFTTrainer
 from openppo.types import Interrupted

@@ -23,7 +23,8 @@ from openppo.models.pretrained import check_model, check_token_ids, context_leng
 from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.trainer.checkpointer import Checkpointer, SignalStop
+from openppo.strategy.signals import SignalStop
+from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.memory import log_supervised_memory
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
 from openppo.trainer.startup import (
