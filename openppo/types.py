@@ -207,7 +207,7 @@ class Experience:
         return self.sequences.shape[0]
 
     @property
-    def known_log_probs(self) -> Tensor:
+    def old_or_rollout_log_probs(self) -> Tensor:
         """``log_probs``; the engine's where the actor has not computed them yet."""
         return self.rollout_log_probs if self.log_probs is None else self.log_probs
 

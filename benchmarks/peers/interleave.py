@@ -190,11 +190,11 @@ def run_cell(
         for entry in entries:
             participant = Participant(entry)
             started.append(participant)
-            if _goes_on(participant, partial(participant.start, environments, arguments)):
+            if _has_work(participant, partial(participant.start, environments, arguments)):
                 running.append(participant)
-        running = [p for p in running if _goes_on(p, p.wait_until_ready)]
+        running = [p for p in running if _has_work(p, p.wait_until_ready)]
         running = take_turns(running, rounds)
-        running = [p for p in running if _goes_on(p, p.finish)]
+        running = [p for p in running if _has_work(p, p.finish)]
     finally:
         for participant in started:
             for process in participant.processes:
@@ -221,7 +221,7 @@ def take_turns(running: list[Participant], rounds: Rounds) -> list[Participant]:
             break
         shift = number % len(due)  # nobody always comes after the same neighbour
         for participant in [*due[shift:], *due[:shift]]:
-            if not _goes_on(participant, partial(_one_turn, participant, measured)):
+            if not _has_work(participant, partial(_one_turn, participant, measured)):
                 running = [p for p in running if p is not participant]
         last_round_s = time.monotonic() - began
     return running
@@ -237,7 +237,7 @@ def _one_turn(participant: Participant, measured: bool) -> None:
     say(f"  {participant.entry.name}: {numbers} ({what})")
 
 
-def _goes_on(participant: Participant, action: Callable[[], None]) -> bool:
+def _has_work(participant: Participant, action: Callable[[], None]) -> bool:
     try:
         action()
     except (ParticipantError, BrokenPipeError) as reason:

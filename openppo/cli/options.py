@@ -73,13 +73,10 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable], 
         _leave(str(error))
     except SystemExit as ended:  # of tyro, which says on the first rank of each host what is wrong
         if ended.code:
-            _let_first_rank_speak()
+            _wait_for_first_rank()
         raise
     if isinstance(config, TrainPPOConfig | SupervisedCommand):
         _greet()
-    from openppo.trainer.startup import quiet_libraries  # with torch: after parsing
-
-    quiet_libraries()
     was_stopped = _run(config, build)
     if was_stopped or _world_size() > 1:
         _end_process()
@@ -106,6 +103,9 @@ def _run(config: Config, build: Callable[[Config], Runnable]) -> bool:
     with Watchdog(limits, current, flat_dict(config), resume) as watchdog:
         try:
             with phase("loading"):
+                from openppo.trainer.startup import quiet_libraries  # seconds of imports
+
+                quiet_libraries()
                 job = build(config)
         except ValueError as error:
             watchdog.refuse(str(error))
@@ -259,15 +259,15 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", _rank()))
 
 
-def _let_first_rank_speak() -> None:
-    """Wait on all others of a host: torchrun ends them with the first that ends, which should have spoken by then."""
+def _wait_for_first_rank() -> None:
+    """Wait on the other ranks of a host: torchrun ends all with the first, whose error should be printed by then."""
     if _local_rank() > 0:
         time.sleep(_SECONDS_FOR_FIRST_RANK)
 
 
 def _leave(message: str) -> NoReturn:
     """Print the message once on each host, whether one rank or all of them got it, and exit with status 2."""
-    _let_first_rank_speak()
+    _wait_for_first_rank()
     rank = _rank()
     who = "" if rank == 0 else f" on rank {rank}"
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # of torchrun: the number of hosts

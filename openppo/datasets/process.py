@@ -48,7 +48,7 @@ class ProcessExample:
 
 @dataclass(frozen=True)
 class StepEncoder:
-    """Solutions as a process reward model reads them, in training and when it scores."""
+    """Encodes solutions for a process reward model, in training and scoring."""
 
     tokenizer: PreTrainedTokenizerBase
     placeholder: str

@@ -104,7 +104,7 @@ def load_mixed_rows(
     seed: int,
     dataset_class: str | None = None,
 ) -> list[SourceRow]:
-    """Rows of several sources, at most ``max_samples`` of each; ``sources`` are those of ``config.parse_probs``.
+    """Rows of several sources, at most ``max_samples`` of each; ``sources`` come from ``config.parse_probs``.
 
     Without shares: all rows, one source after the other. With shares: each next row comes from a source drawn by its
     share, until the first source is used up, as in OpenRLHF. ``dataset_class`` loads each source instead of

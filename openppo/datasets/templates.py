@@ -1,7 +1,7 @@
 """Values of data columns -> text and token ids, by template.
 
-What training sees must be what generation sees: the tokens before a response are those of ``render_prompt``, and
-every example ends with one EOS, as a sampled response does.
+Training sees what generation sees: the tokens before a response come from ``render_prompt``, and every example ends
+with one EOS, as a sampled response does.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _CHARACTERS_PER_TOKEN = 16
 """More than texts have on average."""
 _LARGE = 2**20
-"""Characters from which on a row is looked at before it is rendered."""
+"""Characters above which the length of a row is checked before it is rendered."""
 
 Message = dict[str, Any]
 """One turn of a chat: "role" and "content", texts; "content" is None only with "tool_calls"."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which data has what an assistant thought."""
+"""Keys of an assistant's reasoning in data."""
 _CAN_BE_WITHOUT_TEXT = ("assistant", "tool")
 
 
@@ -164,7 +164,7 @@ def tool_name(call: object) -> object:
 
 
 def _texts_of_calls(message: Message) -> Iterator[str]:
-    """Names of the tools that ``message`` calls, and texts among their arguments."""
+    """Names of called tools, and texts among their arguments."""
     for call in message.get("tool_calls") or []:
         yield str(tool_name(call))
         arguments = call.get("function", call).get("arguments")
@@ -175,15 +175,12 @@ def _texts_of_calls(message: Message) -> Iterator[str]:
 
 
 def same_turn(a: Message, b: Message) -> bool:
-    """Whether role, content and tool calls of both are equal."""
+    """Whether role, content and tool calls are equal."""
     return all(a.get(part) == b.get(part) for part in ("role", "content", "tool_calls"))
 
 
 def require_whole(message: Message, number: int, rendered: str) -> None:
-    """Refuse a rendering without content, reasoning or tool calls of ``message``.
-
-    Blanks do not count, and the texts of a call may be as JSON writes them.
-    """
+    """Refuse a rendering that lacks content, reasoning or tool calls of ``message``; blanks do not count."""
     squeezed = "".join(rendered.split())
     said = [message.get(name) or "" for name in ("content", *_REASONING)]
     for text in [*filter(lambda text: isinstance(text, str), said), *_texts_of_calls(message)]:
@@ -195,7 +192,7 @@ def require_whole(message: Message, number: int, rendered: str) -> None:
 
 
 def fill_template(value: object, input_template: str | None) -> str:
-    """``value``, which must be a text that is not empty, put into ``input_template`` at ``{}``."""
+    """``value``, a text that is not empty, put into ``input_template`` at ``{}``."""
     text = as_text(value)
     if not text:
         raise ValueError("the text is empty. Remove the row or choose another column.")
@@ -203,7 +200,7 @@ def fill_template(value: object, input_template: str | None) -> str:
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool, eos: bool) -> None:
-    """Raise ``ValueError`` if the tokenizer lacks the chat template or the EOS token that is needed."""
+    """Raise ``ValueError`` if the tokenizer lacks a chat template or EOS token in use."""
     if apply_chat_template and not tokenizer.chat_template:
         raise ValueError(
             "--apply_chat_template: the tokenizer of --pretrain has no chat template. Leave the flag out, or use a "
@@ -217,7 +214,7 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template
 
 
 def encode_start(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that something may follow: special tokens as the tokenizer adds them, but no EOS after it."""
+    """Token ids of the start of a text: with the tokenizer's special tokens, without an EOS at the end."""
     ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
     bare = encode_bare(tokenizer, text)
     if ids and ids[-1] == tokenizer.eos_token_id and ids[-1 - len(bare) : -1] == bare:  # no EOS of the text itself
@@ -233,10 +230,7 @@ def encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def head_of(tokenizer: PreTrainedTokenizerBase, text: str, n_tokens: int) -> str:
-    """A start of ``text`` that has more than ``n_tokens`` tokens alone, or all of it.
-
-    What needs no more tokens than that need not tokenize texts of megabytes, which takes seconds and gigabytes.
-    """
+    """A start of ``text`` with more than ``n_tokens`` tokens, or all of it: megabytes take seconds to tokenize."""
     size = _CHARACTERS_PER_TOKEN * n_tokens
     while size < len(text) and len(encode_bare(tokenizer, text[:size])) <= n_tokens:
         size *= 4
@@ -244,7 +238,7 @@ def head_of(tokenizer: PreTrainedTokenizerBase, text: str, n_tokens: int) -> str
 
 
 def is_far_longer(values: list[Any], tokenizer: PreTrainedTokenizerBase, max_len: int) -> bool:
-    """Whether texts and chats of more than a megabyte have more than 4 ``max_len`` tokens, as their start shows.
+    """Whether texts and chats of more than a megabyte start with more than 4 ``max_len`` tokens.
 
     Four, because a row may repeat a text. Raises ``ValueError`` for texts that cannot be encoded.
     """
@@ -267,7 +261,7 @@ def _texts(value: object, of_chats: bool = True) -> Iterator[str]:
 
 
 def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """``ids`` ending with one EOS: appended if missing; whitespace after an EOS, as chat templates add, is cut."""
+    """``ids`` with one EOS at the end; whitespace after an EOS, as of chat templates, is cut."""
     eos: int = tokenizer.eos_token_id
     if eos in ids:
         end = len(ids) - ids[::-1].index(eos)
@@ -279,15 +273,15 @@ def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int
 def encode_cut(
     tokenizer: PreTrainedTokenizerBase, text: str, cuts: Sequence[int], *, add_special_tokens: bool
 ) -> tuple[list[int], list[int]]:
-    """Token ids of ``text`` such that a token starts at each of the rising positions ``cuts``, and where in the ids.
+    """Token ids of ``text`` with a token starting at each of the rising positions ``cuts``, and its place in the ids.
 
-    They are those of the whole text, unless the text before a cut, which is all that generation sees, has other ids
-    alone: then what comes before and after that cut is tokenized apart.
+    The ids of the whole text are kept, unless the text before a cut, which is all that generation sees, has other ids
+    alone: then both sides of that cut are tokenized apart.
     """
     encode = encode_start if add_special_tokens else encode_bare
     ids, places = encode(tokenizer, text), []
     anchors = [] if add_special_tokens or len(cuts) == 1 else _added_tokens(tokenizer, text)
-    rest, done = 0, 0  # a character and its token from where on all that follows is tokenized by itself
+    rest, done = 0, 0  # the character and the token after which the text is tokenized by itself
     for cut in cuts:
         rest, done = max([(rest, done), *(anchor for anchor in anchors if anchor[0] < cut)])
         head = encode(tokenizer, text[rest:cut])
@@ -311,9 +305,9 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[i
 
 
 def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, for_generation: bool = False) -> str:
-    """The conversation by the tokenizer's chat template, which writes the BOS if there is one.
+    """The conversation, BOS included, in the tokenizer's chat template; ``for_generation`` opens the assistant's turn.
 
-    ``for_generation`` opens the assistant's turn. Raises ``ValueError`` if the template refuses the messages.
+    Raises ``ValueError`` if the template refuses the messages.
     """
     require_tokenizer(tokenizer, apply_chat_template=True, eos=False)
     try:
@@ -324,7 +318,7 @@ def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, 
 
 
 def as_text(value: object) -> str:
-    """``value``, if it is a text that can be encoded; else ``ValueError``."""
+    """``value`` if it is a text that can be encoded; else ``ValueError``."""
     if isinstance(value, list):
         raise ValueError("a list of chat messages needs --apply_chat_template.")
     if not isinstance(value, str):
@@ -341,8 +335,8 @@ def _require_encodable(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"half of a surrogate pair, U+{ord(text[error.start]):04X}, is no character: {shortened(text)}. It is left "
-            "where a text was cut inside a character; correct or remove the row."
+            f"half of a surrogate pair, U+{ord(text[error.start]):04X}, is not a character: {shortened(text)}. It "
+            "remains where a text was cut inside a character; correct or remove the row."
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""Prompt with response, or a whole conversation -> token ids and which of them the assistant would have sampled.
+"""Prompt with response, or a whole conversation -> token ids and their loss mask.
 
-The ids are those of the whole rendering. A turn of the assistant begins where a generation prompt ends and includes
-what ends it: the EOS or another token of the template, but no whitespace after that. The places are found by comparing
-renderings, so they are exact for any chat template that puts the text of a turn in one place.
+The whole rendering is tokenized. A turn of the assistant begins where a generation prompt ends, and includes its end:
+the EOS or another token of the template, without whitespace after it. Comparing renderings finds these places exactly
+for any chat template that puts the text of a turn in one place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARK = "\ue000\ue001\ue000"
-"""Stands in for a turn's text to find its place: private characters, which no template changes or writes."""
+"""Replaces a turn's text to find its place: private characters, which no template changes or writes."""
 
 
 def render_response(
@@ -41,8 +41,8 @@ def render_response(
     """Token ids of ``prompt`` and the ``response`` to it, ending with EOS; the response and the EOS are targets.
 
     ``response`` is a text or, with ``apply_chat_template``, also a list of messages: the turns after the prompt, of
-    which the assistant's are targets. The ids before the first target are those of ``render_prompt``, unless the
-    template writes the prompt differently once a response follows. Raises ``ValueError`` for values of other types.
+    which the assistant's are targets. The ids before the first target come from ``render_prompt``, unless the template
+    writes the prompt differently once a response follows. Raises ``ValueError`` for values of other types.
     """
     if apply_chat_template:
         asked = as_messages(prompt, "user", input_template)
@@ -90,7 +90,7 @@ def _with_targets(ids: list[int], spans: list[tuple[int, int]], tokenizer: PreTr
 def _span_of_turn(
     messages: list[Message], number: int, text: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, int]:
-    """From where to where in ``text``, the rendering of ``messages``, the assistant wrote turn ``number``."""
+    """Start and end of turn ``number`` of the assistant in ``text``, the rendering of ``messages``."""
     is_last = number == len(messages) - 1
     asked = render_chat(messages[:number], tokenizer, for_generation=True) if number > 0 else ""
     continues = asked != "" and text.startswith(asked)
@@ -101,9 +101,8 @@ def _span_of_turn(
     if not (mark and text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)):
         require_whole(messages[number], number, text)
         raise ValueError(
-            f"what the chat template writes around turn {number + 1} depends on its text, or the turn is left out, so "
-            "its tokens cannot be told from the rest. Leave --apply_chat_template out and use --input_template, or "
-            "another template."
+            f"the chat template's text around turn {number + 1} depends on its text, or the turn is left out, so its "
+            "tokens cannot be found. Leave --apply_chat_template out and use --input_template, or another template."
         )
     start = len(asked) if continues else len(before) - _extra_space(before, asked)
     if not continues and _is_call(messages[number]):
@@ -113,7 +112,7 @@ def _span_of_turn(
 
 
 def _around(messages: list[Message], number: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
-    """What the template writes before and after the text of turn ``number``, and the mark between if it is there."""
+    """The template's text before and after turn ``number``, and the mark between if it is there."""
     turn = messages[number]
     marked = {**turn, "content": _MARK}
     if _is_call(turn):
@@ -124,7 +123,7 @@ def _around(messages: list[Message], number: int, tokenizer: PreTrainedTokenizer
 
 
 def _length_of_generation_prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Characters that the template adds after ``messages`` for an answer."""
+    """Length of the template's text after ``messages`` for an answer."""
     if not messages:
         return 0
     asked = render_chat(messages, tokenizer, for_generation=True)
@@ -132,20 +131,20 @@ def _length_of_generation_prompt(messages: list[Message], tokenizer: PreTrainedT
 
 
 def _is_call(message: Message) -> bool:
-    """Whether the turn only calls tools: the mark replaces a name."""
+    """Whether the turn only calls tools, so that the mark replaces a name."""
     return not message["content"] and bool(message.get("tool_calls"))
 
 
 def _extra_space(before: str, asked: str) -> int:
-    """Length of the whitespace that ``before`` has at its end beyond that of ``asked``: the response begins with it."""
+    """Length of the whitespace at the end of ``before`` beyond ``asked``: the response begins with it."""
     spaces, known = before[len(before.rstrip()) :], asked[len(asked.rstrip()) :]
     return len(spaces) - len(known) if asked and spaces.startswith(known) else 0
 
 
 def _length_of_end(messages: list[Message], number: int, after: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Length of the beginning of ``after`` that ends turn ``number`` whatever follows, in whole tokens.
+    """Length of the beginning of ``after`` that ends turn ``number``, in whole tokens.
 
-    It is what ``after``, where another turn follows, has in common with the end of a conversation that stops here.
+    It is the common beginning of ``after`` and the end of a conversation that stops here.
     """
     _, _, at_the_end = _around(messages[: number + 1], number, tokenizer)
     ids = encode_bare(tokenizer, after[: len(at_the_end) + 64])
@@ -156,5 +155,5 @@ def _length_of_end(messages: list[Message], number: int, after: str, tokenizer: 
 
 
 def _common_length(a: str, b: str) -> int:
-    """Length of the beginning that both have."""
+    """Length of the common beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

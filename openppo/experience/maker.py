@@ -194,7 +194,9 @@ class ExperienceMaker:
     def _kl(self, batch: Experience) -> Tensor | None:
         if batch.ref_log_probs is None:
             return None
-        return kl_penalty(batch.known_log_probs, batch.ref_log_probs, batch.action_mask, self.config.kl.kl_estimator)
+        return kl_penalty(
+            batch.old_or_rollout_log_probs, batch.ref_log_probs, batch.action_mask, self.config.kl.kl_estimator
+        )
 
     def _total_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
         return torch.tensor([t.total_score(self.weights) for t in trajectories], dtype=torch.float32)
@@ -230,5 +232,5 @@ class ExperienceMaker:
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
     """Size of a forward that trains nothing."""
     ppo = config.ppo
-    price = split_overhead(config.deepspeed.zero_stage)
-    return MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, price)
+    overhead = split_overhead(config.deepspeed.zero_stage)
+    return MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, overhead)

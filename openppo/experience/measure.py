@@ -64,12 +64,12 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
     metrics.add_tensor("reward_std", batch.scores, reduce="std")
     if batch.ref_log_probs is not None:
         for name, estimator in (("kl", "k1"), ("kl_k3", "k3")):
-            kl = compute_approx_kl(batch.known_log_probs, batch.ref_log_probs, mask, estimator)  # type: ignore[arg-type]
+            kl = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask, estimator)  # type: ignore[arg-type]
             metrics.add_tensor(name, kl, mask)
             metrics.add_tensor(f"{name}_per_response", masked_sum(kl, mask, -1))
     if batch.entropy is not None:
-        measure_mismatch(batch.known_log_probs, batch.rollout_log_probs, mask, metrics)
-    entropy = -batch.known_log_probs if batch.entropy is None else batch.entropy
+        measure_mismatch(batch.old_or_rollout_log_probs, batch.rollout_log_probs, mask, metrics)
+    entropy = -batch.old_or_rollout_log_probs if batch.entropy is None else batch.entropy
     for name, tensor in (("entropy", entropy), ("values", batch.values), ("returns", batch.returns)):
         if tensor is not None:
             metrics.add_tensor(name, tensor, mask)
@@ -95,7 +95,7 @@ def experience_histograms(samples: Sequence[Experience], comm: Comm) -> dict[str
     for sample in samples:
         mask, tensors = sample.action_mask, sample.tensors()
         if sample.ref_log_probs is not None:
-            tensors["kl"] = compute_approx_kl(sample.known_log_probs, sample.ref_log_probs, mask)
+            tensors["kl"] = compute_approx_kl(sample.old_or_rollout_log_probs, sample.ref_log_probs, mask)
         for name in ("kl", "values", "returns", "advantages"):
             if name in tensors:
                 found[name].append(tensors[name][mask])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from openppo.config import TrainPPOConfig
 from openppo.experience.collate import PER_ROW_FIELDS, idle_experience, join_rows, split_rows
 from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
+from openppo.tracking.metrics import Moments
 from openppo.types import Comm, Experience, SingleProcess
 
 _EPS = 1e-8
@@ -51,7 +53,7 @@ class ReplayBuffer:
         self.comm = comm or SingleProcess()
         self.limit = limit
         self.cpu_offload = cpu_offload
-        self.price = split_overhead(zero_stage)
+        self.split_overhead = split_overhead(zero_stage)
         self.normalizes = normalize
         self.items: list[Experience] = []
 
@@ -86,15 +88,12 @@ class ReplayBuffer:
 
         Mean and (biased) variance are taken in float64. All ranks call this together.
         """
-        kept = [item.tensors()[name][item.action_mask].double() for item in self.items]
-        values = torch.cat([torch.zeros(0, dtype=torch.float64), *(part.cpu() for part in kept)])
-        count = self.comm.all_reduce(torch.tensor(float(len(values)), dtype=torch.float64)).clamp(min=1)
-        mean = self.comm.all_reduce(values.sum()) / count
-        variance = self.comm.all_reduce((values - mean).square().sum()) / count
+        kept = [item.tensors()[name][item.action_mask].double().cpu() for item in self.items]
+        moments = Moments.of(torch.cat([torch.zeros(0, dtype=torch.float64), *kept]), self.comm)
+        scale = math.sqrt(moments.variance + _EPS)
 
         def normalized(tensor: Tensor, mask: Tensor) -> Tensor:
-            scaled = (tensor.double() - mean.to(tensor.device)) / (variance.to(tensor.device) + _EPS).sqrt()
-            return torch.where(mask, scaled.to(tensor.dtype), 0.0)
+            return torch.where(mask, ((tensor.double() - moments.mean) / scale).to(tensor.dtype), 0.0)
 
         self.items = [
             item.with_fields(**{name: normalized(item.tensors()[name], item.action_mask)}) for item in self.items
@@ -133,7 +132,7 @@ class ReplayBuffer:
         for i, dealt in enumerate(rounds):  # to and fro, so that shares differ little
             for rank, place in enumerate(dealt):
                 shares[rank if i % 2 == 0 else world - 1 - rank].append(place)
-        limit = MicroBatchSize(size, tokens, self.price)
+        limit = MicroBatchSize(size, tokens, self.split_overhead)
         plans = [micro_batches([lengths[place] for place in share], limit) for share in shares]
         mine = [[shares[self.comm.rank][i] for i in rows] for rows in plans[self.comm.rank]]
         joined = [join_rows([step[place] for place in places]) for places in mine]

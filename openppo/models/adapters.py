@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -60,7 +60,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
 
 
 def refuse_stacked_adapters(name: str) -> None:
-    """``ValueError`` if ``name`` is a PEFT folder: adapters trained on it could not be loaded by plain peft."""
+    """``ValueError`` for a PEFT folder: plain peft could not load adapters trained on it."""
     if is_peft_folder(name):
         raise ValueError(
             f"{name} is a PEFT folder, and --lora_rank needs full weights to put adapters on. Merge it first: python "
@@ -69,8 +69,8 @@ def refuse_stacked_adapters(name: str) -> None:
 
 
 def refuse_tied(adapted: nn.Module) -> None:
-    """``ValueError`` for a PEFT model with such an adapter: merging it would change the other layer as well."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # a PEFT model is there, so it is loaded already
+    """``ValueError`` for a PEFT model with an adapter on a weight that two layers share: merging would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: dict[int, str] = {}
     for name, layer in adapted.named_modules():
@@ -86,40 +86,31 @@ def refuse_tied(adapted: nn.Module) -> None:
             )
 
 
-class _Engine(Protocol):
-    """A module to be called, possibly wrapped; ``TrainableModel`` is one."""
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
 class AdapterOffReference:
-    """The model that ``engine`` trains with its adapters off, without gradients: a reference that takes no memory.
+    """The trained model with its adapters off, without gradients: a reference that takes no memory.
 
-    Called like the engine; under ZeRO-3 by all ranks together. The adapters run with a scale of 0, which adds exactly
-    nothing. Switching them off would save little, toggle ``requires_grad``, and change the order of modules that ZeRO-3
-    has learned to prefetch, twice for every batch.
+    ``model`` is a module or a wrapper with one as ``.module``, such as ``TrainableModel``; under ZeRO-3 all ranks call
+    together. The adapters run with a scale of 0, which adds exactly nothing. Switching them off would toggle
+    ``requires_grad`` and change the order of modules that ZeRO-3 has learned to prefetch, twice for every batch.
     """
 
-    def __init__(self, engine: _Engine) -> None:
-        self.engine = engine
+    def __init__(self, model: Any) -> None:
+        self.model = model
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the engine would return without adapters."""
+        """Output of the model without adapters."""
         from peft.helpers import rescale_adapter_scale
 
-        with rescale_adapter_scale(self.engine.module, 0.0):
-            return self.engine(*args, **kwargs)
+        with rescale_adapter_scale(self.model.module, 0.0):
+            return self.model(*args, **kwargs)
 
 
 def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """``model`` with the adapters of ``folder`` merged into its weights, and with the head that is saved there, if any.
+    """``model`` with the adapters of ``folder`` merged into its weights, and with the head saved there, if any.
 
-    Adapters of a causal language model may be merged into a critic: it has the same layers. Raises ``ValueError`` when
-    they do not fit, are incomplete or broken, or are no LoRA adapters.
+    Adapters of a causal language model may be merged into a critic, which has the same layers. ``ValueError`` for
+    adapters that do not fit, are incomplete or broken, or are of another kind than LoRA.
     """
     from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 
@@ -155,7 +146,7 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Without what peft and transformers say of each other's ways."""
+    """Silence warnings of peft and transformers about each other."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out", category=UserWarning)
         warnings.simplefilter("ignore", FutureWarning)

@@ -38,11 +38,6 @@ def use_cpu_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(_CPU_NAME)
 
 
-def kept_in_bfloat16(n_rows: int, heads: int, length: int) -> int:
-    """Bytes that a layer keeps of (B, L) tokens for the backward pass on this CPU, above SDPA's; at most."""
-    return torch.bfloat16.itemsize * _n_weights(n_rows, heads, length) if length <= _longest() else 0
-
-
 def _attend_on_cpu(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:

@@ -22,7 +22,7 @@ logger = logging.getLogger("openppo")
 
 
 def attention_implementation(flash_attn: bool, bf16: bool) -> str | None:
-    """Name for ``attn_implementation``: None lets transformers take SDPA wherever the model has it."""
+    """Name for ``attn_implementation``; None for transformers' choice, SDPA wherever the model has it."""
     if not flash_attn:
         return None
     if not bf16:
@@ -30,22 +30,19 @@ def attention_implementation(flash_attn: bool, bf16: bool) -> str | None:
     if importlib.util.find_spec("flash_attn") is None:
         raise ValueError(
             "--flash_attn needs the package flash-attn, which is not installed: "
-            "pip install flash-attn --no-build-isolation, or leave the flag away to use PyTorch's SDPA."
+            "pip install flash-attn --no-build-isolation, or omit the flag to use PyTorch's SDPA."
         )
     return "flash_attention_2"
 
 
 def quantization(load_in_4bit: bool, bf16: bool) -> BitsAndBytesConfig | None:
-    """How weights but for heads are kept in 4 bits (NF4, quantized scales, arXiv 2305.14314); None without them.
-
-    ``ValueError`` if bitsandbytes is not installed.
-    """
+    """Weights, except heads, in 4 bits (NF4, quantized scales, arXiv 2305.14314); None without ``load_in_4bit``."""
     if not load_in_4bit:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
-            "--load_in_4bit needs the package bitsandbytes, which is not installed: pip install bitsandbytes, or leave "
-            "the flag away."
+            "--load_in_4bit needs the package bitsandbytes, which is not installed: pip install bitsandbytes, or omit "
+            "the flag."
         )
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -85,7 +82,7 @@ def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTr
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(
-            f"{name} is no whole causal language model: it lacks {', '.join(missing[:5])}, which would be random. "
+            f"{name} is not a whole causal language model: it lacks {', '.join(missing[:5])}, which would be random. "
             "Give a checkpoint that has them."
         )
     use_cpu_attention(model)
@@ -127,5 +124,5 @@ def _is_random(attribute: str) -> bool:
 
 
 def _same(module: nn.Module, mode: bool = True) -> nn.Module:
-    """In place of a module's ``train``: its mode does not change."""
+    """Replacement for a module's ``train`` that does not change its mode."""
     return module

@@ -1,4 +1,4 @@
-"""From a PEFT folder to full weights."""
+"""Merge a PEFT folder into full weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ logger = logging.getLogger("openppo")
 
 
 class LoRAMerge:
-    """Reads adapters and base model when it is made, and writes the sum of both in ``fit()``.
-
-    The sum is taken in float32. ``ValueError`` names the flag of whatever cannot work.
-    """
+    """Loads adapters and base model; ``fit()`` writes their sum, taken in float32. ``ValueError`` names the flag."""
 
     def __init__(self, config: MergeConfig) -> None:
         self.config = config
         self.folder = Path(config.save_path)
         if not is_peft_folder(config.lora_path):
-            raise ValueError(f"--lora_path {config.lora_path}: this is no PEFT folder; it has no adapter_config.json.")
+            raise ValueError(
+                f"--lora_path {config.lora_path}: this is not a PEFT folder; it has no adapter_config.json."
+            )
         if config.pretrain is None:
             check_model(config.lora_path, "--lora_path", config.trust_remote_code)
         else:

@@ -1,4 +1,4 @@
-"""Lists of token ids to padded tensors, and those to rows without padding."""
+"""Token ids to padded tensors, padded tensors to packed rows, and batches with little padding."""
 
 from __future__ import annotations
 
@@ -13,42 +13,39 @@ from torch.nn import functional as F
 from openppo.models.pretrained import context_length
 
 SPLIT_OVERHEAD = 1 / 8
-"""What one more micro-batch may cost, in full ones: it must save as much padding."""
+"""Overhead of an extra micro-batch, as a fraction of a full one; split only if that much padding is saved."""
 
 
 def split_overhead(zero_stage: int) -> float:
-    """In full micro-batches; under ZeRO-3 each pass gathers all weights, so none is made to save padding."""
+    """Overhead of an extra micro-batch. Under ZeRO-3 each pass gathers all weights, so none is split off."""
     return 1.0 if zero_stage == 3 else SPLIT_OVERHEAD
 
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """The most that one forward holds: ``rows``, or with ``tokens`` as many as fit into that number, padding included.
-
-    ``price`` is what one more batch costs, in full ones.
-    """
+    """Limit of one forward: ``rows``, or as many as fit into ``tokens``, padding included."""
 
     rows: int
     tokens: int | None = None
-    price: float = SPLIT_OVERHEAD
+    overhead: float = SPLIT_OVERHEAD
 
 
 def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int]]:
-    """Indices of sequences in batches of neighbours in length, the longest first, with little padding.
+    """Indices of sequences in batches of similar length, the longest first.
 
-    A sequence longer than ``size`` allows has a batch of its own. Of all ways to cut the sorted sequences it is the one
-    with the least padding, where each batch counts as its price more.
+    A sequence longer than ``size`` allows has a batch of its own. Of all ways to cut the sorted sequences, the one with
+    the least padding and overhead.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
     n, longest = len(order), lengths[order[0]] if order else 0
-    price = size.price * (min(size.rows, n) * longest if size.tokens is None else size.tokens)
+    overhead = size.overhead * (min(size.rows, n) * longest if size.tokens is None else size.tokens)
     least, ends = [0.0] * (n + 1), [n] * (n + 1)  # for sequences i to n: the cost, and where the first batch ends
     for first in reversed(range(n)):
         length = lengths[order[first]]
         rows = size.rows if size.tokens is None else max(1, size.tokens // max(1, length))
         candidates = range(first + 1, min(first + rows, n) + 1)
         ends[first] = min(reversed(candidates), key=lambda end: (end - first) * length + least[end])
-        least[first] = (ends[first] - first) * length + least[ends[first]] + price
+        least[first] = (ends[first] - first) * length + least[ends[first]] + overhead
     batches, first = [], 0
     while first < n:
         batches.append(order[first : ends[first]])
@@ -57,7 +54,7 @@ def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Sequences int64 (B, L) padded on the right, and the bool (B, L) mask of real tokens, from the lengths."""
+    """Sequences int64 (B, L) padded on the right, and the mask of real tokens, bool (B, L)."""
     lengths = torch.tensor([len(row) for row in rows])
     width = int(lengths.max())
     sequences = torch.full((len(rows), width), pad_token_id)
@@ -67,16 +64,15 @@ def pad_right(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor,
 
 
 def rounded_width(length: int) -> int:
-    """The next multiple of 8, of long rows that of a power of 2: at most a sixteenth more than ``length``, or 7."""
+    """Next multiple of 8, or of a larger power of 2 for long rows; at most a sixteenth, or 7, above ``length``."""
     step = max(8, 1 << max(0, length.bit_length() - 5))
     return -(-length // step) * step
 
 
 def pad_width(sequences: Tensor, model: Any) -> Tensor:
-    """What ``model`` of transformers reads for ``sequences`` int64 (B, L): (B, ``rounded_width(L)``) where that pays.
+    """Pad ``sequences`` int64 (B, L) to (B, ``rounded_width(L)``) on CPUs in bfloat16, within the model's positions.
 
-    It does on CPUs in bfloat16: oneDNN compiles matrix products for each new shape, keeps a thousand of them, and is
-    faster with even ones. Never wider than the model's positions.
+    oneDNN compiles matrix products for each new shape, keeps a thousand of them, and is faster with even ones.
     """
     length = sequences.shape[1]
     if sequences.device.type != "cpu" or model.dtype is not torch.bfloat16:
@@ -86,10 +82,10 @@ def pad_width(sequences: Tensor, model: Any) -> Tensor:
 
 
 class PackedRows(NamedTuple):
-    """Real tokens of a batch (B, L) one row after the other, T in all.
+    """Real tokens of a batch (B, L) in one row of T.
 
-    ``input_ids`` and ``position_ids`` int64 (1, T), the latter from 0 in each row; ``places`` int64 (B x L,) is where a
-    place of the batch lies among them (of padding: where the last real token before it lies).
+    ``input_ids`` and ``position_ids`` int64 (1, T), the latter from 0 in each row; ``places`` int64 (B x L,) maps the
+    batch to that row (padding: to the last real token before it).
     """
 
     input_ids: Tensor

@@ -1,4 +1,4 @@
-"""Configs and tokenizers of pretrained models, read before any weight is; and what a model may not do: run code."""
+"""Configs and tokenizers of pretrained models, read before any weight; code of their own is refused."""
 
 from __future__ import annotations
 
@@ -63,19 +63,18 @@ def is_peft_folder(name: str) -> bool:
 
 
 def task_of(folder: str) -> str | None:
-    """What the adapters were trained for, CAUSAL_LM or SEQ_CLS (None: not said). Errors as in ``base_model_of``."""
-    task: str | None = _read_config(folder).get("task_type")
-    return task
+    """Task of the adapters, CAUSAL_LM or SEQ_CLS (None: not given). Errors as in ``base_model_of``."""
+    return _read_adapter_config(folder).get("task_type")
 
 
 def base_model_of(name: str) -> str:
-    """The base model that a PEFT folder names, ``name`` itself if it is none.
+    """Base model of a PEFT folder, else ``name`` itself.
 
-    Raises ``ValueError`` when ``adapter_config.json`` cannot be read, or names no base model or another PEFT folder.
+    ``ValueError`` if ``adapter_config.json`` cannot be read, or names no base model or another PEFT folder.
     """
     if not is_peft_folder(name):
         return name
-    base = _read_config(name).get("base_model_name_or_path")
+    base = _read_adapter_config(name).get("base_model_name_or_path")
     if not isinstance(base, str) or base == "":
         raise ValueError(
             f"{name}: its {_ADAPTER_CONFIG} names no base model; write one there as base_model_name_or_path."
@@ -88,19 +87,15 @@ def base_model_of(name: str) -> str:
     return base
 
 
-def _read_config(folder: str) -> dict:
+def _read_adapter_config(folder: str) -> Any:
     try:
-        config: dict = json.loads((Path(folder) / _ADAPTER_CONFIG).read_text())
+        return json.loads((Path(folder) / _ADAPTER_CONFIG).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: its {_ADAPTER_CONFIG} cannot be read: {error}") from error
-    return config
 
 
 def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config of ``name``, read before any weight is: ``ValueError`` naming ``flag`` when there is no such model.
-
-    Of a PEFT folder the base model is checked too.
-    """
+    """Config of ``name``; ``ValueError`` naming ``flag`` without such a model, or base model of a PEFT folder."""
     if is_peft_folder(name):
         try:
             check_model(base_model_of(name), f"{flag} {name}: its base model", trust_remote_code)
@@ -124,7 +119,7 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
 def load_config(
     name: str, base: str | None = None, *, trust_remote_code: bool = False, **changes: Any
 ) -> PreTrainedConfig:
-    """The config of a model with ``changes``; of a PEFT folder its model_config.json, else that of its ``base``."""
+    """Config of a model with ``changes``; of a PEFT folder its model_config.json, else that of its ``base``."""
     own = Path(name) / "model_config.json"
     source = own if is_peft_folder(name) and own.is_file() else base or base_model_of(name)
     with forbid_remote_code(name):
@@ -133,11 +128,11 @@ def load_config(
 
 
 def _check_on_hub(name: str, flag: str) -> None:
-    """Fail at once where transformers would retry for half a minute; what the hub says is left to transformers."""
+    """Fail at once where transformers would retry for half a minute. Answers of the hub are left to transformers."""
     nowhere = f"{flag} {name}: no such local folder, and "
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(nowhere + "this is not a hub name of the form owner/model. Check the path.")
     try:
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise HFValidationError
         if try_to_load_from_cache(name, "config.json") is not None:
             return
     except HFValidationError as error:
@@ -153,9 +148,9 @@ def _check_on_hub(name: str, flag: str) -> None:
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """The most tokens that a model reads, by its config; None where that says nothing, as of some models.
+    """Most tokens that a model reads, by its config; None where the config does not say.
 
-    Positions that are rescaled for longer rows end before that: see ``rescaled_positions``.
+    Positions that are rescaled for longer rows end earlier: see ``rescaled_positions``.
     """
     text = config.get_text_config()
     lengths = (getattr(text, name, None) for name in _CONTEXT_NAMES)
@@ -184,10 +179,10 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; of a PEFT folder the one that lies there, else that of its ``base``.
+    """Tokenizer of a model; of a PEFT folder its own, else that of its ``base``.
 
-    A missing PAD token is left missing: masks never depend on it. ``ValueError`` names ``flag``. Whenever the chat
-    template is applied it gets ``template_kwargs``, those of ``--chat_template_kwargs``.
+    A missing PAD token is left missing: masks never depend on it. ``ValueError`` names ``flag``. The chat template
+    always gets ``template_kwargs``, those of ``--chat_template_kwargs``.
     """
     has_tokenizer = (Path(name) / "tokenizer_config.json").is_file()
     try:
@@ -220,7 +215,9 @@ def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, model: str, templ
     templates = str(tokenizer.chat_template or "")
     for argument in template_kwargs:
         if argument in taken:
-            raise ValueError(f"--chat_template_kwargs: {argument!r} is no argument of chat templates. Leave it out.")
+            raise ValueError(
+                f"--chat_template_kwargs: {argument!r} is not an argument of chat templates. Leave it out."
+            )
         if templates and not re.search(rf"\b{re.escape(argument)}\b", templates):
             raise ValueError(
                 f"--chat_template_kwargs: the chat template of {model} does not use {argument!r}. Correct the name, or "
@@ -229,23 +226,20 @@ def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, model: str, templ
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """An id to fill padded places with: PAD, else EOS, else 0. Nothing is ever inferred from it."""
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None:
-            return int(token_id)
-    return 0
+    """Id to fill padded places with: PAD, else EOS, else 0. Nothing is ever inferred from it."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((int(token_id) for token_id in ids if token_id is not None), 0)
 
 
 def check_token_ids(
     config: PreTrainedConfig, model: str, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Sequence[int]]
 ) -> None:
-    """Refuse token ids of ``rows``, or PAD, without an embedding.
+    """Refuse token ids of ``rows``, or PAD, without an embedding. ``model`` is a flag and a name.
 
-    ``model`` is a flag and a name. A tokenizer may know more tokens than a model (Gemma 3) as long as none occurs.
+    A tokenizer may know more tokens than a model (Gemma 3) as long as none occurs.
     """
     n_embeddings = config.get_text_config().vocab_size
-    largest = max((max(row, default=0) for row in rows), default=0)
-    largest = max(largest, pad_token_id(tokenizer))
+    largest = max([pad_token_id(tokenizer), *(max(row, default=0) for row in rows)])
     if largest >= n_embeddings:
         raise ValueError(
             f"{model}: token {tokenizer.convert_ids_to_tokens(largest)!r} has the id {largest}, and the model has "

@@ -74,26 +74,25 @@ def build_scorer(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup
     ``tokenizer`` is the policy's. A single source without names of its own gives rewards named "reward"; of several
     they are named "reward_fn", "remote", like the verifier, "reward_model", "prm".
     """
-    makers: list[Callable[[RewardConfig, PreTrainedTokenizerBase, ScorerSetup, str], Scorer]] = []
+    builder = _Builder(source, tokenizer, setup)
+    makers: list[Callable[[str], Scorer]] = []
     if source.reward_fn is not None:
-        makers.append(partial(_function, source.reward_fn, "--reward_fn", "reward_fn"))
+        makers.append(partial(builder.function, source.reward_fn, "--reward_fn", "reward_fn"))
     if source.remote_rm_url is not None:
-        makers.append(_remote)
-    for verifier in source.verifiable_reward:
-        makers.append(partial(_verifier, verifier))
+        makers.append(builder.remote)
+    makers += [partial(builder.verifier, verifier) for verifier in source.verifiable_reward]
     if source.reward_pretrain is not None:
-        makers.append(partial(_reward_model, source.reward_pretrain))
+        makers.append(partial(builder.reward_model, source.reward_pretrain))
     if source.prm_pretrain is not None:
-        makers.append(partial(_process_reward_model, source.prm_pretrain))
-    named = zip(makers, source.names(), strict=True)
-    scorers = [make(source, tokenizer, setup, name) for make, name in named]
+        makers.append(partial(builder.process_reward_model, source.prm_pretrain))
+    scorers = [make(name) for make, name in zip(makers, source.names(), strict=True)]
     return scorers[0] if len(scorers) == 1 else CombinedScorer(scorers)
 
 
 def check_sources(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> None:
-    """What ``build_scorer`` would find wrong before it loads a model; ``ValueError`` as there."""
+    """``ValueError`` for what ``build_scorer`` would find wrong before it loads a model."""
     if source.reward_pretrain is not None:
-        _reader(source.reward_pretrain, tokenizer, setup)
+        _Builder(source, tokenizer, setup).reader(source.reward_pretrain)
     if source.prm_pretrain is not None:
         check_model(source.prm_pretrain, "--prm_pretrain", setup.trust_remote_code)
     others = dataclasses.replace(source, reward_pretrain=None, prm_pretrain=None)
@@ -101,145 +100,131 @@ def check_sources(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setu
         build_scorer(others, tokenizer, setup)
 
 
-def _function(
-    location: str,
-    flag: str,
-    default_name: str,
-    source: RewardConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    setup: ScorerSetup,
-    name: str,
-) -> Scorer:
-    columns = {column for prompt in setup.prompts for column in prompt.row}
-    function = collective(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
-    check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
-    logger.info("%s is called with %s", function.source, function.describe())
-    return FunctionScorer(
-        function,
-        tokenizer,
-        name,
-        error_value=source.reward_error_value,
-        step_separator=source.step_separator,
-        token_weight=source.weights().get(name, 1.0),
-    )
+@dataclass(frozen=True)
+class _Builder:
+    source: RewardConfig
+    tokenizer: PreTrainedTokenizerBase
+    setup: ScorerSetup
 
-
-def _remote(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str) -> Scorer:
-    assert source.remote_rm_url is not None
-    if source.remote_is_file():
-        return _function(source.remote_rm_url, "--remote_rm_url", "reward_func", source, tokenizer, setup, name)
-    scorer = RemoteScorer(source, tokenizer, name)
-    scorer.check()
-    return scorer
-
-
-def _verifier(
-    verifier: Verifier, source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
-) -> Scorer:
-    return VerifiableScorer(make_verify(verifier, source, setup.prompts), tokenizer, name)
-
-
-def _reward_model(
-    model: str, source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
-) -> Scorer:
-    """A frozen reward model, which reads the policy's token ids or, if those are not its own, the text again."""
-    flag = "--reward_pretrain"
-    config, own, read = _reader(model, tokenizer, setup)
-    source_of_ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
-    logger.info("%s %s reads %s", flag, model, source_of_ids)
-    normalization = Normalization()
-    if setup.normalize:
-        remedy = "Train it with openppo.cli.train_rm, which stores them, or use --reward_normalizer running."
-        normalization = stored_normalization(config, f"{flag} {model}", remedy)
-    with model_error_context(flag, model, "reward model"):
-        reward = get_llm_for_sequence_regression(
-            model,
-            "reward",
-            bf16=setup.bf16,
-            flash_attn=setup.flash_attn,
-            value_head_prefix=setup.value_head_prefix,
-            trust_remote_code=setup.trust_remote_code,
+    def function(self, location: str, flag: str, default_name: str, name: str) -> Scorer:
+        source, setup = self.source, self.setup
+        columns = {column for prompt in setup.prompts for column in prompt.row}
+        function = collective(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
+        check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
+        logger.info("%s is called with %s", function.source, function.describe())
+        return FunctionScorer(
+            function,
+            self.tokenizer,
+            name,
+            error_value=source.reward_error_value,
+            step_separator=source.step_separator,
+            token_weight=source.weights().get(name, 1.0),
         )
-    frozen = setup.prepare_frozen(reward)
-    if setup.pack_where_exact is not None:
-        setup.pack_where_exact(reward, frozen, setup.device, "reward model")
-    pad = pad_token_id(own or tokenizer)
-    return ModelScorer(frozen, setup.size, pad, setup.comm, setup.device, name, read, normalization)
 
+    def remote(self, name: str) -> Scorer:
+        assert self.source.remote_rm_url is not None
+        if self.source.remote_is_file():
+            return self.function(self.source.remote_rm_url, "--remote_rm_url", "reward_func", name)
+        scorer = RemoteScorer(self.source, self.tokenizer, name)
+        scorer.check()
+        return scorer
 
-def _reader(
-    model: str, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup
-) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Callable[[Trajectory], list[int]]]:
-    """A reward model's config, its tokenizer if it does not read the policy's ids, and what it reads of a sample."""
-    flag, named = "--reward_pretrain", f"--reward_pretrain {model}"
-    config = collective(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
-    own, context = own_tokenizer(flag, model, setup.actor, tokenizer, setup.trust_remote_code), context_length(config)
-    text: Callable[[Trajectory], list[int]] = PolicyTokens(tokenizer, named, context)
-    if own is not None:
-        text = RewardModelText(tokenizer, own, named, context)
-        text.check(setup.prompts)
-        check_token_ids(config, named, own, [[own.eos_token_id]])
+    def verifier(self, verifier: Verifier, name: str) -> Scorer:
+        return VerifiableScorer(make_verify(verifier, self.source, self.setup.prompts), self.tokenizer, name)
 
-    def read(trajectory: Trajectory) -> list[int]:
-        ids = text(trajectory)
-        check_token_ids(config, named, own or tokenizer, [ids])
-        return ids
+    def reward_model(self, model: str, name: str) -> Scorer:
+        """A frozen reward model. It reads the policy's token ids, or the text if its own ids are others."""
+        flag, setup = "--reward_pretrain", self.setup
+        config, own, read = self.reader(model)
+        ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
+        logger.info("%s %s reads %s", flag, model, ids)
+        normalization = Normalization()
+        if setup.normalize:
+            remedy = "Train it with openppo.cli.train_rm, which stores them, or use --reward_normalizer running."
+            normalization = stored_normalization(config, f"{flag} {model}", remedy)
+        options = {"bf16": setup.bf16, "flash_attn": setup.flash_attn, "trust_remote_code": setup.trust_remote_code}
+        with model_error_context(flag, model, "reward model"):
+            reward = get_llm_for_sequence_regression(
+                model, "reward", value_head_prefix=setup.value_head_prefix, **options
+            )
+        frozen = setup.prepare_frozen(reward)
+        if setup.pack_where_exact is not None:
+            setup.pack_where_exact(reward, frozen, setup.device, "reward model")
+        pad = pad_token_id(own or self.tokenizer)
+        return ModelScorer(frozen, setup.size, pad, setup.comm, setup.device, name, read, normalization)
 
-    return config, own, read
+    def reader(
+        self, model: str
+    ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Callable[[Trajectory], list[int]]]:
+        """A reward model's config, its tokenizer unless it reads the policy's ids, and its ids of a sample."""
+        flag, trust, named = "--reward_pretrain", self.setup.trust_remote_code, f"--reward_pretrain {model}"
+        config = collective(self.setup.comm, lambda: check_model(model, flag, trust))
+        own, context = own_tokenizer(flag, model, self.setup.actor, self.tokenizer, trust), context_length(config)
+        text: Callable[[Trajectory], list[int]] = PolicyTokens(self.tokenizer, named, context)
+        if own is not None:
+            text = RewardModelText(self.tokenizer, own, named, context)
+            text.check(self.setup.prompts)
+            check_token_ids(config, named, own, [[own.eos_token_id]])
 
+        def read(trajectory: Trajectory) -> list[int]:
+            ids = text(trajectory)
+            check_token_ids(config, named, own or self.tokenizer, [ids])
+            return ids
 
-def _process_reward_model(
-    model: str, source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
-) -> Scorer:
-    """A frozen process reward model, which reads prompt and response as ``train_prm`` renders lists of steps."""
-    flag, trust = "--prm_pretrain", setup.trust_remote_code
-    config = collective(setup.comm, lambda: check_model(model, flag, trust))
-    context = context_length(config)
-    own = load_tokenizer(model, flag, trust_remote_code=trust)
-    chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
-    if chat and not own.chat_template:
-        raise ValueError(
-            f"--prm_apply_chat_template: the tokenizer of {flag} {model} has no chat template. Leave it out."
-        )
-    placeholder_id = single_token_id(own, placeholder, "--prm_placeholder_token", flag)
-    good, bad = (single_token_id(own, token, "--prm_reward_tokens", flag) for token in source.prm_reward_tokens)
-    whole = "{}" if setup.input_template is not None and not chat else None  # the prompt is in its template already
-    encode = StepEncoder(own, placeholder, placeholder_id, whole, chat)
+        return config, own, read
 
-    def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
-        question: Any = prompt.messages or prompt.text
-        if prompt.messages and not chat:
-            question = STEP_SEPARATOR.join(text_of(message["content"]) for message in prompt.messages)
-        ids, places = encode(question, steps)
-        check_token_ids(config, f"{flag} {model}", own, [ids, [good, bad]])
-        return ids, places
+    def process_reward_model(self, model: str, name: str) -> Scorer:
+        """A frozen process reward model. It reads prompt and response as ``train_prm`` renders lists of steps."""
+        source, setup, flag, named = self.source, self.setup, "--prm_pretrain", f"--prm_pretrain {model}"
+        config = collective(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
+        own = load_tokenizer(model, flag, trust_remote_code=setup.trust_remote_code)
+        chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
+        if chat and not own.chat_template:
+            raise ValueError(f"--prm_apply_chat_template: the tokenizer of {named} has no chat template. Leave it out.")
+        placeholder_id = single_token_id(own, placeholder, "--prm_placeholder_token", flag)
+        good, bad = (single_token_id(own, token, "--prm_reward_tokens", flag) for token in source.prm_reward_tokens)
+        whole = "{}" if setup.input_template is not None and not chat else None  # the prompt is in its template already
+        encode = StepEncoder(own, placeholder, placeholder_id, whole, chat)
 
-    for prompt in {tuple(m["role"] for m in p.messages or ()): p for p in setup.prompts}.values():
-        try:
-            render(prompt, ["a"])
-        except ValueError as error:  # a chat template may refuse its roles
-            raise ValueError(f"{flag} {model}: {error}") from error
-    text = StepText(tokenizer, own, render, source.step_separator, f"{flag} {model}", context)
-    with model_error_context(flag, model, "process reward model"):
-        policy = Actor(model, bf16=setup.bf16, flash_attn=setup.flash_attn, trust_remote_code=trust)
-        judge = ProcessRewardModel(policy.model)
-    frozen = setup.prepare_frozen(judge)
-    return ProcessScorer(frozen, text, (good, bad), source, setup.size, setup.comm, setup.device, name)
+        def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
+            question: Any = prompt.messages or prompt.text
+            if prompt.messages and not chat:
+                question = STEP_SEPARATOR.join(text_of(message["content"]) for message in prompt.messages)
+            ids, places = encode(question, steps)
+            check_token_ids(config, named, own, [ids, [good, bad]])
+            return ids, places
+
+        for prompt in {tuple(m["role"] for m in p.messages or ()): p for p in setup.prompts}.values():
+            try:
+                render(prompt, ["a"])
+            except ValueError as error:  # a chat template may refuse its roles
+                raise ValueError(f"{named}: {error}") from error
+        text = StepText(self.tokenizer, own, render, source.step_separator, named, context_length(config))
+        options = {"bf16": setup.bf16, "flash_attn": setup.flash_attn, "trust_remote_code": setup.trust_remote_code}
+        with model_error_context(flag, model, "process reward model"):
+            judge = setup.prepare_frozen(ProcessRewardModel(Actor(model, **options).model))
+        return ProcessScorer(judge, text, (good, bad), source, setup.size, setup.comm, setup.device, name)
 
 
 def own_tokenizer(
     flag: str, model: str, actor: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of ``model``; None if it reads the policy's token ids, that is knows all of them by the same names.
+    """Tokenizer of ``model``; None if it knows all of the policy's token ids by the same names.
 
     A model without tokenizer must have a vocabulary of the same size, else ``ValueError`` naming ``flag``.
     """
+
+    def embeddings() -> tuple[int, int]:
+        configs = (check_model(name, of, trust_remote_code) for name, of in ((model, flag), (actor, "--pretrain")))
+        own, policy = (config.get_text_config().vocab_size for config in configs)
+        return own, policy
+
     try:
         own = load_tokenizer(model, flag, trust_remote_code=trust_remote_code)
     except UntrustedModelError:
         raise
     except ValueError as error:
-        sizes = _embeddings(model, flag, trust_remote_code), _embeddings(actor, "--pretrain", trust_remote_code)
+        sizes = embeddings()
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"{error}, and it cannot read the token ids of "
@@ -248,19 +233,13 @@ def own_tokenizer(
         logger.info("%s %s has no tokenizer, but a vocabulary of the policy's size", flag, model)
         return None
     vocabulary, ids = own.get_vocab(), tokenizer.get_vocab()  # the former may hold more, such as a [PAD] of its own
-    if all(vocabulary.get(token) == token_id for token, token_id in ids.items()):
-        sizes = _embeddings(model, flag, trust_remote_code), _embeddings(actor, "--pretrain", trust_remote_code)
-        sampled = min(max(ids.values()) + 1, sizes[1])
-        if sizes[0] < sampled:
-            raise ValueError(
-                f"{flag} {model} has embeddings of {sizes[0]} token ids, and --pretrain {actor} samples {sampled}. "
-                "Give it as many with resize_token_embeddings."
-            )
-        return None
-    return own
-
-
-def _embeddings(model: str, flag: str, trust_remote_code: bool) -> int:
-    """Number of embeddings by the config."""
-    size: int = check_model(model, flag, trust_remote_code).get_text_config().vocab_size
-    return size
+    if any(vocabulary.get(token) != token_id for token, token_id in ids.items()):
+        return own
+    n_embeddings, n_policy = embeddings()
+    sampled = min(max(ids.values()) + 1, n_policy)
+    if n_embeddings < sampled:
+        raise ValueError(
+            f"{flag} {model} has embeddings of {n_embeddings} token ids, and --pretrain {actor} samples {sampled}. "
+            "Give it as many with resize_token_embeddings."
+        )
+    return None

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RewardConfig, mask_credentials
 from openppo.rewards.function import make_samples
-from openppo.rewards.scoring import check_scores
+from openppo.rewards.scoring import check_scores, shortened
 from openppo.types import Score, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -148,15 +148,15 @@ class RemoteScorer:
         async with session.post(url, json=data, allow_redirects=False) as answer:
             body = await self._body(url, answer)
         if answer.status in _MAY_PASS:
-            raise ConnectionError(f"HTTP status {answer.status}, {_quote(body)}")
+            raise ConnectionError(f"HTTP status {answer.status}, {shortened(body)}")
         if answer.status in (401, 403):
             raise ValueError(f"{self._at(url)}: {_REFUSED.format(answer.status)}")
         if answer.status != 200:
             raise ValueError(
-                f"{self._at(url)}: answered with HTTP status {answer.status}, {_quote(body)}. Check the path."
+                f"{self._at(url)}: answered with HTTP status {answer.status}, {shortened(body)}. Check the path."
             )
         if _may_be_cut(answer, body):
-            raise ConnectionError(f"the answer {_quote(body)} breaks off")
+            raise ConnectionError(f"the answer {shortened(body)} breaks off")
         return body
 
     async def _body(self, url: str, answer: aiohttp.ClientResponse) -> str:
@@ -167,7 +167,7 @@ class RemoteScorer:
             if len(body) > _MOST_BYTES_OF_AN_ANSWER:
                 raise ValueError(
                     f"{self._at(url)}: answered with more than {_MOST_BYTES_OF_AN_ANSWER // 2**20} MiB: "
-                    f"{_quote(body[:_LONGEST_QUOTE].decode(errors='replace'))}"
+                    f"{shortened(body[:_LONGEST_QUOTE].decode(errors='replace'))}"
                 )
         return body.decode(errors="replace")
 
@@ -178,7 +178,7 @@ class RemoteScorer:
         except (ValueError, TypeError, KeyError, IndexError, RecursionError):
             rewards = None
         if not isinstance(rewards, list):
-            raise ValueError(f'{self._at(url)}: answered {_quote(body)} where {{"rewards": [numbers]}} is needed.')
+            raise ValueError(f'{self._at(url)}: answered {shortened(body)} where {{"rewards": [numbers]}} is needed.')
         return check_scores(rewards, batch, self._at(url))
 
 
@@ -270,7 +270,3 @@ def _cause(error: BaseException, seconds: float) -> str:
 def _as_json(data: Any) -> str:
     """Labels that JSON does not know, such as dates of a Parquet file, go as their text."""
     return json.dumps(data, default=str)
-
-
-def _quote(body: str) -> str:
-    return repr(body) if len(body) <= _LONGEST_QUOTE else f"{body[:_LONGEST_QUOTE]!r}..."

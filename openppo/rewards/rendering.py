@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openppo.datasets.templates import end_with_eos
 from openppo.rewards.scoring import name_sample
 from openppo.types import Prompt, Trajectory
 from openppo.user_code import TEMPLATE_ERRORS
@@ -137,12 +138,3 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     bare, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
     return ids if ids[:start] == full[:start] else full[:start] + ids
-
-
-def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
-    """``ids`` ending with one EOS: appended if missing; whitespace after an EOS, as chat templates add, is cut."""
-    eos = tokenizer.eos_token_id
-    end = len(ids) - next((i for i, token_id in enumerate(reversed(ids)) if token_id == eos), len(ids))
-    if end > 0 and not str(tokenizer.decode(list(ids[end:]))).strip():
-        return list(ids[:end])
-    return [*ids, eos]

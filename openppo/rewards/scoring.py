@@ -144,7 +144,7 @@ def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
     number = score.item() if single else score
     if not (isinstance(number, int | float) and abs(number) <= _LARGEST):  # false for NaN too
         raise ValueError(
-            f"{source} returned {_shortened(score)} for {name_sample(trajectory)}; a finite number is needed."
+            f"{source} returned {shortened(score)} for {name_sample(trajectory)}; a finite number is needed."
         )
     return float(number)
 
@@ -164,9 +164,10 @@ def name_sample(trajectory: Trajectory) -> str:
     """Name of a sample in messages: its prompt, shortened, and its row."""
     prompt = trajectory.prompt
     row = f" (row {prompt.index + 1} of {prompt.source})" if prompt.source else ""
-    return f"prompt {_shortened(prompt.text)}{row}"
+    return f"prompt {shortened(prompt.text)}{row}"
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """``value`` for a message."""
     text = repr(value)
     return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."

@@ -26,11 +26,10 @@ _MOST_CHARACTERS_PER_TOKEN = 100
 
 
 class RewardServer:
-    """Answers POST / and /get_reward with rewards, and GET /health, which needs no token to say that it is there.
+    """Answers POST / and /get_reward with rewards, and GET /health, which needs no token.
 
-    The texts of all requests wait in one line. ``score`` gets up to ``config.max_batch_size`` of them at a time, each
-    as ``encode`` makes it token ids, on one thread. ``listener`` is bound to the address. With ``token``, requests
-    must carry it.
+    Texts of all requests wait in one queue. ``score`` gets up to ``config.max_batch_size`` of them at a time, as token
+    ids of ``encode``, on one thread. ``listener`` is bound to the address. With ``token``, requests must carry it.
     """
 
     def __init__(
@@ -169,10 +168,10 @@ def _queries(body: bytes, max_len: int) -> list[str]:
     try:
         request = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise web.HTTPBadRequest(text=f"the request is no JSON: {error}") from error
+        raise web.HTTPBadRequest(text=f"the request is not JSON: {error}") from error
     queries = request.get("query") if isinstance(request, dict) else None
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise web.HTTPBadRequest(text='the request must be {"query": [texts]}; "prompts" and "labels" may stand beside')
+        raise web.HTTPBadRequest(text='the request must be {"query": [texts]}; "prompts" and "labels" may be there too')
     try:
         "".join(queries).encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""What a generation engine is."""
+"""Generation engines: the protocol, and the loop over their steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openppo.types import Completion, SamplingParams
 
 
 class WeightSource(Protocol):
-    """The weights of the policy that is trained, for an engine to sample with. All ranks call every method together."""
+    """Weights of the trained policy, for an engine to sample with. All ranks call every method together."""
 
     def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
         """Inside, the policy's own module may be called: by each rank alone, or ``in_lockstep`` by all together."""
@@ -62,13 +62,13 @@ class Engine(Protocol):
         ...
 
 
-def run_to_end(
-    engine: Engine, place: Mapping[int, int], goes_on: Callable[[], bool], show_progress: bool
+def drain(
+    engine: Engine, place: Mapping[int, int], has_work: Callable[[], bool], show_progress: bool
 ) -> dict[int, Completion]:
-    """Step while ``goes_on()``; the completions that ended, by the ``place`` of their request numbers."""
+    """Step while ``has_work()``; the completions that ended, by the ``place`` of their request numbers."""
     done: dict[int, Completion] = {}
     with progress_bar(len(place), "generation", enabled=show_progress) as bar:
-        while goes_on():
+        while has_work():
             engine.step()
             ended = engine.collect()
             done |= {place[number]: completion for number, completion in ended.items()}

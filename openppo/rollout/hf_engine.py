@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from openppo.models.size import cache_elements
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
-from openppo.rollout.engine import WeightSource, run_to_end
+from openppo.rollout.engine import WeightSource, drain
 from openppo.rollout.row_cache import SLACK_COLUMNS, PromptCache, RowCache, check_cache
 from openppo.rollout.sampling import request_uniforms, sample
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
@@ -45,14 +45,13 @@ class HFEngine:
     """``Engine`` over a causal language model of transformers.
 
     Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU, on a GPU 256 or what ``rows_that_fit``
-    when the engine wakes). One that has ended leaves, and waiting requests take the
-    places that are free; equal prompts are read once. A sampled id in ``eos_token_ids`` ends a response and belongs to
-    it. ``pad_token_id`` only fills places that nothing looks at, so it may equal EOS.
+    when the engine wakes). Waiting requests take the places of those that have ended; equal prompts are read once. A
+    sampled id in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places, so it
+    may equal EOS.
 
-    ``any_rank_busy`` puts several ranks in lockstep, for partitioned weights that cannot be gathered: it is
-    asked before each step and combines the ranks' ``busy``; a rank with nothing to do then runs along. ``stop`` is
-    asked likewise, and makes ``generate`` raise ``Interrupted``. ``new_recorder`` makes what
-    records decode steps to replay them, see ``DecodeGraphs``; not in lockstep.
+    ``any_rank_busy`` puts ranks in lockstep, for partitioned weights that cannot be gathered: it combines the ranks'
+    ``busy`` before each step, and a rank with nothing to do runs along. ``stop`` is called likewise, and makes
+    ``generate`` raise ``Interrupted``. ``new_recorder`` records decode steps (``DecodeGraphs``); not in lockstep.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class HFEngine:
 
     @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
     def step(self) -> None:
-        """One forward pass of the model: read waiting prompts, or decode one token per row, or run along."""
+        """One forward pass: read waiting prompts, or decode one token per row, or run along."""
         entering = self._admit()
         if entering:
             self._prefill(entering)
@@ -127,7 +126,7 @@ class HFEngine:
         """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
         longest_first = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
         place = {self.submit(prompts[i], params, seeds[i]): i for i in longest_first}
-        done = run_to_end(self, place, self._goes_on, self.show_progress)
+        done = drain(self, place, self._has_work, self.show_progress)
         self.stop()
         return [done[i] for i in range(len(prompts))]
 
@@ -143,14 +142,13 @@ class HFEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of keys and values are of no use to other shapes
 
-    def _goes_on(self) -> bool:
+    def _has_work(self) -> bool:
         if self.stop.requested():
             self._waiting, self._running, self._cache, self._graphs = [], [], None, None
         return self.busy if self.any_rank_busy is None else self.any_rank_busy(self.busy)
 
     def _admit(self) -> list[_Request]:
-        """Waiting requests whose prompts are read next; none if there is no room, or so little that more is worth
-        waiting for. Once prompts are read, they are until there is no room."""
+        """Waiting requests whose prompts are read next; none if too little room is free."""
         if self._cache is None:
             self._rows = self._row_limit()
         free = self._rows - len(self._running)
@@ -219,15 +217,8 @@ class HFEngine:
         self._accept(0, logits)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: RowCache | PromptCache) -> Tensor:
-        output = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]  # (B, V)
+        where = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        return self.model(input_ids=ids, **where, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
 
     def _accept(self, first: int, logits: Tensor) -> None:
         """Sample the next token of the rows from ``first`` on, record it, and let ended rows go."""

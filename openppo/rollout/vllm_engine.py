@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openppo.rollout.engine import WeightSource, run_to_end
+from openppo.rollout.engine import WeightSource, drain
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
 
 
@@ -24,7 +24,7 @@ def check_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
             "--rollout_engine vllm needs the package vllm, which is not installed: pip install openppo[vllm] (see "
-            "docs/vllm.md), or leave the flag away to sample with the actor's own module."
+            "docs/vllm.md), or omit the flag to sample with the actor's own module."
         )
 
 
@@ -115,7 +115,7 @@ class VLLMEngine:
     ) -> list[Completion]:
         """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
         place = {self.submit(prompt, params, seeds[i]): i for i, prompt in enumerate(prompts)}
-        done = run_to_end(self, place, self._goes_on, self.show_progress)
+        done = drain(self, place, self._has_work, self.show_progress)
         self.stop()
         return [done[i] for i in range(len(prompts))]
 
@@ -146,7 +146,7 @@ class VLLMEngine:
         torch.cuda.empty_cache()
         self._llm.wake_up(tags=[tag])
 
-    def _goes_on(self) -> bool:
+    def _has_work(self) -> bool:
         if self.stop.requested():
             self._drop_all()
         return self.busy

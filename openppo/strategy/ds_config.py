@@ -7,7 +7,7 @@ from typing import Any
 from openppo.config import DeepSpeedConfig
 
 LARGEST_BUCKET = 500_000_000
-"""Elements of gradients that are reduced at a time."""
+"""Gradient elements that are reduced at a time."""
 _NEVER = 10**9
 _TIMERS = {"throughput": {"enabled": False}}
 """It is on by default, and waits for the GPU in each forward."""
@@ -16,13 +16,12 @@ _TIMERS = {"throughput": {"enabled": False}}
 def train_config(
     options: DeepSpeedConfig, zero_stage: int, n_trained: int, n_ranks: int, on_gpu: bool = False
 ) -> dict[str, Any]:
-    """Configuration of an engine that is trained at ``zero_stage``, which stands for that of ``options``.
+    """Configuration of an engine that is trained at ``zero_stage``, which overrides that of ``options``.
 
-    Accumulation boundaries are set by hand at each micro-batch, so DeepSpeed is told of one micro-batch per step
-    and never scales a loss. With bf16, gradients are accumulated and reduced in float32; where a single rank of ZeRO-2
-    has nothing to reduce, those of a micro-batch are not copied to float32 for it. ``n_trained``
-    parameters bound the reduction buckets, which DeepSpeed would otherwise allocate for 500 million elements.
-    ``on_gpu``: what is offloaded lies in pinned memory, from where copies are several times as fast.
+    Accumulation boundaries are set by hand at each micro-batch, so DeepSpeed is given one micro-batch per step and
+    never scales a loss. With bf16, gradients are accumulated and reduced in float32; a single rank of ZeRO-2, which has
+    nothing to reduce, skips the copy. ``n_trained`` parameters bound the reduction buckets, which DeepSpeed would
+    otherwise allocate for 500 million elements. ``on_gpu`` pins offloaded memory, for faster copies.
     """
     bucket = min(max(2, n_trained + n_trained % 2), LARGEST_BUCKET)  # DeepSpeed wants an even number
     zero: dict[str, Any] = {

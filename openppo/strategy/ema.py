@@ -18,8 +18,8 @@ from openppo.types import Interrupted
 class ParameterAverage:
     """``average = beta * average + (1 - beta) * parameter``, float32 on the CPU, starting at the parameters.
 
-    It covers the parameters that ``engine`` trains (with LoRA the adapters), and each rank holds its share: its own
-    partition of every parameter under ZeRO-3, else every n-th parameter. All ranks call each method together.
+    It covers the trained parameters of ``engine``, with LoRA the adapters. Each rank holds its share: its partition of
+    every parameter under ZeRO-3, else every n-th parameter. All ranks call each method together.
     """
 
     def __init__(self, engine: TrainableModel, beta: float) -> None:
@@ -32,7 +32,7 @@ class ParameterAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the parameters of now; call it after each optimizer step."""
+        """Add the current parameters; call it after each optimizer step."""
         for name, share in self._shares().items():
             self._averages[name].mul_(self.beta).add_(share.to("cpu", torch.float32), alpha=1 - self.beta)
 
@@ -40,8 +40,8 @@ class ParameterAverage:
     def swapped_in(self) -> Iterator[None]:
         """Inside, the parameters are the averages, in their own dtype; afterwards they are bit for bit as before.
 
-        Also after what all ranks raise alike: ``Interrupted``, and ``OSError`` of saving. After any other error, which
-        may be of one rank, they stay: writing them is done by all ranks together, and the run is lost.
+        Weights are restored after ``Interrupted`` and ``OSError``, which every rank raises. Other errors may hit one
+        rank only; restoring is collective, so it is skipped and the run ends.
         """
         before = {name: share.to("cpu", copy=True) for name, share in self._shares().items()}
         self._write(self._averages)
@@ -71,7 +71,7 @@ class ParameterAverage:
     def _write(self, values: dict[str, Tensor]) -> None:
         for name, share in self._shares().items():
             share.copy_(values[name])
-        if self._partitioned:  # drop what DeepSpeed keeps gathered of the old values, as it does for checkpoints
+        if self._partitioned:  # drop old values that DeepSpeed keeps gathered, as it does for checkpoints
             self._optimizer.checkpoint_event_prologue()
             self._optimizer.checkpoint_event_epilogue()
         else:

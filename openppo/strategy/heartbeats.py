@@ -45,11 +45,14 @@ class Heartbeat:
 
     def has_ended(self) -> bool:
         """Whether the rank's process was on this machine and is gone."""
-        try:
-            if self.machine == this_machine():
+        if self.machine == this_machine():
+            try:
                 os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
+                return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+            except ProcessLookupError:
+                return True
+            except OSError:  # no /proc, or no file to be had just now
+                pass
         return False
 
     def __str__(self) -> str:
@@ -85,18 +88,23 @@ class HeartbeatStore:
 
     def exchange(self, mine: Heartbeat) -> None:
         """Publish a heartbeat and read those of the other ranks."""
-        ended = [rank for rank, beat in self.beats.items() if beat.has_ended()]  # what it says in the store is final
+        ended = self._ended()  # their heartbeats in the store are final
         try:
             self._store = self._store or self._connect()
             if self._store is not None:
                 self._exchange(self._store, mine)
         except RuntimeError as error:  # of torch's store, in several classes
             self.error = str(error).splitlines()[0]
+            time.sleep(1)  # a rank that hosts the store closes it some time before its process is gone
+            ended = self._ended()
         self.lost = {rank: "its process has ended" for rank in ended if not self.beats[rank].done}
         for rank, beat in self.beats.items():
             silent = time.monotonic() - self._heard[rank]
             if not beat.done and silent > (0.8 if rank in ended else 1) * self._limit:  # see Watchdog._run
                 self.lost[rank] = f"no heartbeat for {silent:.0f} s (--heartbeat_timeout)"
+
+    def _ended(self) -> list[int]:
+        return [rank for rank, beat in self.beats.items() if beat.has_ended()]
 
     def claim(self, what: str) -> bool:
         """True on the first rank that asks; without a store, on the first living rank of each machine."""

@@ -15,30 +15,30 @@ from torch import Tensor
 logger = logging.getLogger("openppo")
 
 _CONFIG_BESIDE_ADAPTERS = "model_config.json"
-"""Not config.json: transformers would look for full weights beside it."""
+"""Not config.json, next to which transformers would look for full weights."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", _CONFIG_BESIDE_ADAPTERS)
 
 
 def save_model(model: Any, folder: Path, is_main: bool) -> None:
     """Write a Hugging Face model to ``folder``, or of a PEFT model the adapters; called on all ranks.
 
-    Adapters an earlier run left in the folder are removed from beside full weights, which they would hide.
+    Full weights replace adapters of an earlier run, which would hide them.
     """
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if hasattr(model, "peft_config"):
         weights = _gather(_of_adapters(model, tensors), keep=is_main)
         if is_main:
             for stale in sorted(folder.glob("model*.safetensors")):
-                logger.warning("%s: full weights of an earlier run lie beside the adapters written there now", stale)
+                logger.warning("%s: full weights of an earlier run are in the same folder as these adapters", stale)
             model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
             _save_config(model, folder)
-            _open_to_whom_the_config_is(folder / "adapter_model.safetensors", folder / "adapter_config.json")
+            _copy_mode(folder / "adapter_model.safetensors", folder / "adapter_config.json")
         return
     weights = _gather(tensors, keep=is_main)
     if is_main:
         model.save_pretrained(folder, state_dict=weights)
         for file in folder.glob("model*.safetensors"):
-            _open_to_whom_the_config_is(file, folder / "config.json")
+            _copy_mode(file, folder / "config.json")
         for stale in (folder / name for name in _ADAPTER_FILES):
             if stale.exists():
                 logger.warning("%s: adapters of an earlier run, removed for the full weights written there now", stale)
@@ -46,7 +46,7 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer to ``folder``, by a copy: on a full disk its own writer raises no ``OSError``."""
+    """Write a tokenizer to ``folder`` by a copy, since on a full disk its own writer raises no ``OSError``."""
     with tempfile.TemporaryDirectory() as written:
         tokenizer.save_pretrained(written)
         for file in (path for path in Path(written).rglob("*") if path.is_file()):
@@ -55,15 +55,15 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
             shutil.copyfile(file, target)
 
 
-def _open_to_whom_the_config_is(weights: Path, config: Path) -> None:
-    """safetensors 0.8 writes files for their owner only, whatever the umask; a model is read by others too."""
+def _copy_mode(weights: Path, config: Path) -> None:
+    """Copy the mode of ``config``: safetensors 0.8 writes files for their owner only, whatever the umask."""
     shutil.copymode(config, weights)
 
 
 def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Copies on the CPU of the whole tensors, or nothing on ranks that only take part.
+    """Copies on the CPU of the whole tensors; empty without ``keep``.
 
-    Tied tensors have one copy, by which transformers sees that they are tied and writes them once.
+    Tied tensors share one copy, so that transformers writes them once.
     """
     copies: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
@@ -75,7 +75,7 @@ def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 def _of_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those tensors that a PEFT folder holds: adapters, and heads that are trained whole."""
+    """The tensors of a PEFT folder: adapters, and heads that are trained whole."""
     from peft import get_peft_model_state_dict  # a PEFT model is there, so it is loaded already
 
     wanted = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
@@ -84,7 +84,7 @@ def _of_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _save_config(model: Any, folder: Path) -> None:
-    """The model's own config, which may say more than its base's: the PAD id, a reward model's mean and std."""
+    """Write the model's own config, which may add to its base's: the PAD id, a reward model's mean and std."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):  # how the frozen weights were kept while training
         del config.quantization_config

@@ -26,10 +26,9 @@ class PolicyWeights:
         return self.strategy.for_generation(self.engine, in_lockstep)
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole weight, one by one, of the Hugging Face model, adapters added. The weights stay as they are.
+        """Name and whole weight, one by one, of the Hugging Face model with adapters added; nothing changes.
 
-        Under ZeRO-3 each is gathered for the moment in which it is asked for, and copied. ``ValueError`` if an adapter
-        lies on a weight that another layer uses too, so that no single weight stands for both.
+        Under ZeRO-3 each is gathered when it is its turn, and copied.
         """
         policy: Any = self.engine.module.model
         yield from merged_weights(policy)
@@ -45,7 +44,7 @@ def _merged(weight: Tensor, layer: Any) -> Tensor:
 
 
 def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """As ``PolicyWeights.merged``, of a Hugging Face or PEFT model."""
+    """``PolicyWeights.merged`` of a Hugging Face or PEFT model."""
     adapted = hasattr(policy, "peft_config")
     model: nn.Module = policy.get_base_model() if adapted else policy
     layers = _adapted_layers(model) if adapted else {}

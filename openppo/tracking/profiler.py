@@ -24,7 +24,7 @@ class StepProfiler:
     """Writes ``<save_path>/logs/profile/step_<number>_rank_<rank>.json.gz`` for the steps of ``--profile_steps``.
 
     The trace names all phases whole and records the first seconds inside each. It is written at the end of its step, so
-    that only one is in memory; a step in two parts (``PPOTrainer.rollout``, ``train_on``) has two, the second with
+    that only one is in memory; the parts of a step (``rollout``, ``train_on``) have one each, the second with
     ``_part_2`` in its name. Chrome's tracing and https://ui.perfetto.dev open them.
     """
 

@@ -83,14 +83,9 @@ class PhaseTimer:
     def take_metrics(self, comm: Comm) -> dict[str, float]:
         """``metrics``, then reset."""
         metrics = self.metrics(comm)
-        self.reset()
+        for measured in (self._seconds, self._tokens, self._peaks):
+            measured.clear()
         return metrics
-
-    def reset(self) -> None:
-        """Forget all finished phases, tokens and peaks."""
-        self._seconds.clear()
-        self._tokens.clear()
-        self._peaks.clear()
 
     def _record_peak(self) -> None:
         """Assign queued GPU work and peak memory to the running phases."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker, Hooks, forward_size
@@ -86,8 +86,7 @@ def build_ppo_trainer(
     profiler = StepProfiler(config.run.save_path, config.tracking, strategy.comm.rank)
     timer = PhaseTimer(profiler, estimate.peaks if estimate else None)
     hooks = Hooks(timer, SignalStop(strategy.comm), strategy.uncompiled)
-    longest = longest_sequence(config, actor_config)
-    engine = _engine(config, strategy, trained.actor, tokenizer, hooks.stop, longest) if source is None else None
+    engine = _engine(config, strategy, trained.actor, tokenizer, hooks.stop, actor_config) if source is None else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = ParameterAverage(trained.actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": trained.actor, "critic": trained.critic}, ema)
@@ -150,7 +149,7 @@ def _engine(
     actor: TrainableModel,
     tokenizer: PreTrainedTokenizerBase,
     stop: StopCheck,
-    max_tokens: int,
+    actor_config: PreTrainedConfig,
 ) -> Engine:
     """Samples with the actor's own module, or a copy of it in vLLM."""
     policy: Any = actor.module.model
@@ -158,7 +157,7 @@ def _engine(
     if generation.rollout_engine == "vllm":
         options = VLLMOptions(
             bf16=config.deepspeed.bf16,
-            max_tokens=max_tokens,
+            max_tokens=longest_sequence(config, actor_config),
             memory_share=generation.vllm_gpu_memory_utilization,
             seed=config.deepspeed.seed,
             trust_remote_code=model.trust_remote_code,

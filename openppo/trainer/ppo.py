@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -185,11 +184,11 @@ class PPOTrainer:
         return self.source
 
     def _rollouts(self) -> Iterator[Sequence[Trajectory]]:
-        """Trajectories of the steps that are left; none after ``should_stop``, a signal or ``--max_steps``."""
-        source, most = iter(self.source), self.config.ppo.max_steps or math.inf
+        """Trajectories of the steps that are left; none after ``should_stop``."""
+        source = iter(self.source)
         with progress_bar(self.total_steps, "PPO", enabled=self.components.strategy.is_main) as bar:
             bar.update(self.global_step)
-            while not self.should_stop and self.global_step < most:
+            while not self.should_stop and self.global_step < self.total_steps:
                 self._mark()
                 self.components.stop()
                 trajectories = next(source, None)

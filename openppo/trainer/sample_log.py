@@ -105,7 +105,7 @@ class SampleLog:
         """Keep ratio and entropy (B, L) of a training forward of ``step``; a later epoch replaces an earlier one."""
         if not self.writes_tokens(step):
             return
-        ratio = policy_ratio(log_probs.detach(), micro.known_log_probs, micro.action_mask)
+        ratio = policy_ratio(log_probs.detach(), micro.old_or_rollout_log_probs, micro.action_mask)
         numbers = {"ratio": ratio.tolist()} | ({} if entropy is None else {"entropy": entropy.detach().tolist()})
         lengths = micro.attention_mask.sum(-1).tolist()
         for row, (ids, n) in enumerate(zip(micro.sequences.tolist(), lengths, strict=True)):
@@ -194,7 +194,9 @@ def token_row(
     mask = trajectory.action_mask
     if experience is not None:
         mask, kl, tensors = experience.action_mask[0].tolist(), _kl(experience), experience.tensors()
-        columns = {"log_prob": experience.known_log_probs[0].tolist()} | ({} if kl is None else {"kl": kl[0].tolist()})
+        columns = {"log_prob": experience.old_or_rollout_log_probs[0].tolist()} | (
+            {} if kl is None else {"kl": kl[0].tolist()}
+        )
         fields = {"value": "values", "reward": "rewards", "advantage": "advantages", "return": "returns"}
         fields["entropy"] = "entropy"
         columns |= {name: tensors[field][0].tolist() for name, field in fields.items() if field in tensors}
@@ -244,4 +246,4 @@ def _kl(experience: Experience) -> Tensor | None:
     """k1 of the policy from the reference, (1, L); None without a reference."""
     if experience.ref_log_probs is None:
         return None
-    return torch.where(experience.action_mask, experience.known_log_probs - experience.ref_log_probs, 0.0)
+    return torch.where(experience.action_mask, experience.old_or_rollout_log_probs - experience.ref_log_probs, 0.0)

@@ -84,14 +84,14 @@ class _Sample:
         self.actions = [i for i, action in enumerate(self.trained) if action]
         rewards, per_token = batch.rewards[row].double(), torch.zeros(len(self.ids), dtype=torch.float64)
         if batch.ref_log_probs is not None:
-            given = batch.known_log_probs[row], batch.ref_log_probs[row], batch.action_mask[row]
+            given = batch.old_or_rollout_log_probs[row], batch.ref_log_probs[row], batch.action_mask[row]
             per_token = kl_penalty(*given, kl.kl_estimator).double()
         rest = rewards + penalty * per_token  # of a reward, without the KL penalty
         scale = max(1.0, float(rest.abs().max()))
         self.score: list[float] = torch.where(rest.abs() > _TINY * scale, rest, 0.0).tolist()
         self.scored = [i for i, score in enumerate(self.score) if score != 0]
         columns: dict[str, Tensor | None] = {
-            "log-prob": batch.known_log_probs[row],
+            "log-prob": batch.old_or_rollout_log_probs[row],
             "KL": None if batch.ref_log_probs is None else per_token,
             "value": None if batch.values is None else batch.values[row],
             "reward": batch.rewards[row],

@@ -52,9 +52,6 @@ class PromptSource:
     def __iter__(self) -> Iterator[list[Trajectory]]:
         for prompts in self.prompt_batches():
             yield self.rollout(prompts)
-        n_steps = self.components.state.global_step
-        if self.comm.rank == 0 and n_steps < self.config.ppo.num_episodes * len(self.sampler):
-            logger.info("dynamic sampling has used up all prompts in %d global steps", n_steps)
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
         """Pass over all prompts in every episode, in an order of its own."""
@@ -188,6 +185,10 @@ class PromptSource:
             if further is None:
                 break
             batch = further
+        if self.comm.rank == 0 and self.consumed_batches == self.config.ppo.num_episodes * len(self.sampler):
+            logger.info(
+                "dynamic sampling has used up all prompts in %d global steps", self.components.state.global_step + 1
+            )
         metrics.add("sampled_batches", n_batches, reduce="max")
         metrics.add("useful_groups", n_groups, reduce="max")
         return Rollout(self._first_groups(kept), metrics)

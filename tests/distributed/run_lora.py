@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from datetime import timedelta
@@ -24,6 +25,7 @@ from openppo.models.adapters import AdapterOffReference
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
+from openppo.strategy.weights import PolicyWeights
 
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 LORA = LoRAConfig(lora_rank=4, lora_alpha=8)
@@ -115,6 +117,33 @@ def lora(models: Path, out: Path, config: DeepSpeedConfig, load_in_4bit: bool = 
         torch.save(result, out / "result.pt")
 
 
+def hand_over(models: Path, out: Path) -> None:
+    """For each rank, which weights that an engine gets differ from those that peft merges in one process."""
+    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=3), timedelta(seconds=100), PARTITION_EVERYTHING)
+    result: dict[str, Any] = {}
+    for name, options in (("whole", {}), ("adapted", vars(LORA))):
+        actor = Actor(str(models / "actor"), **options)
+        whole: Any = copy.deepcopy(actor.model)
+        if options:
+            with torch.no_grad():
+                for weight, parameter in actor.model.named_parameters():
+                    if parameter.requires_grad:
+                        parameter.copy_(torch.randn_like(parameter) * 0.1)
+                        whole.get_parameter(weight).copy_(parameter)
+            whole = whole.merge_and_unload()
+        expected = dict(whole.named_parameters())
+        engine = strategy.prepare(actor, ADAM, LEARNING_RATE, 1)
+        found = dict(list(PolicyWeights(strategy, engine).merged()))  # kept until the end: each must be a copy
+        mine = {
+            "names": list(found) == list(expected),
+            "different": [n for n, weight in expected.items() if not torch.allclose(found[n], weight, atol=1e-6)],
+            "gathered afterwards": [n for n, p in engine.module.named_parameters() if p.numel() > 0],
+        }
+        result[name] = strategy.comm.all_gather_object(mine)
+    if strategy.is_main:
+        torch.save(result, out / "handed_over.pt")
+
+
 def full_weights(engine: TrainableModel) -> dict[str, Tensor]:
     """Copies of the trained parameters."""
     trained: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
@@ -169,6 +198,7 @@ def train_adapters(models: Path, out: Path) -> None:
         "3 bf16": DeepSpeedConfig(zero_stage=3, bf16=True, **checkpointing),
     }.items():
         lora(models, out / name, config)
+    hand_over(models, out)
 
 
 def train_on_4_bits(models: Path, out: Path) -> None:

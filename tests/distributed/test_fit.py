@@ -78,7 +78,7 @@ def test_zero_3_ends_when_one_rank_samples_much_longer_than_the_other(runs: dict
     assert len(run["logged"]) == len(run["samples"]) == 3
     for samples in run["samples"]:
         assert sorted(len(sample["response"]) for sample in samples) == [1, LONG]
-        assert {sample["finish_reason"] for sample in samples} == {"eos", "length"}
+        assert {sample["finish_reason"] for sample in samples} == {"stop", "length"}
     assert all(line["response_length"] == (1 + LONG) / 2 for line in run["logged"])
     assert all(line["truncated_fraction"] == 0.5 for line in run["logged"])
 

@@ -189,6 +189,12 @@ def test_zero_3_partitions_frozen_weights_too(trained: Path, role: str) -> None:
         assert held == -(-size // 2)
 
 
+@pytest.mark.parametrize("case", ("whole", "adapted"))
+def test_partitioned_weights_are_handed_over_whole_on_every_rank(trained: Path, case: str) -> None:
+    result = torch.load(trained / "handed_over.pt")
+    assert result[case] == [{"names": True, "different": [], "gathered afterwards": []}] * 2
+
+
 @pytest.fixture(scope="module")
 def trained_on_4_bits(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Path:
     """Adapters trained on two ranks; the models are as wide as a block of 4-bit weights is long."""

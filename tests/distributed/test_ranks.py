@@ -278,7 +278,7 @@ def test_the_updates_are_large_enough_to_tell(
 
 def test_the_ranks_stop_at_different_lengths(outcome: Callable[[int, Case], Outcome]) -> None:
     (step,) = outcome(1, reference(FLOAT32[0])).samples
-    assert {sample["finish_reason"] for sample in step} == {"eos", "length"}
+    assert {sample["finish_reason"] for sample in step} == {"stop", "length"}
     edges = [rank * len(step) // 4 for rank in range(5)]
     work = [sum(len(s["response"]) for s in step[a:b]) for a, b in itertools.pairwise(edges)]
     assert len(set(work)) > 1

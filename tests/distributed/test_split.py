@@ -5,8 +5,10 @@ micro-batch) is the order in which numbers are added.
 """
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 SCRIPT = Path(__file__).with_name("run_steps.py")
-RANKS = (1, 2)
 STAGES = (0, 1, 2, 3)
 EVERYTHING = 100  # as micro-batch size: more than there is
 
@@ -103,6 +104,7 @@ TASKS = {
     ),
     "sft": Task("train_sft", "--train_batch_size 14", n_rows=13, n_steps=2),
     "rm": Task("train_rm", "--train_batch_size 14 --margin_key margin", n_rows=13, n_steps=2),
+    **{f"prm_{kind}": Task("train_prm", "--train_batch_size 14", n_rows=13, n_steps=2) for kind in ("hard", "soft")},
 }
 REFERENCES = {task: Case(task) for task in TASKS}
 CASES = [
@@ -114,7 +116,9 @@ CASES = [
     *(Case("samples", stage, 3, 2) for stage in STAGES),
     *(Case(task, stage, 3, 4) for task in ("grpo", "gspo", "remax", "values", "ema") for stage in (0, 2, 3)),
     *(Case(task, stage, 3) for task in ("sft", "rm") for stage in STAGES),
-    *(Case(task, 2, 4, extra_columns=7) for task in ("sft", "rm")),
+    *(Case(task, stage, micro) for task in ("prm_hard", "prm_soft") for stage in (0, 3) for micro in (1, 3)),
+    *(Case(task, stage, 3) for task in ("prm_hard", "prm_soft") for stage in (1, 2)),
+    *(Case(task, 2, 4, extra_columns=7) for task in ("sft", "rm", "prm_hard")),
     *(Case("step", stage, 4, 4, "--gradient_checkpointing") for stage in (0, 3)),
     Case("step", 2, 4, 4, "--adam_offload"),
     *(Case("step", stage, 4, 4, "--adam_offload", no_compiler=True) for stage in (1, 3)),
@@ -123,6 +127,22 @@ CASES = [
     *(Case("steps", stage, more="--offload_idle") for stage in (0, 2, 3)),
     *(Case(task, 3, 4, 4, "--max_num_seqs 2") for task in ("step", "samples")),
 ]
+
+
+def in_every_run(ranks: int, case: Case) -> bool:
+    """Whether a case is tried without --slow: on one rank stages 1 and 2 share all but a name with their neighbours."""
+    if ranks == 1:
+        return case.zero_stage in (0, 3)
+    return case.zero_stage != 1 or case.task != "step" or case.micro in (3, 4)
+
+
+def table(*ranks: int) -> list[Any]:
+    """Parameters ``ranks`` and ``case``."""
+    return [
+        pytest.param(n, case, id=f"{n}-{case.name}", marks=() if in_every_run(n, case) else pytest.mark.slow)
+        for n in ranks
+        for case in CASES
+    ]
 
 
 @dataclass(frozen=True)
@@ -141,7 +161,19 @@ def as_vector(folder: Path) -> Tensor:
     return torch.cat([weights[name].double().flatten() for name in sorted(weights)])
 
 
-def arguments_of(case: Case, tiny: Path) -> list[str]:
+def write_solutions(folder: Path) -> None:
+    """26 solutions, one to five steps each: "h" is the placeholder, "a" and "b" are good and bad."""
+    rng = random.Random(7)
+    hard, soft = [], []
+    for i in range(26):
+        steps = ["".join(rng.choices("cdefg", k=rng.randint(1, 6))) + "h" for _ in range(1 + i % 5)]
+        hard.append({"input": "".join(steps), "label": [rng.choice("ab") for _ in steps]})
+        soft.append({"input": "".join(steps), "label": [rng.random() for _ in steps]})
+    for name, rows in (("hard", hard), ("soft", soft)):
+        (folder / f"prm_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def arguments_of(case: Case, tiny: Path, folder: Path) -> list[str]:
     task = TASKS[case.task]
     common = f"{task.arguments} --zero_stage {case.zero_stage} --micro_train_batch_size {case.micro} {case.more}"
     common += " --lr_warmup_ratio 0 --lr_scheduler constant"
@@ -151,6 +183,10 @@ def arguments_of(case: Case, tiny: Path) -> list[str]:
     elif task.command == "train_rm":
         common += f" --pretrain {tiny}/reward --dataset {tiny}/preference.jsonl --learning_rate 1e-3"
         common += f" --prompt_key prompt --eval_dataset {tiny}/preference.jsonl"
+    elif task.command == "train_prm":
+        rows = folder / f"{case.task}.jsonl"
+        common += f" --pretrain {tiny}/actor --dataset {rows} --eval_dataset {rows} --learning_rate 1e-3"
+        common += " --input_key input --label_key label --placeholder_token h --reward_tokens a b"
     else:
         common += f" --pretrain {tiny}/actor --reward_pretrain {tiny}/reward --prompt_data {tiny}/prompts.jsonl"
         common += f" --pretrain_data {tiny}/documents.jsonl --micro_rollout_batch_size {case.micro_rollout}"
@@ -160,45 +196,39 @@ def arguments_of(case: Case, tiny: Path) -> list[str]:
     return common.split()
 
 
-def run_all(ranks: int, tiny: Path, factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Path:
-    """All cases in one launch; the folder of what they left."""
-    folder = factory.mktemp(f"ranks{ranks}")
-    cases = []
-    for case in CASES:
-        task = TASKS[case.task]
-        cases.append(
-            {
-                "name": case.name,
-                "command": task.command,
-                "arguments": arguments_of(case, tiny),
-                "n_rows": task.n_rows,
-                "n_steps": task.n_steps,
-                "extra_columns": case.extra_columns,
-                "no_compiler": case.no_compiler,
-                "lockstep": case.lockstep,
-            }
-        )
-    (folder / "cases.json").write_text(json.dumps(cases))
-    launch(ranks, SCRIPT, folder / "cases.json", folder)
-    return folder
+def described(case: Case, tiny: Path, folder: Path) -> dict[str, Any]:
+    """A case as run_steps.py reads it."""
+    task = TASKS[case.task]
+    about = {name: getattr(case, name) for name in ("name", "extra_columns", "no_compiler", "lockstep")}
+    steps = {"command": task.command, "n_rows": task.n_rows, "n_steps": task.n_steps}
+    return about | steps | {"arguments": arguments_of(case, tiny, folder)}
 
 
 @pytest.fixture(scope="module")
-def one_rank(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Path:
-    return run_all(1, tiny, tmp_path_factory, launch)
+def folders(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str], pytestconfig: pytest.Config
+) -> Callable[[int], Path]:
+    """``folders(ranks)``: what all cases left behind on so many ranks; they run in one launch."""
+    slow = pytestconfig.getoption("slow")
 
+    @cache
+    def get(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        write_solutions(folder)
+        cases = [described(case, tiny, folder) for case in CASES if slow or in_every_run(ranks, case)]
+        (folder / "cases.json").write_text(json.dumps(cases))
+        launch(ranks, SCRIPT, folder / "cases.json", folder)
+        return folder
 
-@pytest.fixture(scope="module")
-def two_ranks(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Path:
-    return run_all(2, tiny, tmp_path_factory, launch)
+    return get
 
 
 @pytest.fixture
-def outcome(tiny: Path, request: pytest.FixtureRequest) -> Callable[[int, Case], Outcome]:
+def outcome(tiny: Path, folders: Callable[[int], Path]) -> Callable[[int, Case], Outcome]:
     """The outcome of a case on so many ranks."""
 
     def get(ranks: int, case: Case) -> Outcome:
-        folder = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[ranks]) / case.name
+        folder = folders(ranks) / case.name
         command = TASKS[case.task].command
         starts = {"model": "actor"}
         if command == "train_ppo" and "--advantage_estimator" not in TASKS[case.task].arguments:
@@ -212,8 +242,7 @@ def outcome(tiny: Path, request: pytest.FixtureRequest) -> Callable[[int, Case],
     return get
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("ranks", "case"), table(1, 2))
 def test_the_split_never_matters(outcome: Callable[[int, Case], Outcome], ranks: int, case: Case) -> None:
     got, want = outcome(ranks, case), outcome(1, REFERENCES[case.task])
 
@@ -236,9 +265,9 @@ def test_the_steps_are_large_enough_to_tell(outcome: Callable[[int, Case], Outco
         assert update.norm() > 1e-3 * reference.models[role].norm(), role
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_cases_are_what_they_say(outcome: Callable[[int, Case], Outcome], case: Case) -> None:
-    result = outcome(2, case).result
+@pytest.mark.parametrize(("ranks", "case"), table(2))
+def test_the_cases_are_what_they_say(outcome: Callable[[int, Case], Outcome], ranks: int, case: Case) -> None:
+    result = outcome(ranks, case).result
     assert result["zero_stage"] == case.zero_stage
     assert all(share <= 0.52 if case.zero_stage == 3 else share == 1 for share in result["shares"].values())
     assert (result["wide_batches"] > 0) == (case.extra_columns > 0)
@@ -251,4 +280,4 @@ def test_prompts_and_steps_have_responses_of_their_own(outcome: Callable[[int, C
     assert first[0]["prompt"] == first[1]["prompt"]
     assert len({tuple(sample["response"]) for sample in first + second}) > 12
     reasons = {sample["finish_reason"] for sample in outcome(2, REFERENCES["step"]).result["samples"][0]}
-    assert reasons == {"eos", "length"}
+    assert reasons == {"stop", "length"}

@@ -172,12 +172,11 @@ def test_what_is_imported_is_the_installed_package_and_not_the_repository(instal
     assert not Path(borrowed).is_relative_to(installed.parent)
 
 
-def test_the_installed_program_lists_its_commands_and_answers_for_each(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_program_lists_its_commands_and_answers_for_one(installed: Path, tmp_path: Path) -> None:
     commands = re.findall(r"^  (\w+)  ", output(installed / "openppo", "--help", cwd=tmp_path), flags=re.MULTILINE)
     assert {"train_ppo", "train_sft", "train_rm", "evaluate"} <= set(commands)
-    for command in commands:
-        printed = output(installed / "openppo", command, "--help", cwd=tmp_path)
-        assert printed.lower().startswith(f"usage: openppo {command}")
+    printed = output(installed / "openppo", "train_ppo", "--help", cwd=tmp_path)  # of the others: tests/rules
+    assert printed.lower().startswith("usage: openppo train_ppo")
 
 
 def test_the_installed_version_is_that_of_the_package_without_a_commit(installed: Path, tmp_path: Path) -> None:
@@ -210,6 +209,7 @@ PolicyLoss(clip_eps="wide")
 """
 
 
+@pytest.mark.slow  # a minute: mypy reads all of torch
 def test_mypy_sees_the_types_of_public_names_from_another_project(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "use.py").write_text(USE)
     command = [sys.executable, "-m", "mypy", "--python-executable", str(installed / "python"), "--output", "json"]

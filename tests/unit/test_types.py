@@ -10,7 +10,7 @@ import torch
 from openppo.types import Completion, Experience, FinishReason, Prompt, SamplingParams, SingleProcess, Trajectory
 
 
-def trajectory(**changes: object) -> Trajectory:
+def trajectory(**changes):
     """Two prompt tokens and three response tokens."""
     fields: dict = {
         "token_ids": [5, 6, 7, 8, 1],
@@ -24,7 +24,7 @@ def trajectory(**changes: object) -> Trajectory:
     return Trajectory(**{**fields, **changes})
 
 
-def experience(**changes: torch.Tensor) -> Experience:
+def experience(**changes):
     """Two rows of three tokens."""
     fields = {
         "sequences": torch.tensor([[5, 6, 1], [5, 1, 0]]),
@@ -38,41 +38,41 @@ def experience(**changes: torch.Tensor) -> Experience:
 
 
 @pytest.mark.parametrize("field", ["token_ids", "action_mask", "log_probs", "versions"])
-def test_the_lists_of_a_trajectory_are_equally_long(field: str) -> None:
+def test_the_lists_of_a_trajectory_are_equally_long(field):
     whole = getattr(trajectory(), field)
     with pytest.raises(AssertionError, match="unequal length"):
         trajectory(**{field: whole[:-1]})
 
 
-def test_a_response_is_what_follows_the_prompt() -> None:
+def test_a_response_is_what_follows_the_prompt():
     assert trajectory().response_ids == [7, 8, 1]
 
 
-def test_trajectories_do_not_share_their_scores() -> None:
+def test_trajectories_do_not_share_their_scores():
     first, second = trajectory(), trajectory()
     first.scores["reward"] = 1.0
     assert second.scores == {}
 
 
-def test_the_reasons_of_an_end_are_plain_words() -> None:
+def test_the_reasons_of_an_end_are_plain_words():
     assert [reason.value for reason in FinishReason] == ["stop", "length", "tool_call", "abort"]
     assert FinishReason("eos") is FinishReason.STOP, "older logs"
     assert [reason.value for reason in FinishReason if reason.is_complete] == ["stop", "tool_call"]
 
 
 @pytest.mark.parametrize("noun", [SamplingParams(3), Prompt("a", [1]), Completion([1], [0.0], FinishReason.STOP)])
-def test_what_travels_between_parts_cannot_be_changed_on_the_way(noun: object) -> None:
+def test_what_travels_between_parts_cannot_be_changed_on_the_way(noun):
     name = dataclasses.fields(noun)[0].name  # type: ignore[arg-type]
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(noun, name, None)
 
 
-def test_equal_sampling_params_are_equal_so_that_requests_can_share_a_batch() -> None:
+def test_equal_sampling_params_are_equal_so_that_requests_can_share_a_batch():
     assert SamplingParams(3, top_p=0.9) == SamplingParams(3, 1.0, 0.9)
     assert SamplingParams(3) != SamplingParams(4)
 
 
-def test_an_experience_knows_the_fields_that_are_set() -> None:
+def test_an_experience_knows_the_fields_that_are_set():
     assert list(experience().tensors()) == [
         "sequences",
         "attention_mask",
@@ -85,7 +85,7 @@ def test_an_experience_knows_the_fields_that_are_set() -> None:
     assert len(experience()) == 2
 
 
-def test_a_stage_adds_fields_to_a_copy() -> None:
+def test_a_stage_adds_fields_to_a_copy():
     before = experience()
     after = before.with_fields(values=torch.ones(2, 3), scores=torch.zeros(2))
     assert before.values is None
@@ -97,14 +97,14 @@ def test_a_stage_adds_fields_to_a_copy() -> None:
         before.values = torch.zeros(2, 3)  # type: ignore[misc]
 
 
-def test_an_experience_moves_with_all_its_fields() -> None:
+def test_an_experience_moves_with_all_its_fields():
     moved = experience(values=torch.ones(2, 3)).to("meta")
     assert {tensor.device.type for tensor in moved.tensors().values()} == {"meta"}
     assert moved.values is not None
     assert moved.log_probs is None
 
 
-def test_a_program_without_process_group_is_its_own_rank_0() -> None:
+def test_a_program_without_process_group_is_its_own_rank_0():
     comm, tensor = SingleProcess(), torch.tensor([1.0])
     reduced = comm.all_reduce(tensor, "max")
     reduced += 1

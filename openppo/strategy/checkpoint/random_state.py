@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,17 +39,3 @@ def set_random_state(state: RandomState) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-@contextmanager
-def rewound_by(error: type[BaseException]) -> Iterator[None]:
-    """Leave all generators as they were before the block, or decorated function, if ``error`` ends it: it is repeated.
-
-    What draws of them there may be code of others, such as a reward function.
-    """
-    before = get_random_state()
-    try:
-        yield
-    except error:
-        set_random_state(before)
-        raise

@@ -45,7 +45,7 @@ def short_names(sources: Iterable[str]) -> dict[str, str]:
 def generate_responses(
     engine: Engine, comm: Comm, prompts: Sequence[Prompt], params: SamplingParams, n_samples: int, seed: int
 ) -> list[Trajectory]:
-    """This rank's share of the responses to ``prompts``: ``n_samples`` each, beside each other, in prompt order.
+    """This rank's share of the responses to ``prompts``: ``n_samples`` each in a row, in prompt order.
 
     ``group`` is the index of the prompt. A response does not depend on the number of ranks.
     """
@@ -117,7 +117,7 @@ class Grading:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Answers the same ``prompts`` each time, with the same random numbers, and scores the responses.
+    """Samples responses to the same ``prompts`` with the same random numbers each time, and scores them.
 
     ``prompts`` are given alike on all ranks, which call every method together.
     """

@@ -115,8 +115,8 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
     def write_model(self, folder: Path) -> None:
         """Write the model; its config gets ``mean`` and ``std`` of its scores, which ``--normalize_reward`` reads.
 
-        They are those of the held-out pairs, both sides, or without such of up to 1024 training pairs. ``std`` is the
-        unbiased one, as in OpenRLHF.
+        They are measured on both sides of the held-out pairs, or else of up to 1024 training pairs; ``std`` is
+        unbiased, as in OpenRLHF.
         """
         pairs = self.components.eval_examples or spread(self.components.train_examples, _MOST_PAIRS_FOR_STATISTICS)
         metrics = self._measure(pairs, NeverStops())  # a checkpoint upon a signal is written whole

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openppo.trainer.resume.export import find_checkpoint
 
 from openppo.trainer.checkpointer import stopped
+from openppo.trainer.resume.export import find_checkpoint
 
 RunCommand = Callable[..., Any]
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import pytest
 import yaml
-from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
 
 from openppo.cli.options import parse_options, run_command
 from openppo.config import (
@@ -31,6 +30,7 @@ from openppo.config import (
 )
 from openppo.config.fields import at_least, option
 from openppo.tracking import save_config
+from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
 
 REQUIRED: dict[Any, str] = {
     TrainPPOConfig: "--pretrain m --prompt_data d",
@@ -188,10 +188,15 @@ def test_a_value_of_the_wrong_kind_ends_the_command_and_is_named(
     assert named in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "named"), [(TrainPPOConfig, "--prompt_data"), (TrainSFTConfig, "--dataset")])
-def test_a_missing_required_flag_is_named(command: Any, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "given", "named"),
+    [(TrainPPOConfig, "--prompt_data", "--pretrain"), (TrainSFTConfig, "--pretrain", "--dataset")],
+)
+def test_a_missing_required_flag_is_named(
+    command: Any, given: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse_options(command, ["--pretrain", "m"])
+        parse_options(command, [given, "m"])
     assert ended.value.code == 2
     assert named in capsys.readouterr().err
 
@@ -434,35 +439,36 @@ def test_an_error_while_building_is_one_line(
     assert capfd.readouterr().err.splitlines()[1:] == ["error: --pretrain m: no such folder."]
 
 
-@pytest.mark.parametrize(("rank", "local_rank"), [("0", "0"), ("2", "0"), ("3", "1")])
-def test_on_each_of_several_hosts_the_first_rank_says_what_is_wrong_and_on_which_host(
-    rank: str, local_rank: str, monkeypatch: pytest.MonkeyPatch, naps: list[float], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "hosts"),
+    [("0", "0", "2"), ("2", "0", "2"), ("3", "1", "2"), ("0", None, "1"), ("1", None, "1")],
+)
+def test_the_first_rank_of_each_host_says_what_is_wrong_and_others_wait_for_it(
+    rank: str,
+    local_rank: str | None,
+    hosts: str,
+    monkeypatch: pytest.MonkeyPatch,
+    naps: list[float],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+    given = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": hosts}
+    for name, value in given.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
     monkeypatch.setattr("socket.gethostname", lambda: "gpu02")
-    monkeypatch.setattr("sys.argv", [*GOOD, "--gamma", "high"])
-    with pytest.raises(SystemExit):
-        run_command(TrainPPOConfig, lambda config: pytest.fail("built"))
-    assert ("--gamma" in capsys.readouterr().err) == (local_rank == "0")
-    monkeypatch.setattr("sys.argv", [*GOOD, "--gama", "1"])
-    with pytest.raises(SystemExit):
-        run_command(TrainPPOConfig, lambda config: pytest.fail("built"))
-    assert capsys.readouterr().err.startswith(f"error on rank {rank} (gpu02): unknown flag --gama")
-    assert len(naps) == (2 if local_rank == "1" else 0)
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_value_of_the_wrong_kind_is_reported_by_rank_0_alone_and_other_ranks_wait_for_it(
-    rank: str, monkeypatch: pytest.MonkeyPatch, naps: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", [*GOOD, "--gamma", "high"])
-    monkeypatch.setenv("RANK", rank)
-    with pytest.raises(SystemExit) as ended:
-        run_command(TrainPPOConfig, lambda config: pytest.fail("built"))
-    assert ended.value.code == 2
-    assert ("--gamma" in capsys.readouterr().err) == (rank == "0")
-    assert bool(naps) == (rank == "1")
+    first = (local_rank or rank) == "0"
+    for arguments in (["--gamma", "high"], ["--gama", "1"]):
+        monkeypatch.setattr("sys.argv", [*GOOD, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            run_command(TrainPPOConfig, lambda config: pytest.fail("built"))
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        if arguments[0] == "--gamma":
+            assert ("--gamma" in said) == first
+        else:
+            where = f" on rank {rank} (gpu02)" if hosts == "2" else f" on rank {rank}" * (rank != "0")
+            assert said.startswith(f"error{where}: unknown flag --gama")
+    assert len(naps) == (0 if first else 2)
 
 
 def test_an_error_of_ours_and_an_error_while_running_keep_their_tracebacks(

@@ -98,12 +98,6 @@ def test_a_template_that_leaves_tools_out_is_an_error(make_tokenizer):
         sft(TURNS, make_tokenizer(chat_template=WITHOUT_TOOLS))
 
 
-def test_reasoning_in_a_field_of_its_own_must_be_rendered(make_tokenizer):
-    turns = [TURNS[0], {"role": "assistant", "content": "3", "reasoning_content": "1 + 2"}]
-    with pytest.raises(ValueError, match=r"leaves out part of turn 2, '1 \+ 2'"):
-        sft(turns, make_tokenizer(chat_template=WITHOUT_TOOLS))
-
-
 @pytest.mark.parametrize(
     "message",
     [

@@ -20,7 +20,7 @@ from openppo.types import FinishReason, Prompt, Score, SingleProcess, Span, Traj
 GAMMA, LAMBDA, KL_COEF = 0.9, 0.8, 0.1
 
 
-def episode(**changes: Any) -> Trajectory:
+def episode(**changes):
     """Prompt 3 4, action 5 6, three tokens of the environment, action 10 1."""
     fields: dict[str, Any] = {
         "token_ids": [3, 4, 5, 6, 7, 8, 9, 10, 1],
@@ -34,19 +34,19 @@ def episode(**changes: Any) -> Trajectory:
     return Trajectory(**{**fields, **changes})
 
 
-def single() -> Trajectory:
+def single():
     """Prompt 3, action 5 1."""
     lists: Any = ([3, 5, 1], [False, True, True], [0.0, -1.0, -1.5], [-1, 6, 6])
     return Trajectory(*lists, FinishReason.STOP, Prompt("a", [3]), group=1)
 
 
-def test_spans_are_the_runs_of_action_tokens() -> None:
+def test_spans_are_the_runs_of_action_tokens():
     assert episode().spans == [Span(2, 4), Span(7, 9)]
     assert episode().action_ids == [5, 6, 10, 1]
     assert episode(action_mask=[False] * 9).spans == []
 
 
-def test_rewards_are_per_token_id_and_those_of_the_environment_do_not_count() -> None:
+def test_rewards_are_per_token_id_and_those_of_the_environment_do_not_count():
     sample = episode()
     write_scores([sample], [Score({"game": 2.0}, token_rewards=[9.0, 0, 0, 0.5, 9.0, 0, 0, 0.25, 0])])
     assert sample.token_rewards == [0, 0, 0, 0.5, 0, 0, 0, 0.25, 0]
@@ -56,7 +56,7 @@ def test_rewards_are_per_token_id_and_those_of_the_environment_do_not_count() ->
         write_scores([sample], [Score(token_rewards=[1.0] * 4)])
 
 
-def test_advantages_cross_the_environments_tokens_without_discount_kl_or_value() -> None:
+def test_advantages_cross_the_environments_tokens_without_discount_kl_or_value():
     sample = episode()
     write_scores([sample], [Score({"game": 2.0}, token_rewards=[0, 0, 0, 0.5, 0, 0, 0, 0, 0])])
     batch = collate([sample], pad_token_id=0)
@@ -79,8 +79,8 @@ def test_advantages_cross_the_environments_tokens_without_discount_kl_or_value()
 
 
 @pytest.mark.parametrize("n_tokens", [1, 7, 500])
-def test_more_tokens_of_the_environment_change_no_advantage(n_tokens: int) -> None:
-    def advantages_of(n: int) -> list[float]:
+def test_more_tokens_of_the_environment_change_no_advantage(n_tokens):
+    def advantages_of(n):
         mask = torch.tensor([[False, True, True, *[False] * n, True, True]])
         rewards, values = (torch.where(mask, 0.0, 7.0) for _ in range(2))
         rewards[mask], values[mask] = torch.tensor([0.1, -0.2, 0.3, 1.0]), torch.tensor([0.5, 0.25, -1.0, 2.0])
@@ -89,9 +89,7 @@ def test_more_tokens_of_the_environment_change_no_advantage(n_tokens: int) -> No
     assert advantages_of(n_tokens) == advantages_of(0)
 
 
-def weighted_losses(
-    batch: Any, loss_agg: str, n_tokens: float, n_sequences: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def weighted_losses(batch, loss_agg, n_tokens, n_sequences):
     log_probs = (batch.rollout_log_probs + 0.1).requires_grad_()
     per_token = PolicyLoss(reduction="none")(
         log_probs, batch.rollout_log_probs, torch.ones_like(log_probs), batch.action_mask
@@ -103,7 +101,7 @@ def weighted_losses(
     return loss.detach(), log_probs.grad
 
 
-def test_weights_enter_the_loss_as_by_hand() -> None:
+def test_weights_enter_the_loss_as_by_hand():
     batch = collate([episode(weight=0.5), single()], pad_token_id=0)
     r = math.exp(0.1)  # loss of each token: -r, as advantages are 1; 4 tokens of weight 0.5, 2 of weight 1
     for loss_agg, numerator, denominator in (
@@ -120,7 +118,7 @@ def test_weights_enter_the_loss_as_by_hand() -> None:
 
 
 @pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
-def test_weights_of_one_give_the_same_bits_as_none(loss_agg: Any) -> None:
+def test_weights_of_one_give_the_same_bits_as_none(loss_agg):
     mask = torch.rand(7, 11, generator=torch.Generator().manual_seed(0)) > 0.4
     n = int(mask.sum())
     assert torch.equal(
@@ -130,7 +128,7 @@ def test_weights_of_one_give_the_same_bits_as_none(loss_agg: Any) -> None:
 
 @pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("micro", [1, 2, 5])
-def test_the_split_into_micro_batches_does_not_matter_with_weights(loss_agg: str, micro: int) -> None:
+def test_the_split_into_micro_batches_does_not_matter_with_weights(loss_agg, micro):
     rows = [episode(weight=0.25), single(), episode(weight=0.75), episode(), episode(weight=0.0)]
     buffer = ReplayBuffer()
     buffer.append(collate(rows, pad_token_id=0))
@@ -141,7 +139,7 @@ def test_the_split_into_micro_batches_does_not_matter_with_weights(loss_agg: str
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)
 
 
-def test_an_episode_cut_into_two_parts_counts_once() -> None:
+def test_an_episode_cut_into_two_parts_counts_once():
     """The halves of an episode, each of weight 1/2, count as one sequence beside another episode."""
     halves = [episode(action_mask=[False, False, True, True, *[False] * 5], weight=0.5)]
     halves.append(episode(action_mask=[*[False] * 7, True, True], weight=0.5))
@@ -153,7 +151,7 @@ def test_an_episode_cut_into_two_parts_counts_once() -> None:
     assert (loss * weights).sum().item() == pytest.approx(0.5)
 
 
-def test_staleness_is_in_versions_of_action_tokens() -> None:
+def test_staleness_is_in_versions_of_action_tokens():
     metrics = Metrics()
     measure_staleness([episode(), single()], 6, metrics)
     assert metrics.reduced(SingleProcess()) == pytest.approx(

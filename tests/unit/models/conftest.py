@@ -1,52 +1,45 @@
 """Tiny causal models with weights large enough that every token and position matters."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 VOCAB = 40
 
-MakeModel = Callable[..., PreTrainedModel]
 
-
-def make_llama(**changes: object) -> LlamaForCausalLM:
+def make_llama(**changes):
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     options = {"vocab_size": VOCAB, "initializer_range": 0.2, "pad_token_id": None, **sizes, **changes}
     return LlamaForCausalLM(LlamaConfig(**options))
 
 
-def make_gpt2(**changes: object) -> GPT2LMHeadModel:
+def make_gpt2(**changes):
     torch.manual_seed(1)
     options = {"vocab_size": VOCAB, "initializer_range": 0.2, "n_embd": 32, "n_layer": 2, "n_head": 4, **changes}
     return GPT2LMHeadModel(GPT2Config(**{"bos_token_id": 2, "eos_token_id": 2, **options}))
 
 
 @pytest.fixture
-def llama() -> MakeModel:
+def llama():
     """Builds a tiny Llama; keywords change its config."""
     return make_llama
 
 
 @pytest.fixture
-def gpt2() -> MakeModel:
+def gpt2():
     """Builds a tiny GPT-2 (dropout 0.1 in its config); keywords change its config."""
     return make_gpt2
 
 
 @pytest.fixture(params=[make_llama, make_gpt2], ids=["llama", "gpt2"])
-def any_causal(request: pytest.FixtureRequest) -> MakeModel:
+def any_causal(request):
     """Builds a tiny Llama in one run of the test, a tiny GPT-2 in another."""
     return request.param
 
 
 @pytest.fixture(scope="session")
-def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama_folder(tmp_path_factory):
     """A folder with a tiny Llama as a user would have it."""
     folder = tmp_path_factory.mktemp("llama")
     make_llama().save_pretrained(folder)

@@ -1,7 +1,5 @@
 """Rows up to the context that we take are read alike whatever lies beside them, also where positions are rescaled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -18,16 +16,16 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
 
 
-def dynamic() -> LlamaConfig:
+def dynamic():
     return LlamaConfig(**OPTIONS, max_position_embeddings=16, rope_parameters=DYNAMIC)
 
 
-def longrope() -> Phi3Config:
+def longrope():
     options = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
     return Phi3Config(**OPTIONS, **options, rope_parameters=LONG)
 
 
-def beside(model: Any, row: list[int], n: int) -> torch.Tensor:
+def beside(model, row, n):
     """What is read of ``row`` in a batch with a row of ``n`` tokens."""
     width = max(n, len(row))
     ids, mask = torch.full((2, width), 7), torch.zeros(2, width, dtype=torch.bool)
@@ -42,7 +40,7 @@ def beside(model: Any, row: list[int], n: int) -> torch.Tensor:
     ids=["dynamic", "longrope"],
 )
 @pytest.mark.parametrize("role", ["policy", "critic", "reward"])
-def test_a_row_is_read_alike_beside_any_that_fits(config: Any, causal: Any, classifier: Any, role: str) -> None:
+def test_a_row_is_read_alike_beside_any_that_fits(config, causal, classifier, role):
     torch.manual_seed(2)
     model = Actor(causal(config()).eval()) if role == "policy" else ScalarHeadModel(classifier(config()).eval(), role)
     row, context = [3, 9, 4, 17, 30, 8], context_length(config())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,14 +35,12 @@ MASK = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
         (torch.float64, A100, False, True),
     ],
 )
-def test_keys_are_repeated_where_no_fast_kernel_shares_them(
-    dtype: torch.dtype, capability: tuple[int, int], masked: bool, repeats: bool
-) -> None:
+def test_keys_are_repeated_where_no_fast_kernel_shares_them(dtype, capability, masked, repeats):
     assert repeats_keys(dtype, capability, masked) == repeats
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 20}
     config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, **sizes)
@@ -53,10 +50,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def on_gpu(monkeypatch):
     """Calls a loader as on a GPU of this capability; the model stays on the CPU."""
 
-    def load(loader: Callable[..., Any], *arguments: Any, capability: tuple[int, int] = H100, **options: Any) -> Any:
+    def load(loader, *arguments, capability=H100, **options):
         with monkeypatch.context() as patched:
             patched.setattr(torch.cuda, "is_available", lambda: True)
             patched.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -66,12 +63,12 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, bool]]]:
+def heads(monkeypatch):
     """Heads of queries and of keys, and whether SDPA is to group them, in each of its calls."""
     seen: list[tuple[int, int, bool]] = []
     sdpa = nn.functional.scaled_dot_product_attention
 
-    def spy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def spy(query, key, value, **options):
         assert key.shape == value.shape
         seen.append((query.shape[1], key.shape[1], options.get("enable_gqa", False)))
         return sdpa(query, key, value, **options)
@@ -80,19 +77,19 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, bool
     return seen
 
 
-def load_policy(folder: str, bf16: bool = False) -> Any:
+def load_policy(folder, bf16=False):
     return load_causal_lm(folder, bf16=bf16, flash_attn=False)
 
 
-def run_actor(model: Any) -> Tensor:
+def run_actor(model):
     return Actor(model)(IDS, MASK)
 
 
-def run_critic(model: Any) -> Tensor:
+def run_critic(model):
     return model(IDS, MASK)
 
 
-def run_engine(model: Any) -> Tensor:
+def run_engine(model):
     """Prompts alike, which need no mask, and prompts of different lengths."""
     alike, unlike = [[5, 9]] * 2, [[5, 9], [7]]
     drawn = [HFEngine(model, [], 0, 4).generate(p, SamplingParams(3), [1, 2]) for p in (alike, unlike)]
@@ -107,9 +104,7 @@ RUNS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[Any], Tensor
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_no_head_shares_keys_in_float32(
-    name: str, saved: Path, on_gpu: Callable[..., Any], heads: list[tuple[int, int, bool]]
-) -> None:
+def test_no_head_shares_keys_in_float32(name, saved, on_gpu, heads):
     loader, options, run = RUNS[name]
     torch.manual_seed(0)  # of a fresh head
     ours = run(on_gpu(loader, str(saved), **options))
@@ -120,7 +115,7 @@ def test_no_head_shares_keys_in_float32(
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_are_those_of_shared_keys(saved: Path, on_gpu: Callable[..., Any]) -> None:
+def test_gradients_are_those_of_shared_keys(saved, on_gpu):
     gradients = []
     for load in (on_gpu(load_policy, str(saved)), LlamaForCausalLM.from_pretrained(saved)):
         run_actor(load).sum().backward()
@@ -128,9 +123,7 @@ def test_gradients_are_those_of_shared_keys(saved: Path, on_gpu: Callable[..., A
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-def test_the_fast_kernel_of_bfloat16_keeps_its_shared_keys(
-    saved: Path, on_gpu: Callable[..., Any], heads: list[tuple[int, int, bool]]
-) -> None:
+def test_the_fast_kernel_of_bfloat16_keeps_its_shared_keys(saved, on_gpu, heads):
     run_actor(on_gpu(load_policy, str(saved), bf16=True))
     assert set(heads) == {(4, 2, True)}
     heads.clear()
@@ -138,13 +131,13 @@ def test_the_fast_kernel_of_bfloat16_keeps_its_shared_keys(
     assert set(heads) == {(4, 4, False)}
 
 
-def test_models_are_compiled_in_one_piece(saved: Path, on_gpu: Callable[..., Any]) -> None:
+def test_models_are_compiled_in_one_piece(saved, on_gpu):
     model = on_gpu(load_policy, str(saved))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_a_saved_model_knows_nothing_of_it(saved: Path, tmp_path: Path, on_gpu: Callable[..., Any]) -> None:
+def test_a_saved_model_knows_nothing_of_it(saved, tmp_path, on_gpu):
     model = on_gpu(load_policy, str(saved))
     assert model.config._attn_implementation == "openppo_cuda"
     model.save_pretrained(tmp_path / "again")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,18 +16,18 @@ CHUNKS = [1, 3 * VOCAB, 1 << 24]  # elements: a row at a time, three rows at a t
 TEMPERATURES = [1.0, 0.5, 1.7]
 
 
-def random_logits(dtype: torch.dtype, scale: float = 4.0) -> tuple[Tensor, Tensor]:
+def random_logits(dtype, scale=4.0):
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(ROWS, VOCAB, generator=generator, dtype=torch.float64) * scale).to(dtype)
     return logits, torch.randint(0, VOCAB, (ROWS,), generator=generator)
 
 
-def by_definition(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def by_definition(logits, labels, temperature):
     log_probs = torch.log_softmax(logits.double() / temperature, -1)
     return torch.stack([row[label] for row, label in zip(log_probs, labels.tolist(), strict=True)])
 
 
-def gradient(function: Callable[[Tensor], Tensor], logits: Tensor, weights: Tensor) -> Tensor:
+def gradient(function, logits, weights):
     leaf = logits.clone().requires_grad_()
     (function(leaf).double() * weights).sum().backward()
     assert leaf.grad is not None
@@ -36,11 +35,11 @@ def gradient(function: Callable[[Tensor], Tensor], logits: Tensor, weights: Tens
 
 
 @pytest.fixture(params=CHUNKS)
-def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def chunked(request, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS_ON_CPU", request.param)
 
 
-def test_log_probs_of_logits_made_from_known_probabilities() -> None:
+def test_log_probs_of_logits_made_from_known_probabilities():
     logits = torch.tensor([[1.0, 2.0, 5.0]]).log() + 3.0  # probabilities 1/8, 2/8, 5/8
     for label, probability in enumerate([0.125, 0.25, 0.625]):
         found = log_probs_from_logits(logits, torch.tensor([label]))
@@ -50,14 +49,14 @@ def test_log_probs_of_logits_made_from_known_probabilities() -> None:
 @pytest.mark.usefixtures("chunked")
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_log_probs_equal_the_definition_in_float64(dtype: torch.dtype, temperature: float) -> None:
+def test_log_probs_equal_the_definition_in_float64(dtype, temperature):
     logits, labels = random_logits(dtype)
     found = log_probs_from_logits(logits, labels, temperature)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(found.double(), by_definition(logits, labels, temperature), rtol=5e-7, atol=1e-6)
 
 
-def test_leading_dimensions_are_kept() -> None:
+def test_leading_dimensions_are_kept():
     logits, labels = random_logits(torch.float64)
     shaped = log_probs_from_logits(logits[:6].view(2, 3, VOCAB), labels[:6].view(2, 3))
     torch.testing.assert_close(shaped, by_definition(logits[:6], labels[:6], 1.0).view(2, 3), rtol=0, atol=1e-12)
@@ -67,7 +66,7 @@ def test_leading_dimensions_are_kept() -> None:
 @pytest.mark.usefixtures("chunked")
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_equals_that_of_the_definition_in_float64(dtype: torch.dtype, temperature: float) -> None:
+def test_the_gradient_equals_that_of_the_definition_in_float64(dtype, temperature):
     logits, labels = random_logits(dtype)
     weights = torch.linspace(-2, 3, ROWS, dtype=torch.float64)
     found = gradient(lambda x: log_probs_from_logits(x, labels, temperature), logits, weights)
@@ -79,7 +78,7 @@ def test_the_gradient_equals_that_of_the_definition_in_float64(dtype: torch.dtyp
 
 @pytest.mark.usefixtures("chunked")
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_gradcheck_agrees_with_log_probs_and_entropy(temperature: float) -> None:
+def test_gradcheck_agrees_with_log_probs_and_entropy(temperature):
     logits, labels = random_logits(torch.float64, scale=1.0)
     logits.requires_grad_()
     assert torch.autograd.gradcheck(lambda x: log_probs_from_logits(x, labels, temperature), logits)
@@ -87,14 +86,14 @@ def test_gradcheck_agrees_with_log_probs_and_entropy(temperature: float) -> None
     assert torch.autograd.gradcheck(lambda x: log_probs_and_entropy(x, labels, temperature), logits)
 
 
-def test_probabilities_of_all_labels_sum_to_one_even_for_huge_logits() -> None:
+def test_probabilities_of_all_labels_sum_to_one_even_for_huge_logits():
     logits = torch.tensor([1e4, 1e4 - 1, -1e4, 0.0]).expand(4, 4)  # their exponentials overflow
     log_probs = log_probs_from_logits(logits, torch.arange(4))
     assert bool(log_probs.isfinite().all())
     assert log_probs.exp().sum().item() == pytest.approx(1.0, abs=1e-3)  # float32 has steps of 1e-3 at 1e4
 
 
-def test_a_logit_of_minus_infinity_is_a_token_that_cannot_be_sampled() -> None:
+def test_a_logit_of_minus_infinity_is_a_token_that_cannot_be_sampled():
     logits = torch.tensor([[0.0, -math.inf, math.log(3.0)]] * 2, requires_grad=True)
     found = log_probs_from_logits(logits, torch.tensor([2, 1]))
     assert found.tolist() == pytest.approx([math.log(0.75), -math.inf], abs=1e-6)
@@ -104,9 +103,7 @@ def test_a_logit_of_minus_infinity_is_a_token_that_cannot_be_sampled() -> None:
 
 
 @pytest.mark.parametrize("function", [log_probs_from_logits, log_probs_and_entropy])
-def test_the_backward_pass_keeps_the_logits_themselves_and_nothing_else_of_their_size(
-    function: Callable[..., object],
-) -> None:
+def test_the_backward_pass_keeps_the_logits_themselves_and_nothing_else_of_their_size(function):
     logits, labels = random_logits(torch.bfloat16)
     logits.requires_grad_()
     saved: list[Tensor] = []
@@ -118,16 +115,7 @@ def test_the_backward_pass_keeps_the_logits_themselves_and_nothing_else_of_their
     assert small == (0 if function is log_probs_from_logits else ROWS)  # the entropy
 
 
-def test_float32_copies_are_made_for_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS_ON_CPU", 2 * VOCAB)
-    sizes: list[int] = []
-    log_softmax = torch.log_softmax
-    monkeypatch.setattr(torch, "log_softmax", lambda x, dim: sizes.append(x.shape[0]) or log_softmax(x, dim=dim))
-    log_probs_from_logits(*random_logits(torch.bfloat16))
-    assert sizes == [2, 2, 2, 1]
-
-
-def test_entropy_equals_numbers_worked_out_by_hand() -> None:
+def test_entropy_equals_numbers_worked_out_by_hand():
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf], [5.0, -math.inf, 0, 0]])
     logits[2, 2:] = -math.inf
     two = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
@@ -137,7 +125,7 @@ def test_entropy_equals_numbers_worked_out_by_hand() -> None:
 @pytest.mark.usefixtures("chunked")
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_entropy_equals_that_of_a_torch_categorical_in_float64(dtype: torch.dtype, temperature: float) -> None:
+def test_entropy_equals_that_of_a_torch_categorical_in_float64(dtype, temperature):
     logits, _ = random_logits(dtype)
     found = entropy_from_logits(logits, temperature)
     exact = torch.distributions.Categorical(logits=logits.double() / temperature).entropy()
@@ -146,7 +134,7 @@ def test_entropy_equals_that_of_a_torch_categorical_in_float64(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("unlikely", [-math.inf, -200.0])
-def test_the_gradient_of_entropy_is_finite_and_right_beside_tokens_of_probability_zero(unlikely: float) -> None:
+def test_the_gradient_of_entropy_is_finite_and_right_beside_tokens_of_probability_zero(unlikely):
     logits = torch.tensor([[0.0, math.log(3.0), unlikely]], requires_grad=True)  # e^-200 is 0 in float32
     entropy_from_logits(logits).sum().backward()
     entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,9 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from openppo.models import Actor, ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.models import Actor, get_llm_for_sequence_regression
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.pretrained import check_model, load_tokenizer
-
-MakeModel = Callable[..., Any]
 
 ROWS = [[5, 9, 2, 17, 30, 8, 2], [11, 2, 3], [7, 21, 38, 4, 2]]
 WIDTH = 7
@@ -32,14 +29,14 @@ MASK = torch.tensor([[t < len(row) for t in range(WIDTH)] for row in ROWS])
 class Engine:
     """What a training engine has: a module, and a call."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         self.module = module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
 
-def disturb(model: nn.Module) -> None:
+def disturb(model):
     """Put numbers into everything that is trained: fresh adapters are the identity."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -48,7 +45,7 @@ def disturb(model: nn.Module) -> None:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def make_model(folder: Path, hidden_size: int = 32) -> Path:
+def make_model(folder, hidden_size=32):
     """A causal language model."""
     torch.manual_seed(1)
     sizes = {"hidden_size": hidden_size, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -56,19 +53,19 @@ def make_model(folder: Path, hidden_size: int = 32) -> Path:
     return folder
 
 
-def write_tokenizer(folder: Path, eos: str) -> None:
+def write_tokenizer(folder, eos):
     core = Tokenizer(WordLevel({eos: 0, "<unk>": 1}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, unk_token="<unk>").save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
-def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base_folder(tmp_path_factory):
     """The model that adapters are put on."""
     return make_model(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
-def actor_folder(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def actor_folder(base_folder, tmp_path_factory):
     """A PEFT folder with the adapters of a language model, written by peft."""
     folder = tmp_path_factory.mktemp("actor")
     actor = Actor(str(base_folder), lora_rank=4)
@@ -78,7 +75,7 @@ def actor_folder(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def reward_folder(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reward_folder(base_folder, tmp_path_factory):
     """A PEFT folder with the adapters of a reward model and its head, written by peft."""
     folder = tmp_path_factory.mktemp("reward")
     reward = get_llm_for_sequence_regression(str(base_folder), "reward", init_value_head=True, lora_rank=4)
@@ -88,10 +85,10 @@ def reward_folder(base_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-def edited(tmp_path: Path) -> Callable[..., str]:
+def edited(tmp_path):
     """Copies a PEFT folder with another config or other weights."""
 
-    def edit(source: Path, weights: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict, **config: Any) -> str:
+    def edit(source, weights=dict, **config):
         folder = tmp_path / "edited"
         folder.mkdir(exist_ok=True)
         options = json.loads((source / "adapter_config.json").read_text())
@@ -104,7 +101,7 @@ def edited(tmp_path: Path) -> Callable[..., str]:
 
 
 @torch.no_grad()
-def plain_log_probs(model: Any) -> Tensor:
+def plain_log_probs(model):
     """Row by row, without padding."""
     expected = torch.zeros(len(ROWS), WIDTH)
     for b, row in enumerate(ROWS):
@@ -114,22 +111,20 @@ def plain_log_probs(model: Any) -> Tensor:
 
 
 @torch.no_grad()
-def plain_scores(model: Any) -> Tensor:
+def plain_scores(model):
     """Of the last token of each row."""
     return torch.stack([model.eval()(input_ids=torch.tensor([row])).logits[0, 0] for row in ROWS])
 
 
-def same(found: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
+def same(found, expected, atol=1e-5):
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-def trainable(model: nn.Module) -> list[str]:
+def trainable(model):
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
-def test_all_linear_adapts_every_linear_layer_but_the_head_which_is_trained_whole(
-    any_causal: MakeModel, tmp_path: Path
-) -> None:
+def test_all_linear_adapts_every_linear_layer_but_the_head_which_is_trained_whole(any_causal, tmp_path):
     any_causal().save_pretrained(tmp_path)
     critic = get_llm_for_sequence_regression(str(tmp_path), "critic", lora_rank=2)
     names = trainable(critic)
@@ -143,21 +138,8 @@ def test_all_linear_adapts_every_linear_layer_but_the_head_which_is_trained_whol
     assert [name for name, p in critic.named_parameters() if p.grad is not None] == names
 
 
-def test_fresh_adapters_change_no_value(base_folder: Path) -> None:
-    torch.manual_seed(0)
-    plain = get_llm_for_sequence_regression(str(base_folder), "critic")
-    torch.manual_seed(0)
-    adapted = get_llm_for_sequence_regression(str(base_folder), "critic", lora_rank=4)
-    same(adapted(SEQUENCES, MASK), plain(SEQUENCES, MASK), atol=0)
-
-
-def test_adapters_have_the_dtype_of_the_model(base_folder: Path) -> None:
-    actor = Actor(str(base_folder), bf16=True, lora_rank=4)
-    assert {p.dtype for p in actor.parameters()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("training", [True, False])
-def test_the_reference_is_the_model_before_training(any_causal: MakeModel, training: bool) -> None:
+def test_the_reference_is_the_model_before_training(any_causal, training):
     actor = Actor(any_causal(), temperature=0.7, lora_rank=4, lora_dropout=0.5).train(training)
     disturb(actor)
     separate = Actor(any_causal(), temperature=0.7)
@@ -168,7 +150,7 @@ def test_the_reference_is_the_model_before_training(any_causal: MakeModel, train
     assert (actor.eval()(SEQUENCES, MASK) - log_probs).abs().max() > 0.1
 
 
-def test_the_reference_leaves_the_actor_as_it_was_even_after_an_error(llama: MakeModel) -> None:
+def test_the_reference_leaves_the_actor_as_it_was_even_after_an_error(llama):
     actor = Actor(llama(), lora_rank=4)
     disturb(actor)
     before, trained = actor(SEQUENCES, MASK), trainable(actor)
@@ -182,29 +164,30 @@ def test_the_reference_leaves_the_actor_as_it_was_even_after_an_error(llama: Mak
     assert all(p.grad is not None for p in actor.parameters() if p.requires_grad)
 
 
-def test_dropout_of_adapters_is_active_in_training_mode_only(llama: MakeModel) -> None:
+def test_dropout_of_adapters_is_active_in_training_mode_only(llama):
     actor = Actor(llama(attention_dropout=0.5), lora_rank=4, lora_dropout=0.5)
     disturb(actor)
     assert not torch.equal(actor.train()(SEQUENCES, MASK), actor(SEQUENCES, MASK))
     assert torch.equal(actor.eval()(SEQUENCES, MASK), actor(SEQUENCES, MASK))
 
 
-def test_a_target_that_does_not_exist_is_an_error_that_names_the_flag(llama: MakeModel) -> None:
+def test_a_target_that_does_not_exist_is_an_error_that_names_the_flag(llama):
     with pytest.raises(ValueError, match="--target_modules q_prog: .*not found"):
         Actor(llama(), lora_rank=2, target_modules=["q_prog"])
     with pytest.raises(ValueError, match="--lora_rank must not be negative"):
         Actor(llama(), lora_rank=-1)
-    assert any("q_proj.lora_A" in name for name in trainable(Actor(llama(), lora_rank=2, target_modules="q_proj")))
+    names = trainable(Actor(llama(), lora_rank=2, target_modules="q_proj"))
+    assert {name.split(".lora_")[0].split(".")[-1] for name in names} == {"q_proj"}
 
 
-def test_a_folder_is_found_from_everywhere(base_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_found_from_everywhere(base_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(base_folder.parent)
     actor = Actor(base_folder.name, lora_rank=2)
     actor.model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base_folder)
 
 
-def test_an_actor_reads_a_peft_folder_as_peft_does(actor_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_actor_reads_a_peft_folder_as_peft_does(actor_folder, caplog):
     with caplog.at_level(logging.INFO, logger="openppo"):
         actor = Actor(str(actor_folder))
     same(actor(SEQUENCES, MASK).detach(), plain_log_probs(AutoPeftModelForCausalLM.from_pretrained(actor_folder)))
@@ -213,7 +196,7 @@ def test_an_actor_reads_a_peft_folder_as_peft_does(actor_folder: Path, caplog: p
     assert any("adapters merged into" in record.message for record in caplog.records)
 
 
-def test_adapters_on_transposed_layers_are_merged_too(gpt2: MakeModel, tmp_path: Path) -> None:
+def test_adapters_on_transposed_layers_are_merged_too(gpt2, tmp_path):
     gpt2().save_pretrained(tmp_path / "base")
     trained = Actor(str(tmp_path / "base"), lora_rank=4)
     disturb(trained)
@@ -221,7 +204,7 @@ def test_adapters_on_transposed_layers_are_merged_too(gpt2: MakeModel, tmp_path:
     same(Actor(str(tmp_path / "adapters"))(SEQUENCES, MASK), trained(SEQUENCES, MASK))
 
 
-def test_a_reward_model_reads_a_peft_folder_with_its_head(reward_folder: Path) -> None:
+def test_a_reward_model_reads_a_peft_folder_with_its_head(reward_folder):
     reward = get_llm_for_sequence_regression(str(reward_folder), "reward")
     theirs = AutoPeftModelForSequenceClassification.from_pretrained(reward_folder, num_labels=1)
     same(reward(SEQUENCES, MASK).detach(), plain_scores(theirs))
@@ -229,9 +212,7 @@ def test_a_reward_model_reads_a_peft_folder_with_its_head(reward_folder: Path) -
     assert isinstance(reward.model.score, nn.Linear)
 
 
-def test_a_critic_may_start_from_the_peft_folder_of_a_language_model(
-    actor_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_critic_may_start_from_the_peft_folder_of_a_language_model(actor_folder, caplog):
     with caplog.at_level(logging.INFO, logger="openppo"):
         critic = get_llm_for_sequence_regression(str(actor_folder), "critic")
     same(critic.model.model(SEQUENCES)[0].detach(), Actor(str(actor_folder)).model.model(SEQUENCES)[0].detach())
@@ -240,22 +221,21 @@ def test_a_critic_may_start_from_the_peft_folder_of_a_language_model(
         get_llm_for_sequence_regression(str(actor_folder), "reward")
 
 
-def test_bfloat16_merges_into_bfloat16(actor_folder: Path) -> None:
+def test_adapters_and_what_they_merge_into_have_one_dtype(actor_folder, base_folder):
+    assert {p.dtype for p in Actor(str(base_folder), bf16=True, lora_rank=4).parameters()} == {torch.bfloat16}
     actor = Actor(str(actor_folder), bf16=True)
     assert {p.dtype for p in actor.parameters()} == {torch.bfloat16}
     same(actor(SEQUENCES, MASK).detach(), Actor(str(actor_folder))(SEQUENCES, MASK).detach(), atol=0.2)
 
 
-def test_adapters_on_top_of_a_peft_folder_are_refused_with_a_remedy(actor_folder: Path, reward_folder: Path) -> None:
+def test_adapters_on_top_of_a_peft_folder_are_refused_with_a_remedy(actor_folder, reward_folder):
     with pytest.raises(ValueError, match=f"is a PEFT folder.*merge_lora --lora_path {actor_folder} --save_path"):
         Actor(str(actor_folder), lora_rank=2)
     with pytest.raises(ValueError, match="is a PEFT folder.*merge_lora"):
         get_llm_for_sequence_regression(str(reward_folder), "critic", lora_rank=2)
 
 
-def test_adapters_that_cannot_be_merged_are_an_error(
-    actor_folder: Path, reward_folder: Path, edited: Callable[..., str], tmp_path: Path, base_folder: Path
-) -> None:
+def test_adapters_that_cannot_be_merged_are_an_error(actor_folder, reward_folder, edited, tmp_path, base_folder):
     a_layer = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     flaws: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
         "missing": lambda weights: {name: w for name, w in weights.items() if name != a_layer},
@@ -274,7 +254,7 @@ def test_adapters_that_cannot_be_merged_are_an_error(
         Actor(str(tmp_path / "p"))
 
 
-def test_a_peft_folder_is_checked_together_with_its_base_model(actor_folder: Path, edited: Callable[..., str]) -> None:
+def test_a_peft_folder_is_checked_together_with_its_base_model(actor_folder, edited):
     assert check_model(str(actor_folder), "--pretrain").model_type == "llama"
     for base, says in (
         ("/nowhere/at/all", "its base model /nowhere/at/all: no such local folder"),
@@ -289,7 +269,7 @@ def test_a_peft_folder_is_checked_together_with_its_base_model(actor_folder: Pat
         check_model(folder, "--pretrain")
 
 
-def test_what_the_model_itself_says_beside_its_adapters_counts(reward_folder: Path, edited: Callable[..., str]) -> None:
+def test_what_the_model_itself_says_beside_its_adapters_counts(reward_folder, edited):
     folder = Path(edited(reward_folder))
     config = check_model(str(folder), "--reward_pretrain")
     assert config.pad_token_id is None
@@ -299,9 +279,7 @@ def test_what_the_model_itself_says_beside_its_adapters_counts(reward_folder: Pa
     assert (loaded.pad_token_id, loaded.mean, loaded.num_labels) == (7, 0.5, 1)
 
 
-def test_a_tokenizer_beside_adapters_is_used_else_that_of_the_base_model(
-    actor_folder: Path, edited: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_tokenizer_beside_adapters_is_used_else_that_of_the_base_model(actor_folder, edited, tmp_path):
     base = make_model(tmp_path / "base")
     folder = edited(actor_folder, base_model_name_or_path=str(base))
     with pytest.raises(ValueError, match="--pretrain .*its tokenizer cannot be loaded"):
@@ -312,7 +290,7 @@ def test_a_tokenizer_beside_adapters_is_used_else_that_of_the_base_model(
     assert load_tokenizer(folder, "--pretrain").eos_token == "<own>"
 
 
-def test_4_bits_without_bitsandbytes_say_how_to_install_it(base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_4_bits_without_bitsandbytes_say_how_to_install_it(base_folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--load_in_4bit needs.*pip install bitsandbytes"):
         Actor(str(base_folder), lora_rank=2, load_in_4bit=True)
@@ -320,7 +298,7 @@ def test_4_bits_without_bitsandbytes_say_how_to_install_it(base_folder: Path, mo
         Actor(str(base_folder), load_in_4bit=True)
 
 
-def test_4_bits_spare_embeddings_and_heads(tmp_path: Path) -> None:
+def test_4_bits_spare_embeddings_and_heads(tmp_path):
     pytest.importorskip("bitsandbytes", reason="--load_in_4bit needs bitsandbytes")
     make_model(tmp_path, hidden_size=64)  # as wide as a block of 4-bit weights is long
     actor = Actor(str(tmp_path), lora_rank=2, load_in_4bit=True)
@@ -330,10 +308,3 @@ def test_4_bits_spare_embeddings_and_heads(tmp_path: Path) -> None:
         assert packed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     gap = (actor(SEQUENCES, MASK) - Actor(str(tmp_path))(SEQUENCES, MASK))[MASK].abs().mean()
     assert 0.001 < gap < 0.5
-
-
-def test_the_wrapped_classifier_is_at_hand_with_and_without_adapters(base_folder: Path) -> None:
-    for rank in (0, 2):
-        critic = get_llm_for_sequence_regression(str(base_folder), "critic", lora_rank=rank)
-        assert isinstance(critic, ScalarHeadModel)
-        assert type(critic.classifier).__name__ == "LlamaForSequenceClassification"

@@ -1,7 +1,5 @@
 """Masked means and KL estimates, against numbers worked out by hand and exact expectations."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,35 +12,35 @@ MASK = torch.tensor([[True, False, True], [False, True, False]])
 NOT_FINITE = [math.nan, math.inf, -math.inf]
 
 
-def test_the_mean_counts_masked_elements_only() -> None:
+def test_the_mean_counts_masked_elements_only():
     assert masked_mean(NUMBERS, MASK).item() == 9.0  # (1 + 6 + 20) / 3
     assert masked_sum(NUMBERS, MASK).item() == 27.0
 
 
-def test_the_mean_along_a_dimension_is_one_per_sequence() -> None:
+def test_the_mean_along_a_dimension_is_one_per_sequence():
     assert masked_mean(NUMBERS, MASK, dim=-1).tolist() == [3.5, 20.0]
     assert masked_sum(NUMBERS, MASK, dim=-1).tolist() == [7.0, 20.0]
 
 
-def test_without_a_mask_everything_counts() -> None:
+def test_without_a_mask_everything_counts():
     assert masked_mean(NUMBERS, None).item() == pytest.approx(79 / 6)
     assert masked_mean(NUMBERS, None, dim=-1).tolist() == pytest.approx([3.0, 70 / 3])
     assert masked_sum(NUMBERS, None, dim=-1).tolist() == [9.0, 70.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_a_mask_of_numbers_is_as_good_as_a_boolean_one(dtype: torch.dtype) -> None:
+def test_a_mask_of_numbers_is_as_good_as_a_boolean_one(dtype):
     assert masked_mean(NUMBERS, MASK.to(dtype), dim=-1).tolist() == [3.5, 20.0]
 
 
-def test_the_mean_of_nothing_is_zero() -> None:
+def test_the_mean_of_nothing_is_zero():
     mask = torch.tensor([[False, False, False], [True, True, False]])
     assert masked_mean(NUMBERS, mask, dim=-1).tolist() == [0.0, 15.0]
     assert masked_mean(NUMBERS, torch.zeros_like(mask)).item() == 0.0
 
 
 @pytest.mark.parametrize("strange", NOT_FINITE)
-def test_what_lies_outside_the_mask_reaches_neither_value_nor_gradient(strange: float) -> None:
+def test_what_lies_outside_the_mask_reaches_neither_value_nor_gradient(strange):
     numbers = torch.where(MASK, NUMBERS, strange).requires_grad_()
     mean = masked_mean(numbers, MASK)
     mean.backward()
@@ -52,7 +50,7 @@ def test_what_lies_outside_the_mask_reaches_neither_value_nor_gradient(strange: 
     torch.testing.assert_close(numbers.grad, torch.tensor([[third, 0.0, third], [0.0, third, 0.0]]))
 
 
-def test_kl_estimates_equal_numbers_worked_out_by_hand() -> None:
+def test_kl_estimates_equal_numbers_worked_out_by_hand():
     log_probs, reference = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -1.0, -3.0]])
     expected = {
         "k1": [0.5, -1.0, 0.0],
@@ -64,16 +62,12 @@ def test_kl_estimates_equal_numbers_worked_out_by_hand() -> None:
         assert estimate[0].tolist() == pytest.approx(numbers, abs=1e-6), estimator
 
 
-def test_k1_is_the_default_estimator() -> None:
-    assert compute_approx_kl(torch.tensor([[-1.0]]), torch.tensor([[-3.0]])).item() == 2.0
-
-
-def test_k3_of_a_tiny_difference_keeps_its_digits() -> None:
+def test_k3_of_a_tiny_difference_keeps_its_digits():
     log_probs, reference = torch.tensor([[0.0]]), torch.tensor([[-1e-4]])
     assert compute_approx_kl(log_probs, reference, kl_estimator="k3").item() == pytest.approx(5e-9, rel=5e-3)
 
 
-def test_log_probs_in_bfloat16_are_compared_in_float32() -> None:
+def test_log_probs_in_bfloat16_are_compared_in_float32():
     log_probs = torch.tensor([[-1.0]], dtype=torch.bfloat16)
     reference = torch.tensor([[-0.0009765625]], dtype=torch.bfloat16)  # lost if the difference were bfloat16
     estimate = compute_approx_kl(log_probs, reference)
@@ -83,7 +77,7 @@ def test_log_probs_in_bfloat16_are_compared_in_float32() -> None:
 
 @pytest.mark.parametrize("strange", NOT_FINITE)
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_kl_estimate_is_zero_outside_the_mask_and_has_no_gradient_there(estimator: str, strange: float) -> None:
+def test_a_kl_estimate_is_zero_outside_the_mask_and_has_no_gradient_there(estimator, strange):
     log_probs = torch.tensor([[-1.0, strange, -2.0]], requires_grad=True)
     mask = torch.tensor([[True, False, True]])
     estimate = compute_approx_kl(log_probs, torch.tensor([[-1.5, -1.0, -1.0]]), mask, estimator)
@@ -100,33 +94,23 @@ REFERENCE = [0.25, 0.25, 0.4, 0.1]
 EXACT_KL = sum(p * math.log(p / q) for p, q in zip(POLICY, REFERENCE, strict=True))
 
 
-def estimates_of_each_outcome(estimator: str) -> torch.Tensor:
+def estimates_of_each_outcome(estimator):
     policy, reference = torch.tensor([POLICY], dtype=torch.float64), torch.tensor([REFERENCE], dtype=torch.float64)
     return compute_approx_kl(policy.log(), reference.log(), kl_estimator=estimator)[0]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_the_expectation_of_k1_and_of_k3_is_the_exact_kl(estimator: str) -> None:
+def test_the_expectation_of_k1_and_of_k3_is_the_exact_kl(estimator):
     expectation = (estimates_of_each_outcome(estimator).double() * torch.tensor(POLICY)).sum().item()
     assert expectation == pytest.approx(EXACT_KL, abs=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_the_mean_of_k1_and_of_k3_over_many_samples_approaches_the_exact_kl(estimator: str) -> None:
-    n = 200_000
-    samples = torch.multinomial(torch.tensor(POLICY), n, True, generator=torch.Generator().manual_seed(3))
-    drawn = estimates_of_each_outcome(estimator).double()[samples]
-    standard_error = drawn.std().item() / math.sqrt(n)
-    assert abs(drawn.mean().item() - EXACT_KL) < 4 * standard_error
-    assert standard_error < 0.01 * EXACT_KL
-
-
-def test_k2_and_k3_are_never_negative_and_k1_may_be() -> None:
+def test_k2_and_k3_are_never_negative_and_k1_may_be():
     assert estimates_of_each_outcome("k1").min() < 0
     assert estimates_of_each_outcome("k2").min() >= 0
     assert estimates_of_each_outcome("k3").min() >= 0
 
 
-def test_an_unknown_kl_estimator_is_refused_by_name() -> None:
+def test_an_unknown_kl_estimator_is_refused_by_name():
     with pytest.raises(ValueError, match="k1, k2 or k3, got 'k4'"):
         compute_approx_kl(torch.zeros(1, 1), torch.zeros(1, 1), kl_estimator="k4")

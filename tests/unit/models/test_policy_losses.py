@@ -1,14 +1,11 @@
 """GSPO, CISPO and how token losses add up, against their formulas as plain loops and against sequence-level GSPO."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
 
 from openppo.config import LossConfig, PolicyLossType
 from openppo.models.loss import POLICY_LOSSES, CISPOLoss, GSPOLoss, PolicyLoss, policy_loss, token_weights
@@ -17,18 +14,18 @@ MASK = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]]).bool()
 NOT_FINITE = [math.nan, math.inf, -math.inf]
 
 
-def inputs(seed: int = 0, spread: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(seed=0, spread=0.5):
     """Log-probs, old log-probs and advantages of the mask's shape."""
     generator = torch.Generator().manual_seed(seed)
     first, noise, advantages = torch.randn(3, *MASK.shape, generator=generator, dtype=torch.float64)
     return first - 2, first - 2 + spread * noise, advantages
 
 
-def actions(row: int, *tensors: Tensor) -> list[tuple[float, ...]]:
+def actions(row, *tensors):
     return list(zip(*(tensor[row, MASK[row]].tolist() for tensor in tensors), strict=True))
 
 
-def test_the_gspo_ratio_is_the_geometric_mean_of_the_token_ratios() -> None:
+def test_the_gspo_ratio_is_the_geometric_mean_of_the_token_ratios():
     log_probs, old, _ = inputs()
     ratio = GSPOLoss().ratio(log_probs, old, MASK)
     for row in (0, 2):
@@ -39,7 +36,7 @@ def test_the_gspo_ratio_is_the_geometric_mean_of_the_token_ratios() -> None:
 
 
 @pytest.mark.parametrize("dual", [None, 1.2])
-def test_the_gspo_loss_equals_a_loop_over_sequences(dual: float | None) -> None:
+def test_the_gspo_loss_equals_a_loop_over_sequences(dual):
     log_probs, old, advantages = inputs(1)
     found = GSPOLoss(0.05, 0.08, dual, reduction="none")(log_probs, old, advantages, MASK)
     for row in range(len(MASK)):
@@ -54,7 +51,7 @@ def test_the_gspo_loss_equals_a_loop_over_sequences(dual: float | None) -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(5.0, 5.0), (1e-3, 1e-3)], ids=["nothing clipped", "clipped"])
-def test_with_one_advantage_per_sequence_the_gradient_is_that_of_the_sequence_ratio(low: float, high: float) -> None:
+def test_with_one_advantage_per_sequence_the_gradient_is_that_of_the_sequence_ratio(low, high):
     log_probs, old, _ = inputs(2)
     advantages = torch.tensor([[1.5], [0.3], [-0.7]], dtype=torch.float64)
     token_form, sequence_form = (log_probs.clone().requires_grad_() for _ in range(2))
@@ -66,7 +63,7 @@ def test_with_one_advantage_per_sequence_the_gradient_is_that_of_the_sequence_ra
     torch.testing.assert_close(token_form.grad, sequence_form.grad, rtol=0, atol=1e-12)
 
 
-def test_the_cispo_loss_equals_a_loop_over_action_tokens() -> None:
+def test_the_cispo_loss_equals_a_loop_over_action_tokens():
     log_probs, old, advantages = inputs(3, spread=2.0)
     found = CISPOLoss(1.5, reduction="none")(log_probs, old, advantages, MASK)
     for row in range(len(MASK)):
@@ -74,7 +71,7 @@ def test_the_cispo_loss_equals_a_loop_over_action_tokens() -> None:
         assert found[row, MASK[row]].tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_no_token_loses_its_gradient_under_cispo() -> None:
+def test_no_token_loses_its_gradient_under_cispo():
     log_probs = torch.tensor([[math.log(9.0), math.log(0.1), 0.0]], requires_grad=True)
     advantages = torch.tensor([[2.0, 3.0, -1.0]])
     CISPOLoss(eps_max=5.0, reduction="none")(log_probs, torch.zeros(1, 3), advantages).sum().backward()
@@ -93,7 +90,7 @@ def test_no_token_loses_its_gradient_under_cispo() -> None:
     ],
     ids=["ppo", "gspo", "narrow gspo", "cispo"],
 )
-def test_clipped_says_which_tokens_reached_a_bound(loss: PolicyLoss | CISPOLoss, expected: list[bool]) -> None:
+def test_clipped_says_which_tokens_reached_a_bound(loss, expected):
     ratios = torch.tensor([[0.7, 1.25, 1.05 * 0.75, 99.0]])
     mask = torch.tensor([[True, True, True, False]])
     assert loss.clipped(ratios.log(), torch.zeros(1, 4), mask)[0].tolist() == expected
@@ -103,10 +100,8 @@ def test_clipped_says_which_tokens_reached_a_bound(loss: PolicyLoss | CISPOLoss,
 @pytest.mark.parametrize("strange", NOT_FINITE)
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("loss", [GSPOLoss(0.2, 0.2), CISPOLoss(1.5)], ids=["gspo", "cispo"])
-def test_what_lies_outside_the_mask_changes_neither_loss_nor_gradient(
-    loss: torch.nn.Module, place: int, strange: float
-) -> None:
-    def loss_and_gradient(outside: float) -> tuple[Tensor, Tensor]:
+def test_what_lies_outside_the_mask_changes_neither_loss_nor_gradient(loss, place, strange):
+    def loss_and_gradient(outside):
         tensors = list(inputs(4))
         tensors[place] = torch.where(MASK, tensors[place], outside)
         tensors[0].requires_grad_()
@@ -123,7 +118,7 @@ def test_what_lies_outside_the_mask_changes_neither_loss_nor_gradient(
 
 
 @pytest.mark.parametrize("loss", [GSPOLoss(), CISPOLoss()], ids=["gspo", "cispo"])
-def test_a_log_ratio_beyond_twenty_stays_finite(loss: torch.nn.Module) -> None:
+def test_a_log_ratio_beyond_twenty_stays_finite(loss):
     far = torch.full((1, 2), 500.0, requires_grad=True)
     value = loss(far, torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]), torch.ones(1, 2).bool())
     value.backward()
@@ -132,11 +127,11 @@ def test_a_log_ratio_beyond_twenty_stays_finite(loss: torch.nn.Module) -> None:
     assert bool(far.grad.isfinite().all())
 
 
-def test_every_name_of_the_option_has_a_loss() -> None:
+def test_every_name_of_the_option_has_a_loss():
     assert set(POLICY_LOSSES) == set(get_args(PolicyLossType))
 
 
-def test_options_reach_the_losses() -> None:
+def test_options_reach_the_losses():
     ppo = policy_loss(LossConfig(eps_clip=0.1, eps_clip_high=0.3, dual_clip=4.0))
     gspo = policy_loss(LossConfig(policy_loss_type="gspo", eps_clip=0.1, eps_clip_high=0.3, dual_clip=4.0))
     cispo = policy_loss(LossConfig(policy_loss_type="cispo", cispo_eps_max=7.0))
@@ -149,7 +144,7 @@ def test_options_reach_the_losses() -> None:
     assert {loss.reduction for loss in (ppo, gspo, cispo)} == {"none"}
 
 
-def test_a_clip_range_that_is_too_wide_for_gspo_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clip_range_that_is_too_wide_for_gspo_is_pointed_out(caplog):
     with caplog.at_level(logging.WARNING, logger="openppo"):
         policy_loss(LossConfig(policy_loss_type="gspo", eps_clip=3e-4, eps_clip_high=4e-4))
         assert caplog.text == ""
@@ -164,28 +159,18 @@ LOSSES = torch.tensor([[9.0, 1.0, 2.0, 9.0, 3.0], [9.0, 9.0, 9.0, 9.0, 9.0], [9.
     ("loss_agg", "expected"),
     [("token_mean", 28 / 7), ("sequence_mean", (6 / 3 + 22 / 4) / 2), ("constant", 28 / (2 * 10))],
 )
-def test_token_losses_add_up_by_hand_and_rows_without_actions_do_not_count(loss_agg: str, expected: float) -> None:
+def test_token_losses_add_up_by_hand_and_rows_without_actions_do_not_count(loss_agg, expected):
     weights = token_weights(MASK, loss_agg, n_tokens=7, n_sequences=2, max_len=10)
     assert weights.dtype == torch.float32
     assert (LOSSES * weights).sum().item() == pytest.approx(expected, abs=1e-6)
     assert bool((weights[~MASK] == 0).all())
 
 
-@pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
-def test_the_split_into_micro_batches_and_padding_do_not_matter(loss_agg: str) -> None:
-    def weighted(rows: slice, width: int) -> float:
-        losses, mask = LOSSES[rows, :width], MASK[rows, :width]
-        return (losses * token_weights(mask, loss_agg, 7, 2, 10)).sum().item()
-
-    whole = weighted(slice(0, 3), 5)
-    assert weighted(slice(0, 1), 5) + weighted(slice(1, 2), 3) + weighted(slice(2, 3), 5) == pytest.approx(whole)
-
-
-def test_a_step_without_any_action_has_weights_of_zero() -> None:
+def test_a_step_without_any_action_has_weights_of_zero():
     for loss_agg in ("token_mean", "sequence_mean", "constant"):
         assert bool((token_weights(torch.zeros(2, 3), loss_agg, 0, 0, 5) == 0).all())
 
 
-def test_an_unknown_aggregation_is_refused_by_name() -> None:
+def test_an_unknown_aggregation_is_refused_by_name():
     with pytest.raises(ValueError, match="token_mean, sequence_mean or constant, got 'mean'"):
         token_weights(MASK, "mean", 7, 2, 10)  # type: ignore[arg-type]

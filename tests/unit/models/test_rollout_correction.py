@@ -1,13 +1,10 @@
 """Weights for the difference between the rollout engine and the training actor, worked out by hand."""
 
-from __future__ import annotations
-
 import math
 import statistics
 
 import pytest
 import torch
-from torch import Tensor
 
 from openppo.experience.measure import measure_mismatch
 from openppo.models.rollout_correction import rollout_correction
@@ -20,7 +17,7 @@ ROLLOUT = torch.full_like(K, -1.5)
 LOG_PROBS = ROLLOUT + K.log()
 
 
-def weights(method: str, low: float | None = None, high: float | None = None) -> list[float]:
+def weights(method, low=None, high=None):
     return rollout_correction(LOG_PROBS, ROLLOUT, MASK, method, low, high)[0].tolist()
 
 
@@ -33,12 +30,12 @@ def weights(method: str, low: float | None = None, high: float | None = None) ->
         ("icepop", [0, 0.6, 1, 1.9, 2.5, 0, 0]),
     ],
 )
-def test_weights_with_the_default_thresholds(method: str, expected: list[float]) -> None:
+def test_weights_with_the_default_thresholds(method, expected):
     assert weights(method) == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_default_ranges() -> None:
-    def range_of(method: str) -> tuple[float, float]:
+def test_the_default_ranges():
+    def range_of(method):
         """Smallest and largest weight of a fine grid of ratios."""
         grid = torch.linspace(-4, 4, 8001, dtype=torch.float64)[None]
         found = rollout_correction(grid, torch.zeros_like(grid), torch.ones_like(grid).bool(), method)
@@ -49,13 +46,13 @@ def test_the_default_ranges() -> None:
     assert range_of("icepop") == pytest.approx((0.5, 5.0), abs=1e-2)
 
 
-def test_thresholds_can_be_chosen() -> None:
+def test_thresholds_can_be_chosen():
     assert weights("tis", high=1.5) == pytest.approx([0.4, 0.6, 1, 1.5, 1.5, 1.5, 0])
     assert weights("mis", 0.3, 7.0) == pytest.approx([0.4, 0.6, 1, 1.9, 2.5, 6, 0])
 
 
 @pytest.mark.parametrize("method", ["none", "tis", "mis", "icepop"])
-def test_weights_carry_no_gradient_and_ignore_what_lies_outside_the_mask(method: str) -> None:
+def test_weights_carry_no_gradient_and_ignore_what_lies_outside_the_mask(method):
     log_probs = torch.where(MASK, LOG_PROBS, math.nan).requires_grad_()
     rollout = torch.where(MASK, ROLLOUT, math.inf)
     found = rollout_correction(log_probs, rollout, MASK, method)
@@ -63,23 +60,23 @@ def test_weights_carry_no_gradient_and_ignore_what_lies_outside_the_mask(method:
     assert torch.equal(found, rollout_correction(LOG_PROBS, ROLLOUT, MASK, method))
 
 
-def test_a_huge_ratio_is_a_finite_weight() -> None:
+def test_a_huge_ratio_is_a_finite_weight():
     far = torch.tensor([[900.0]])
     assert rollout_correction(far, torch.zeros(1, 1), torch.ones(1, 1).bool(), "tis").item() == 2.0
 
 
-def test_an_unknown_method_is_refused_by_name() -> None:
+def test_an_unknown_method_is_refused_by_name():
     with pytest.raises(ValueError, match="none, tis, mis, icepop, got 'clip'"):
         rollout_correction(LOG_PROBS, ROLLOUT, MASK, "clip")  # type: ignore[arg-type]
 
 
-def mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+def mismatch(log_probs, rollout_log_probs, mask):
     metrics = Metrics()
     measure_mismatch(log_probs, rollout_log_probs, mask, metrics)
     return metrics.reduced(SingleProcess())
 
 
-def test_mismatch_metrics_by_hand() -> None:
+def test_mismatch_metrics_by_hand():
     ks = K[0, :6].tolist()
     gaps = [abs(math.log(k)) for k in ks]
     assert mismatch(LOG_PROBS, ROLLOUT, MASK) == pytest.approx(
@@ -94,7 +91,7 @@ def test_mismatch_metrics_by_hand() -> None:
     )
 
 
-def test_the_kl_estimate_is_unbiased_under_the_engines_samples() -> None:
+def test_the_kl_estimate_is_unbiased_under_the_engines_samples():
     rollout, actor = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]))
     masks = torch.eye(3).bool()[:, None]
     estimates = [mismatch(actor.log()[None], rollout.log()[None], mask)["rollout_kl"] for mask in masks]

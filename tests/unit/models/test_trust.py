@@ -1,14 +1,9 @@
 """A model from elsewhere runs no code here: not its own without the flag, and none that hides in a pickle."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,32 +24,32 @@ CONFIG = LlamaConfig(vocab_size=40, max_position_embeddings=64, num_labels=1, **
 class Evil:
     """Unpickling it makes a file."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self.mark = mark
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.mkdir, (str(self.mark),)
 
 
 @pytest.fixture
-def mark(tmp_path: Path) -> Path:
+def mark(tmp_path):
     """What code that runs would make."""
     return tmp_path / "executed"
 
 
-def load_policy(folder: Path) -> Any:
+def load_policy(folder):
     """As the commands do."""
     with model_error_context("--pretrain", str(folder)):
         return Actor(str(folder))
 
 
-def load_reward_model(folder: Path) -> Any:
+def load_reward_model(folder):
     """As the commands do."""
     with model_error_context("--reward_pretrain", str(folder)):
         return get_llm_for_sequence_regression(str(folder), "reward")
 
 
-def test_the_pickles_of_these_tests_do_run_code(mark: Path, tmp_path: Path) -> None:
+def test_the_pickles_of_these_tests_do_run_code(mark, tmp_path):
     torch.save({"a": Evil(mark)}, tmp_path / "evil.bin")
     torch.load(tmp_path / "evil.bin", weights_only=False)
     assert mark.exists()
@@ -68,9 +63,7 @@ def test_the_pickles_of_these_tests_do_run_code(mark: Path, tmp_path: Path) -> N
     ],
 )
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "plain pickle"])
-def test_a_pickle_with_code_is_refused_with_flag_and_reason(
-    load: Callable[[Path], Any], flag: str, kind: Any, zipped: bool, mark: Path, tmp_path: Path
-) -> None:
+def test_a_pickle_with_code_is_refused_with_flag_and_reason(load, flag, kind, zipped, mark, tmp_path):
     folder = tmp_path / "model"
     CONFIG.save_pretrained(folder)
     content = {**kind(CONFIG).state_dict(), "extra": Evil(mark)}
@@ -84,7 +77,7 @@ def test_a_pickle_with_code_is_refused_with_flag_and_reason(
 
 
 @pytest.mark.parametrize("load", [load_policy, load_reward_model])
-def test_adapters_in_a_pickle_with_code_are_refused(load: Callable[[Path], Any], mark: Path, tmp_path: Path) -> None:
+def test_adapters_in_a_pickle_with_code_are_refused(load, mark, tmp_path):
     base, folder = tmp_path / "base", tmp_path / "adapters"
     kind, task = (LlamaForCausalLM, "CAUSAL_LM") if load is load_policy else (LlamaForSequenceClassification, "SEQ_CLS")
     model = kind(CONFIG)
@@ -100,7 +93,7 @@ def test_adapters_in_a_pickle_with_code_are_refused(load: Callable[[Path], Any],
     assert not mark.exists()
 
 
-def test_a_pickle_of_tensors_alone_is_read(tmp_path: Path) -> None:
+def test_a_pickle_of_tensors_alone_is_read(tmp_path):
     model = LlamaForCausalLM(CONFIG)
     CONFIG.save_pretrained(tmp_path / "model")
     torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
@@ -109,7 +102,7 @@ def test_a_pickle_of_tensors_alone_is_read(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded[name], weight)
 
 
-def test_safetensors_are_preferred_to_a_pickle_beside_them(mark: Path, tmp_path: Path) -> None:
+def test_safetensors_are_preferred_to_a_pickle_beside_them(mark, tmp_path):
     LlamaForCausalLM(CONFIG).save_pretrained(tmp_path / "model")
     torch.save({"a": Evil(mark)}, tmp_path / "model" / "pytorch_model.bin")
     load_policy(tmp_path / "model")
@@ -117,7 +110,7 @@ def test_safetensors_are_preferred_to_a_pickle_beside_them(mark: Path, tmp_path:
 
 
 @pytest.mark.parametrize("n_bytes", [0, 10, 1000])
-def test_a_pickle_that_is_cut_off_is_an_error_with_its_flag(n_bytes: int, tmp_path: Path) -> None:
+def test_a_pickle_that_is_cut_off_is_an_error_with_its_flag(n_bytes, tmp_path):
     folder = tmp_path / "model"
     CONFIG.save_pretrained(folder)
     torch.save(LlamaForCausalLM(CONFIG).state_dict(), folder / "pytorch_model.bin")
@@ -163,7 +156,7 @@ OWN = {
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path, monkeypatch):
     """A folder of a model with code of its own."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "own_model"
@@ -174,11 +167,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def never_asks(prompt: str = "") -> str:
+def never_asks(prompt=""):
     pytest.fail(f"it asks {prompt}")
 
 
-def test_code_of_a_model_runs_with_the_flag_only(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_model_runs_with_the_flag_only(own, monkeypatch):
     monkeypatch.setattr("builtins.input", never_asks)
     message = f"{own}: it brings Python code of its own .* if you trust it, pass --trust_remote_code"
     for load in (
@@ -190,7 +183,7 @@ def test_code_of_a_model_runs_with_the_flag_only(own: Path, monkeypatch: pytest.
         assert "Own" in str(load(True))
 
 
-def test_a_policy_with_code_of_its_own_is_loaded_with_the_flag(own: Path) -> None:
+def test_a_policy_with_code_of_its_own_is_loaded_with_the_flag(own):
     shutil.rmtree(own)
     LlamaForCausalLM(CONFIG).save_pretrained(own)
     config = json.loads((own / "config.json").read_text())
@@ -201,7 +194,7 @@ def test_a_policy_with_code_of_its_own_is_loaded_with_the_flag(own: Path) -> Non
     assert type(Actor(str(own), trust_remote_code=True).model).__name__ == "OwnModel"
 
 
-def test_code_of_a_tokenizer_runs_with_the_flag_only(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_tokenizer_runs_with_the_flag_only(own, monkeypatch):
     monkeypatch.setattr("builtins.input", never_asks)
     core = Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?"))
     PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?").save_pretrained(own)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from openppo.models import Actor, ScalarHeadModel
@@ -15,13 +12,13 @@ from openppo.models.scalar_head import ProcessRewardModel
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def llama(kind: type, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def llama(kind, dtype=torch.bfloat16):
     """With random weights."""
     torch.manual_seed(0)
     return kind(LlamaConfig(vocab_size=50, num_labels=1, pad_token_id=0, **SIZES)).to(dtype)
 
 
-def widths_read(model: nn.Module) -> list[int]:
+def widths_read(model):
     """Grows by the width of each batch of ids that the model embeds."""
     widths: list[int] = []
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
@@ -29,22 +26,22 @@ def widths_read(model: nn.Module) -> list[int]:
     return widths
 
 
-def log_probs(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+def log_probs(model, ids, mask):
     """Of all tokens."""
     return Actor(model)(ids, mask)
 
 
-def values(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+def values(model, ids, mask):
     """Of all tokens."""
     return ScalarHeadModel(model, "critic")(ids, mask)
 
 
-def scores(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+def scores(model, ids, mask):
     """Of whole rows."""
     return ScalarHeadModel(model, "reward")(ids, mask)
 
 
-def steps(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+def steps(model, ids, mask):
     """Logits after the last token of each row."""
     return ProcessRewardModel(model)(ids, mask & ~torch.roll(mask, -1, 1))
 
@@ -59,13 +56,7 @@ def steps(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.parametrize(("length", "width"), [(9, 16), (16, 16), (130, 136), (260, 272)])
-def test_what_is_read_and_learned_does_not_depend_on_the_width(
-    kind: type,
-    read: Callable[[nn.Module, Tensor, Tensor], Tensor],
-    length: int,
-    width: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_read_and_learned_does_not_depend_on_the_width(kind, read, length, width, monkeypatch):
     ids = torch.randint(1, 50, (3, length))
     mask = torch.arange(length) < torch.tensor([[length], [5], [7]])
     results = []
@@ -86,14 +77,14 @@ def test_what_is_read_and_learned_does_not_depend_on_the_width(
 
 
 @pytest.mark.parametrize("read", [log_probs, steps])
-def test_in_float32_nothing_is_added(read: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+def test_in_float32_nothing_is_added(read):
     model = llama(LlamaForCausalLM, torch.float32)
     widths = widths_read(model)
     read(model, torch.ones(2, 9, dtype=torch.int64), torch.ones(2, 9, dtype=torch.bool))
     assert widths == [9]
 
 
-def test_a_model_reads_no_more_places_than_it_has_positions() -> None:
+def test_a_model_reads_no_more_places_than_it_has_positions():
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50, "bos_token_id": 1, "eos_token_id": 1}
     model = GPT2LMHeadModel(GPT2Config(n_positions=13, **sizes)).bfloat16()
     widths = widths_read(model)

@@ -1,26 +1,18 @@
 """Trajectories in one call; only their tokens, texts and labels matter to rewards."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from openppo.types import FinishReason, Prompt, Trajectory
 
-MakeTrajectory = Callable[..., Trajectory]
-
 
 @pytest.fixture(scope="session")
-def make_trajectory() -> MakeTrajectory:
+def make_trajectory():
     """``make_trajectory(prompt_ids, response_ids, text=, label=, row=, messages=, truncated=)``."""
 
-    def make(
-        prompt_ids: list[int], response_ids: list[int], text: str = "ask", truncated: bool = False, **prompt: Any
-    ) -> Trajectory:
+    def make(prompt_ids, response_ids, text="ask", truncated=False, **prompt):
         n_prompt, n_response = len(prompt_ids), len(response_ids)
         return Trajectory(
             token_ids=prompt_ids + response_ids,
@@ -36,7 +28,7 @@ def make_trajectory() -> MakeTrajectory:
 
 
 @pytest.fixture(scope="session")
-def two(make_trajectory: MakeTrajectory) -> list[Trajectory]:
+def two(make_trajectory):
     """Prompts "ab" and "a", responses "cd" and "", ended by <eos>, with labels and two columns."""
     first = {"question": "ab", "answer": "4"}
     second = {"question": "a", "answer": "5"}
@@ -47,7 +39,7 @@ def two(make_trajectory: MakeTrajectory) -> list[Trajectory]:
 
 
 @pytest.fixture(scope="session")
-def assets() -> Path:
+def assets():
     """Real inputs, which are no part of the repository."""
     folder = Path(os.environ.get("OPENPPO_ASSETS", Path(__file__).resolve().parents[4] / "shared" / "assets"))
     if not folder.is_dir():

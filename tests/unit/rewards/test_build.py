@@ -1,13 +1,8 @@
 """From options to sources of rewards: their names, what a reward model reads, and mistakes found before models load."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import string
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from openppo.config import RewardConfig
 from openppo.models.padding import MicroBatchSize
-from openppo.rewards import CombinedScorer, FunctionScorer, ModelScorer, Scorer, VerifiableScorer
+from openppo.rewards import CombinedScorer, FunctionScorer, ModelScorer, VerifiableScorer
 from openppo.rewards import build as module
 from openppo.rewards.build import ScorerSetup, build_scorer
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
@@ -26,7 +21,7 @@ LETTERS = string.ascii_lowercase + " "
 PROMPTS = [Prompt("ab", [3, 4], label="c", row={"answer": "c"})]
 
 
-def make_tokenizer(letters: str) -> PreTrainedTokenizerFast:
+def make_tokenizer(letters):
     """One token per character."""
     special = ["<pad>", "<eos>", "<unk>"]
     core = Tokenizer(WordLevel({token: i for i, token in enumerate([*special, *letters])}, unk_token="<unk>"))
@@ -37,12 +32,12 @@ def make_tokenizer(letters: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """An actor, reward models of the same and another vocabulary, with and without tokenizer, and a function."""
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
 
-    def config(n_letters: int, **options: Any) -> LlamaConfig:
+    def config(n_letters, **options):
         sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         return LlamaConfig(
             vocab_size=3 + n_letters, initializer_range=0.5, max_position_embeddings=32, **sizes, **options
@@ -68,10 +63,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def build(folder: Path) -> Callable[..., Scorer]:
+def build(folder):
     """``build(prompts=..., normalize=..., **options)``, where M/ is the folder of models."""
 
-    def run(prompts: list[Prompt] = PROMPTS, normalize: bool = False, **options: Any) -> Scorer:
+    def run(prompts=PROMPTS, normalize=False, **options):
         placed = {k: v.replace("M/", f"{folder}/") if isinstance(v, str) else v for k, v in options.items()}
         source = RewardConfig(**placed)
         source.validate()
@@ -89,7 +84,7 @@ def build(folder: Path) -> Callable[..., Scorer]:
     return run
 
 
-def trajectory(response: str, prompt: Prompt = PROMPTS[0]) -> Trajectory:
+def trajectory(response, prompt=PROMPTS[0]):
     """A finished response, in the actor's tokens."""
     ids = prompt.token_ids + make_tokenizer(LETTERS)(response)["input_ids"] + [1]
     n = len(ids)
@@ -97,7 +92,7 @@ def trajectory(response: str, prompt: Prompt = PROMPTS[0]) -> Trajectory:
     return Trajectory(ids, mask, [0.0] * n, [0] * n, FinishReason.STOP, prompt, group=0)
 
 
-def test_a_single_source_gives_a_reward_named_reward(build: Callable[..., Scorer]) -> None:
+def test_a_single_source_gives_a_reward_named_reward(build):
     for kind, options in (
         (FunctionScorer, {"reward_fn": "M/f.py"}),
         (FunctionScorer, {"remote_rm_url": "M/openrlhf.py"}),
@@ -109,7 +104,7 @@ def test_a_single_source_gives_a_reward_named_reward(build: Callable[..., Scorer
         assert list(scorer.score([trajectory("c")])[0].rewards) == ["reward"]
 
 
-def test_several_sources_are_named_by_their_kind(build: Callable[..., Scorer]) -> None:
+def test_several_sources_are_named_by_their_kind(build):
     scorer = build(
         reward_fn="M/f.py",
         remote_rm_url="M/openrlhf.py",
@@ -131,7 +126,7 @@ def test_several_sources_are_named_by_their_kind(build: Callable[..., Scorer]) -
 
 
 @torch.no_grad()
-def by_hand(folder: Path, model: str, ids: list[int]) -> float:
+def by_hand(folder, model, ids):
     """The score of one row of ids."""
     classifier = LlamaForSequenceClassification.from_pretrained(folder / model).eval()
     hidden = classifier.model(torch.tensor([ids])).last_hidden_state
@@ -146,22 +141,20 @@ def by_hand(folder: Path, model: str, ids: list[int]) -> float:
         ("other", [29, 28, 27, 26, 1], "reads the text, written again with its own tokenizer and chat template"),
     ],
 )
-def test_a_reward_model_reads_the_policys_ids_or_its_own(
-    model: str, ids: list[int], log: str, build: Callable[..., Scorer], folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reward_model_reads_the_policys_ids_or_its_own(model, ids, log, build, folder, caplog):
     caplog.set_level(logging.INFO, "openppo")
     (score,) = build(reward_pretrain=f"M/{model}").score([trajectory("cd")])
     assert score.rewards["reward"] == pytest.approx(by_hand(folder, model, ids), abs=1e-5)
     assert log in caplog.text
 
 
-def test_normalization_uses_the_models_own_numbers(build: Callable[..., Scorer], folder: Path) -> None:
+def test_normalization_uses_the_models_own_numbers(build, folder):
     (score,) = build(reward_pretrain="M/same", normalize=True).score([trajectory("cd")])
     raw = by_hand(folder, "same", [3, 4, 5, 6, 1])
     assert score.rewards["reward"] == pytest.approx((raw - 2.0) / 4.0, abs=1e-5)
 
 
-def test_a_functions_options_reach_it(build: Callable[..., Scorer], folder: Path) -> None:
+def test_a_functions_options_reach_it(build, folder):
     (folder / "steps.py").write_text(
         "def reward_fn(response):\n    return [1.0] * response.count('z') if response else 1 / 0\n"
     )
@@ -197,19 +190,13 @@ CHAT = Prompt("ab", [3, 4], messages=[{"role": "user", "content": "ab"}])
     ],
     ids=str,
 )
-def test_what_cannot_work_is_an_error_before_any_weights_are_read(
-    options: dict[str, Any],
-    message: str,
-    build: Callable[..., Scorer],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_work_is_an_error_before_any_weights_are_read(options, message, build, folder, monkeypatch):
     monkeypatch.setattr(module, "get_llm_for_sequence_regression", lambda *_, **__: pytest.fail("weights are read"))
     with pytest.raises(ValueError) as error:
         build(**{"reward_pretrain": "M/same", **options})
     assert message.replace("M/", f"{folder}/") in str(error.value)
 
 
-def test_broken_weights_are_an_error_naming_the_flag(build: Callable[..., Scorer]) -> None:
+def test_broken_weights_are_an_error_naming_the_flag(build):
     with pytest.raises(ValueError, match="^--reward_pretrain .*weightless: its weights cannot be read"):
         build(reward_pretrain="M/weightless")

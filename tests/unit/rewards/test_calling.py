@@ -1,22 +1,16 @@
 """Reward functions of users: where they are found, and what they are called with."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from openppo.rewards import as_reward_function, load_reward_function
 from openppo.rewards.function import make_samples
-from openppo.types import Trajectory
 
 COLUMNS = ("question", "answer")
 
 
-def load(location: str) -> Callable[..., Any]:
+def load(location):
     """The function itself."""
     return load_reward_function(location, COLUMNS).function
 
@@ -25,7 +19,7 @@ def load(location: str) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def rewards_file(tmp_path: Path) -> Path:
+def rewards_file(tmp_path):
     """A file with two functions, a constant and a private helper."""
     file = tmp_path / "rewards.py"
     file.write_text(
@@ -38,15 +32,13 @@ def rewards_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("suffix", "score"), [("", 2.0), (":reward_fn", 2.0), (":other", 7.0), (":", 2.0)])
-def test_a_file_names_its_function_after_a_colon_or_has_a_reward_fn(
-    suffix: str, score: float, rewards_file: Path
-) -> None:
+def test_a_file_names_its_function_after_a_colon_or_has_a_reward_fn(suffix, score, rewards_file):
     function = load(f"{rewards_file}{suffix}")
     assert function(["a"], ["b"], [None]) == [score]
 
 
 @pytest.mark.parametrize("folder", [".pyenv", "my.pyproject", "x.py", "with space"])
-def test_the_file_may_lie_in_any_folder(folder: str, rewards_file: Path) -> None:
+def test_the_file_may_lie_in_any_folder(folder, rewards_file):
     place = rewards_file.parent / folder
     place.mkdir()
     moved = rewards_file.rename(place / "rewards.py")
@@ -54,7 +46,7 @@ def test_the_file_may_lie_in_any_folder(folder: str, rewards_file: Path) -> None
     assert load(str(moved))(["a"], ["b"], [None]) == [2.0]
 
 
-def test_a_home_folder_is_expanded(rewards_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_expanded(rewards_file, monkeypatch):
     monkeypatch.setenv("HOME", str(rewards_file.parent))
     assert load("~/rewards.py:other")(["a"], ["b"], [None]) == [7.0]
 
@@ -70,13 +62,13 @@ def test_a_home_folder_is_expanded(rewards_file: Path, monkeypatch: pytest.Monke
     ],
     ids=["dataclass with postponed annotations", "pickled function, as process pools need"],
 )
-def test_the_file_is_a_module_like_any_other(source: str, tmp_path: Path) -> None:
+def test_the_file_is_a_module_like_any_other(source, tmp_path):
     file = tmp_path / "special.py"
     file.write_text(source)
     assert load(str(file))(["a", "b"], ["", ""], [None, None]) == [3, 3]
 
 
-def test_a_file_named_like_a_library_does_not_take_its_place(tmp_path: Path) -> None:
+def test_a_file_named_like_a_library_does_not_take_its_place(tmp_path):
     file = tmp_path / "math.py"
     file.write_text("def reward_fn(prompts, responses, labels):\n    import math\n    return [math.sqrt(4.0)]\n")
     assert load(str(file))(["a"], [""], [None]) == [2.0]
@@ -99,9 +91,7 @@ def test_a_file_named_like_a_library_does_not_take_its_place(tmp_path: Path) -> 
         ("", "give a Python file, path.py or path.py:name."),
     ],
 )
-def test_a_function_that_cannot_be_found_is_an_error_naming_the_flag_and_the_remedy(
-    source: str, message: str, rewards_file: Path
-) -> None:
+def test_a_function_that_cannot_be_found_is_an_error_naming_the_flag_and_the_remedy(source, message, rewards_file):
     folder = rewards_file.parent
     (folder / "empty.py").write_text("x = 1\n")
     (folder / "rewards.txt").write_text("")
@@ -118,11 +108,11 @@ def test_a_function_that_cannot_be_found_is_an_error_naming_the_flag_and_the_rem
 
 
 @pytest.fixture
-def call(two: list[Trajectory], make_tokenizer: Callable[..., Any]) -> Callable[..., Any]:
+def call(two, make_tokenizer):
     """Calls a function with the samples of ``two``, or the first of them, and returns what it returns."""
     samples = make_samples(two, make_tokenizer())
 
-    def run(function: Callable[..., Any], n: int = 2) -> Any:
+    def run(function, n=2):
         return as_reward_function(function, "--reward_fn f.py", COLUMNS)(samples[:n])
 
     return run
@@ -150,7 +140,7 @@ SINGLE = {
 }
 
 
-def by_position(*arguments: Any) -> Any:
+def by_position(*arguments):
     """Everything by position."""
     return arguments
 
@@ -158,7 +148,7 @@ def by_position(*arguments: Any) -> Any:
 class Judge:
     """A function with a state."""
 
-    def __call__(self, response: str, answer: str) -> Any:
+    def __call__(self, response, answer):
         return response, answer
 
 
@@ -176,9 +166,7 @@ class Judge:
         (lambda responses, /, labels: (responses, labels), ["responses", "labels"]),
     ],
 )
-def test_a_function_of_a_batch_gets_the_lists_that_it_names(
-    function: Callable[..., Any], expected: list[str], call: Callable[..., Any]
-) -> None:
+def test_a_function_of_a_batch_gets_the_lists_that_it_names(function, expected, call):
     assert list(call(function)) == [BATCH[name] for name in expected]
 
 
@@ -190,13 +178,11 @@ def test_a_function_of_a_batch_gets_the_lists_that_it_names(
         (lambda query, row, messages, token_ids: (query, row, messages, token_ids), list(SINGLE)[4:]),
     ],
 )
-def test_a_function_of_a_sample_gets_the_values_that_it_names(
-    function: Callable[..., Any], expected: list[str], call: Callable[..., Any]
-) -> None:
+def test_a_function_of_a_sample_gets_the_values_that_it_names(function, expected, call):
     assert list(call(function, 1)) == [SINGLE[name] for name in expected]
 
 
-def test_columns_of_the_data_are_passed_by_name(call: Callable[..., Any]) -> None:
+def test_columns_of_the_data_are_passed_by_name(call):
     assert call(lambda completions, answer: (completions, answer)) == (["cd", ""], ["4", "5"])
     assert call(lambda response, question, answer: (response, question, answer), 1) == ("cd", "ab", "4")
     assert call(Judge(), 1) == ("cd", "4")
@@ -204,7 +190,7 @@ def test_columns_of_the_data_are_passed_by_name(call: Callable[..., Any]) -> Non
     assert call(lambda response, missing=7: (response, missing), 1) == ("cd", 7)
 
 
-def test_keyword_arguments_get_everything_as_trl_passes_it(call: Callable[..., Any]) -> None:
+def test_keyword_arguments_get_everything_as_trl_passes_it(call):
     given = call(lambda prompts, completions, **kwargs: {"prompts": prompts, "completions": completions, **kwargs})
     assert given == {**BATCH, "question": ["ab", "a"], "answer": ["4", "5"]}
     assert call(lambda response, **kwargs: kwargs, 1) == {
@@ -214,9 +200,7 @@ def test_keyword_arguments_get_everything_as_trl_passes_it(call: Callable[..., A
     }
 
 
-def test_a_row_without_the_column_gives_none(
-    make_trajectory: Callable[..., Trajectory], make_tokenizer: Callable[..., Any]
-) -> None:
+def test_a_row_without_the_column_gives_none(make_trajectory, make_tokenizer):
     trajectories = [make_trajectory([4], [5, 1], row={"answer": 1}), make_trajectory([4], [5, 1], row={"hint": 2})]
     samples = make_samples(trajectories, make_tokenizer())
     function = as_reward_function(lambda responses, **kwargs: kwargs, "f", ["answer", "hint"])
@@ -224,12 +208,12 @@ def test_a_row_without_the_column_gives_none(
     assert (given["answer"], given["hint"]) == ([1, None], [None, 2])
 
 
-def test_an_async_function_is_known_as_one() -> None:
-    async def judge(response: str) -> float:
+def test_an_async_function_is_known_as_one():
+    async def judge(response):
         return 1.0
 
     class AsyncJudge:
-        async def __call__(self, response: str) -> float:
+        async def __call__(self, response):
             return 1.0
 
     for function in (judge, AsyncJudge(), functools.partial(judge)):
@@ -250,13 +234,13 @@ def test_an_async_function_is_known_as_one() -> None:
         (lambda token_ids: 0, "its parameters do not say what it scores"),
     ],
 )
-def test_parameters_that_nothing_is_known_for_are_an_error(function: Callable[..., Any], message: str) -> None:
+def test_parameters_that_nothing_is_known_for_are_an_error(function, message):
     with pytest.raises(ValueError, match="^--reward_fn f.py: ") as error:
         as_reward_function(function, "--reward_fn f.py", COLUMNS)
     assert message in str(error.value)
     assert "or prompt, response, completion, label, query, row" in str(error.value)
 
 
-def test_the_flag_and_the_default_name_are_those_of_the_option(rewards_file: Path) -> None:
+def test_the_flag_and_the_default_name_are_those_of_the_option(rewards_file):
     with pytest.raises(ValueError, match="^--remote_rm_url .*: .* has no function 'reward_func'"):
         load_reward_function(str(rewards_file), COLUMNS, "--remote_rm_url", "reward_func")

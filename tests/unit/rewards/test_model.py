@@ -1,12 +1,8 @@
 """Reward models in process: what they read, where they are read, and how scores are normalized."""
 
-from __future__ import annotations
-
 import logging
 import math
 import string
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,21 +11,18 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from openppo.datasets.templates import render_prompt
+from openppo.datasets.templates import end_with_eos, render_prompt
 from openppo.datasets.turns import render_response
 from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards import ModelScorer
 from openppo.rewards.model import Normalization, stored_normalization
-from openppo.rewards.rendering import PolicyTokens, RewardModelText, encode_text, end_with_eos
-from openppo.types import Prompt, SingleProcess, Trajectory
-
-MakeTrajectory = Callable[..., Trajectory]
-MakeTokenizer = Callable[..., Any]
+from openppo.rewards.rendering import PolicyTokens, RewardModelText, encode_text
+from openppo.types import Prompt, SingleProcess
 
 
 @pytest.fixture(scope="module")
-def classifier() -> LlamaForSequenceClassification:
+def classifier():
     """Random and far from uniform."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -38,7 +31,7 @@ def classifier() -> LlamaForSequenceClassification:
 
 
 @torch.no_grad()
-def by_transformers(classifier: LlamaForSequenceClassification, ids: Sequence[int]) -> float:
+def by_transformers(classifier, ids):
     """The score of one row alone, without padding: the head at the last token."""
     hidden = classifier.model(torch.tensor([ids])).last_hidden_state
     return float(classifier.score(hidden)[0, -1, 0])
@@ -47,10 +40,10 @@ def by_transformers(classifier: LlamaForSequenceClassification, ids: Sequence[in
 class CountingModel:
     """Scores a row by its real length and last real token; remembers the shapes of its batches."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.shapes: list[tuple[int, ...]] = []
 
-    def __call__(self, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def __call__(self, sequences, attention_mask):
         self.shapes.append(tuple(sequences.shape))
         lengths = attention_mask.sum(-1)
         return lengths * 100.0 + sequences.gather(1, lengths[:, None] - 1)[:, 0]
@@ -59,27 +52,27 @@ class CountingModel:
 class OthersHaveMore(SingleProcess):
     """Some other rank has ``n`` batches."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n):
         self.n = n
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    def all_reduce(self, tensor, op="sum"):
         """The maximum over ranks."""
         assert op == "max"
         return torch.maximum(tensor, torch.tensor(self.n))
 
 
-def model_scorer(model: Any, size: int = 2, comm: Any = None, pad: int = 0, **options: Any) -> ModelScorer:
+def model_scorer(model, size=2, comm=None, pad=0, **options):
     """A scorer on the CPU."""
     return ModelScorer(model, MicroBatchSize(size), pad, comm or SingleProcess(), torch.device("cpu"), **options)
 
 
-def scores_of(scorer: ModelScorer, samples: Sequence[Trajectory]) -> list[float]:
+def scores_of(scorer, samples):
     """The rewards, which all have the scorer's name."""
     return [score.rewards[scorer.name] for score in scorer.score(samples)]
 
 
 @pytest.fixture(scope="module")
-def samples(make_trajectory: MakeTrajectory) -> list[Trajectory]:
+def samples(make_trajectory):
     """Of unequal lengths, some equal."""
     return [make_trajectory([4], list(range(5, 5 + n))) for n in (3, 1, 6, 2, 6)]
 
@@ -88,22 +81,20 @@ def samples(make_trajectory: MakeTrajectory) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_scores_keep_the_order_of_the_samples_whatever_the_micro_batch_size(
-    size: int, samples: list[Trajectory]
-) -> None:
+def test_scores_keep_the_order_of_the_samples_whatever_the_micro_batch_size(size, samples):
     model = CountingModel()
     assert scores_of(model_scorer(model, size, name="reward_model"), samples) == [407.0, 205.0, 710.0, 306.0, 710.0]
     assert max(rows for rows, _ in model.shapes) == min(size, 3)  # the two long ones go alone
 
 
-def test_neighbours_in_length_share_a_forward(samples: list[Trajectory]) -> None:
+def test_neighbours_in_length_share_a_forward(samples):
     model = CountingModel()
     model_scorer(model, 2).score(samples)
     assert model.shapes == [(2, 7), (2, 4), (1, 2)]
 
 
 @pytest.mark.parametrize("n", [5, 0], ids=["some samples", "no samples"])
-def test_a_rank_runs_as_many_forwards_as_the_rank_with_the_most(n: int, samples: list[Trajectory]) -> None:
+def test_a_rank_runs_as_many_forwards_as_the_rank_with_the_most(n, samples):
     model = CountingModel()
     scorer = model_scorer(model, 2, OthersHaveMore(7))
     assert scorer.collective
@@ -113,14 +104,12 @@ def test_a_rank_runs_as_many_forwards_as_the_rank_with_the_most(n: int, samples:
 
 
 @pytest.mark.parametrize("pad", [0, 1, 9])
-def test_a_reward_model_is_read_at_the_last_real_token_whatever_fills_the_padding(
-    pad: int, samples: list[Trajectory], classifier: LlamaForSequenceClassification
-) -> None:
+def test_a_reward_model_is_read_at_the_last_real_token_whatever_fills_the_padding(pad, samples, classifier):
     scores = scores_of(model_scorer(ScalarHeadModel(classifier, "reward"), 3, pad=pad), samples)
     np.testing.assert_allclose(scores, [by_transformers(classifier, t.token_ids) for t in samples], atol=1e-5)
 
 
-def test_a_reward_model_that_gives_nan_is_an_error_naming_it(samples: list[Trajectory]) -> None:
+def test_a_reward_model_that_gives_nan_is_an_error_naming_it(samples):
     with pytest.raises(ValueError, match="the reward model returned nan for prompt 'ask'"):
         model_scorer(lambda sequences, _: torch.full((len(sequences),), math.nan)).score(samples)
 
@@ -128,19 +117,19 @@ def test_a_reward_model_that_gives_nan_is_an_error_naming_it(samples: list[Traje
 # Normalization
 
 
-def test_scores_are_normalized_by_mean_and_std_of_the_model(samples: list[Trajectory]) -> None:
+def test_scores_are_normalized_by_mean_and_std_of_the_model(samples):
     scorer = model_scorer(CountingModel(), normalization=Normalization(mean=205.0, std=4.0))
     assert scores_of(scorer, samples[:2]) == [50.5, 0.0]
 
 
-def test_mean_and_std_come_from_the_models_config() -> None:
+def test_mean_and_std_come_from_the_models_config():
     assert stored_normalization(LlamaConfig(mean=-1.5, std=2), "--reward_pretrain m", "Do.") == Normalization(-1.5, 2)
 
 
 @pytest.mark.parametrize(
     "stored", [{}, {"mean": 1.0}, {"mean": 1.0, "std": 0.0}, {"mean": math.nan, "std": 1.0}, {"mean": "1", "std": "2"}]
 )
-def test_a_model_without_mean_and_std_is_an_error_with_the_remedy(stored: dict[str, Any]) -> None:
+def test_a_model_without_mean_and_std_is_an_error_with_the_remedy(stored):
     pattern = "^--normalize_reward: --reward_pretrain m stores no mean and positive std .* Use train_rm.$"
     with pytest.raises(ValueError, match=pattern):
         stored_normalization(LlamaConfig(**stored), "--reward_pretrain m", "Use train_rm.")
@@ -159,7 +148,7 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def own() -> PreTrainedTokenizerFast:
+def own():
     """The reward model's: one token per character, letters backwards, BOS in front; a template that closes turns."""
     core = Tokenizer(WordLevel(OWN_IDS, unk_token=" "))
     core.add_special_tokens(["<s>", "</s>", "<u>", "<bot>"])
@@ -171,7 +160,7 @@ def own() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def ids_of(*tokens: str) -> list[int]:
+def ids_of(*tokens):
     """Ids of the reward model's tokens."""
     return [OWN_IDS[token] for token in tokens]
 
@@ -195,12 +184,8 @@ PLAIN_AND_CHAT = {
 
 @pytest.mark.parametrize("case", PLAIN_AND_CHAT)
 def test_text_is_written_again_for_a_reward_model_with_its_own_tokenizer_and_read_at_its_last_token(
-    case: str,
-    own: PreTrainedTokenizerFast,
-    make_tokenizer: MakeTokenizer,
-    make_trajectory: MakeTrajectory,
-    classifier: LlamaForSequenceClassification,
-) -> None:
+    case, own, make_tokenizer, make_trajectory, classifier
+):
     messages, response_ids, truncated, tokens = PLAIN_AND_CHAT[case]
     sample = make_trajectory([4, 5], response_ids, text="ab", messages=messages, truncated=truncated)
     encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
@@ -211,18 +196,14 @@ def test_text_is_written_again_for_a_reward_model_with_its_own_tokenizer_and_rea
     assert scores[0] == pytest.approx(by_transformers(classifier, ids_of(*tokens)), abs=1e-5)
 
 
-def test_a_template_may_rewrite_a_response_that_was_cut_off(
-    own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer, make_trajectory: MakeTrajectory
-) -> None:
+def test_a_template_may_rewrite_a_response_that_was_cut_off(own, make_tokenizer, make_trajectory):
     own.chat_template = TEMPLATE.replace("'<bot>' + m['content']", "'<bot>' + m['content'].replace('c', 'x')")
     encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     sample = make_trajectory([4, 5], [7, 6, 7], messages=CHAT, truncated=True)
     assert encode(sample) == ids_of("<s>", "<u>", "a", "b", "<bot>", "d", "x", "d")
 
 
-def test_a_template_without_eos_still_ends_a_finished_response_with_eos(
-    own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer, make_trajectory: MakeTrajectory
-) -> None:
+def test_a_template_without_eos_still_ends_a_finished_response_with_eos(own, make_tokenizer, make_trajectory):
     own.chat_template = TEMPLATE.replace("</s>", "<u>")
     encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     tokens = ["<s>", "<u>", "a", "b", "<bot>", "c", "d"]
@@ -232,11 +213,8 @@ def test_a_template_without_eos_still_ends_a_finished_response_with_eos(
 
 
 def test_what_exceeds_the_context_of_the_reward_model_is_cut_at_the_front_and_logged(
-    own: PreTrainedTokenizerFast,
-    make_tokenizer: MakeTokenizer,
-    make_trajectory: MakeTrajectory,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    own, make_tokenizer, make_trajectory, caplog
+):
     caplog.set_level(logging.WARNING, "openppo")
     sample = make_trajectory([4, 5], [6, 7, 1], text="ab")
     assert RewardModelText(make_tokenizer(), own, "--reward_pretrain m", context=6)(sample)[0] == OWN_IDS["<s>"]
@@ -246,14 +224,12 @@ def test_what_exceeds_the_context_of_the_reward_model_is_cut_at_the_front_and_lo
     assert "--reward_pretrain m reads 3 tokens, but prompt 'ab' has 6" in caplog.text
 
 
-def chat_prompt(*roles: str) -> Prompt:
+def chat_prompt(*roles):
     """A chat of one letter per turn."""
     return Prompt("a", [4], messages=[{"role": role, "content": "a"} for role in roles])
 
 
-def test_chats_that_the_reward_models_template_takes_pass_the_check(
-    own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer
-) -> None:
+def test_chats_that_the_reward_models_template_takes_pass_the_check(own, make_tokenizer):
     RewardModelText(make_tokenizer(), own, "m").check([chat_prompt("user"), Prompt("a", [4])])
 
 
@@ -266,9 +242,7 @@ def test_chats_that_the_reward_models_template_takes_pass_the_check(
         (["user"], "{{ messages[0]['content'] }}", "it leaves the assistant's turn out"),
     ],
 )
-def test_chats_that_cannot_be_rendered_are_an_error_before_the_run(
-    roles: list[str], template: str | None, message: str, own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer
-) -> None:
+def test_chats_that_cannot_be_rendered_are_an_error_before_the_run(roles, template, message, own, make_tokenizer):
     own.chat_template = template
     text = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     text.check([Prompt("a", [4])])
@@ -277,16 +251,14 @@ def test_chats_that_cannot_be_rendered_are_an_error_before_the_run(
     assert message in str(error.value)
 
 
-def test_a_sample_that_the_template_refuses_is_named(
-    own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer, make_trajectory: MakeTrajectory
-) -> None:
+def test_a_sample_that_the_template_refuses_is_named(own, make_tokenizer, make_trajectory):
     encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     sample = make_trajectory([4], [5, 1], messages=[{"role": "judge", "content": "a"}])
     with pytest.raises(ValueError, match="its chat template fails on prompt 'ask': no judge"):
         encode(sample)
 
 
-def test_a_tokenizer_without_eos_is_an_error(own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer) -> None:
+def test_a_tokenizer_without_eos_is_an_error(own, make_tokenizer):
     own.eos_token = None
     with pytest.raises(ValueError, match="^--reward_pretrain m: its tokenizer has no EOS token"):
         RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
@@ -297,9 +269,7 @@ ENDS = {"qwen2.5": "<|im_end|>", "mistral-v3": "</s>", "phi3-mini": "<|end|>"}
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("name", ENDS)
-def test_the_policys_tokens_end_as_the_examples_of_the_reward_model_did(
-    name: str, chat: bool, assets: Any, make_trajectory: MakeTrajectory
-) -> None:
+def test_the_policys_tokens_end_as_the_examples_of_the_reward_model_did(name, chat, assets, make_trajectory):
     real = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
     how = {"input_template": None, "apply_chat_template": chat}
     asked = CHAT if chat else "ab"
@@ -314,18 +284,14 @@ def test_the_policys_tokens_end_as_the_examples_of_the_reward_model_did(
     assert encode(cut_off) == [*before, *sampled[:-1]]
 
 
-def test_a_plain_text_that_ended_with_another_token_than_eos_is_read_at_eos(
-    own: PreTrainedTokenizerFast, make_trajectory: MakeTrajectory
-) -> None:
+def test_a_plain_text_that_ended_with_another_token_than_eos_is_read_at_eos(own, make_trajectory):
     sample = make_trajectory(ids_of("a"), ids_of("c", "<u>"))
     assert PolicyTokens(own, "m")(sample) == ids_of("a", "c", "<u>", "</s>")
     chat = make_trajectory(ids_of("a"), ids_of("c", "<u>"), messages=CHAT)
     assert PolicyTokens(own, "m")(chat) == ids_of("a", "c", "<u>", "</s>"), "the template has no <u> behind the turn"
 
 
-def test_the_policys_tokens_are_cut_to_the_context_of_the_reward_model(
-    own: PreTrainedTokenizerFast, make_trajectory: MakeTrajectory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_policys_tokens_are_cut_to_the_context_of_the_reward_model(own, make_trajectory, caplog):
     caplog.set_level(logging.WARNING, "openppo")
     sample = make_trajectory(ids_of("a", "b"), ids_of("c", "</s>"))
     assert PolicyTokens(own, "m", context=4)(sample) == ids_of("a", "b", "c", "</s>")
@@ -334,15 +300,13 @@ def test_the_policys_tokens_are_cut_to_the_context_of_the_reward_model(
     assert "--reward_pretrain m reads 3 tokens, but prompt 'ask' has 4" in caplog.text
 
 
-def test_a_text_gets_one_bos_if_its_tokenizer_wants_one(
-    own: PreTrainedTokenizerFast, make_tokenizer: MakeTokenizer
-) -> None:
+def test_a_text_gets_one_bos_if_its_tokenizer_wants_one(own, make_tokenizer):
     assert encode_text(own, "ab") == encode_text(own, "<s>ab") == ids_of("<s>", "a", "b")
     assert encode_text(own, "") == ids_of("<s>")
     assert encode_text(make_tokenizer(), "ab") == [4, 5]
 
 
-def test_ids_end_with_one_eos(own: PreTrainedTokenizerFast) -> None:
+def test_ids_end_with_one_eos(own):
     assert end_with_eos(own, ids_of("a")) == ids_of("a", "</s>")
     assert end_with_eos(own, ids_of("a", "</s>")) == ids_of("a", "</s>")
     assert end_with_eos(own, ids_of("a", "</s>", " ", " ")) == ids_of("a", "</s>")
@@ -352,8 +316,8 @@ def test_ids_end_with_one_eos(own: PreTrainedTokenizerFast) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini"])
 def test_real_chat_templates_end_a_finished_response_with_eos_and_a_cut_one_with_its_last_word(
-    name: str, assets: Any, make_tokenizer: MakeTokenizer, make_trajectory: MakeTrajectory
-) -> None:
+    name, assets, make_tokenizer, make_trajectory
+):
     real = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
     encode = RewardModelText(make_tokenizer(), real, "m")
     ended = encode(make_trajectory([4], [6, 7, 1], messages=CHAT))

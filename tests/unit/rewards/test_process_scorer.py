@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ CHAT = (
 QUESTION, STEPS = "what", ["one", "and two", "three"]
 
 
-def tokenizer_of(folder: Path, letters: str, chat_template: str | None) -> PreTrainedTokenizerFast:
+def tokenizer_of(folder, letters, chat_template):
     core = Tokenizer(models.WordLevel({t: i for i, t in enumerate(["<unk>", "<eos>", *letters])}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
@@ -38,20 +36,14 @@ def tokenizer_of(folder: Path, letters: str, chat_template: str | None) -> PreTr
 
 
 @pytest.fixture
-def judge(tmp_path: Path) -> Path:
+def judge(tmp_path):
     tokenizer_of(tmp_path, LETTERS, CHAT)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=2 + len(LETTERS), **sizes)).save_pretrained(tmp_path)
     return tmp_path
 
 
-def scorer_of(
-    judge: Path,
-    policy: PreTrainedTokenizerFast,
-    prompts: Sequence[Prompt] = (),
-    template: str | None = None,
-    **options: Any,
-) -> Any:
+def scorer_of(judge, policy, prompts=(), template=None, **options):
     source = RewardConfig(prm_pretrain=str(judge), prm_placeholder_token="#", **options)
     setup = ScorerSetup(
         SingleProcess(),
@@ -68,9 +60,7 @@ def scorer_of(
 @pytest.mark.parametrize("template", [None, "q {} a "])
 @pytest.mark.parametrize("policy_chats", [False, True])
 @pytest.mark.parametrize("judge_chats", [False, True])
-def test_scoring_reads_what_training_reads(
-    judge: Path, tmp_path: Path, template: str | None, policy_chats: bool, judge_chats: bool
-) -> None:
+def test_scoring_reads_what_training_reads(judge, tmp_path, template, policy_chats, judge_chats):
     own = PreTrainedTokenizerFast.from_pretrained(judge)
     policy = tokenizer_of(tmp_path / "policy", LETTERS[::-1], CHAT.replace("[0]", "[:2]"))  # ids of its own
     text, ids = render_prompt(QUESTION, policy, input_template=template, apply_chat_template=policy_chats)
@@ -106,14 +96,14 @@ def test_scoring_reads_what_training_reads(
         ),
     ],
 )
-def test_what_the_judge_lacks_is_named(judge: Path, options: dict[str, Any], message: str) -> None:
+def test_what_the_judge_lacks_is_named(judge, options, message):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(judge)
     (judge / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match=message):
         scorer_of(judge, tokenizer, **options)
 
 
-def test_a_chat_that_the_judge_cannot_render_is_found_before_the_run(judge: Path) -> None:
+def test_a_chat_that_the_judge_cannot_render_is_found_before_the_run(judge):
     (judge / "chat_template.jinja").write_text("{{ raise_exception('no system') if messages[0]['role'] == 'system' }}")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(judge)
     asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "ask"}]

@@ -6,32 +6,28 @@ import io
 import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import pytest
 
 from openppo.rewards import CombinedScorer, check_scores, scoring, start_scoring
 from openppo.tracking.phase import current
-from openppo.types import Score, Trajectory
+from openppo.types import Score
 
 
 class Source:
     """Gives the same score to every trajectory, and remembers on which thread."""
 
-    def __init__(
-        self, score: Score, collective: bool = False, name: str = "a source", before: Callable[[], object] = int
-    ) -> None:
+    def __init__(self, score, collective=False, name="a source", before=int):
         self.given = score
         self.collective = collective
         self.name = name
         self.before = before
         self.thread: threading.Thread | None = None
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.name
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    def score(self, trajectories):
         """The same score for all."""
         self.thread = threading.current_thread()
         self.before()
@@ -41,7 +37,7 @@ class Source:
 GOOD = Score({"good": 1.0})
 
 
-def test_a_source_of_one_rank_scores_while_the_caller_goes_on(two: list[Trajectory]) -> None:
+def test_a_source_of_one_rank_scores_while_the_caller_goes_on(two):
     computed = threading.Event()
     source = Source(GOOD, before=lambda: computed.wait(60))
     pending = start_scoring(source, two)
@@ -50,19 +46,17 @@ def test_a_source_of_one_rank_scores_while_the_caller_goes_on(two: list[Trajecto
     assert source.thread is not threading.current_thread()
 
 
-def test_while_scores_are_waited_for_a_bar_counts_the_samples_that_are_done(
-    two: list[Trajectory], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_scores_are_waited_for_a_bar_counts_the_samples_that_are_done(two, monkeypatch):
     class Counting(Source):
         n_scored = 0
 
     class Terminal(io.StringIO):
-        def isatty(self) -> bool:
+        def isatty(self):
             return True
 
     looks: list[object] = []
 
-    def wait(futures: list[Future[object]], timeout: float) -> object:
+    def wait(futures, timeout):
         looks.append(None)
         source.n_scored = len(looks) // 2
         if len(looks) == 5:
@@ -80,14 +74,14 @@ def test_while_scores_are_waited_for_a_bar_counts_the_samples_that_are_done(
     assert len(seen) == 2, "one for each sample"
 
 
-def test_a_collective_source_scores_at_once_on_the_callers_thread(two: list[Trajectory]) -> None:
+def test_a_collective_source_scores_at_once_on_the_callers_thread(two):
     source = Source(GOOD, collective=True)
     pending = start_scoring(source, two)
     assert source.thread is threading.current_thread()
     assert pending.wait() == [GOOD, GOOD]
 
 
-def test_background_sources_start_before_collective_ones(two: list[Trajectory]) -> None:
+def test_background_sources_start_before_collective_ones(two):
     started, go_on, background_was_first = threading.Event(), threading.Event(), []
     background = Source(Score({"a": 1.0}), before=lambda: (started.set(), go_on.wait(10)))
     collective = Source(
@@ -100,7 +94,7 @@ def test_background_sources_start_before_collective_ones(two: list[Trajectory]) 
     assert collective.thread is threading.current_thread()
 
 
-def test_background_sources_run_at_the_same_time(two: list[Trajectory]) -> None:
+def test_background_sources_run_at_the_same_time(two):
     both_are_here = threading.Barrier(2, timeout=60)
     sources = [Source(Score({name: 1.0}), before=both_are_here.wait) for name in "ab"]
     combined = CombinedScorer(sources)
@@ -109,7 +103,7 @@ def test_background_sources_run_at_the_same_time(two: list[Trajectory]) -> None:
 
 
 @pytest.mark.parametrize("collective", [True, False])
-def test_what_a_source_raises_comes_up(collective: bool, two: list[Trajectory]) -> None:
+def test_what_a_source_raises_comes_up(collective, two):
     source = Source(GOOD, collective, before=lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start_scoring(source, two).wait()
@@ -117,7 +111,7 @@ def test_what_a_source_raises_comes_up(collective: bool, two: list[Trajectory]) 
         CombinedScorer([Source(GOOD), source]).score(two)
 
 
-def test_token_rewards_of_several_sources_are_summed(two: list[Trajectory]) -> None:
+def test_token_rewards_of_several_sources_are_summed(two):
     sources = [
         Source(Score(token_rewards=[0.5, -1.0, 0.0], step_ends=[True, True, False])),
         Source(Score({"a": 1.0}, failed=True)),
@@ -130,18 +124,21 @@ def test_token_rewards_of_several_sources_are_summed(two: list[Trajectory]) -> N
     assert score.step_ends == [True, True, True]
 
 
-def test_two_sources_of_one_name_are_an_error_naming_both(two: list[Trajectory]) -> None:
+def test_two_sources_of_one_name_are_an_error_naming_both(two):
     combined = CombinedScorer([Source(GOOD, name="--reward_fn f.py"), Source(GOOD, name="--remote_rm_url")])
     with pytest.raises(ValueError, match="^--reward_fn f.py and --remote_rm_url both give a reward named 'good'"):
         combined.score(two)
 
 
-def test_a_bad_score_is_named_with_its_source_and_sample(two: list[Trajectory]) -> None:
+def test_a_bad_score_is_named_with_its_source_and_sample(two):
     with pytest.raises(ValueError, match="the reward model returned nan for prompt 'ab'; a finite number is needed"):
         check_scores([math.nan, 0.0], two, "the reward model")
 
 
-def test_a_long_prompt_is_shortened_in_messages(make_trajectory: Callable[..., Trajectory]) -> None:
+def test_a_long_prompt_is_shortened_in_messages(make_trajectory):
     with pytest.raises(ValueError) as error:
-        check_scores([math.nan], [make_trajectory([4], [1], text="x" * 10_000)], "a source")
-    assert len(str(error.value)) < 300
+        check_scores(
+            [math.nan], [make_trajectory([4], [1], text="x" * 10_000, source="data/a.jsonl", index=6)], "a source"
+        )
+    assert len(str(error.value)) < 350
+    assert "(row 7 of data/a.jsonl); a finite number" in str(error.value)

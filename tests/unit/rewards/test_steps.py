@@ -1,10 +1,6 @@
 """Where steps end, with tokenizers that put the separator with the words before or after it."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -18,7 +14,7 @@ TEXT = "Add two.\n\nThen ✓🙂 halve.\n\nDone."
 
 
 @pytest.fixture(scope="module")
-def bpe() -> PreTrainedTokenizerFast:
+def bpe():
     """A byte-level BPE tokenizer without pre-tokenization: frequent pairs across words and separators are tokens."""
     core = Tokenizer(BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -29,13 +25,13 @@ def bpe() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
 
 
-def texts_of_steps(ids: list[int], ends: list[int], tokenizer: Any) -> list[str]:
+def texts_of_steps(ids, ends, tokenizer):
     """The text that each step's tokens decode to."""
     starts = [0, *(end + 1 for end in ends)]
     return [tokenizer.decode(ids[start : end + 1]) for start, end in zip(starts, ends, strict=False)]
 
 
-def test_steps_end_at_the_token_that_completes_their_text(bpe: PreTrainedTokenizerFast) -> None:
+def test_steps_end_at_the_token_that_completes_their_text(bpe):
     ids = [*bpe(TEXT)["input_ids"], bpe.eos_token_id]
     tokens = bpe.convert_ids_to_tokens(ids)
     ends = step_ends(ids, bpe, "\n\n")
@@ -49,7 +45,7 @@ def test_steps_end_at_the_token_that_completes_their_text(bpe: PreTrainedTokeniz
     assert any("Ċ" in token.strip("Ċ") for token in tokens), "some token crosses a border, or the test shows little"
 
 
-def test_characters_of_several_tokens_do_not_shift_places(bpe: PreTrainedTokenizerFast) -> None:
+def test_characters_of_several_tokens_do_not_shift_places(bpe):
     ids = bpe("🙂\n\n🙂🙂\n\n🙂")["input_ids"]  # four bytes and four tokens each, two for a separator
     assert [bpe.decode(ids[i : i + 4]) for i in (0, 6, 10, 16)] == ["🙂"] * 4
     assert step_ends(ids, bpe, "\n\n") == [3, 13, 19]
@@ -68,12 +64,12 @@ def test_characters_of_several_tokens_do_not_shift_places(bpe: PreTrainedTokeniz
         ("ab cd ", [4]),
     ],
 )
-def test_blank_steps_and_blanks_at_the_end_do_not_count(text: str, ends: list[int], bpe: Any) -> None:
+def test_blank_steps_and_blanks_at_the_end_do_not_count(text, ends, bpe):
     characters = [bpe.convert_tokens_to_ids("Ġ" if c == " " else c) for c in text]
     assert step_ends([*characters, bpe.eos_token_id], bpe, "X") == ends
 
 
-def test_one_token_may_end_two_steps(make_tokenizer: Callable[..., Any]) -> None:
+def test_one_token_may_end_two_steps(make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["zxz"])
     ids = tokenizer("azxzb")["input_ids"]
@@ -83,7 +79,7 @@ def test_one_token_may_end_two_steps(make_tokenizer: Callable[..., Any]) -> None
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"])
-def test_steps_of_real_tokenizers_are_found_by_their_texts(name: str, assets: Any) -> None:
+def test_steps_of_real_tokenizers_are_found_by_their_texts(name, assets):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
     ids = [*tokenizer(TEXT, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     texts = texts_of_steps(ids, step_ends(ids, tokenizer, "\n\n"), tokenizer)
@@ -91,7 +87,7 @@ def test_steps_of_real_tokenizers_are_found_by_their_texts(name: str, assets: An
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"])
-def test_places_are_those_of_a_search_from_the_left_for_any_tokens(name: str, assets: Any) -> None:
+def test_places_are_those_of_a_search_from_the_left_for_any_tokens(name, assets):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
     rng = random.Random(0)
     pieces = ["a", " the", "\n", "\n\n", "😀", "é", " ", "Step 1.", "中文", "-"]

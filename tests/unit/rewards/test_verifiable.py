@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,23 +13,21 @@ import pytest
 
 from openppo.config import RewardConfig
 from openppo.rewards import VerifiableScorer, start_scoring
-from openppo.rewards.verifiable import MathReward, Verify, final_answer, make_verify
-from openppo.types import Prompt, Score, Trajectory
-
-MakeTrajectory = Callable[..., Trajectory]
+from openppo.rewards.verifiable import MathReward, final_answer, make_verify
+from openppo.types import Prompt, Score
 
 
 @pytest.fixture
-def judge(make_trajectory: MakeTrajectory) -> Callable[..., float]:
+def judge(make_trajectory):
     """The reward of a response to a prompt with a label."""
 
-    def run(verify: Verify, response: str, label: Any) -> float:
+    def run(verify, response, label):
         return verify(response, make_trajectory([4], [1], label=label))
 
     return run
 
 
-def verify_of(verifier: Any, **options: Any) -> Verify:
+def verify_of(verifier, **options):
     """As the command line makes it."""
     return make_verify(verifier, RewardConfig(verifiable_reward=(verifier,), **options), prompts=[])
 
@@ -42,7 +39,7 @@ def verify_of(verifier: Any, **options: Any) -> Verify:
     ("text", "answer"),
     [("5 + 2 = 7\n#### 7", "7"), ("#### 1\n#### 2 \n", "2"), (" yes ", "yes"), ("####", ""), ("", "")],
 )
-def test_the_final_answer_stands_after_the_last_mark(text: str, answer: str) -> None:
+def test_the_final_answer_stands_after_the_last_mark(text, answer):
     assert final_answer(text) == answer
 
 
@@ -60,9 +57,7 @@ def test_the_final_answer_stands_after_the_last_mark(text: str, answer: str) -> 
         ("#### 72 #### 71", "72", 0.0),
     ],
 )
-def test_exact_match_compares_final_answers(
-    response: str, label: Any, reward: float, judge: Callable[..., float]
-) -> None:
+def test_exact_match_compares_final_answers(response, label, reward, judge):
     assert judge(verify_of("exact_match"), response, label) == reward
 
 
@@ -79,11 +74,13 @@ def test_exact_match_compares_final_answers(
         ("14", 140.0, 0.0),
         ("145", 145.5, 0.0),
         ("1450", "145.0", 0.0),
+        ("#### 1600", "1,600", 1.0),
+        ("#### -1,450,000.5", "-1450000.5", 1.0),
+        ("#### 1,60", "160", 0.0),
+        ("#### a,b", "ab", 0.0),
     ],
 )
-def test_exact_match_compares_numbers_without_zeros_behind_the_point(
-    response: str, label: Any, reward: float, judge: Callable[..., float]
-) -> None:
+def test_exact_match_compares_numbers_however_they_are_written(response, label, reward, judge):
     assert judge(verify_of("exact_match"), response, label) == reward
 
 
@@ -102,18 +99,16 @@ def test_exact_match_compares_numbers_without_zeros_behind_the_point(
         (r"<answer>(.*?)</answer>", "<answer>7</answer><answer>8</answer>", "7+1\n#### 8", 1.0),
         (r"<answer>(.*?)</answer>", "7", "7", 0.0),
         (r"a(b)?", "a", "b", 0.0),
+        (r"([\d.]+)$", "145.0", 145.0, 1.0),
+        (r"([\d.]+)$", "14.5", 145.0, 0.0),
     ],
 )
-def test_a_response_must_match_and_the_last_group_must_be_the_label(
-    pattern: str, response: str, label: Any, reward: float, judge: Callable[..., float]
-) -> None:
+def test_a_response_must_match_and_the_last_group_must_be_the_label(pattern, response, label, reward, judge):
     assert judge(verify_of("regex", verify_regex=pattern), response, label) == reward
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "^(?:a|aa)+$"])
-def test_an_expression_that_backtracks_for_ever_counts_as_wrong(
-    pattern: str, judge: Callable[..., float], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_expression_that_backtracks_for_ever_counts_as_wrong(pattern, judge, caplog):
     caplog.set_level(logging.WARNING, "openppo")
     verify: Any = verify_of("regex", verify_regex=pattern)
     verify.seconds = 60.0
@@ -128,16 +123,10 @@ def test_an_expression_that_backtracks_for_ever_counts_as_wrong(
     assert judge(verify, "aaa", "aaa") == 1.0
 
 
-def test_regex_compares_numbers_whatever_their_zeros(judge: Callable[..., float]) -> None:
-    verify = verify_of("regex", verify_regex=r"([\d.]+)$")
-    assert [judge(verify, answer, 145.0) for answer in ("145", "145.0", "14.5")] == [1.0, 1.0, 0.0]
-
-
 @pytest.mark.parametrize(
-    ("pattern", "message"),
-    [("a(", "is not a regular expression: missing )"), ("(a)(b)", "has 2 groups; one at most")],
+    ("pattern", "message"), [("a(", "is not a regular expression: missing )"), ("(a)(b)", "has 2 groups; one at most")]
 )
-def test_a_bad_expression_is_an_error_naming_the_flag(pattern: str, message: str) -> None:
+def test_a_bad_expression_is_an_error_naming_the_flag(pattern, message):
     with pytest.raises(ValueError, match="^--verify_regex ") as error:
         verify_of("regex", verify_regex=pattern)
     assert message in str(error.value)
@@ -147,7 +136,7 @@ def test_a_bad_expression_is_an_error_naming_the_flag(pattern: str, message: str
 
 
 @pytest.mark.parametrize(("n", "reward"), [(4, 1.0), (3, 0.75), (6, 0.5), (8, 0.0), (12, -1.0)])
-def test_length_counts_response_tokens(n: int, reward: float, make_trajectory: MakeTrajectory) -> None:
+def test_length_counts_response_tokens(n, reward, make_trajectory):
     verify = verify_of("length", verify_length=4)
     assert verify("", make_trajectory([4, 4], [5] * n)) == reward
 
@@ -156,7 +145,7 @@ def test_length_counts_response_tokens(n: int, reward: float, make_trajectory: M
 
 
 @pytest.fixture(scope="module")
-def math_reward() -> Iterator[MathReward]:
+def math_reward():
     """With one process for all tests."""
     pytest.importorskip("math_verify")
     yield MathReward()
@@ -178,12 +167,11 @@ def math_reward() -> Iterator[MathReward]:
         ("To give the answer as 33.3%\n#### 33", "33", 1.0),
         ("#### 33 apples", "33", 1.0),
         ("I do not know.", "72", 0.0),
+        (r"The answer is \boxed{\$36}.", r"\$36", 1.0),
         ("", "72", 0.0),
     ],
 )
-def test_math_compares_values(
-    response: str, label: Any, reward: float, math_reward: MathReward, judge: Callable[..., float]
-) -> None:
+def test_math_compares_values(response, label, reward, math_reward, judge):
     assert judge(math_reward, response, label) == reward
 
 
@@ -204,29 +192,11 @@ def test_math_compares_values(
         (r"\$18.90", "18.90", 1.0),
     ],
 )
-def test_the_final_answer_after_the_mark_may_be_latex_as_a_label_may(
-    label: str, answer: str, reward: float, math_reward: MathReward, judge: Callable[..., float]
-) -> None:
+def test_the_final_answer_after_the_mark_may_be_latex_as_a_label_may(label, answer, reward, math_reward, judge):
     assert judge(math_reward, f"Let me see. #### {answer}", label) == reward
 
 
-def test_money_as_label_equals_itself_in_a_box(math_reward: MathReward, judge: Callable[..., float]) -> None:
-    assert judge(math_reward, r"The answer is \boxed{\$36}.", r"\$36") == 1.0
-
-
-@pytest.mark.parametrize(
-    ("response", "label", "reward"),
-    [("1600", "1,600", 1.0), ("-1,450,000.5", "-1450000.5", 1.0), ("1,60", "160", 0.0), ("a,b", "ab", 0.0)],
-)
-def test_commas_between_thousands_make_no_difference(
-    response: str, label: str, reward: float, judge: Callable[..., float]
-) -> None:
-    assert judge(verify_of("exact_match"), f"#### {response}", label) == reward
-
-
-def test_math_works_in_the_background(
-    math_reward: MathReward, make_trajectory: MakeTrajectory, make_tokenizer: Callable[..., Any]
-) -> None:
+def test_math_works_in_the_background(math_reward, make_trajectory, make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([f" {n}" for n in range(3)])
     trajectories = [
@@ -236,9 +206,7 @@ def test_math_works_in_the_background(
     assert scores == [Score({"math": 0.0}), Score({"math": 1.0}), Score({"math": 0.0})]
 
 
-def test_math_that_never_ends_counts_as_wrong_and_the_next_answer_is_judged_again(
-    judge: Callable[..., float], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_math_that_never_ends_counts_as_wrong_and_the_next_answer_is_judged_again(judge, caplog, monkeypatch):
     pytest.importorskip("math_verify")
     caplog.set_level(logging.WARNING, "openppo")
     reward = MathReward()
@@ -250,24 +218,20 @@ def test_math_that_never_ends_counts_as_wrong_and_the_next_answer_is_judged_agai
     assert judge(reward, "#### 72", 72) == 1.0
 
 
-def test_math_without_its_package_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_without_its_package_is_an_error_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ValueError, match="^--verifiable_reward math needs .* pip install math-verify"):
         verify_of("math")
 
 
-def test_math_whose_process_cannot_start_is_an_error(
-    judge: Callable[..., float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_math_whose_process_cannot_start_is_an_error(judge, monkeypatch):
     pytest.importorskip("math_verify")
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="its process ended with status 1"):
         judge(MathReward(), "72", 72)
 
 
-def test_gsm8k_answers_are_right_as_they_stand_and_wrong_for_the_next_question(
-    assets: Any, math_reward: MathReward, judge: Callable[..., float]
-) -> None:
+def test_gsm8k_answers_are_right_as_they_stand_and_wrong_for_the_next_question(assets, math_reward, judge):
     lines = (assets / "data" / "gsm8k" / "test.jsonl").read_text().splitlines()[:512]
     answers = [json.loads(line)["answer"] for line in lines]
     finals = [final_answer(answer) for answer in answers]
@@ -282,22 +246,20 @@ def test_gsm8k_answers_are_right_as_they_stand_and_wrong_for_the_next_question(
 
 @pytest.mark.parametrize("label", [None, "", " ", "####", ["72"], {"a": 1}, math.nan])
 @pytest.mark.parametrize("verifier", ["exact_match", "math", "regex"])
-def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier: Any, label: Any) -> None:
+def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier, label):
     prompts = [Prompt("good", [1], "72"), Prompt("bad", [1], label)]
     source = RewardConfig(verifiable_reward=(verifier,), verify_regex="(a)")
     with pytest.raises(ValueError, match=f"^--verifiable_reward {verifier} .* prompt 'bad' is .*--label_key"):
         make_verify(verifier, source, prompts)
 
 
-def test_length_and_expressions_without_group_need_no_label() -> None:
+def test_length_and_expressions_without_group_need_no_label():
     prompts = [Prompt("ask", [1])]
     for verifier, options in (("length", {"verify_length": 3}), ("regex", {"verify_regex": "a"})):
         make_verify(verifier, RewardConfig(verifiable_reward=(verifier,), **options), prompts)
 
 
-def test_a_reward_that_is_no_finite_number_is_an_error_naming_its_sample(
-    make_trajectory: Callable[..., Trajectory], make_tokenizer: Callable[..., Any]
-) -> None:
+def test_a_reward_that_is_no_finite_number_is_an_error_naming_its_sample(make_trajectory, make_tokenizer):
     samples = [make_trajectory([4], [5, 1], text=text) for text in "ab"]
     scorer = VerifiableScorer(
         lambda _, trajectory: 1.0 if trajectory.prompt.text == "a" else math.nan, make_tokenizer()
@@ -306,9 +268,9 @@ def test_a_reward_that_is_no_finite_number_is_an_error_naming_its_sample(
         scorer.score(samples)
 
 
-def test_a_rank_without_samples_has_no_scores() -> None:
+def test_a_rank_without_samples_has_no_scores():
     class Tokenizer:
-        def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        def batch_decode(self, rows, skip_special_tokens):
             return [""] * max(len(rows), 1)  # as transformers does
 
     tokenizer: Any = Tokenizer()

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
-
-from openppo.types import SamplingParams
-
-WarpByTransformers = Callable[[torch.Tensor, SamplingParams], torch.Tensor]
-NaiveSample = Callable[..., tuple[list[int], list[float]]]
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread():
     """These models are too small to share among threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -30,16 +18,16 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def prompts() -> list[list[int]]:
+def prompts():
     """Token ids of unequal lengths, two of them equal and one longer than the sliding window."""
     return [[3, 4, 5], [7], [9, 2, 2, 6, 11, 13, 8, 1, 4], [7], [5, 4, 3, 21, 20]]
 
 
 @pytest.fixture(scope="session")
-def warp_by_transformers() -> WarpByTransformers:
+def warp_by_transformers():
     """Logits after transformers' own warpers, in the order of its ``generate``."""
 
-    def warp(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    def warp(logits, params):
         logits = logits.float()
         ids = torch.zeros(logits.shape[0], 1, dtype=torch.long)
         logits = TemperatureLogitsWarper(params.temperature)(ids, logits)
@@ -53,20 +41,14 @@ def warp_by_transformers() -> WarpByTransformers:
 
 
 @pytest.fixture(scope="session")
-def naive_sample(warp_by_transformers: WarpByTransformers) -> NaiveSample:
+def naive_sample(warp_by_transformers):
     """One response, one full forward pass per token: no batch, no padding, no cache.
 
     ``uniforms[t]`` decides token t by inverting the cumulative distribution. Returns token ids and their log-probs.
     """
 
     @torch.no_grad()
-    def sample(
-        model: PreTrainedModel,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        uniforms: Sequence[float],
-        eos_token_ids: Sequence[int] = (),
-    ) -> tuple[list[int], list[float]]:
+    def sample(model, prompt, params, uniforms, eos_token_ids=()):
         tokens: list[int] = []
         log_probs: list[float] = []
         while len(tokens) < params.max_new_tokens and not (tokens and tokens[-1] in eos_token_ids):

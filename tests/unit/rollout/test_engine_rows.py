@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from openppo.models.size import cache_elements
 from openppo.rollout import hf_engine
@@ -22,11 +20,11 @@ PROMPT, NEW = [3, 4, 5], 7
 class Weights:
     """Those of the module, which are whole."""
 
-    def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
+    def gathered(self, in_lockstep):
         return nullcontext()
 
 
-def decoded_together(model: Any, monkeypatch: pytest.MonkeyPatch, free: int | None, given: int | None) -> int:
+def decoded_together(model, monkeypatch, free, given):
     """Most rows of one forward for 300 prompts, where ``free`` bytes are free on waking."""
     monkeypatch.setattr(hf_engine, "free_memory", lambda device: free)
     engine = HFEngine(model, [], 0, given)
@@ -41,33 +39,29 @@ def decoded_together(model: Any, monkeypatch: pytest.MonkeyPatch, free: int | No
 
 
 @pytest.mark.parametrize("given", [3, 70])
-def test_max_num_seqs_wins_over_free_memory(
-    given: int, models: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_max_num_seqs_wins_over_free_memory(given, models, monkeypatch):
     assert decoded_together(models["llama"], monkeypatch, free=1, given=given) == given
 
 
-def test_a_cpu_decodes_64_rows(models: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_decodes_64_rows(models, monkeypatch):
     assert hf_engine.free_memory(torch.device("cpu")) is None
     assert decoded_together(models["llama"], monkeypatch, free=None, given=None) == 64
 
 
 @pytest.mark.parametrize(("room", "rows"), [(0.3, 1), (5.5, 5), (17.2, 16), (1000, 64)])
-def test_the_cache_takes_half_of_what_is_free(
-    room: float, rows: int, models: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_takes_half_of_what_is_free(room, rows, models, monkeypatch):
     """``room`` rows fit in half of it."""
     row = 4 * cache_elements(models["llama"].config) * (len(PROMPT) + 1 + NEW + SLACK_COLUMNS)
     assert decoded_together(models["llama"], monkeypatch, free=int(2 * room * row), given=None) == rows
 
 
-def test_rows_are_counted_in_eights_up_to_the_most() -> None:
+def test_rows_are_counted_in_eights_up_to_the_most():
     assert [rows_that_fit(2 * 10 * n, 10, 250) for n in (0, 1, 7, 8, 15, 16, 249, 250, 900)] == [
         *(1, 1, 7, 8, 8, 16, 248, 250, 250)
     ]
 
 
-def test_a_gpu_is_sized_by_its_free_memory(models: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_sized_by_its_free_memory(models, monkeypatch):
     freed = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))

@@ -1,18 +1,14 @@
 """Engines in lockstep make equally many forward passes, as partitioned weights demand, with the same responses."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import numpy as np
 import pytest
-from transformers import PreTrainedModel
 
 from openppo.rollout.hf_engine import HFEngine
-from openppo.types import Completion, SamplingParams
+from openppo.types import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=15, temperature=1.3)
 EOS_IDS = [0, 12, 17, 19]
@@ -21,14 +17,14 @@ EOS_IDS = [0, 12, 17, 19]
 class AnyRankBusy:
     """What a max all-reduce does, for ranks that are threads."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size):
         self.flags = [False] * world_size
         self.barrier = Barrier(world_size, timeout=60)
 
-    def on_rank(self, rank: int) -> Callable[[bool], bool]:
+    def on_rank(self, rank):
         """The function to give to the engine of ``rank``."""
 
-        def any_rank_busy(busy: bool) -> bool:
+        def any_rank_busy(busy):
             self.flags[rank] = busy
             self.barrier.wait()
             result = any(self.flags)
@@ -38,17 +34,11 @@ class AnyRankBusy:
         return any_rank_busy
 
 
-def forwards_and_completions(
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    first_seed: int,
-    batch: int,
-    any_rank_busy: Callable[[bool], bool] | None = None,
-) -> tuple[int, list[Completion]]:
+def forwards_and_completions(model, prompts, first_seed, batch, any_rank_busy=None):
     """Generate on a copy of ``model``, counting its forward passes."""
     model, count = copy.deepcopy(model), 0
 
-    def add_one(*_: object) -> None:
+    def add_one(*_):
         nonlocal count
         count += 1
 
@@ -60,16 +50,10 @@ def forwards_and_completions(
 
 @pytest.mark.parametrize(
     "shares",
-    [
-        [[[3, 4, 5], [7]], [[9, 2, 2, 6], [5]]],
-        [[[3, 4, 5], [7], [1], [2]], [[9]]],
-        [[[3, 4, 5], [7]], []],
-    ],
+    [[[[3, 4, 5], [7]], [[9, 2, 2, 6], [5]]], [[[3, 4, 5], [7], [1], [2]], [[9]]], [[[3, 4, 5], [7]], []]],
     ids=["equal shares", "one rank has more batches", "one rank has nothing"],
 )
-def test_ranks_make_equally_many_forward_passes_and_get_the_responses_they_get_alone(
-    shares: list[list[list[int]]], models: dict[str, PreTrainedModel]
-) -> None:
+def test_ranks_make_equally_many_forward_passes_and_get_the_responses_they_get_alone(shares, models):
     model = models["llama"]
     alone = [forwards_and_completions(model, share, 50 * rank, batch=2) for rank, share in enumerate(shares)]
     assert alone[0][0] != alone[1][0], "without lockstep these ranks would wait for each other forever"
@@ -88,7 +72,7 @@ def test_ranks_make_equally_many_forward_passes_and_get_the_responses_they_get_a
             np.testing.assert_allclose(completion.log_probs, other.log_probs, atol=1e-5)
 
 
-def test_ranks_that_take_in_requests_by_hand_step_together(models: dict[str, PreTrainedModel]) -> None:
+def test_ranks_that_take_in_requests_by_hand_step_together(models):
     engine = HFEngine(copy.deepcopy(models["llama"]), EOS_IDS, 0, 2)
     engine.step()
     assert not engine.busy

@@ -1,11 +1,8 @@
 """From prompts to trajectories: groups, seeds that know nothing of ranks, and every field."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
-from transformers import PreTrainedModel
 
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rollout import check_weights, make_trajectory, sample_seed, sample_trajectories, write_scores
@@ -18,15 +15,13 @@ PROMPTS = [Prompt(f"text {i}", [3 + i] * (1 + i % 3), label=i, row={"input": f"t
 class RecordingEngine:
     """Answers each prompt with its first token and remembers what it was asked."""
 
-    def __init__(self, version: int = 0) -> None:
+    def __init__(self, version=0):
         self.version = version
         self.prompts: list[Sequence[int]] = []
         self.seeds: list[int] = []
         self.params: list[SamplingParams] = []
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Completion]:
+    def generate(self, prompts, params, seeds):
         """One token for each prompt."""
         self.prompts += prompts
         self.seeds += seeds
@@ -34,14 +29,14 @@ class RecordingEngine:
         return [Completion([prompt[0]], [-0.5], FinishReason.LENGTH) for prompt in prompts]
 
 
-def seeds_used(prompts: list[Prompt], n_samples: int, seed: int, first_group: int) -> list[int]:
+def seeds_used(prompts, n_samples, seed, first_group):
     """The seeds that the engine is given."""
     engine = RecordingEngine()
     sample_trajectories(engine, prompts, PARAMS, n_samples, seed, first_group)
     return engine.seeds
 
 
-def test_samples_of_a_prompt_are_beside_each_other_and_share_its_group() -> None:
+def test_samples_of_a_prompt_are_beside_each_other_and_share_its_group():
     engine = RecordingEngine()
     trajectories = sample_trajectories(engine, PROMPTS[:3], PARAMS, 2, seed=1, first_group=10)
     assert [t.group for t in trajectories] == [10, 10, 11, 11, 12, 12]
@@ -50,7 +45,7 @@ def test_samples_of_a_prompt_are_beside_each_other_and_share_its_group() -> None
     assert engine.params == [PARAMS]
 
 
-def test_all_samples_of_a_run_have_seeds_of_their_own() -> None:
+def test_all_samples_of_a_run_have_seeds_of_their_own():
     n_samples = 4
     seeds = [
         seed
@@ -61,13 +56,13 @@ def test_all_samples_of_a_run_have_seeds_of_their_own() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds), "what torch.Generator.manual_seed takes"
 
 
-def test_runs_of_neighbouring_seeds_share_no_sample_seed() -> None:
+def test_runs_of_neighbouring_seeds_share_no_sample_seed():
     runs = [{sample_seed(seed, number) for number in range(500)} for seed in range(5)]
     assert len(set.union(*runs)) == 5 * 500
 
 
 @pytest.mark.parametrize("n_samples", [1, 3])
-def test_seeds_do_not_depend_on_how_prompts_are_dealt_out(n_samples: int) -> None:
+def test_seeds_do_not_depend_on_how_prompts_are_dealt_out(n_samples):
     whole = seeds_used(PROMPTS, n_samples, seed=7, first_group=20)
     for size in (1, 2, 3):
         starts = range(0, len(PROMPTS), size)
@@ -77,8 +72,8 @@ def test_seeds_do_not_depend_on_how_prompts_are_dealt_out(n_samples: int) -> Non
 
 
 @pytest.mark.parametrize("batch", [2, 5])
-def test_two_ranks_sample_what_one_rank_samples(models: dict[str, PreTrainedModel], batch: int) -> None:
-    def sampled(prompts: list[Prompt], first_group: int, max_batch_size: int) -> list[tuple]:
+def test_two_ranks_sample_what_one_rank_samples(models, batch):
+    def sampled(prompts, first_group, max_batch_size):
         engine = HFEngine(models["llama"], [0, 12, 17], 0, max_batch_size)
         trajectories = sample_trajectories(engine, prompts, PARAMS, 2, seed=3, first_group=first_group)
         return [(t.group, t.token_ids, t.action_mask, t.finish_reason) for t in trajectories]
@@ -89,7 +84,7 @@ def test_two_ranks_sample_what_one_rank_samples(models: dict[str, PreTrainedMode
     assert len({tuple(ids) for _, ids, *_ in one_rank}) > 6, "samples of one prompt differ"
 
 
-def test_a_trajectory_says_of_each_token_where_it_came_from() -> None:
+def test_a_trajectory_says_of_each_token_where_it_came_from():
     prompt = Prompt("ab", [11, 12], label="x", row={"input": "ab"})
     completion = Completion([13, 14, 1], [-0.1, -0.2, -0.3], FinishReason.STOP)
     trajectory = make_trajectory(prompt, completion, group=4, version=9)
@@ -105,7 +100,7 @@ def test_a_trajectory_says_of_each_token_where_it_came_from() -> None:
     assert trajectory.response_ids == [13, 14, 1]
 
 
-def test_trajectories_share_no_list_with_their_prompt_or_each_other() -> None:
+def test_trajectories_share_no_list_with_their_prompt_or_each_other():
     prompt = Prompt("a", [3])
     first, second = sample_trajectories(RecordingEngine(), [prompt], PARAMS, 2, seed=0, first_group=0)
     first.token_ids.append(99)
@@ -115,18 +110,18 @@ def test_trajectories_share_no_list_with_their_prompt_or_each_other() -> None:
     assert second.scores == {}
 
 
-def test_tokens_carry_the_version_of_the_policy_that_sampled_them() -> None:
+def test_tokens_carry_the_version_of_the_policy_that_sampled_them():
     [trajectory] = sample_trajectories(RecordingEngine(version=6), PROMPTS[:1], PARAMS, 1, seed=0, first_group=0)
     assert trajectory.versions == [-1, 6]
     changed = Completion([13, 1], [-0.1, -0.2], FinishReason.STOP, versions=[6, 7])  # weights changed between both
     assert make_trajectory(PROMPTS[0], changed, group=0, version=7).versions[-2:] == [6, 7]
 
 
-def test_no_prompts_give_no_trajectories() -> None:
+def test_no_prompts_give_no_trajectories():
     assert sample_trajectories(RecordingEngine(), [], PARAMS, 3, seed=0, first_group=0) == []
 
 
-def test_a_weight_must_name_a_reward_unless_tokens_have_rewards_too() -> None:
+def test_a_weight_must_name_a_reward_unless_tokens_have_rewards_too():
     [sample] = sample_trajectories(RecordingEngine(), PROMPTS[:1], PARAMS, 1, seed=0, first_group=0)
     write_scores([sample], [Score({"math": 1.0})])
     check_weights([sample], {"math": 2.0})
@@ -137,7 +132,7 @@ def test_a_weight_must_name_a_reward_unless_tokens_have_rewards_too() -> None:
     assert sample.total_reward({"math": 2.0}) == 2.25
 
 
-def test_step_ends_and_their_rewards_skip_the_prompt() -> None:
+def test_step_ends_and_their_rewards_skip_the_prompt():
     [sample] = sample_trajectories(RecordingEngine(), [Prompt("a", [3, 4])], PARAMS, 1, seed=0, first_group=0)
     write_scores([sample], [Score(token_rewards=[0.0, 0.0, 0.0], step_ends=[False, False, True])])
     assert (sample.token_rewards, sample.step_ends) == ([0.0] * 3, [False, False, True])

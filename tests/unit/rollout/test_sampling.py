@@ -1,16 +1,10 @@
 """Choosing a token: the distribution is the one of transformers' warpers, and draws follow it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from openppo.rollout.sampling import request_uniforms, sample, warp_logits
 from openppo.types import SamplingParams
-
-Warp = Callable[[torch.Tensor, SamplingParams], torch.Tensor]
 
 LARGEST_UNIFORM = 1 - 2.0**-53
 PARAMS = [
@@ -21,13 +15,13 @@ PARAMS = [
 ]
 
 
-def uniform_grid(count: int, seed: int = 0) -> torch.Tensor:
+def uniform_grid(count, seed=0):
     """Uniforms that do not come from ``request_uniforms``."""
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=lambda p: f"t{p.temperature}-k{p.top_k}-p{p.top_p}")
-def test_warped_distribution_is_that_of_transformers(params: SamplingParams, warp_by_transformers: Warp) -> None:
+def test_warped_distribution_is_that_of_transformers(params, warp_by_transformers):
     torch.manual_seed(1)
     logits = torch.cat([torch.randn(4, 31), 20 * torch.randn(4, 31), torch.randn(1, 31).expand(1, -1) * 0.01])
     ours, theirs = warp_logits(logits, params), warp_by_transformers(logits, params)
@@ -36,9 +30,7 @@ def test_warped_distribution_is_that_of_transformers(params: SamplingParams, war
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, 0.613), (7, 1.0), (7, 0.613), (1, 1.0)])
-def test_with_ties_as_many_tokens_are_kept_with_the_same_probabilities(
-    top_k: int | None, top_p: float, warp_by_transformers: Warp
-) -> None:
+def test_with_ties_as_many_tokens_are_kept_with_the_same_probabilities(top_k, top_p, warp_by_transformers):
     # Which of equally likely tokens top-p keeps is up to the sort; 0.613 is no sum of their equal shares.
     params = SamplingParams(1, top_k=top_k, top_p=top_p)
     torch.manual_seed(2)
@@ -47,17 +39,7 @@ def test_with_ties_as_many_tokens_are_kept_with_the_same_probabilities(
     torch.testing.assert_close(ours.softmax(-1).sort(-1).values, theirs.softmax(-1).sort(-1).values)
 
 
-def test_of_four_equally_likely_tokens_top_p_one_half_keeps_two() -> None:
-    assert warp_logits(torch.zeros(1, 4), SamplingParams(1, top_p=0.5)).isfinite().sum() == 2
-
-
-def test_top_p_keeps_the_token_that_crosses_the_border() -> None:
-    logits = torch.tensor([[0.1, 0.6, 0.3]]).log()
-    kept = warp_logits(logits, SamplingParams(1, top_p=0.7)).isfinite()
-    assert kept.tolist() == [[False, True, True]]
-
-
-def test_log_probs_of_bfloat16_logits_are_taken_in_float32() -> None:
+def test_log_probs_of_bfloat16_logits_are_taken_in_float32():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
     params = SamplingParams(1, temperature=0.7)
     tokens, log_probs = sample(logits, torch.tensor([0.1, 0.5, 0.9]), params)
@@ -66,7 +48,7 @@ def test_log_probs_of_bfloat16_logits_are_taken_in_float32() -> None:
     torch.testing.assert_close(log_probs, expected, atol=1e-6, rtol=0)
 
 
-def test_a_uniform_number_selects_the_token_whose_share_of_the_unit_interval_it_falls_into() -> None:
+def test_a_uniform_number_selects_the_token_whose_share_of_the_unit_interval_it_falls_into():
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(9, 4)
     uniforms = torch.tensor([0.0, 0.05, 0.0999, 0.1001, 0.2999, 0.3001, 0.5999, 0.6001, LARGEST_UNIFORM])
     tokens, _ = sample(logits, uniforms.double(), SamplingParams(1))
@@ -84,9 +66,7 @@ def test_a_uniform_number_selects_the_token_whose_share_of_the_unit_interval_it_
     ],
     ids=str,
 )
-def test_frequencies_of_drawn_tokens_follow_the_warped_distribution(
-    params: SamplingParams, warp_by_transformers: Warp
-) -> None:
+def test_frequencies_of_drawn_tokens_follow_the_warped_distribution(params, warp_by_transformers):
     n = 40_000
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3))
     tokens, _ = sample(logits.expand(n, -1), uniform_grid(n), params)
@@ -99,9 +79,7 @@ def test_frequencies_of_drawn_tokens_follow_the_warped_distribution(
 
 
 @pytest.mark.parametrize("params", PARAMS[::7], ids=str)
-def test_log_probs_are_those_of_the_renormalized_distribution(
-    params: SamplingParams, warp_by_transformers: Warp
-) -> None:
+def test_log_probs_are_those_of_the_renormalized_distribution(params, warp_by_transformers):
     logits = 3 * torch.randn(64, 31, generator=torch.Generator().manual_seed(4))
     tokens, log_probs = sample(logits, uniform_grid(64), params)
     expected = warp_by_transformers(logits, params).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
@@ -109,7 +87,7 @@ def test_log_probs_are_those_of_the_renormalized_distribution(
 
 
 @pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, LARGEST_UNIFORM])
-def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
+def test_a_token_of_probability_zero_is_never_drawn(uniform):
     torch.manual_seed(5)
     logits = torch.randn(200, 1000)
     excluded = torch.rand(200, 1000) < 0.9
@@ -122,29 +100,21 @@ def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
     assert log_probs.isfinite().all()
 
 
-def test_on_the_border_between_two_tokens_those_of_probability_zero_between_them_are_skipped() -> None:
+def test_on_the_border_between_two_tokens_those_of_probability_zero_between_them_are_skipped():
     logits = torch.tensor([[0.0, -torch.inf, -torch.inf, 0.0]])
     border = torch.tensor([0.5 + k * 2.0**-53 for k in range(-64, 64)], dtype=torch.float64)
     tokens, _ = sample(logits.expand(len(border), -1), border, SamplingParams(1))
     assert set(tokens.tolist()) <= {0, 3}
 
 
-def test_the_largest_uniform_draws_from_a_large_vocabulary_cut_by_top_p() -> None:
-    logits = torch.randn(8, 50_000, generator=torch.Generator().manual_seed(6))
-    params = SamplingParams(1, top_p=0.9)
-    tokens, log_probs = sample(logits, torch.full((8,), LARGEST_UNIFORM, dtype=torch.float64), params)
-    assert warp_logits(logits, params).gather(-1, tokens[:, None]).isfinite().all()
-    assert log_probs.isfinite().all()
-
-
-def test_temperature_zero_takes_the_likeliest_token_with_log_prob_zero() -> None:
+def test_temperature_zero_takes_the_likeliest_token_with_log_prob_zero():
     logits = torch.randn(50, 31, generator=torch.Generator().manual_seed(7))
     tokens, log_probs = sample(logits, uniform_grid(50), SamplingParams(1, temperature=0, top_k=3, top_p=0.1))
     assert tokens.tolist() == [max(range(31), key=row.__getitem__) for row in logits.tolist()]
     assert log_probs.tolist() == [0.0] * 50
 
 
-def test_the_uniforms_of_a_request_follow_from_its_seed_alone() -> None:
+def test_the_uniforms_of_a_request_follow_from_its_seed_alone():
     before = torch.get_rng_state()
     first = request_uniforms(seed=11, count=1000)
     torch.rand(3)
@@ -155,7 +125,7 @@ def test_the_uniforms_of_a_request_follow_from_its_seed_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before), "the global generator is left alone"
 
 
-def test_the_uniforms_of_a_request_are_double_precision_and_spread_over_zero_to_one() -> None:
+def test_the_uniforms_of_a_request_are_double_precision_and_spread_over_zero_to_one():
     uniforms = request_uniforms(seed=13, count=20_000)
     assert uniforms.dtype == torch.float64
     assert uniforms.min() >= 0

@@ -1,7 +1,5 @@
 """What is said where vLLM is missing or cannot be used; what it samples is tested with the real one in tests/vllm."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
@@ -12,19 +10,19 @@ from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions
 BASE = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}
 
 
-def test_without_vllm_the_engine_names_the_flag_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_engine_names_the_flag_and_the_remedy(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--rollout_engine vllm .*pip install openppo\[vllm\]"):
         VLLMEngine("no such model", VLLMOptions(bf16=False, max_tokens=8, memory_share=0.1), [1])
 
 
-def test_weights_in_4_bits_cannot_be_handed_over() -> None:
+def test_weights_in_4_bits_cannot_be_handed_over():
     config = from_options(TrainPPOConfig, **BASE, rollout_engine="vllm", load_in_4bit=True, lora_rank=4)
     with pytest.raises(ValueError, match="--rollout_engine vllm .*--load_in_4bit"):
         config.validate(1)
 
 
-def test_log_probs_of_another_implementation_are_recomputed_unless_asked_for() -> None:
+def test_log_probs_of_another_implementation_are_recomputed_unless_asked_for():
     found = [
         from_options(TrainPPOConfig, **BASE, rollout_engine=engine, old_log_probs=old).old_log_probs_from(at_once=True)
         for engine, old in (("hf", "auto"), ("vllm", "auto"), ("vllm", "rollout"))
@@ -33,7 +31,7 @@ def test_log_probs_of_another_implementation_are_recomputed_unless_asked_for() -
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1])
-def test_a_share_is_between_nothing_and_everything(share: float) -> None:
+def test_a_share_is_between_nothing_and_everything(share):
     config = from_options(TrainPPOConfig, **BASE, vllm_gpu_memory_utilization=share)
     with pytest.raises(ValueError, match="--vllm_gpu_memory_utilization must lie in"):
         config.validate(1)

@@ -1,4 +1,4 @@
-"""Weights handed over one by one, against peft's own merge; ZeRO-3 is in tests/distributed/test_policy_weights.py."""
+"""Weights handed over one by one, against peft's own merge; ZeRO-3 is in tests/distributed/test_lora.py."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import threading
@@ -154,32 +153,6 @@ def test_low_precision_booleans_and_floats_are_counted_exactly() -> None:
     metrics.add_tensor("big", torch.full((4099,), 1.0, dtype=torch.bfloat16), reduce="sum")
     metrics.add("lr", 1e-6 / 3)
     assert metrics.reduced(SingleProcess()) == {"clipped": 0.5, "big": 4099.0, "lr": 1e-6 / 3}
-
-
-def test_a_rewound_bag_is_the_one_that_was_marked() -> None:
-    metrics = Metrics()
-    metrics.add("a", 1.0)
-    before = metrics.reduced(SingleProcess())
-    mark = metrics.mark()
-    metrics.add("a", math.nan)
-    metrics.add("b", 2.0, reduce="max")
-    metrics.rewind(mark)
-    assert metrics.reduced(SingleProcess()) == before == {"a": 1.0}
-    metrics.add("b", 3.0, reduce="sum")  # forgotten altogether, so it may be declared anew
-    assert metrics.reduced(SingleProcess()) == {"a": 1.0, "b": 3.0}
-
-
-def test_additions_survive_json_bit_for_bit() -> None:
-    metrics = Metrics()
-    for value in torch.rand(7, dtype=torch.float64).tolist():
-        metrics.add("a", value, weight=value)
-        metrics.add_tensor("b", torch.full((3,), value), reduce="std")
-    metrics.add("never", 1.0, weight=0.0)
-    loaded = Metrics()
-    loaded.load_state_dict(json.loads(json.dumps(metrics.state_dict())))
-    for bag in (metrics, loaded):
-        bag.add("a", 0.1)
-    assert loaded.reduced(SingleProcess()) == metrics.reduced(SingleProcess())
 
 
 class Ranks(SingleProcess):

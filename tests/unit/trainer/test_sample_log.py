@@ -216,7 +216,7 @@ def filled(trajectories: list[Trajectory], limit: int = 0, **fields: list[float]
 def train_on(log: SampleLog, step: int, items: Sequence[Experience], change: float, entropy: float | None) -> None:
     """Forwards that find each token e^change times as likely as before."""
     for item in items:
-        now = torch.where(item.action_mask, item.known_log_probs + change, 0.0)
+        now = torch.where(item.action_mask, item.old_or_rollout_log_probs + change, 0.0)
         log.observe(step, item, now, None if entropy is None else torch.full_like(now, entropy))
 
 
