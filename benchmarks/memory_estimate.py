@@ -113,21 +113,21 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-class MemoryTimer(PhaseTimer):
-    """Notes the peak of each phase. Reward models run in the phase that we call scoring; the estimate has no such."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peaks: dict[str, int] = {}
+def measure_phases(timer: PhaseTimer) -> dict[str, int]:
+    """Peaks of the phases that ``timer`` times from now on. Scoring counts as experience, as the estimate has it."""
+    peaks: dict[str, int] = {}
+    timed = timer.phase
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Like that of ``PhaseTimer``."""
+    def phase(name: str) -> Iterator[None]:
         forget_peak()
-        with super().phase(name):
+        with timed(name):
             yield
         seen = "experience" if name == "scoring" else name
-        self.peaks[seen] = max(self.peaks.get(seen, 0), process_memory("VmHWM"))
+        peaks[seen] = max(peaks.get(seen, 0), process_memory("VmHWM"))
+
+    timer.phase = phase  # type: ignore[method-assign]
+    return peaks
 
 
 def run_steps(trainer: PPOTrainer, steps: int) -> None:
@@ -158,9 +158,9 @@ def measure(folder: Path, name: str, options: dict[str, Any]) -> None:
     forget_peak()
     trainer = build_ppo_trainer(config(name), strategy)
     peaks = {"loading": process_memory("VmHWM")}
-    timer = trainer.timer = MemoryTimer()
+    phases = measure_phases(trainer.timer)
     run_steps(trainer, 2)
-    peaks |= timer.peaks
+    peaks |= phases
     gathered = strategy.comm.all_gather_object({phase: peaks[phase] - before for phase in PHASES})
     estimate = trainer.components.estimate
     assert estimate is not None
