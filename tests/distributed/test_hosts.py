@@ -176,4 +176,5 @@ def test_hosts_that_differ_end_with_the_reason(
 ) -> None:
     ended = hosts.train(1, folders, [f"{FILES} {PPO}", f"{FILES} {PPO} {change(folders[1])}"])
     assert [host.status for host in ended] == [1, 1]
-    assert message in ended[0].output + ended[1].output
+    said = ended[0].output + ended[1].output
+    assert message in said, said
