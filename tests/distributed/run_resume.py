@@ -26,35 +26,40 @@ from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.signals import SignalStop
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.build import build_ppo_trainer
-from openppo.trainer.critic_step import CriticStep
+from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.supervised.trainers import SFTTrainer
 from openppo.types import Interrupted
 
-STEPS = {"actor": ActorStep, "critic": CriticStep}
+STEPS = {
+    "actor": (ActorStep, "train"),
+    "critic": (CriticStep, "train"),
+    "one-pass critic": (OnePassCritic, "_with_values"),
+}
 
 
 POISON = {"nan": math.nan, "infinite loss": math.inf, "infinite gradient": 3e38}
 
 
-def poisoned(step_class: type, poison: dict[str, Any]) -> Any:
-    """A patch of ``train`` that spoils one call on one rank, or for ``how`` "left out" trains nothing on any."""
-    n_calls, original = 0, step_class.train  # type: ignore[attr-defined]
+def poisoned(step_class: type, method: str, poison: dict[str, Any]) -> Any:
+    """A patch of ``method`` that spoils one call on one rank, or for ``how`` "left out" trains nothing on any."""
+    n_calls, original = 0, getattr(step_class, method)
 
-    def train(self: Any, *arguments: Any, **named: Any) -> float:
+    def train(self: Any, *arguments: Any, **named: Any) -> Any:
         nonlocal n_calls
         n_calls += 1
+        model = (self.critic_step if method == "_with_values" else self).model
         if n_calls not in poison["calls"]:
             return original(self, *arguments, **named)
         if poison["how"] == "left out":
-            engine = mock.patch.multiple(self.model, backward=mock.Mock(), step=mock.Mock(return_value=math.inf))
+            engine = mock.patch.multiple(model, backward=mock.Mock(), step=mock.Mock(return_value=math.inf))
             with engine:
                 return original(self, *arguments, **named)
-        backward = self.model.backward
+        backward = model.backward
         factor = POISON[poison["how"]] if self.comm.rank == poison["rank"] else 1.0
-        with mock.patch.object(self.model, "backward", lambda loss, last: backward(loss * factor, last)):
+        with mock.patch.object(model, "backward", lambda loss, last: backward(loss * factor, last)):
             return original(self, *arguments, **named)
 
-    return mock.patch.object(step_class, "train", train)
+    return mock.patch.object(step_class, method, train)
 
 
 def poisoned_loss(poison: dict[str, Any]) -> Any:
@@ -94,7 +99,7 @@ def run(case: dict[str, Any], folder: Path, mode: str) -> None:
     StopAt.at, StopAt.n_checks = case["stop_at"] if mode == "first" else 0, 0
     spoiled: Any = nullcontext()
     if poison := case.get("poison"):
-        spoiled = poisoned(STEPS[poison["role"]], poison) if ppo else poisoned_loss(poison)
+        spoiled = poisoned(*STEPS[poison["role"]], poison) if ppo else poisoned_loss(poison)
     with (
         mock.patch("openppo.trainer.build.SignalStop", StopAt),
         mock.patch("openppo.trainer.supervised.build.SignalStop", StopAt),

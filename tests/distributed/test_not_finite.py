@@ -36,7 +36,7 @@ def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[
     cases = []
     for i, (name, more) in enumerate(SETUPS.items()):
         for how in ("left out", *(how for tried, how in TRIED if tried == name)):
-            role, call = (("actor", 4), ("critic", 2))[i % 2]
+            role, call = ("one-pass critic", 2) if name == "critic-at-once" else (("actor", 4), ("critic", 2))[i % 2]
             (folder / f"{name}-{how}").mkdir()
             cases.append(
                 {

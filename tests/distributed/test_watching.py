@@ -138,17 +138,20 @@ def phases(file: Path) -> dict[str, list[tuple[float, float]]]:
 def test_each_rank_writes_a_trace_of_each_chosen_step_and_of_no_other(outputs: dict[str, Any]) -> None:
     for name, steps in (("watched", [2]), ("lora 3", [1, 2]), ("unwatched", [])):
         found = sorted(file.name for file in (outputs[name]["folder"] / "model/logs").rglob("*.json.gz"))
-        assert found == [f"step_{step:08d}_rank_{rank}.json.gz" for step in steps for rank in (0, 1)]
+        parts = [f"{rank}{part}" for rank in (0, 1) for part in ("", "_part_2")]  # of the rollout, of training on it
+        assert found == [f"step_{step:08d}_rank_{part}.json.gz" for step in steps for part in parts]
 
 
 @pytest.mark.parametrize("rank", (0, 1))
 def test_a_trace_names_all_phases_in_their_order_inside_the_step(outputs: dict[str, Any], rank: int) -> None:
-    file = outputs["watched"]["folder"] / f"model/logs/profile/step_00000002_rank_{rank}.json.gz"
-    spans = phases(file)
-    ((begin, end),) = spans["step"]
-    order = [spans[name][0] for name in ("generation", "scoring", "experience", "training")]
+    folder, order = outputs["watched"]["folder"] / "model/logs/profile", []
+    for part, names in (("", ("generation", "scoring")), ("_part_2", ("experience", "training"))):
+        file = folder / f"step_00000002_rank_{rank}{part}.json.gz"
+        spans = phases(file)
+        ((begin, end),) = spans["step"]
+        order += [spans[name][0] for name in names]
+        assert all(begin <= first and last <= end for name in spans for first, last in spans[name] if name != "step")
     assert order == sorted(order)
-    assert all(begin <= first and last <= end for name in spans for first, last in spans[name] if name != "step")
     operators = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
     assert {"aten::mm", "Optimizer.step#AdamW.step"} <= operators or {"aten::addmm", "aten::mm"} & operators
 
