@@ -116,7 +116,7 @@ def test_what_cannot_be_merged_is_said_in_one_line(
     (empty / "adapter_model.safetensors").unlink()
     (tmp_path / "file").write_text("")
     for arguments, says in (
-        (("--lora_path", models / "actor"), "--lora_path .*actor: this is no PEFT folder"),
+        (("--lora_path", models / "actor"), "--lora_path .*actor: this is not a PEFT folder"),
         (("--lora_path", gone), "--lora_path .*gone: its base model /gone: no such local folder"),
         (("--lora_path", empty), "--lora_path .*empty: its adapters cannot be merged into"),
         (("--lora_path", folders / "actor", "--pretrain", "/gone"), "--pretrain /gone: no such local folder"),

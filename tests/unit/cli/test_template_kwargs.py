@@ -78,8 +78,8 @@ def test_arguments_hold_for_every_rendering_and_are_not_saved(model: Path, tmp_p
     ("kwargs", "message"),
     [
         ({"enable_thinkng": False}, "the chat template of --pretrain .* does not use 'enable_thinkng'. Correct"),
-        ({"add_generation_prompt": True}, "'add_generation_prompt' is no argument of chat templates. Leave it out"),
-        ({"messages": []}, "'messages' is no argument of chat templates. Leave it out"),
+        ({"add_generation_prompt": True}, "'add_generation_prompt' is not an argument of chat templates. Leave it out"),
+        ({"messages": []}, "'messages' is not an argument of chat templates. Leave it out"),
     ],
 )
 def test_an_argument_without_effect_is_refused(kwargs: dict[str, Any], message: str, model: Path) -> None:
