@@ -60,7 +60,7 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable], 
     """Parse ``sys.argv``, build, and run.
 
     A ``ValueError`` before training starts is the user's: one line on stderr and exit status 2, no traceback.
-    ``markers`` as of ``parse_options``.
+    ``markers``: see ``parse_options``.
     """
     if sys.argv[1:] == ["--version"]:
         with may_be_cut_short():
@@ -71,7 +71,7 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable], 
         config.validate(_world_size())
     except ValueError as error:
         _leave(str(error))
-    except SystemExit as ended:  # of tyro, which says on the first rank of each host what is wrong
+    except SystemExit as ended:  # tyro has printed the error on the first rank of each host
         if ended.code:
             _wait_for_first_rank()
         raise
@@ -127,7 +127,7 @@ def _end_process() -> NoReturn:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # it is where a shell has closed it: >&-
-            with contextlib.suppress(OSError):  # nobody reads any more
+            with contextlib.suppress(OSError):  # the reader has closed the pipe
                 stream.flush()
     os._exit(0)
 

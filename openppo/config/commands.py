@@ -109,7 +109,7 @@ class TrainPPOConfig(TrainingConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def validate(self, world_size: int, own_source: bool = False) -> None:
-        """As of ``TrainingConfig``; a source of trajectories of the caller's needs neither prompts nor rewards."""
+        """Validate; with ``own_source`` neither prompts nor rewards are required."""
         super().validate(world_size)
         if not own_source:
             require(self.data.prompt_data != "", "No prompts are given: pass --prompt_data FILE.")
@@ -150,7 +150,7 @@ class TrainPPOConfig(TrainingConfig):
         )
         require(
             self.model.ref_pretrain is None or self.kl.init_kl_coef > 0,
-            "--ref_pretrain: --init_kl_coef 0 wants no reference model; leave one of them out.",
+            "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out.",
         )
         verified = {"exact_match", "math"} & set(self.rewards.verifiable_reward)
         require(
@@ -179,7 +179,7 @@ class TrainPPOConfig(TrainingConfig):
         return "--eval_data", self.evaluation.eval_data
 
     def old_log_probs_from(self, at_once: bool) -> OldLogProbsFrom:
-        """Where those of the old policy come from, see ``--old_log_probs``; "training": the forward that is trained on.
+        """Source of the old policy's log-probs, see ``--old_log_probs``; "training": the forward that is trained on.
 
         ``at_once`` says that one optimizer step trains the actor on all samples, with the weights that sampled them.
         """

@@ -35,7 +35,7 @@ class RowsConfig(Options):
     chat_template_kwargs: str | None = option(None, rows_of=_TEXTS)
     """Arguments of the chat template, a JSON object: '{"enable_thinking": false}' (with --apply_chat_template)."""
     max_samples: int | None = option(None, at_least(1), resume="must match", rows_of=_ALL)
-    """Use only the first this many rows of each data set."""
+    """Use at most this many rows of each data set, from the start."""
 
     def validate(self) -> None:
         super().validate()
