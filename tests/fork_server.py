@@ -5,8 +5,9 @@ does. The server only imports: it has one thread, and no tensor, process group o
 run it forks an agent, which forks the ranks, hosts their store and ends them all if one fails, like that of torchrun.
 
 Use ``real=True`` for what a fork does not show: what is imported and what that leaves (warning filters, say), torchrun
-itself (signals, restarts), the shutdown of the interpreter. Without it, a variable in ``READ_AT_IMPORT`` with another value is
-refused. All ranks share one hash seed. ``Launcher.run`` starts real programs where there is a GPU, or no Linux.
+itself (signals, restarts), the shutdown of the interpreter. Without it, another value of a variable in
+``READ_AT_IMPORT`` is refused. All ranks share one hash seed. With a GPU, or without Linux,
+``Launcher.run`` starts real programs.
 """
 
 from __future__ import annotations
