@@ -31,7 +31,7 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 MODEL = "model"
 """The folder of ``--save_hf_ckpt`` in a checkpoint: never read by a resume, so no change to it is damage."""
-_FORMAT = 2
+_FORMAT = 3
 _REPLACED = ".replaced"
 _NAME = re.compile(r"(?:best_)?step_\d{8,}")
 
