@@ -178,15 +178,16 @@ class TrainPPOConfig(TrainingConfig):
     def held_out(self) -> tuple[str, str | None]:
         return "--eval_data", self.evaluation.eval_data
 
-    def old_log_probs_from(self, at_once: bool) -> OldLogProbsFrom:
+    def old_log_probs_from(self, at_once: bool, by_engine: bool = True) -> OldLogProbsFrom:
         """Where those of the old policy come from, see ``--old_log_probs``; "training": the forward that is trained on.
 
-        ``at_once`` says that one optimizer step trains the actor on all samples, with the weights that sampled them.
+        ``at_once`` says that one optimizer step trains the actor on all samples, with the weights that sampled them;
+        ``by_engine`` that this run's engine sampled them. Log-probs of other trajectories may be anything.
         """
         if self.loss.old_log_probs != "auto":
             return self.loss.old_log_probs
         cut = self.generation.top_p < 1 or self.generation.top_k is not None
-        if cut or self.generation.rollout_engine != "hf" or self.loss.rollout_correction != "none":
+        if not by_engine or cut or self.generation.rollout_engine != "hf" or self.loss.rollout_correction != "none":
             return "recompute"
         if not self.deepspeed.bf16:
             return "rollout"
