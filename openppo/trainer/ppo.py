@@ -109,7 +109,7 @@ class PPOTrainer:
         if evaluated or last or self.should_stop or state.global_step % self.config.run.logging_steps == 0:
             self.components.trackers.log(state.global_step, metrics)
         state.unreported = None
-        if saver is not None and (self.should_stop or saver.due(state.global_step, episode_ended)):
+        if saver is not None and (self.should_stop or saver.due(state.global_step, episode_ended or last)):
             self.save_checkpoint()
 
     @phase("saving")

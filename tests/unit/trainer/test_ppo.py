@@ -301,7 +301,8 @@ def test_a_run_that_fails_closes_its_trackers_and_raises_what_ended_it() -> None
 class Saver(SimpleNamespace):
     """A checkpointer that keeps what it is given."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, saves_episodes: bool = False) -> None:
+        self.saves_episodes = saves_episodes
         self.saved: list[tuple[int, dict[str, Any], bool]] = []
         self.recorder = recorder
 
@@ -311,7 +312,7 @@ class Saver(SimpleNamespace):
         return Path("here")
 
     def due(self, step: int, episode_ended: bool) -> bool:
-        return False
+        return self.saves_episodes and episode_ended
 
     def save_if_best(self, *_: Any) -> None: ...
 
@@ -394,6 +395,14 @@ def test_max_steps_ends_a_run_and_is_its_last_step() -> None:
     assert trainer.total_steps == 3
     trainer.fit()
     assert [(step, "eval_reward" in row) for step, row in recorder.logged] == [(1, False), (2, False), (3, True)]
+
+
+def test_max_steps_ends_a_run_with_a_checkpoint() -> None:
+    trainer = trainer_of(7, max_steps=3)
+    saver: Any = Saver(recorder_of(trainer), saves_episodes=True)
+    trainer.components.checkpointer = saver
+    trainer.fit()
+    assert [step for step, *_ in saver.saved] == [3]
 
 
 def test_halves_of_a_step_equal_it_bit_for_bit() -> None:
