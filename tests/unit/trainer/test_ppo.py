@@ -424,3 +424,11 @@ def test_reading_a_trajectory_waits_for_its_score() -> None:
     assert [t.scores for t in rollout] == [{"a": 1.0}, {"a": 2.0}]
     parts = [trainer_of(2).rollout(prompts("a", "b")) for _ in range(2)]
     assert [t.scores["a"] for t in parts[0] + parts[1]] == [1.0, 2.0, 1.0, 2.0]
+
+
+def test_what_is_left_out_of_a_rollout_is_not_trained_on() -> None:
+    rollout = trainer_of(2).rollout(prompts("a", "b"))
+    assert isinstance(rollout, Rollout)
+    del rollout[0]
+    assert rollout.unscored == [rollout[0]]
+    assert trainer_of(2).train_on(rollout)["reward"] == 2.0
