@@ -188,7 +188,10 @@ class PPOTrainer:
         source = iter(self.source)
         with progress_bar(self.total_steps, "PPO", enabled=self.components.strategy.is_main) as bar:
             bar.update(self.global_step)
-            while not self.should_stop and self.global_step < self.total_steps:
+            while self.global_step < self.total_steps:
+                self.should_stop = self.components.strategy.any_rank(self.should_stop)
+                if self.should_stop:
+                    return
                 self._mark()
                 self.components.stop()
                 trajectories = next(source, None)

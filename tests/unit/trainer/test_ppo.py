@@ -432,3 +432,11 @@ def test_what_is_left_out_of_a_rollout_is_not_trained_on() -> None:
     del rollout[0]
     assert rollout.unscored == [rollout[0]]
     assert trainer_of(2).train_on(rollout)["reward"] == 2.0
+
+
+def test_a_stop_after_the_report_is_asked_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, asked = trainer_of(2), []
+    monkeypatch.setattr(Strategy, "any_rank", lambda self, value: bool(asked.append(value)) or value)
+    monkeypatch.setattr(trainer.source, "publish", lambda version: setattr(trainer, "should_stop", True))
+    trainer.fit()
+    assert (trainer.global_step, asked) == (1, [False, False, True])
