@@ -152,10 +152,12 @@ class PPOTrainer:
         self.source.publish(self.state.policy_version)
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
-        """Every episode passes over all prompts once, in an order of its own."""
+        """Pass over all prompts in every episode, in an order of its own, until the last step is done."""
         if self.state.unreported is not None:
             self.report(self.state.unreported)
-        yield from self._prompt_source.prompt_batches()
+        batches = self._prompt_source.prompt_batches()
+        while self.global_step < self.total_steps and (batch := next(batches, None)) is not None:
+            yield batch
 
     def close(self) -> None:
         """End the logs and leave the process group; the trainer is of no use afterwards."""

@@ -440,3 +440,11 @@ def test_a_stop_after_the_report_is_asked_of_all_ranks(monkeypatch: pytest.Monke
     monkeypatch.setattr(trainer.source, "publish", lambda version: setattr(trainer, "should_stop", True))
     trainer.fit()
     assert (trainer.global_step, asked) == (1, [False, False, True])
+
+
+def test_a_loop_of_ones_own_ends_with_max_steps() -> None:
+    trainer = trainer_of(7, max_steps=3)
+    for batch in trainer.prompt_batches():
+        trainer.step(batch)
+    assert trainer.global_step == 3
+    assert trainer.source.state_dict()["consumed_batches"] == 3
