@@ -61,7 +61,8 @@ class TrainingConfig(CommandConfig):
         """Flag and value of the held-out data."""
         raise NotImplementedError
 
-    def validate(self, world_size: int) -> None:
+    def validate(self, world_size: int, own_source: bool = False) -> None:
+        """As of ``CommandConfig``; with ``own_source`` a source of the caller's evaluates, and no data is held out."""
         super().validate(world_size)
         ranks, samples = self.run.dry_run_ranks or world_size, self.batch.train_batch_size
         require(
@@ -73,6 +74,11 @@ class TrainingConfig(CommandConfig):
             "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2.",
         )
         refuse_overwriting(self.input_models, self.output_models)
+        if not own_source:
+            self._validate_held_out()
+
+    def _validate_held_out(self) -> None:
+        """Refuse options about evaluations that do not take place."""
         (flag, held_out), keep_best = self.held_out, self.checkpoint.keep_best
         require(
             keep_best is None or held_out is not None,
@@ -110,8 +116,12 @@ class TrainPPOConfig(TrainingConfig):
 
     def validate(self, world_size: int, own_source: bool = False) -> None:
         """As of ``TrainingConfig``; a source of trajectories of the caller's needs neither prompts nor rewards."""
-        super().validate(world_size)
+        super().validate(world_size, own_source)
         if not own_source:
+            require(
+                self.evaluation.eval_data is not None or not self.evaluation.eval_before_training,
+                "--eval_before_training needs --eval_data.",
+            )
             require(self.data.prompt_data != "", "No prompts are given: pass --prompt_data FILE.")
             self.rewards.require_source()
         best = self.checkpoint.keep_best or ""
