@@ -79,7 +79,7 @@ def build_ppo_trainer(
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
     if config.run.dry_run and source is None:
         check_sources(config.rewards, tokenizer, setup)
-    estimate = log_ppo_memory(config, data, critic, strategy) if source is None else None
+    estimate = log_ppo_memory(config, data, critic, strategy) if source is None or config.run.dry_run else None
     plan = batch_plan(config, len(data.prompts), strategy.comm.world_size, source_steps(config, source))
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.rewards, tokenizer, setup) if source is None else None  # before the large models
