@@ -14,7 +14,7 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.phase import phase
-from openppo.trainer.callbacks import Callback, notify, restore_callbacks
+from openppo.trainer.callbacks import Callback, end_early, notify, restore_callbacks
 from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.components import PPOComponents, PromptRollouts
 from openppo.trainer.sample_log import StepDiagnostics
@@ -58,9 +58,11 @@ class PPOTrainer:
         A signal (see ``openppo.strategy.signals``) ends it early, with a checkpoint instead of a trained model.
         """
         with self._session():
+            metrics: dict[str, float] = {}
             for trajectories in self._rollouts():
-                self.report(self.train_on(trajectories))
+                self.report(metrics := self.train_on(trajectories))
                 self.source.publish(self.state.policy_version)
+            end_early(self, metrics)
 
     def step(self, prompts: Sequence[str | Prompt]) -> dict[str, float]:
         """One global step on responses to ``prompts``; returns its metrics, the same on all ranks."""
@@ -191,14 +193,10 @@ class PPOTrainer:
         source = iter(self.source)
         with progress_bar(self.total_steps, "PPO", enabled=self.components.strategy.is_main) as bar:
             bar.update(self.global_step)
-            while self.global_step < self.total_steps:
-                self.should_stop = self.components.strategy.any_rank(self.should_stop)
-                if self.should_stop:
-                    return
+            while self.global_step < self.total_steps and not self.components.strategy.any_rank(self.should_stop):
                 self._mark()
                 self.components.stop()
-                trajectories = next(source, None)
-                if trajectories is None:
+                if (trajectories := next(source, None)) is None:
                     return
                 yield trajectories
                 bar.update()

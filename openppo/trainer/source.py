@@ -186,10 +186,6 @@ class PromptSource:
             if further is None:
                 break
             batch = further
-        if self.comm.rank == 0 and self.consumed_batches == self.config.ppo.num_episodes * len(self.sampler):
-            logger.info(
-                "dynamic sampling has used up all prompts in %d global steps", self.components.state.global_step + 1
-            )
         metrics.add("sampled_batches", n_batches, reduce="max")
         metrics.add("useful_groups", n_groups, reduce="max")
         return Rollout(self._first_groups(kept), metrics)

