@@ -79,6 +79,7 @@ def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, floa
 class Rollout(list[Trajectory]):
     """This rank's trajectories of one step, whose scores may be under way: whoever reads one waits for them.
 
+    Code that runs on several ranks calls ``wait_for_scores`` before it reads.
     ``metrics`` are what their source measured. ``write_scores`` blocks until scores are there and puts them into the
     trajectories.
     """
