@@ -255,10 +255,8 @@ def become(request: dict[str, Any], rank: int, address: int, fds: list[int]) -> 
     """Make this process what ``python WORDS`` would be, run the program, and end."""
     os.setsid()
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if signal.getsignal(number) is not None:
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        if signal.getsignal(number) not in (None, signal.SIG_IGN):  # ignored ones stay so, as with nohup
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     for fd, target in ((os.open(os.devnull, os.O_RDONLY), 0), (fds[0], 1), (fds[1], 2)):
         os.dup2(fd, target)
         os.close(fd)

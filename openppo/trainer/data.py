@@ -32,7 +32,7 @@ class PPOData:
     """``held_out`` is empty without ``--eval_data``, ``documents`` without ``--pretrain_data``.
 
     ``longest`` is the most tokens that a prompt and its response can have; documents are cut there, and their
-    ``fingerprint`` is of what they were before, so that a run may go on with another ``--generate_max_len``.
+    ``fingerprint`` is of what they were before, so that a run may resume with another ``--generate_max_len``.
     """
 
     prompts: list[Prompt]

@@ -1,6 +1,6 @@
 """A run that was stopped and resumed is bit for bit the run that never stopped.
 
-Three launches of all cases: undisturbed; stopped somewhere as a signal would; and a fresh process that goes on. What
+Three launches of all cases: undisturbed; stopped somewhere as a signal would; and a fresh process that resumes. What
 is compared is everything: the last checkpoint byte for byte (weights, Adam's moments, averages, random numbers of each
 rank, the trainer's state), the model, the sampled texts and the metrics.
 """
@@ -36,6 +36,8 @@ class Case:
     share: float = 0.0
     command: str = "train_ppo"
     ranks: tuple[int, ...] = (1, 2)
+    slow: tuple[int, ...] = ()
+    """Numbers of ranks that are tried with --slow only."""
     check: int | None = None
     """The number of the check, instead of a share."""
     own_loop: bool = False
@@ -49,14 +51,17 @@ def everything(stage: int) -> str:
 
 
 CASES = [
-    *(Case(f"everything-zero{stage}", everything(stage), share) for stage, share in enumerate((0.2, 0.45, 0.6, 0.85))),
     *(
-        Case(f"lora-zero{stage}", f"{PPO} {REWARD} {PTX} {LORA} --zero_stage {stage}", share)
-        for stage, share in ((0, 0.4), (2, 0.7), (3, 0.25))
+        Case(f"everything-zero{stage}", everything(stage), share, slow=(1,) if stage in (1, 2) else ())
+        for stage, share in enumerate((0.2, 0.45, 0.6, 0.85))
     ),
-    Case("bf16-zero1", f"{PPO} {REWARD} --zero_stage 1 --bf16", 0.5),
-    Case("bf16-zero3", f"{PPO} {REWARD} --zero_stage 3 --bf16 --gradient_checkpointing", 0.3),
-    Case("offload", f"{PPO} {REWARD} --zero_stage 2 --adam_offload", 0.35),
+    *(
+        Case(f"lora-zero{stage}", f"{PPO} {REWARD} {PTX} {LORA} --zero_stage {stage}", share, slow=slow)
+        for stage, share, slow in ((0, 0.4, (2,)), (2, 0.7, (1,)), (3, 0.25, (1,)))
+    ),
+    Case("bf16-zero1", f"{PPO} {REWARD} --zero_stage 1 --bf16", 0.5, slow=(1, 2)),
+    Case("bf16-zero3", f"{PPO} {REWARD} --zero_stage 3 --bf16 --gradient_checkpointing", 0.3, slow=(1,)),
+    Case("offload", f"{PPO} {REWARD} --zero_stage 2 --adam_offload", 0.35, slow=(1,)),
     Case("weights-twice", f"{PPO} {REWARD} --zero_stage 3 --zpg 2", 0.65, ranks=(2,)),
     Case(
         "mixed-and-dynamic",
@@ -65,10 +70,10 @@ CASES = [
         0.55,
     ),
     Case("at-once-zero2", f"{AT_ONCE} {REWARD} {PTX} --zero_stage 2 --max_epochs 2", 0.4),
-    Case("at-once-bf16-zero3", f"{AT_ONCE} {REWARD} --zero_stage 3 --bf16", 0.55),
-    Case("own-loop", f"{PPO} {REWARD} {PTX} --max_epochs 2", 0.5, own_loop=True),
-    Case("max-steps", f"{PPO} {REWARD} --max_steps 5", 0.7),
-    Case("values-first", f"{PPO} {REWARD} --value_pretrain_steps 3", 0.45),
+    Case("at-once-bf16-zero3", f"{AT_ONCE} {REWARD} --zero_stage 3 --bf16", 0.55, slow=(1, 2)),
+    Case("own-loop", f"{PPO} {REWARD} {PTX} --max_epochs 2", 0.5, slow=(2,), own_loop=True),
+    Case("max-steps", f"{PPO} {REWARD} --max_steps 5", 0.7, slow=(2,)),
+    Case("values-first", f"{PPO} {REWARD} --value_pretrain_steps 3", 0.45, slow=(2,)),
     Case(
         "supervised",
         f"{SUPERVISED} {LORA} --dataset {{tiny}}/sft.jsonl --eval_dataset {{tiny}}/sft.jsonl --keep_best eval_loss",
@@ -101,7 +106,8 @@ def runs(
 ) -> tuple[int, Path]:
     """The folder with the undisturbed runs in ``whole`` and the stopped and resumed ones in ``parts``."""
     ranks, folder = request.param, tmp_path_factory.mktemp(f"resume{request.param}")
-    cases = [case for case in CASES if ranks in case.ranks]
+    slow = request.config.getoption("slow")
+    cases = [case for case in CASES if ranks in case.ranks and (slow or ranks not in case.slow)]
 
     def run(mode: str, out: str) -> None:
         described = []
@@ -131,9 +137,11 @@ def runs(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_resumed_run_is_the_run_that_never_stopped(
-    runs: tuple[int, Path], left_by: Callable[[Path], Any], case: Case
+    runs: tuple[int, Path], left_by: Callable[[Path], Any], case: Case, pytestconfig: pytest.Config
 ) -> None:
     ranks, folder = runs
+    if ranks in case.slow and not pytestconfig.getoption("slow"):
+        pytest.skip("slow: runs with --slow")
     if ranks not in case.ranks:
         pytest.skip(f"not on {ranks} ranks")
     whole, parts = (folder / kind / case.name / "model" for kind in ("whole", "parts"))
