@@ -98,11 +98,11 @@ class Trajectory:
     Any number of turns: ``action_mask`` is set on tokens that the policy sampled, and not on those of prompts, tools
     and environments. ``token_ids``, ``action_mask``, ``log_probs`` and ``versions`` are equally long. ``log_probs`` are
     those of the distribution sampled from, ``versions`` the policy version that sampled each token (0.0 and -1 outside
-    ``action_mask``). ``group`` identifies the prompt. ``weight`` scales the trajectory's share of the losses; the
-    parts of one episode share 1. ``scores`` are rewards of the whole trajectory by name. ``token_rewards`` are rewards
-    of single tokens, as long as ``token_ids`` (None: there are none), ``step_ends`` the tokens that have one because
-    a step ends there (None: every action). ``greedy`` is the greedy response to the same prompt, for estimators whose
-    baseline is its reward.
+    ``action_mask``). ``group`` identifies the prompt. ``weight`` scales the trajectory's share of the losses, and
+    only that: the parts of one episode share 1, and baselines, normalization and mean rewards count each part.
+    ``scores`` are rewards of the whole trajectory by name. ``token_rewards`` are rewards of single tokens, as long as
+    ``token_ids`` (None: there are none), ``step_ends`` the tokens that have one because a step ends there (None: every
+    action). ``greedy`` is the greedy response to the same prompt, for estimators whose baseline is its reward.
     """
 
     token_ids: list[int]
@@ -278,7 +278,9 @@ class RolloutSource(Protocol):
     """Where a trainer's trajectories come from. All ranks call every method together.
 
     Iterating gives this rank's scored trajectories of one global step after the other; all of one group are on one
-    rank. They may be a ``Rollout``, whose scores are still under way.
+    rank. They may be a ``Rollout`` of ``openppo.rollout.rollout``, whose scores are still under way. A source that
+    reads another's ``Rollout`` first calls ``wait_for_scores(rollout, stop)`` of that module, on all ranks: upon a
+    signal, reading alone raises ``Interrupted`` on this rank only.
     """
 
     @property

@@ -61,7 +61,8 @@ class TrainingConfig(CommandConfig):
         """Flag and value of the held-out data."""
         raise NotImplementedError
 
-    def validate(self, world_size: int) -> None:
+    def validate(self, world_size: int, own_source: bool = False) -> None:
+        """As of ``CommandConfig``; with ``own_source`` a source of the caller's evaluates, and no data is held out."""
         super().validate(world_size)
         ranks, samples = self.run.dry_run_ranks or world_size, self.batch.train_batch_size
         require(
@@ -73,6 +74,11 @@ class TrainingConfig(CommandConfig):
             "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2.",
         )
         refuse_overwriting(self.input_models, self.output_models)
+        if not own_source:
+            self._validate_held_out()
+
+    def _validate_held_out(self) -> None:
+        """Refuse options about evaluations that do not take place."""
         (flag, held_out), keep_best = self.held_out, self.checkpoint.keep_best
         require(
             keep_best is None or held_out is not None,
@@ -110,8 +116,12 @@ class TrainPPOConfig(TrainingConfig):
 
     def validate(self, world_size: int, own_source: bool = False) -> None:
         """Validate; with ``own_source`` neither prompts nor rewards are required."""
-        super().validate(world_size)
+        super().validate(world_size, own_source)
         if not own_source:
+            require(
+                self.evaluation.eval_data is not None or not self.evaluation.eval_before_training,
+                "--eval_before_training needs --eval_data.",
+            )
             require(self.data.prompt_data != "", "No prompts are given: pass --prompt_data FILE.")
             self.rewards.require_source()
         best = self.checkpoint.keep_best or ""
@@ -178,15 +188,16 @@ class TrainPPOConfig(TrainingConfig):
     def held_out(self) -> tuple[str, str | None]:
         return "--eval_data", self.evaluation.eval_data
 
-    def old_log_probs_from(self, at_once: bool) -> OldLogProbsFrom:
+    def old_log_probs_from(self, at_once: bool, by_engine: bool = True) -> OldLogProbsFrom:
         """Source of the old policy's log-probs, see ``--old_log_probs``; "training": the forward that is trained on.
 
-        ``at_once`` says that one optimizer step trains the actor on all samples, with the weights that sampled them.
+        ``at_once`` says that one optimizer step trains the actor on all samples, with the weights that sampled them;
+        ``by_engine`` that this run's engine sampled them. Log-probs of other trajectories may be anything.
         """
         if self.loss.old_log_probs != "auto":
             return self.loss.old_log_probs
         cut = self.generation.top_p < 1 or self.generation.top_k is not None
-        if cut or self.generation.rollout_engine != "hf" or self.loss.rollout_correction != "none":
+        if not by_engine or cut or self.generation.rollout_engine != "hf" or self.loss.rollout_correction != "none":
             return "recompute"
         if not self.deepspeed.bf16:
             return "rollout"

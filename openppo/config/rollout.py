@@ -76,6 +76,3 @@ class EvaluationConfig(Options):
             f"--eval_n_samples_per_prompt {n} with --eval_temperature 0 would give the same response {n} times: raise "
             "--eval_temperature.",
         )
-        require(
-            self.eval_data is not None or not self.eval_before_training, "--eval_before_training needs --eval_data."
-        )

@@ -81,7 +81,7 @@ class ExperienceMaker:
         Runs the models, then waits for scores still under way. ``n_done`` global steps have been trained before, to the
         policy of ``version``. ``Interrupted`` on all ranks if a signal comes while scores are awaited.
         """
-        batch = self._rewarded(trajectories, metrics, n_done)
+        batch = self._rewarded(trajectories, metrics, n_done, version)
         measure_staleness(trajectories, version, metrics)
         return self._completed(batch, metrics, n_done)
 
@@ -122,14 +122,12 @@ class ExperienceMaker:
         self.step_moments.load_state_dict(state["step_moments"])
 
     def _rewarded(
-        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int, values: bool = True
+        self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int, version: int, values: bool = True
     ) -> Experience | None:
         """One batch with token rewards; None on a rank without trajectories."""
         unscored = trajectories.unscored if isinstance(trajectories, Rollout) else trajectories
         with self.hooks.timer.phase("experience"):
-            at_once = 0 < self.count(unscored) <= self.config.batch.train_batch_size
-            trains_actor = n_done >= self.config.ppo.frozen_actor_steps
-            source = self.config.old_log_probs_from(at_once and trains_actor)
+            source = self._old_log_probs_from(trajectories, unscored, n_done, version)
             experiences = self.run_models(unscored, old_log_probs=source, values=values)
         self.hooks.timer.count_tokens("experience", sum(len(t.token_ids) for t in unscored))
         with self.hooks.timer.phase("scoring"):
@@ -145,6 +143,20 @@ class ExperienceMaker:
             measure_scores(unscored, self.config.rewards, metrics)
             earned = torch.tensor([t.total_reward(self.weights) for t in unscored], device=self.device)
             return self._add_rewards(join_rows(experiences).with_fields(scores=earned), unscored, metrics)
+
+    def _old_log_probs_from(
+        self, given: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int, version: int
+    ) -> OldLogProbsFrom:
+        """Source of the old policy's log-probs, the same on all ranks."""
+        foreign = not isinstance(given, Rollout)  # not sampled by this run's engine
+        stale = any(
+            v != version for t in unscored for v, sampled in zip(t.versions, t.action_mask, strict=True) if sampled
+        )
+        counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
+        n_samples, n_foreign, n_stale = counts.tolist()
+        at_once = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
+        trains_actor = n_done >= self.config.ppo.frozen_actor_steps
+        return self.config.old_log_probs_from(at_once and trains_actor, by_engine=n_foreign == 0)
 
     def _completed(self, batch: Experience | None, metrics: Metrics, n_done: int) -> list[Experience]:
         """The rows of a batch with rewards (and values), with advantages and returns."""

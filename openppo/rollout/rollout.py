@@ -79,17 +79,22 @@ def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, floa
 class Rollout(list[Trajectory]):
     """This rank's trajectories of one step, whose scores may be under way: whoever reads one waits for them.
 
-    ``unscored`` are the same trajectories at once, for work that needs no scores. ``metrics`` are what their source
-    measured. ``write_scores`` blocks until scores are there and puts them into the trajectories.
+    Code that runs on several ranks calls ``wait_for_scores`` before it reads.
+    ``metrics`` are what their source measured. ``write_scores`` blocks until scores are there and puts them into the
+    trajectories.
     """
 
     def __init__(
         self, unscored: Sequence[Trajectory], metrics: Metrics, write_scores: Callable[[], None] | None = None
     ) -> None:
         super().__init__(unscored)
-        self.unscored = list(unscored)
         self.metrics = metrics
         self._write_scores = write_scores
+
+    @property
+    def unscored(self) -> list[Trajectory]:
+        """The same trajectories at once, for work that needs no scores."""
+        return list(super().__iter__())
 
     def wait(self) -> None:
         """Block until scores are there, on this rank alone; raise what the source of rewards raised."""

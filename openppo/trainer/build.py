@@ -70,17 +70,17 @@ def build_ppo_trainer(
     """
     strategy = strategy or DeepspeedStrategy(config.deepspeed)
     check_options(config, strategy.comm, own_source=source is not None)
-    tokenizer, actor_config, critic = check_models(config, strategy)
+    tokenizer, actor_config, critic = check_models(config, strategy, samples=source is None)
     data = load_ppo_data(config, tokenizer, actor_config, strategy.comm, prompts=source is None)
     check_contexts(config, data, critic)
     setup = _scorer_setup(config, strategy, [*data.prompts, *data.held_out])
     if config.run.dry_run and source is None:
         check_sources(config.rewards, tokenizer, setup)
-    estimate = log_ppo_memory(config, data, critic, strategy) if source is None else None
+    estimate = log_ppo_memory(config, data, critic, strategy) if source is None or config.run.dry_run else None
     plan = batch_plan(config, len(data.prompts), strategy.comm.world_size, source_steps(config, source))
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.rewards, tokenizer, setup) if source is None else None  # before the large models
-    trained = _prepare_models(config, strategy, plan, critic)
+    trained = _prepare_models(config, strategy, plan, critic, samples=source is None)
     profiler = StepProfiler(config.run.save_path, config.tracking, strategy.comm.rank)
     timer = PhaseTimer(profiler, estimate.peaks if estimate else None)
     hooks = Hooks(timer, SignalStop(strategy.comm), strategy.uncompiled)
@@ -126,6 +126,8 @@ def source_steps(config: TrainPPOConfig, source: RolloutSource | None) -> int | 
     steps = config.ppo.max_steps if source.steps is None else source.steps
     if steps is None:
         raise ValueError("--max_steps is missing: the source of trajectories does not say how many steps it has.")
+    if steps < 1:
+        raise ValueError(f"The source of trajectories has {steps} steps: give it at least one.")
     return steps
 
 
@@ -204,9 +206,16 @@ class _Models(NamedTuple):
 
 
 def _prepare_models(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, plan: BatchPlan, critic: tuple[str, str] | None
+    config: TrainPPOConfig,
+    strategy: DeepspeedStrategy,
+    plan: BatchPlan,
+    critic: tuple[str, str] | None,
+    samples: bool,
 ) -> _Models:
-    """Load and wrap one model after the other; no ``critic`` for estimators without, no reference without a penalty."""
+    """Load and wrap one model after the other; no ``critic`` for estimators without, no reference without a penalty.
+
+    Only a run that ``samples`` needs an engine, and its check.
+    """
     model, rates = config.model, config.learning_rate
     trained_critic = None
     if critic is not None:
@@ -217,7 +226,7 @@ def _prepare_models(
     policy = load_actor(config)
     actor = strategy.prepare(policy, config.adam, rates.actor_learning_rate, n_steps)
     _pack(config, strategy, policy, actor, "actor")
-    if config.generation.engine_check == "on" and config.generation.rollout_engine == "hf":
+    if samples and config.generation.engine_check == "on" and config.generation.rollout_engine == "hf":
         check_hf_engine(config, strategy, actor)
     if config.kl.init_kl_coef == 0:
         return _Models(actor, trained_critic, None)

@@ -205,3 +205,26 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[dict[str, A
             ", ".join(are) or "none",
         )
     return were == are
+
+
+def end_early(trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+    """Where trajectories have ended before the planned steps, evaluate, log and save as after the last of those.
+
+    ``metrics`` are of the last step, empty without one in this session. All ranks call this together.
+    """
+    parts, run, step = trainer.components, trainer.config.run, trainer.global_step
+    planned = min(trainer.planned_steps, trainer.config.ppo.max_steps or trainer.planned_steps)
+    if parts.strategy.any_rank(trainer.should_stop) or step >= planned:
+        return
+    if parts.strategy.is_main:
+        logger.info("all trajectories are used up in %d global steps of the %d that were planned", step, planned)
+    if step == trainer.total_steps:  # known before the last report
+        return
+    if not any(name.startswith("eval") for name in metrics):
+        unlogged = dict(metrics) if step % run.logging_steps else {}
+        if logged := unlogged | trainer.evaluate():
+            parts.trackers.log(step, logged)
+        if parts.checkpointer is not None:
+            parts.checkpointer.save_if_best(step, logged, parts.write_policy)
+    if parts.checkpointer is not None and parts.checkpointer.due(step, True):
+        trainer.save_checkpoint()

@@ -97,7 +97,7 @@ class OnePassCritic(ExperienceMaker):
         """As of ``ExperienceMaker``; signals are looked at before the critic is trained, not after."""
         if not 0 < self.count(trajectories) <= self.config.batch.train_batch_size:
             return super().make(trajectories, metrics, n_done, version)
-        batch = self._rewarded(trajectories, metrics, n_done, values=False)
+        batch = self._rewarded(trajectories, metrics, n_done, version, values=False)
         measure_staleness(trajectories, version, metrics)
         with self.hooks.timer.phase("training"):
             rows = self._with_values([] if batch is None else list(split_rows(batch)), n_done)

@@ -69,6 +69,8 @@ def _load(
     data, new_tokens = config.data, config.generation.generate_max_len
     if not with_prompts:
         documents, fingerprint = _documents(config, tokenizer, data.prompt_max_len + new_tokens, show)
+        rows = [document.token_ids for document in documents]
+        check_token_ids(actor_config, f"--pretrain {config.model.pretrain}", tokenizer, rows)
         return PPOData([], [], documents, fingerprint, data.prompt_max_len + new_tokens)
     assert data.prompt_data is not None
     held_out: list[Prompt] = []
@@ -129,16 +131,20 @@ def _documents(
 
 
 def check_models(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, samples: bool = True
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig, tuple[str, str] | None]:
-    """Check what needs neither data nor weights; tokenizer, the actor's config, and what the critic starts from."""
+    """Check what needs neither data nor weights; tokenizer, the actor's config, and what the critic starts from.
+
+    Only a run that ``samples`` needs an engine.
+    """
     model = config.model
     _check_algorithm(config)
     actor_config = collective(strategy.comm, lambda: check_model(model.pretrain, "--pretrain", model.trust_remote_code))
     _check_lora(config)
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
-    _check_gpu_options(config, actor_config, strategy)
-    _check_engine(config, actor_config, strategy)
+    _check_gpu_options(config, actor_config, strategy, samples)
+    if samples:
+        _check_engine(config, actor_config, strategy)
     tokenizer = load_policy_tokenizer(model.pretrain, model.trust_remote_code, config.data.chat_template_kwargs)
     critic = critic_start(config) if ESTIMATORS[config.advantage.advantage_estimator].uses_critic else None
     _check_vocabularies(config, tokenizer, critic)
@@ -181,9 +187,11 @@ def _check_engine(config: TrainPPOConfig, actor_config: PreTrainedConfig, strate
         check_transformers()
 
 
-def _check_gpu_options(config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy) -> None:
+def _check_gpu_options(
+    config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy, samples: bool
+) -> None:
     here = strategy.device.type == "cuda" or config.run.dry_run  # which may be about another machine
-    if config.generation.cuda_graphs:
+    if samples and config.generation.cuda_graphs:
         if not here:
             raise ValueError("--cuda_graphs records steps on a GPU, and this run is on a CPU: leave it out.")
         check_layers(actor_config)

@@ -283,7 +283,10 @@ def _generation(
 def log_ppo_memory(
     config: TrainPPOConfig, data: PPOData, critic: tuple[str, str] | None, strategy: DeepspeedStrategy
 ) -> Estimate | None:
-    """Estimate a train_ppo run and ``_log`` it; ``critic`` is flag and name of the model that it starts from."""
+    """Estimate a train_ppo run and ``_log`` it; ``critic`` is flag and name of the model that it starts from.
+
+    A source of the caller's is estimated with prompts of ``--prompt_max_len``.
+    """
     model, rewards = config.model, config.rewards
     models = {
         "reward model": ("--reward_pretrain", rewards.reward_pretrain),
@@ -301,7 +304,7 @@ def log_ppo_memory(
         }
         if config.kl.init_kl_coef > 0 and config.lora.lora_rank == 0:
             sizes.setdefault("reference", sizes["actor"])
-        prompts = [len(prompt.token_ids) for prompt in data.prompts]
+        prompts = [len(prompt.token_ids) for prompt in data.prompts] or [config.data.prompt_max_len]
         documents = [len(document.token_ids) for document in data.documents]
         document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
         return estimate_ppo(config, sizes, Lengths(min(prompts), max(prompts), document), machine)

@@ -14,7 +14,7 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.phase import phase
-from openppo.trainer.callbacks import Callback, notify, restore_callbacks
+from openppo.trainer.callbacks import Callback, end_early, notify, restore_callbacks
 from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.components import PPOComponents, PromptRollouts
 from openppo.trainer.sample_log import StepDiagnostics
@@ -58,9 +58,11 @@ class PPOTrainer:
         A signal (see ``openppo.strategy.signals``) ends it early, with a checkpoint instead of a trained model.
         """
         with self._session():
+            metrics: dict[str, float] = {}
             for trajectories in self._rollouts():
-                self.report(self.train_on(trajectories))
+                self.report(metrics := self.train_on(trajectories))
                 self.source.publish(self.state.policy_version)
+            end_early(self, metrics)
 
     def step(self, prompts: Sequence[str | Prompt]) -> dict[str, float]:
         """One global step on responses to ``prompts``; returns its metrics, the same on all ranks."""
@@ -73,6 +75,7 @@ class PPOTrainer:
     def train_on(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """One global step on this rank's trajectories and those of all others; returns its metrics."""
         metrics = Metrics()
+        self.replay_buffer.clear()  # of a step that was never reported
         with self.timer.step(self.state.global_step + 1):
             experience = self.maker.make(trajectories, metrics, self.state.global_step, self.state.policy_version)
             self.replay_buffer.fill(experience)
@@ -109,7 +112,7 @@ class PPOTrainer:
         if evaluated or last or self.should_stop or state.global_step % self.config.run.logging_steps == 0:
             self.components.trackers.log(state.global_step, metrics)
         state.unreported = None
-        if saver is not None and (self.should_stop or saver.due(state.global_step, episode_ended)):
+        if saver is not None and (self.should_stop or saver.due(state.global_step, episode_ended or last)):
             self.save_checkpoint()
 
     @phase("saving")
@@ -152,10 +155,12 @@ class PPOTrainer:
         self.source.publish(self.state.policy_version)
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
-        """Every episode passes over all prompts once, in an order of its own."""
+        """Pass over all prompts in every episode, in an order of its own, until the last step is done."""
         if self.state.unreported is not None:
             self.report(self.state.unreported)
-        yield from self._prompt_source.prompt_batches()
+        batches = self._prompt_source.prompt_batches()
+        while self.global_step < self.total_steps and (batch := next(batches, None)) is not None:
+            yield batch
 
     def close(self) -> None:
         """End the logs and leave the process group; the trainer is of no use afterwards."""
@@ -188,11 +193,10 @@ class PPOTrainer:
         source = iter(self.source)
         with progress_bar(self.total_steps, "PPO", enabled=self.components.strategy.is_main) as bar:
             bar.update(self.global_step)
-            while not self.should_stop and self.global_step < self.total_steps:
+            while self.global_step < self.total_steps and not self.components.strategy.any_rank(self.should_stop):
                 self._mark()
                 self.components.stop()
-                trajectories = next(source, None)
-                if trajectories is None:
+                if (trajectories := next(source, None)) is None:
                     return
                 yield trajectories
                 bar.update()

@@ -96,6 +96,7 @@ class SampleLog:
         self.total_steps = total_steps
         self.every = -(-total_steps // N_TOKEN_STEPS)
         self._trained: dict[tuple[int, ...], dict[str, list[float]]] = {}  # by token ids, of the last epoch
+        self._observed_step = 0
 
     def writes_tokens(self, step: int) -> bool:
         """Whether samples of ``step`` are logged token by token."""
@@ -103,6 +104,8 @@ class SampleLog:
 
     def observe(self, step: int, micro: Experience, log_probs: Tensor, entropy: Tensor | None) -> None:
         """Keep ratio and entropy (B, L) of a training forward of ``step``; a later epoch replaces an earlier one."""
+        if step != self._observed_step:  # a step that was never written leaves nothing
+            self._observed_step, self._trained = step, {}
         if not self.writes_tokens(step):
             return
         ratio = policy_ratio(log_probs.detach(), micro.old_or_rollout_log_probs, micro.action_mask)

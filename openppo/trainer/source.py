@@ -21,6 +21,7 @@ from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories,
 from openppo.strategy.weights import PolicyWeights
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
+from openppo.trainer.evaluation.evaluator import generate_responses
 from openppo.types import Prompt, SamplingParams, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -85,10 +86,9 @@ class PromptSource:
             1.0 if greedy else generation.top_p,
             None if greedy else generation.top_k,
         )
-        mine, first = self._share(held_out)
         n_samples, seed = options.eval_n_samples_per_prompt, self.config.deepspeed.seed
         with self.components.weights_to_save(), self.with_weights():
-            responses = sample_trajectories(self.engine, mine, params, n_samples, seed, first)
+            responses = generate_responses(self.engine, self.comm, held_out, params, n_samples, seed)
         rollout = self._score(responses, "eval_reward_errors")
         wait_for_scores(rollout, self.components.stop)
         return rollout
@@ -186,10 +186,6 @@ class PromptSource:
             if further is None:
                 break
             batch = further
-        if self.comm.rank == 0 and self.consumed_batches == self.config.ppo.num_episodes * len(self.sampler):
-            logger.info(
-                "dynamic sampling has used up all prompts in %d global steps", self.components.state.global_step + 1
-            )
         metrics.add("sampled_batches", n_batches, reduce="max")
         metrics.add("useful_groups", n_groups, reduce="max")
         return Rollout(self._first_groups(kept), metrics)

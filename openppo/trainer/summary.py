@@ -199,7 +199,7 @@ def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, n_prompts: int, ranks: i
         total += f", {plan.optimizer_steps(without=frozen):,} of them of the actor"
     in_all = f"{count(plan.episodes, 'episode')} of {n_prompts:,} prompts in {batches}"
     return [
-        ("each step", f"{most}{samples}{kept}"),
+        *([("each step", f"{most}{samples}{kept}")] if n_prompts else []),
         ("experience", passes + each),
         ("training", f"{count(batch.max_epochs, 'epoch')} of {mini} of {size:,} samples, in {micro}{each}"),
         ("in all", in_all if n_prompts else "trajectories of the given source"),

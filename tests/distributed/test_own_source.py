@@ -90,3 +90,13 @@ def test_a_source_that_does_not_say_how_long_it_is_needs_max_steps(
     flags = f"--pretrain {tiny}/actor --rollout_batch_size 4 --train_batch_size 4 --save_path {tmp_path}/model"
     output = launch(0, tmp_path / "program.py", "None", *flags.split(), status=1)
     assert "ValueError: --max_steps is missing: the source of trajectories does not say how many steps" in output
+
+
+def test_a_dry_run_estimates_and_does_not_train(tiny: Path, tmp_path: Path, launch: Callable[..., str]) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    flags = (
+        f"--pretrain {tiny}/actor --rollout_batch_size 4 --train_batch_size 4 --save_path {tmp_path}/model --dry_run"
+    )
+    output = launch(0, tmp_path / "program.py", "2", *flags.split(), "--generate_max_len", "6", "--prompt_max_len", "8")
+    assert "of 2" not in output
+    assert not (tmp_path / "model").exists()

@@ -482,3 +482,10 @@ def test_old_log_probs_come_from_where_they_are_the_policys(options: dict[str, A
     sizes = {"rollout_batch_size": 8, "train_batch_size": 8}
     config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **(sizes | options))
     assert (config.old_log_probs_from(True), config.old_log_probs_from(False)) == (at_once, later)
+
+
+def test_a_source_of_ones_own_evaluates_without_held_out_data() -> None:
+    options = {"keep_best": "eval_reward", "stop_when": ("eval_reward>=0.9",), "eval_before_training": True}
+    from_options(TrainPPOConfig, pretrain="m", **options).validate(1, own_source=True)
+    with pytest.raises(ValueError, match="--eval_data"):
+        from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **options).validate(1)

@@ -412,10 +412,15 @@ def test_where_old_log_probs_come_from(n_samples: int, options: dict[str, Any], 
     sizes = {"rollout_batch_size": 4, "train_batch_size": 4, "old_log_probs": "auto"}
     rows = [trajectory([5], [6, END], score=1.0) for _ in range(n_samples)]
     one = maker(changed(**sizes | options), actor=actor, reference=None, critic=lambda ids, mask: mask * 1.0)
-    made = one.make(rows, Metrics())
+    made = one.make(Rollout(rows, Metrics()), Metrics())
     assert bool(calls) == (source == "recompute")
     log_probs = {"rollout": [0.0, -0.625, -0.75], "recompute": [0.0, -2.0, -2.0], "training": None}[source]
     assert [e.log_probs if e.log_probs is None else e.log_probs[0].tolist() for e in made] == [log_probs] * n_samples
+    of_others = one.make(rows, Metrics())
+    assert [e.log_probs[0].tolist() for e in of_others] == [[0.0, -2.0, -2.0]] * n_samples, "recomputed"
+    if source == "training":
+        stale = one.make(Rollout(rows, Metrics()), Metrics(), version=1)
+        assert [e.log_probs[0].tolist() for e in stale] == [[0.0, -2.0, -2.0]] * n_samples, "recomputed"
 
 
 def test_scores_under_way_are_awaited_after_the_models_have_run(trajectory: Make) -> None:

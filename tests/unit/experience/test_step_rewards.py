@@ -13,6 +13,7 @@ import torch
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
+from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
 from openppo.types import Experience, FinishReason, Prompt, SingleProcess, Trajectory
 
@@ -59,7 +60,7 @@ def made(name: str, rows: list[Trajectory], comm: Any = None, **options: Any) ->
 
 
 def experience_of(one: ExperienceMaker, rows: list[Trajectory]) -> list[Experience]:
-    return one.make(rows, Metrics())
+    return one.make(Rollout(rows, Metrics()), Metrics())
 
 
 def advantages(name: str, rows: list[Trajectory], **options: Any) -> list[list[float]]:
@@ -217,7 +218,7 @@ def test_the_kl_penalty_stays_at_its_token() -> None:
     rows = [response([(2, 1.0), (1, 0.0)]), response([(1, 1.0), (2, 1.0)])]
     one = maker("group_norm", init_kl_coef=KL_COEF)
     one.reference = lambda ids, mask, actions: -1.5 * actions  # the engine's log-probs are -1
-    found = one.make(rows, Metrics())
+    found = one.make(Rollout(rows, Metrics()), Metrics())
     penalties = [-KL_COEF * 0.5 * n for n in (3, 2, 1)]
     expected = [a + b for a, b in zip([-1.0, -1.0, -1.5], penalties, strict=True)]
     assert found[0].advantages[0, 1:].tolist() == pytest.approx(expected, abs=1e-6)

@@ -14,6 +14,7 @@ from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.replay_buffer import mini_batches
 from openppo.models import ScalarHeadModel
+from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
@@ -82,7 +83,7 @@ def outcome(
     maker = OnePassCritic(step, *arguments) if one_pass else ExperienceMaker(*arguments)
     trains: Any = maker if one_pass else step
     buffer, metrics = ReplayBuffer(normalize=True), Metrics()
-    buffer.fill(maker.make(trajectories(n), metrics))
+    buffer.fill(maker.make(Rollout(trajectories(n), Metrics()), metrics))
     for batch in mini_batches(buffer, config, 0):
         trains.train(batch, metrics, True)
     fields = [item.tensors() for item in buffer.items]
@@ -130,7 +131,8 @@ def test_ranks_share_the_step_and_get_back_their_own_values(
         model: Any = models[comm.rank]
         arguments: Any = (lambda *_, **__: None, model, None, config, comm, CPU, 0)
         maker = OnePassCritic(CriticStep(model, config, comm, CPU), *arguments)
-        return [item.values for item in maker.make(rows[:2] if comm.rank == 0 else rows[2:], Metrics())]
+        mine = Rollout(rows[:2] if comm.rank == 0 else rows[2:], Metrics())
+        return [item.values for item in maker.make(mine, Metrics())]
 
     values = [value for of_rank in on_ranks(2, work) for value in of_rank]
     critic = ScalarHeadModel(scalar, "critic")

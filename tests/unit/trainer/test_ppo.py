@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -301,7 +302,8 @@ def test_a_run_that_fails_closes_its_trackers_and_raises_what_ended_it() -> None
 class Saver(SimpleNamespace):
     """A checkpointer that keeps what it is given."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, saves_episodes: bool = False) -> None:
+        self.saves_episodes = saves_episodes
         self.saved: list[tuple[int, dict[str, Any], bool]] = []
         self.recorder = recorder
 
@@ -311,7 +313,7 @@ class Saver(SimpleNamespace):
         return Path("here")
 
     def due(self, step: int, episode_ended: bool) -> bool:
-        return False
+        return self.saves_episodes and episode_ended
 
     def save_if_best(self, *_: Any) -> None: ...
 
@@ -396,6 +398,14 @@ def test_max_steps_ends_a_run_and_is_its_last_step() -> None:
     assert [(step, "eval_reward" in row) for step, row in recorder.logged] == [(1, False), (2, False), (3, True)]
 
 
+def test_max_steps_ends_a_run_with_a_checkpoint() -> None:
+    trainer = trainer_of(7, max_steps=3)
+    saver: Any = Saver(recorder_of(trainer), saves_episodes=True)
+    trainer.components.checkpointer = saver
+    trainer.fit()
+    assert [step for step, *_ in saver.saved] == [3]
+
+
 def test_halves_of_a_step_equal_it_bit_for_bit() -> None:
     def run(make_step: Any) -> tuple[list[dict[str, float]], Tensor]:
         trainer = trainer_of(3, n_samples_per_prompt=2, entropy_coef=0.1, train_batch_size=4)
@@ -415,3 +425,48 @@ def test_reading_a_trajectory_waits_for_its_score() -> None:
     assert [t.scores for t in rollout] == [{"a": 1.0}, {"a": 2.0}]
     parts = [trainer_of(2).rollout(prompts("a", "b")) for _ in range(2)]
     assert [t.scores["a"] for t in parts[0] + parts[1]] == [1.0, 2.0, 1.0, 2.0]
+
+
+def test_what_is_left_out_of_a_rollout_is_not_trained_on() -> None:
+    rollout = trainer_of(2).rollout(prompts("a", "b"))
+    assert isinstance(rollout, Rollout)
+    del rollout[0]
+    assert rollout.unscored == [rollout[0]]
+    assert trainer_of(2).train_on(rollout)["reward"] == 2.0
+
+
+def test_a_stop_after_the_report_is_asked_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, asked = trainer_of(2), []
+    monkeypatch.setattr(Strategy, "any_rank", lambda self, value: bool(asked.append(value)) or value)
+    monkeypatch.setattr(trainer.source, "publish", lambda version: setattr(trainer, "should_stop", True))
+    trainer.fit()
+    assert (trainer.global_step, asked[:3]) == (1, [False, False, True])
+
+
+def test_a_loop_of_ones_own_ends_with_max_steps() -> None:
+    trainer = trainer_of(7, max_steps=3)
+    for batch in trainer.prompt_batches():
+        trainer.step(batch)
+    assert trainer.global_step == 3
+    assert trainer.source.state_dict()["consumed_batches"] == 3
+
+
+def test_a_source_that_ends_early_gets_its_last_evaluation_log_and_checkpoint() -> None:
+    trainer = trainer_of(7, evaluates=True, logging_steps=5)
+    recorder, prompt_source = recorder_of(trainer), trainer.source
+
+    class TwoSteps(SimpleNamespace):
+        steps = 7
+        publish, state_dict, evaluate = prompt_source.publish, prompt_source.state_dict, prompt_source.evaluate
+
+        def __iter__(self) -> Any:
+            return itertools.islice(prompt_source, 2)
+
+    source: Any = TwoSteps()
+    trainer.source = source
+    saver: Any = Saver(recorder, saves_episodes=True)
+    trainer.components.checkpointer = saver
+    trainer.fit()
+    [(step, row)] = recorder.logged
+    assert (step, "eval_reward" in row, "reward" in row) == (2, True, True)
+    assert [step for step, *_ in saver.saved] == [2]

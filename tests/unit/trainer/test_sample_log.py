@@ -253,6 +253,17 @@ def test_what_training_does_not_compute_is_left_out(byte_tokenizer: PreTrainedTo
     assert "ratio" not in frozen
 
 
+def test_steps_that_are_never_written_leave_nothing(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Of a loop of one's own that does not report."""
+    log, logged = sample_log(byte_tokenizer, total_steps=3)
+    before, t = response_to([2], group=2), response_to([1], group=1)
+    train_on(log, 1, filled([before]).items, 0.0, None)
+    train_on(log, 2, filled([t]).items, 0.0, None)
+    assert len(log._trained) == 1
+    log.write(2, [t, before], filled([t, before]))
+    assert sum("ratio" in row for row in logged.tokens) == 1
+
+
 def test_forwards_of_other_ranks_are_collected(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     t = response_to([1], group=1)
     elsewhere = {tuple(t.token_ids): {"ratio": [1.0, 2.0, 3.0]}}
