@@ -188,10 +188,10 @@ class TrainPPOConfig(TrainingConfig):
     def held_out(self) -> tuple[str, str | None]:
         return "--eval_data", self.evaluation.eval_data
 
-    def old_log_probs_from(self, at_once: bool, by_engine: bool = True) -> OldLogProbsFrom:
+    def old_log_probs_from(self, single_update: bool, by_engine: bool = True) -> OldLogProbsFrom:
         """Source of the old policy's log-probs, see ``--old_log_probs``; "training": the forward that is trained on.
 
-        ``at_once`` says that one optimizer step trains the actor on all samples, with the weights that sampled them;
+        ``single_update`` says that one optimizer step trains the actor on all samples, with the weights that sampled them;
         ``by_engine`` that this run's engine sampled them. Log-probs of other trajectories may be anything.
         """
         if self.loss.old_log_probs != "auto":
@@ -203,7 +203,7 @@ class TrainPPOConfig(TrainingConfig):
             return "rollout"
         samples = self.ppo.rollout_batch_size * self.ppo.n_samples_per_prompt
         always = samples <= self.batch.train_batch_size and self.batch.max_epochs == 1  # or metrics would change sides
-        return "training" if at_once and always and self.lora.lora_dropout == 0 else "recompute"
+        return "training" if single_update and always and self.lora.lora_dropout == 0 else "recompute"
 
     def _validate_sizes(self, world_size: int) -> None:
         prompts, samples = self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt

@@ -154,9 +154,9 @@ class ExperienceMaker:
         )
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
         n_samples, n_foreign, n_stale = counts.tolist()
-        at_once = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
+        single_update = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
         trains_actor = n_done >= self.config.ppo.frozen_actor_steps
-        return self.config.old_log_probs_from(at_once and trains_actor, by_engine=n_foreign == 0)
+        return self.config.old_log_probs_from(single_update and trains_actor, by_engine=n_foreign == 0)
 
     def _completed(self, batch: Experience | None, metrics: Metrics, n_done: int) -> list[Experience]:
         """The rows of a batch with rewards (and values), with advantages and returns."""

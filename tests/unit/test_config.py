@@ -462,7 +462,7 @@ def test_what_stands_for_a_value_of_an_option_becomes_it(option: str, value: obj
 
 
 @pytest.mark.parametrize(
-    ("options", "at_once", "later"),
+    ("options", "single_update", "later"),
     [
         ({}, "rollout", "rollout"),
         ({"bf16": True}, "training", "recompute"),
@@ -477,11 +477,13 @@ def test_what_stands_for_a_value_of_an_option_becomes_it(option: str, value: obj
         ({"rollout_correction": "tis"}, "recompute", "recompute"),
     ],
 )
-def test_old_log_probs_come_from_where_they_are_the_policys(options: dict[str, Any], at_once: str, later: str) -> None:
-    """``at_once``: one optimizer step trains on all samples of a rollout."""
+def test_old_log_probs_come_from_where_they_are_the_policys(
+    options: dict[str, Any], single_update: str, later: str
+) -> None:
+    """``single_update``: one optimizer step trains on all samples of a rollout."""
     sizes = {"rollout_batch_size": 8, "train_batch_size": 8}
     config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **(sizes | options))
-    assert (config.old_log_probs_from(True), config.old_log_probs_from(False)) == (at_once, later)
+    assert (config.old_log_probs_from(True), config.old_log_probs_from(False)) == (single_update, later)
 
 
 def test_a_source_of_ones_own_evaluates_without_held_out_data() -> None:

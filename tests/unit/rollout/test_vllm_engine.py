@@ -24,7 +24,9 @@ def test_weights_in_4_bits_cannot_be_handed_over():
 
 def test_log_probs_of_another_implementation_are_recomputed_unless_asked_for():
     found = [
-        from_options(TrainPPOConfig, **BASE, rollout_engine=engine, old_log_probs=old).old_log_probs_from(at_once=True)
+        from_options(TrainPPOConfig, **BASE, rollout_engine=engine, old_log_probs=old).old_log_probs_from(
+            single_update=True
+        )
         for engine, old in (("hf", "auto"), ("vllm", "auto"), ("vllm", "rollout"))
     ]
     assert found == ["rollout", "recompute", "rollout"]
