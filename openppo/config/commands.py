@@ -109,11 +109,11 @@ class TrainPPOConfig(TrainingConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def validate(self, world_size: int, own_source: bool = False) -> None:
-        """As of ``TrainingConfig``; a source of trajectories of the caller's needs neither prompts nor rewards."""
-        super().validate(world_size)
+        """Validate; with ``own_source`` neither prompts nor rewards are required."""
         if not own_source:
             require(self.data.prompt_data != "", "No prompts are given: pass --prompt_data FILE.")
             self.rewards.require_source()
+        super().validate(world_size)
         best = self.checkpoint.keep_best or ""
         require(
             "pass@" not in best or self.rewards.pass_threshold(self.evaluation.pass_reward) is not None,
@@ -150,7 +150,7 @@ class TrainPPOConfig(TrainingConfig):
         )
         require(
             self.model.ref_pretrain is None or self.kl.init_kl_coef > 0,
-            "--ref_pretrain: --init_kl_coef 0 wants no reference model; leave one of them out.",
+            "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out.",
         )
         verified = {"exact_match", "math"} & set(self.rewards.verifiable_reward)
         require(
@@ -179,7 +179,7 @@ class TrainPPOConfig(TrainingConfig):
         return "--eval_data", self.evaluation.eval_data
 
     def old_log_probs_from(self, at_once: bool) -> OldLogProbsFrom:
-        """Where those of the old policy come from, see ``--old_log_probs``; "training": the forward that is trained on.
+        """Source of the old policy's log-probs, see ``--old_log_probs``; "training": the forward that is trained on.
 
         ``at_once`` says that one optimizer step trains the actor on all samples, with the weights that sampled them.
         """
@@ -265,12 +265,10 @@ class TrainPRMConfig(SupervisedCommand):
     data: ProcessConfig = field(default_factory=ProcessConfig)
 
 
+TRAINING_COMMANDS: tuple[type[TrainingConfig], ...] = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
+
+
 def training_options(holds: Callable[[Rules], object]) -> list[str]:
-    """Names of the options of all training commands whose rules fulfil ``holds``."""
-    waiting: list[type] = [TrainingConfig]
-    found = []
-    while waiting:
-        command = waiting.pop(0)
-        waiting += command.__subclasses__()
-        found += [name for name, declared in declared_options(command).items() if holds(rules_of(declared))]
-    return list(dict.fromkeys(found))
+    """Names of the options of ``TRAINING_COMMANDS`` whose rules fulfil ``holds``."""
+    options = {name: declared for command in TRAINING_COMMANDS for name, declared in declared_options(command).items()}
+    return [name for name, declared in options.items() if holds(rules_of(declared))]

@@ -1,8 +1,8 @@
 """Data sources named on the command line -> rows in their order.
 
 ``datasets`` reads the hub and saved folders. Files are read here, because it changes values (in JSON a text like
-"2020-01-01" becomes a date, 1 beside 1.5 becomes 1.0, missing keys become None), passes CSV lines with too few fields,
-and verifies no page checksums of Parquet. Local files are read on every call, without a cache.
+"2020-01-01" becomes a date, missing keys become None), passes CSV lines with too few fields and verifies no checksums
+of Parquet. Local files are read on every call, without a cache.
 """
 
 from __future__ import annotations
@@ -386,10 +386,8 @@ def _python_rows(batch: pa.RecordBatch, where: str) -> list[Row]:
         try:
             columns.append(column.to_pylist())
         except (OverflowError, ValueError) as error:  # dates after the year 9999, unknown time zones
-            raise ValueError(
-                f"{where}: column {name!r} holds a value of type {column.type} that cannot be read ({error}). Leave "
-                "the column out, or write it as text."
-            ) from error
+            what = f"column {name!r} holds a value of type {column.type} that cannot be read ({error})"
+            raise ValueError(f"{where}: {what}. Leave the column out, or write it as text.") from error
     return [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
