@@ -140,7 +140,7 @@ ppo -1.0 must not be negative, got -1; 0 switches clipping off. | max_norm
 sft -1.0 must not be negative, got -1 | learning_rate
 generate -0.5 must not be negative, got -0.5 | temperature
 ppo .nan must not be negative, got nan | max_norm
-ppo 0.0 must be positive, got 0 | eps_clip eps_clip_high cispo_eps_max kl_target adaptive_lambd_alpha temperature
+ppo 0.0 must be positive, got 0 | eps_clip eps_clip_high cispo_eps_max kl_target temperature
 ppo 0.0 must be positive, got 0 | rollout_correction_high remote_rm_timeout dry_run_memory
 ppo 0.0 must be positive, got 0; None switches it off. | value_clip
 ppo 0.0 must be positive, got 0; None leaves it off. | adaptive_lambd_alpha
@@ -192,8 +192,8 @@ rm train_batch_size=5 ranks=2 | 5 ... among 2 ranks: use a multiple of 2
 ppo save_path=~/run | ~/run: "~" is not expanded here
 ppo ckpt_path=~/run | ~/run: "~" is not expanded here
 ppo reward_normalizer=running | running has no effect without --normalize_reward
-ppo reward_clip_range=[1.0,1.0] | needs two rising numbers, got 1 1.0
-ppo reward_clip_range=[5.0,-5.0] | needs two rising numbers, got 5 -5.0
+ppo reward_clip_range=[1.0,1.0] | needs two rising numbers, got 1.0 1.0
+ppo reward_clip_range=[5.0,-5.0] | needs two rising numbers, got 5.0 -5.0
 ppo reward_fn=None | ...No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name]
 ppo input_template=Q: | must contain {} once, where the prompt goes; got 'Q:'
 ppo "input_template={} {}" | must contain {} once
@@ -222,6 +222,9 @@ ppo reward_fn=None reward_pretrain=r prm_pretrain=p reward_weights=[prm=1,reward
 ppo reward_fn=None remote_rm_url=http://h reward_weights=[remote=2] | ...names remote, but the rewards are reward.
 ppo verifiable_reward=[regex] | regex needs --verify_regex
 ppo verify_length=5 | has no effect without --verifiable_reward length
+ppo verify_length=-2 | has no effect without --verifiable_reward length
+ppo reward_fn=None reward_weights=[a=1] | ...No reward is given: pass --reward_pretrain MODEL
+ppo prompt_data="" gamma=2.0 | ...No prompts are given: pass --prompt_data FILE
 ppo verifiable_reward=[math] input_key=q | ...math compares with a label: ... --label_key
 ppo "prm_reward_tokens=['+']" | needs two different tokens, good and bad; got +
 ppo "prm_reward_tokens=['+','+']" | needs two different tokens... got + +
