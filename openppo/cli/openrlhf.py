@@ -14,13 +14,13 @@ from dataclasses import dataclass
 class ForeignFlag:
     """A flag of OpenRLHF only: dropped because of ``reason``, or refused with ``remedy``.
 
-    With a ``remedy`` it is dropped only for the values ``harmless``. An empty ``reason`` drops it without a word.
+    With a ``remedy`` only ``dropped_values`` are dropped. An empty ``reason`` drops it without a word.
     """
 
     takes_value: bool = False
     reason: str = ""
     remedy: str = ""
-    harmless: tuple[str, ...] = ()
+    dropped_values: tuple[str, ...] = ()
 
 
 _RAY = "it is of OpenRLHF's train_ppo_ray; here all models share the processes of torchrun. Leave it out."
@@ -34,13 +34,13 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
         takes_value=True,
         reason="0 is no such loss",
         remedy="there is no balancing loss for mixtures of experts here. Leave it out.",
-        harmless=("0", "0.0"),
+        dropped_values=("0", "0.0"),
     ),
     "grad_accum_dtype": ForeignFlag(
         takes_value=True,
         reason="gradients are accumulated in float32 anyway",
         remedy="gradients are always accumulated in float32. Leave it out.",
-        harmless=("fp32",),
+        dropped_values=("fp32",),
     ),
     "actor_init_on_gpu": ForeignFlag(reason="models are moved to the GPU before DeepSpeed wraps them anyway"),
     "gradient_checkpointing_use_reentrant": ForeignFlag(
@@ -82,7 +82,7 @@ def without_foreign_flags(arguments: Sequence[str], all_of_them: bool = True) ->
             continue
         if flag.takes_value and not has_value:
             value = next(remaining, "")
-        if flag.remedy and value not in flag.harmless:
+        if flag.remedy and value not in flag.dropped_values:
             raise ValueError(f"--{name} {value}".rstrip() + f" does not exist here: {flag.remedy}")
         if flag.reason:
             notices.append(f"--{name} {value}".rstrip() + f" of OpenRLHF is left out: {flag.reason}.")

@@ -115,7 +115,7 @@ def _run(config: Config, build: Callable[[Config], Runnable]) -> bool:
         job.fit()
         watchdog.saves_on_signal = False
         job.close()
-    return signals.requested() is not None
+        return signals.requested() is not None
 
 
 def _end_process() -> NoReturn:

@@ -126,10 +126,10 @@ def flat_dict(config: Any) -> dict[str, object]:
     For files and logs: secrets in URLs are masked, and a key of --use_wandb is left out.
     """
     values = {name: value for group in vars(config).values() for name, value in vars(group).items()}
-    return {name: _without_secrets(name, values[name]) for name in declared_options(type(config))}
+    return {name: _masked(name, values[name]) for name in declared_options(type(config))}
 
 
-def _without_secrets(name: str, value: Any) -> Any:
+def _masked(name: str, value: Any) -> Any:
     if name == "use_wandb" and value is not None:
         return KEY_FROM_ELSEWHERE
     return mask_credentials(value) if isinstance(value, str) else value

@@ -36,9 +36,9 @@ def _generalized_advantages(
     values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: float | Tensor
 ) -> Tensor:
     places = mask.cumsum(-1) - 1
-    values, rewards = in_front(values, mask, places), in_front(rewards, mask, places)
+    values, rewards = pack_actions(values, mask, places), pack_actions(rewards, mask, places)
     deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
-    return _back(_discounted_sums(deltas, gamma * lambd), mask, places)
+    return _unpack_actions(_discounted_sums(deltas, gamma * lambd), mask, places)
 
 
 def length_adaptive_lambda(action_mask: Tensor, alpha: float) -> Tensor:
@@ -55,17 +55,17 @@ def get_cumulative_returns(rewards: Tensor, action_mask: Tensor, gamma: float) -
     """Discounted reward to go, R_t = r_t + gamma R_next, from each action to the next; (B, L), 0 outside the mask."""
     mask = action_mask.bool()
     places = mask.cumsum(-1) - 1
-    return _back(_discounted_sums(in_front(rewards, mask, places), gamma), mask, places)
+    return _unpack_actions(_discounted_sums(pack_actions(rewards, mask, places), gamma), mask, places)
 
 
-def in_front(per_token: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+def pack_actions(per_token: Tensor, mask: Tensor, places: Tensor) -> Tensor:
     """Pack the entries under ``mask`` (B, L) to the left, zeros behind."""
     n_rows, length = mask.shape
     moved = per_token.new_zeros(n_rows, length + 1)  # the last column takes what no action has
     return moved.scatter_(1, torch.where(mask, places, length), per_token)[:, :length]
 
 
-def _back(of_actions: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+def _unpack_actions(of_actions: Tensor, mask: Tensor, places: Tensor) -> Tensor:
     return torch.where(mask, of_actions.gather(1, places.clamp(min=0)), 0.0)
 
 

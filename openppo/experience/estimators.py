@@ -9,14 +9,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from openppo.config import AdvantageConfig, LossAggregation
+from openppo.config import AdvantageConfig, LossAggregation, TrainPPOConfig
 from openppo.experience.advantages import (
     get_advantages_and_returns,
     get_cumulative_returns,
-    in_front,
     length_adaptive_lambda,
+    pack_actions,
 )
 from openppo.experience.token_rewards import StepRewards
+from openppo.models.loss import POLICY_LOSSES
 
 Rewards = Callable[[Tensor, StepRewards | None, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """``rewards(scores, steps, groups, greedy)``: each trajectory's score, rewards of its steps (None without any), the id
@@ -201,7 +202,7 @@ def _divisor(std: Tensor, size: Tensor) -> Tensor:
 
 def _are_alike(steps: StepRewards, groups: Tensor) -> Tensor:
     """Whether a row's group has equal step rewards in order; bool (B,)."""
-    counts, rows = steps.ends.sum(-1), in_front(steps.rewards, steps.ends, steps.ends.cumsum(-1) - 1)
+    counts, rows = steps.ends.sum(-1), pack_actions(steps.rewards, steps.ends, steps.ends.cumsum(-1) - 1)
     ids, index = groups.unique(return_inverse=True)
     every = torch.arange(len(groups), device=groups.device)
     first = every.new_zeros(len(ids)).scatter_reduce(0, index, every, "amin", include_self=False)[index]
@@ -239,3 +240,12 @@ def check_estimator(name: str, n_samples_per_prompt: int) -> None:
             f"--advantage_estimator {name} compares the responses to one prompt: use --n_samples_per_prompt of at "
             f"least 2 instead of {n_samples_per_prompt}, or --advantage_estimator {', '.join(others)} or {last}."
         )
+
+
+def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:
+    """``--loss_agg``, else what the policy loss asks for, else what the estimator asks for."""
+    return (
+        config.loss.loss_agg
+        or POLICY_LOSSES[config.loss.policy_loss_type].loss_agg
+        or ESTIMATORS[config.advantage.advantage_estimator].loss_agg
+    )

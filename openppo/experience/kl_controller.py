@@ -15,7 +15,7 @@ class FixedKLController:
         """Ignore the measured KL."""
 
     def state_dict(self) -> dict[str, float]:
-        """What ``AdaptiveKLController.load_state_dict`` can go on from."""
+        """What ``AdaptiveKLController.load_state_dict`` can resume from."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -45,5 +45,5 @@ class AdaptiveKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from the coefficient of an earlier run."""
+        """Continue from the coefficient of an earlier run."""
         self.value = state["value"]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openppo.strategy.checkpoint.engine_state import Fragment
+from openppo.strategy.checkpoint.model_state import Fragment
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.types import Interrupted
 
@@ -18,15 +18,15 @@ from openppo.types import Interrupted
 class ParameterAverage:
     """``average = beta * average + (1 - beta) * parameter``, float32 on the CPU, starting at the parameters.
 
-    It covers the trained parameters of ``engine``, with LoRA the adapters. Each rank holds its share: its partition of
+    It covers the trained parameters of ``model``, with LoRA the adapters. Each rank holds its share: its partition of
     every parameter under ZeRO-3, else every n-th parameter. All ranks call each method together.
     """
 
-    def __init__(self, engine: TrainableModel, beta: float) -> None:
+    def __init__(self, model: TrainableModel, beta: float) -> None:
         self.beta = beta
-        self._optimizer: Any = engine.deepspeed.optimizer
-        self._partitioned = engine.deepspeed.zero_optimization_stage() == 3
-        self._trained: dict[str, Any] = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+        self._optimizer: Any = model.deepspeed.optimizer
+        self._partitioned = model.deepspeed.zero_optimization_stage() == 3
+        self._trained: dict[str, Any] = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
         self._owner = {name: i % dist.get_world_size() for i, name in enumerate(self._trained)}
         self._averages = {name: share.to("cpu", torch.float32, copy=True) for name, share in self._shares().items()}
 

@@ -21,8 +21,8 @@ def installed() -> bool:
 
 
 def requested() -> str | None:
-    """Name of the signal that asks the run to save and exit; other ranks learn of it within a second."""
-    return _requested
+    """Name of the signal that asks the run to save and exit, while installed; other ranks learn it within a second."""
+    return _requested if installed() else None
 
 
 def request(name: str) -> None:

@@ -29,6 +29,8 @@ _SECONDS_TO_CLOSE = 20.0
 _SECONDS_TO_END = 10.0
 _SIGNALLED = 128
 """Exit status of a process ended by a signal, less the signal's number, as in shells."""
+_FAILURES = (OSError, RuntimeError, MemoryError, LookupError, ValueError, TypeError)
+"""What a look may raise: no file or memory to be had, a value of the store that is not whole."""
 _ECHO = 2.0
 """Seconds within which two signals count as one: launchers pass on what Slurm and Ctrl-C send to all processes."""
 
@@ -126,20 +128,28 @@ class Watchdog:
                 code = _call.__code__.replace(co_filename=f"OpenPPO {self._heartbeat()}")
                 FunctionType(code, {})(self._look)
                 self._set_timer()
-            except (OSError, RuntimeError, MemoryError):
+            except _FAILURES:
                 error = self._verdict and self._verdict.error
                 cause = "" if error is None else "".join(traceback.format_exception(error))
                 _write(mask_credentials(f"{cause}{traceback.format_exc()}The watchdog of rank {self._rank} failed.\n"))
                 if error is not None:
                     os._exit(1)
                 time.sleep(self._limits.heartbeat_timeout / 10)
+        try:
+            self._leave()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _leave(self) -> None:
+        """Tell the other ranks that this one has finished; the host of the store waits until they have too."""
         deadline = time.monotonic() + _SECONDS_TO_END
         while self._store is not None and time.monotonic() < deadline:
-            self._store.exchange(self._heartbeat())
-            if not self._store.is_hosted_here or all(beat.done for beat in self._store.beats.values()):
-                break
+            self._set_timer()
+            with suppress(*_FAILURES):
+                self._store.exchange(self._heartbeat())
+                if not self._store.is_hosted_here or all(beat.done for beat in self._store.beats.values()):
+                    break
             time.sleep(_INTERVAL / 5)
-        faulthandler.cancel_dump_traceback_later()
 
     def _look(self) -> None:
         received = signals.receive(_INTERVAL)
@@ -147,6 +157,7 @@ class Watchdog:
         if self._store is not None:
             self._store.exchange(mine)
             if self._store.status is not None:  # after the rank that reported: torchrun names the first that ends
+                self._set_timer()
                 time.sleep(2 * _LINGER if self._store.status < _SIGNALLED else 0)
                 self._exit(self._store.status)
             if self._store.lost:

@@ -15,22 +15,22 @@ from openppo.strategy.trainable_model import TrainableModel
 
 
 class PolicyWeights:
-    """Weights of ``engine.module.model``, a Hugging Face or PEFT model. All ranks call every method together."""
+    """Weights of ``model.module.model``, a Hugging Face or PEFT model. All ranks call every method together."""
 
-    def __init__(self, strategy: DeepspeedStrategy, engine: TrainableModel) -> None:
+    def __init__(self, strategy: DeepspeedStrategy, model: TrainableModel) -> None:
         self.strategy = strategy
-        self.engine = engine
+        self.model = model
 
     def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless all ranks call it together."""
-        return self.strategy.for_generation(self.engine, in_lockstep)
+        return self.strategy.for_generation(self.model, in_lockstep)
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole weight, one by one, of the Hugging Face model with adapters added; nothing changes.
 
         Under ZeRO-3 each is gathered when it is its turn, and copied.
         """
-        policy: Any = self.engine.module.model
+        policy: Any = self.model.module.model
         yield from merged_weights(policy)
 
 

@@ -7,26 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from openppo.config import LossAggregation, TrainPPOConfig
-from openppo.experience.estimators import ESTIMATORS
+from openppo.config import TrainPPOConfig
+from openppo.experience.estimators import loss_aggregation
 from openppo.experience.measure import measure_mismatch
 from openppo.experience.replay_buffer import MiniBatch
-from openppo.models.loss import POLICY_LOSSES, log_ratio, policy_loss, token_weights
+from openppo.models.loss import log_ratio, policy_loss, token_weights
 from openppo.models.masked import compute_approx_kl
 from openppo.models.rollout_correction import rollout_correction
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import TokenBatch
 from openppo.types import Comm, Experience
-
-
-def loss_aggregation(config: TrainPPOConfig) -> LossAggregation:
-    """``--loss_agg``, else what the policy loss asks for, else what the estimator asks for."""
-    return (
-        config.loss.loss_agg
-        or POLICY_LOSSES[config.loss.policy_loss_type].loss_agg
-        or ESTIMATORS[config.advantage.advantage_estimator].loss_agg
-    )
 
 
 class ActorStep:

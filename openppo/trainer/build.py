@@ -37,10 +37,7 @@ from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.ppo import PPOTrainer
 from openppo.trainer.resume.compatible import model_fingerprint, prompts_fingerprint
 from openppo.trainer.source import PromptSource
-from openppo.trainer.startup import (
-    check_options,
-    start_trackers,
-)
+from openppo.trainer.startup import check_options, start_trackers
 from openppo.trainer.summary import BatchPlan, batch_plan, log_ppo_start
 from openppo.trainer.supervised.batches import pack_where_exact, packed_row_length
 from openppo.types import Prompt, RolloutSource, StopCheck

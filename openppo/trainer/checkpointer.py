@@ -17,16 +17,16 @@ from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
 from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
-from openppo.strategy.checkpoint.engine_state import (
+from openppo.strategy.checkpoint.folder import MODEL
+from openppo.strategy.checkpoint.model_state import (
     Fragment,
     FragmentReader,
-    engine_fragments,
-    engine_numbers,
     fragment_bytes,
-    load_engine,
+    load_model_state,
+    model_fragments,
+    model_numbers,
     write_fragments,
 )
-from openppo.strategy.checkpoint.folder import MODEL
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state, set_random_state
 from openppo.strategy.comm import collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -45,7 +45,7 @@ _SLACK_BYTES = 16 * 2**20
 def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
     """Message after ``signal``: the checkpoint, and commands for it."""
     return (
-        f"stopped by {signal} after {step} of {total} steps. The same command with --load_checkpoint goes on from "
+        f"stopped by {signal} after {step} of {total} steps. The same command with --load_checkpoint continues from "
         f"{checkpoint}; 'openppo export {shlex.quote(str(checkpoint))} FOLDER' makes a model of it"
     )
 
@@ -99,7 +99,7 @@ class Checkpointer:
         collective(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
         self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
         self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents}
-        self.engines: dict[str, TrainableModel] = {}
+        self.models: dict[str, TrainableModel] = {}
         self.ema: ParameterAverage | None = None
         self.best: float | None = None
         self.found: Path | None = None
@@ -112,15 +112,15 @@ class Checkpointer:
 
     @property
     def found_step(self) -> int | None:
-        """The step that the run goes on from; None at the start of a run."""
+        """The step that the run resumes from; None at the start of a run."""
         return None if self.found is None else int(self.state["step"])
 
-    def attach(self, engines: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None) -> None:
+    def attach(self, models: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None) -> None:
         """Say what to save and load, by role.
 
         Raises ``ValueError`` if the disk has no room for one checkpoint and the trained model.
         """
-        self.engines = {role: engine for role, engine in engines.items() if engine is not None}
+        self.models = {role: model for role, model in models.items() if model is not None}
         self.ema = ema
         try:
             self._check_space_at_start()
@@ -130,9 +130,9 @@ class Checkpointer:
     def set_aside_earlier(self) -> None:
         """Keep what an earlier run has saved apart from this one's; at the start of a run, once nothing can fail.
 
-        A start that fails, or was a mistake, leaves the folder as it was: ``--load_checkpoint`` still goes on from it.
+        A start that fails, or was a mistake, leaves the folder as it was: ``--load_checkpoint`` still resumes from it.
         """
-        assert self.found is None, "this run goes on from it"
+        assert self.found is None, "this run resumes from it"
         self.folder.set_aside()
         beside = [self.save_path.with_name(self.save_path.name + "_critic")] if self.saves_critic else []
 
@@ -147,11 +147,11 @@ class Checkpointer:
 
     def check_space(self, n_extra: int = 0, what: str = "a checkpoint takes") -> None:
         """Raise ``CheckpointError`` if the disk has no room for another checkpoint, ``n_extra`` bytes of it extra."""
-        n_bytes = sum(self._share(fragment_bytes(engine), engine) for engine in self.engines.values())
+        n_bytes = sum(self._share(fragment_bytes(model), model) for model in self.models.values())
         if self.ema is not None:
             n_bytes += sum(4 * fragment.values.numel() for fragment in self.ema.fragments().values())
         if self.options.save_hf_ckpt and self.strategy.is_main:
-            n_bytes += _model_bytes(next(iter(self.engines.values())))
+            n_bytes += _model_bytes(next(iter(self.models.values())))
         self.folder.check_space(
             n_bytes + (n_extra if self.strategy.is_main else 0) + _SLACK_BYTES // self.comm.world_size,
             "make room, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped",
@@ -159,7 +159,7 @@ class Checkpointer:
         )
 
     def kept(self, step: int) -> Path | None:
-        """The checkpoint of ``step`` that this session has saved or gone on from, if any."""
+        """The checkpoint of ``step`` that this session has saved or resumed from, if any."""
         return self.last[1] if self.last is not None and self.last[0] == step else None
 
     def due(self, step: int, pass_ended: bool) -> bool:
@@ -180,15 +180,15 @@ class Checkpointer:
         ``--save_hf_ckpt``. ``random_state`` replaces the current one.
         """
         self.check_space()
-        numbers = {role: engine_numbers(engine) for role, engine in self.engines.items()}
+        numbers = {role: model_numbers(model) for role, model in self.models.items()}
         everyones = self.comm.all_gather_object(random_state or get_random_state())
-        whole = {**self.identity, "step": step, "engines": numbers, "best": self.best, "trainer": state}
+        whole = {**self.identity, "step": step, "models": numbers, "best": self.best, "trainer": state}
 
         def write(folder: Path) -> None:
             if self.options.save_hf_ckpt:
                 write_model(folder / MODEL)
-            for role, engine in self.engines.items():
-                write_fragments(folder / f"{role}-{self.comm.rank:05d}.safetensors", self._mine(engine))
+            for role, model in self.models.items():
+                write_fragments(folder / f"{role}-{self.comm.rank:05d}.safetensors", self._mine(model))
             if self.ema is not None:
                 write_fragments(folder / f"ema-{self.comm.rank:05d}.safetensors", self.ema.fragments())
             if self.strategy.is_main:
@@ -207,9 +207,9 @@ class Checkpointer:
         Raises ``ValueError`` if it does not fit this run's models.
         """
         assert self.found is not None, "nothing was found"
-        for role, engine in self.engines.items():
+        for role, model in self.models.items():
             with FragmentReader(self.found.glob(f"{role}-*.safetensors")) as reader:
-                load_engine(engine, reader, self.state["engines"][role])
+                load_model_state(model, reader, self.state["models"][role])
         if self.ema is not None:
             with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
                 for name, fragment in self.ema.fragments().items():
@@ -217,7 +217,7 @@ class Checkpointer:
         self.best = self._best_of(self.state)
         self._load_random()
         self.last = int(self.state["step"]), self.found
-        logger.info("going on from %s", self.found)
+        logger.info("resuming from %s", self.found)
         trainer: dict[str, Any] = self.state["trainer"]
         return trainer
 
@@ -241,7 +241,7 @@ class Checkpointer:
         value = metrics[name]
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return
-        n_bytes = _model_bytes(next(iter(self.engines.values()))) + _SLACK_BYTES if self.strategy.is_main else 0
+        n_bytes = _model_bytes(next(iter(self.models.values()))) + _SLACK_BYTES if self.strategy.is_main else 0
         self.folder.check_space(n_bytes, "make room, or leave out --keep_best")
         self.folder.save_best(step, write_model)
         self.best = value  # now: a signal while it was written must not leave the score without its model
@@ -253,8 +253,8 @@ class Checkpointer:
         while not place.exists():
             place = place.parent
         if self.strategy.is_main:
-            saved = [self.engines[role] for role in ("actor", "model") if role in self.engines]
-            saved += [self.engines["critic"]] if self.saves_critic else []
+            saved = [self.models[role] for role in ("actor", "model") if role in self.models]
+            saved += [self.models["critic"]] if self.saves_critic else []
             replaced = sum(file.stat().st_size for file in self.save_path.glob("*.safetensors") if self.found)
             n_bytes = max(0, sum(map(_model_bytes, saved)) - replaced) + _SLACK_BYTES
         if self.comm.all_gather_object(place.stat().st_dev == self.folder.folder.stat().st_dev)[0]:
@@ -271,7 +271,7 @@ class Checkpointer:
             logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
             for earlier in self.folder.earlier():
                 logger.warning(
-                    "checkpoints of an earlier run are in %s: --ckpt_path %s goes on from them", *[earlier] * 2
+                    "checkpoints of an earlier run are in %s: --ckpt_path %s continues from them", *[earlier] * 2
                 )
             return
         self.state = json.loads((self.found / _STATE).read_text(encoding="utf-8"))
@@ -286,16 +286,16 @@ class Checkpointer:
             )
         check_compatible(self.found, self.state, self.identity)
 
-    def _mine(self, engine: TrainableModel) -> dict[str, Fragment]:
+    def _mine(self, model: TrainableModel) -> dict[str, Fragment]:
         """What this rank writes. Without ZeRO every rank has everything, so ranks share the work."""
-        fragments = engine_fragments(engine)
-        if engine.deepspeed.zero_optimization_stage() > 0:
+        fragments = model_fragments(model)
+        if model.deepspeed.zero_optimization_stage() > 0:
             return fragments
         names = sorted(fragments)[self.comm.rank :: self.comm.world_size]
         return {name: fragments[name] for name in names}
 
-    def _share(self, n_bytes: int, engine: TrainableModel) -> int:
-        return n_bytes if engine.deepspeed.zero_optimization_stage() > 0 else n_bytes // self.comm.world_size
+    def _share(self, n_bytes: int, model: TrainableModel) -> int:
+        return n_bytes if model.deepspeed.zero_optimization_stage() > 0 else n_bytes // self.comm.world_size
 
     def _load_random(self) -> None:
         assert self.found is not None
@@ -318,9 +318,9 @@ def _as_text(value: object) -> str:
     return str(value)
 
 
-def _model_bytes(engine: TrainableModel) -> int:
+def _model_bytes(model: TrainableModel) -> int:
     """What the model takes as a Hugging Face folder; where it has adapters, those alone are written."""
-    parameters: list[Any] = list(engine.module.parameters())  # with the attributes of ZeRO-3
-    if hasattr(engine.module.model, "peft_config"):
+    parameters: list[Any] = list(model.module.parameters())  # with the attributes of ZeRO-3
+    if hasattr(model.module.model, "peft_config"):
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
     return sum(p.element_size() * (p.ds_numel if hasattr(p, "ds_numel") else p.numel()) for p in parameters)

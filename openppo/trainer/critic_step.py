@@ -10,13 +10,13 @@ from torch import Tensor
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.collate import join_rows, split_rows
+from openppo.experience.estimators import loss_aggregation
 from openppo.experience.maker import ExperienceMaker
 from openppo.experience.measure import measure_staleness
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, mini_batches
 from openppo.models.loss import ValueLoss, token_weights
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, progress_bar
-from openppo.trainer.actor_step import loss_aggregation
 from openppo.types import Comm, Experience, Trajectory
 
 
@@ -82,9 +82,8 @@ class OnePassCritic(ExperienceMaker):
     def __init__(self, critic_step: CriticStep, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.critic_step = critic_step
-        self.taken: tuple[float, Metrics] | None = (
-            None  # the first optimizer step of the rollout: norm, what it measured
-        )
+        self.taken: tuple[float, Metrics] | None = None
+        """Norm and metrics of the rollout's first optimizer step, until ``train`` reports them."""
 
     @staticmethod
     def is_exact(config: TrainPPOConfig) -> bool:

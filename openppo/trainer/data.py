@@ -21,12 +21,7 @@ from openppo.strategy.comm import check_same, check_transformers, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.engine_check import LONGEST
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import (
-    check_context,
-    load_policy_tokenizer,
-    log_dropped,
-    tokenizing,
-)
+from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, tokenizing
 from openppo.types import Comm, Prompt
 
 logger = logging.getLogger("openppo")
@@ -37,7 +32,7 @@ class PPOData:
     """``held_out`` is empty without ``--eval_data``, ``documents`` without ``--pretrain_data``.
 
     ``longest`` is the most tokens that a prompt and its response can have; documents are cut there, and their
-    ``fingerprint`` is of what they were before, so that a run may go on with another ``--generate_max_len``.
+    ``fingerprint`` is of what they were before, so that a run may resume with another ``--generate_max_len``.
     """
 
     prompts: list[Prompt]

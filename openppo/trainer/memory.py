@@ -150,8 +150,8 @@ class Estimate:
     def summary(self) -> str:
         """The models and the highest peak in a line."""
         where = f" on each of {self.machine.n_ranks} ranks" if self.machine.n_ranks > 1 else ""
-        roles = ", ".join(f"{role} {readable(total)}" for role, total in self.roles.items())
-        return f"estimated memory{where}: {roles}; at most {readable(self.peak)}, in {self.largest}"
+        roles = ", ".join(f"{role} {format_bytes(total)}" for role, total in self.roles.items())
+        return f"estimated memory{where}: {roles}; at most {format_bytes(self.peak)}, in {self.largest}"
 
     def table(self) -> list[str]:
         """Models, phases, verdict and checkpoint."""
@@ -160,17 +160,17 @@ class Estimate:
         lines += ["peak of each phase:", *_columns(self.phases)]
         if self.machine.memory is not None:
             verdict = "fits into" if self.fits else "DOES NOT FIT into"
-            lines.append(f"the highest, {self.largest}, {verdict} {readable(self.machine.memory)} of device memory")
-        return [*lines, f"checkpoint on disk: {readable(self.checkpoint)}"]
+            lines.append(f"the highest, {self.largest}, {verdict} {format_bytes(self.machine.memory)} of device memory")
+        return [*lines, f"checkpoint on disk: {format_bytes(self.checkpoint)}"]
 
 
-def readable(n_bytes: int) -> str:
+def format_bytes(n_bytes: int) -> str:
     """In GiB, or MiB below one."""
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
 
 
 def _columns(totals: Mapping[str, int]) -> list[str]:
-    return table_lines([(name, readable(total)) for name, total in totals.items()])
+    return table_lines([(name, format_bytes(total)) for name, total in totals.items()])
 
 
 class Lengths(NamedTuple):
@@ -201,18 +201,18 @@ def estimate_ppo(config: TrainPPOConfig, sizes: dict[str, ModelSize], lengths: L
     host = sum(model.host for model in models.values()) + resting + _TRAJECTORY * samples * longest
     host += buffer * ppo.buffer_cpu_offload + 4 * machine.share(trained["actor"]) * ppo.enable_ema
     lasting = sum(model.lasting for model in models.values()) + host * machine.on_cpu
-    awake = lasting - resting * (not machine.on_cpu)
+    resident = lasting - resting * (not machine.on_cpu)
     inference = max(
         pass_bytes(size, machine, rows, longest, scored) + _gathered(models[role], machine)
         for role, size in sizes.items()
     )
     work = train_rows, length, max(scored, lengths.document)
     training = max(_training(sizes[role], models[role], machine, *work) for role in loras)
-    generation = _generation(config, sizes["actor"], models["actor"].gathered, machine, awake, (samples, longest))
+    generation = _generation(config, sizes["actor"], models["actor"].gathered, machine, resident, (samples, longest))
     phases = {
         "loading": _loading(models.values()),
-        "generation": awake + generation,
-        "experience": awake + inference + 2 * _EXPERIENCE * samples * longest,
+        "generation": resident + generation,
+        "experience": resident + inference + 2 * _EXPERIENCE * samples * longest,
         "training": lasting + training + buffer * (not ppo.buffer_cpu_offload),
     }
     checkpoint = 12 * sum(trained.values()) + 4 * trained["actor"] * ppo.enable_ema

@@ -98,7 +98,7 @@ class PromptSource:
         return {"consumed_batches": self.consumed_batches, "consumed_prompts": self.consumed_prompts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the next prompts."""
+        """Continue with the next prompts."""
         self.consumed_batches, self.consumed_prompts = state["consumed_batches"], state["consumed_prompts"]
 
     def close(self) -> None:

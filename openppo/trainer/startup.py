@@ -81,11 +81,11 @@ def check_options(config: Any, comm: Comm, **given: bool) -> None:
 
 
 def start_trackers(
-    config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int, go_on_from: int | None = None
+    config: Any, strategy: DeepspeedStrategy, headline: Sequence[str], total_steps: int, resume_step: int | None = None
 ) -> Trackers:
     """Trackers of a command; its resolved options and its environment as files in ``<save_path>/logs``.
 
-    Logs of a run that goes on from step ``go_on_from`` are continued there; any other logs are set aside.
+    Logs of a run that resumes after step ``resume_step`` are continued there; any other logs are set aside.
     """
     found = environment(strategy.comm)
 
@@ -94,10 +94,10 @@ def start_trackers(
             return
         logs = Path(config.run.save_path) / "logs"
         try:
-            if go_on_from is None:
+            if resume_step is None:
                 set_aside_logs(logs)
             else:
-                cut_logs(logs, go_on_from)
+                cut_logs(logs, resume_step)
             save_config(logs, flat_dict(config))
             save_environment(logs, found)
         except OSError as error:
@@ -107,7 +107,7 @@ def start_trackers(
 
     collective(strategy.comm, prepare)
     return make_trackers(
-        config.run.save_path, config.tracking, flat_dict(config), strategy.comm, headline, total_steps, go_on_from
+        config.run.save_path, config.tracking, flat_dict(config), strategy.comm, headline, total_steps, resume_step
     )
 
 

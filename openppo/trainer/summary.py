@@ -21,7 +21,7 @@ from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.tracking.console import log_lines, table_lines
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.memory import Estimate, readable
+from openppo.trainer.memory import Estimate, format_bytes
 from openppo.trainer.supervised.loop import SupervisedTrainer
 
 _LONGEST_NAME = 40
@@ -147,25 +147,25 @@ def _scorer_roles(scorer: Scorer, sources: dict[str, str], strategy: DeepspeedSt
         yield Role("reward", where or sources.get(flag.removeprefix("--"), flag))
 
 
-def log_ppo_start(config: TrainPPOConfig, parts: PPOComponents, plan: BatchPlan, critic: str, done: int) -> None:
+def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: BatchPlan, critic: str, done: int) -> None:
     """Log models and batch arithmetic of a train_ppo run, on rank 0.
 
     ``critic`` is what the critic starts from; ``done`` counts the global steps of earlier sessions.
     """
-    if not parts.strategy.is_main:
+    if not components.strategy.is_main:
         return
-    facts = _ppo_facts(config, plan, len(parts.prompts), parts.strategy.comm.world_size)
+    facts = _ppo_facts(config, plan, len(components.prompts), components.strategy.comm.world_size)
     if done > 0:
         facts.append(("resumes", f"after step {done:,} of {plan.n_steps:,}"))
-    _log(_ppo_roles(config, parts, critic), facts, parts.estimate)
+    _log(_ppo_roles(config, components, critic), facts, components.estimate)
 
 
-def _ppo_roles(config: TrainPPOConfig, parts: PPOComponents, critic: str) -> list[Role]:
-    strategy, pretrain, source = parts.strategy, config.model.pretrain, config.rewards
-    roles = [model_role("actor", pretrain, parts.actor.module, strategy, is_trained=True)]
-    if parts.critic is not None:
-        roles.append(model_role("critic", critic, parts.critic.module, strategy, is_trained=True))
-    reference: Any = parts.maker.reference
+def _ppo_roles(config: TrainPPOConfig, components: PPOComponents, critic: str) -> list[Role]:
+    strategy, pretrain, source = components.strategy, config.model.pretrain, config.rewards
+    roles = [model_role("actor", pretrain, components.actor.module, strategy, is_trained=True)]
+    if components.critic is not None:
+        roles.append(model_role("critic", critic, components.critic.module, strategy, is_trained=True))
+    reference: Any = components.maker.reference
     if isinstance(reference, AdapterOffReference):
         roles.append(Role("reference", "the actor, its adapters off"))
     elif reference is not None:
@@ -177,7 +177,7 @@ def _ppo_roles(config: TrainPPOConfig, parts: PPOComponents, critic: str) -> lis
         "remote_rm_url": mask_credentials(source.remote_rm_url or ""),
         "verifiable_reward": " ".join(source.verifiable_reward),
     }
-    return roles if parts.scorer is None else [*roles, *_scorer_roles(parts.scorer, sources, strategy)]
+    return roles if components.scorer is None else [*roles, *_scorer_roles(components.scorer, sources, strategy)]
 
 
 def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, n_prompts: int, ranks: int) -> Facts:
@@ -209,10 +209,10 @@ def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, n_prompts: int, ranks: i
 
 def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
     """Log the model and the batch arithmetic of supervised training, on rank 0."""
-    parts, config, ranks = trainer.components, trainer.config, trainer.comm.world_size
-    if not parts.strategy.is_main:
+    components, config, ranks = trainer.components, trainer.config, trainer.comm.world_size
+    if not components.strategy.is_main:
         return
-    batch, n = config.batch, len(parts.train_examples)
+    batch, n = config.batch, len(components.train_examples)
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     size = min(batch.train_batch_size, n)
     share = -(-size // ranks)
@@ -223,21 +223,23 @@ def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
         ("each step", f"{size:,} samples, in {micro} of up to {batch.micro_train_batch_size}{each}"),
         ("in all", f"{count(batch.max_epochs, 'epoch')} of {count(n, 'sample')}, {count(whole, 'step')}{cut}"),
     ]
-    if parts.eval_examples:
-        facts.append(("held out", count(len(parts.eval_examples), "sample")))
+    if components.eval_examples:
+        facts.append(("held out", count(len(components.eval_examples), "sample")))
     if trainer.global_step > 0:
         facts.append(("resumes", f"after step {trainer.global_step:,} of {trainer.total_steps:,}"))
-    role = model_role("model", config.supervised.pretrain, parts.model.module, parts.strategy, is_trained=True)
-    _log([role], facts, parts.estimate)
+    role = model_role(
+        "model", config.supervised.pretrain, components.model.module, components.strategy, is_trained=True
+    )
+    _log([role], facts, components.estimate)
 
 
 def _log(roles: Sequence[Role], facts: Facts, estimate: Estimate | None) -> None:
     """Log versions, the table of roles, and ``facts`` with the estimated memory."""
     if estimate is not None:
         memory = estimate.machine.memory
-        room = "" if memory is None else f"; there are {readable(memory)}"
+        room = "" if memory is None else f"; there are {format_bytes(memory)}"
         each = " on each rank" if estimate.machine.n_ranks > 1 else ""
-        peak = f"{readable(estimate.peak)} at most by estimate, in {estimate.largest}"
+        peak = f"{format_bytes(estimate.peak)} at most by estimate, in {estimate.largest}"
         facts = [*facts, ("memory", f"{peak}{room}{each} (--dry_run says more)")]
     libraries = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}"
     table: list[Sequence[str]] = [("role", "model", "trained", "frozen", "dtype", "where")]

@@ -67,7 +67,7 @@ class SkippedSteps:
         return {"total": self.total, "in_a_row": dict(self.in_a_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from an earlier session."""
+        """Continue the counts of an earlier session."""
         self.total, self.in_a_row = state["total"], dict(state["in_a_row"])
 
 

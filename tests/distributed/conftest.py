@@ -117,7 +117,7 @@ def left_by() -> Callable[[Path], Run]:
             _lines(model / "logs" / "metrics.jsonl"),
             _lines(model / "logs" / "samples.jsonl"),
             _lines(model / "logs" / "tokens.jsonl"),
-            {name: state[name] for name in ("step", "engines", "best", "trainer")},
+            {name: state[name] for name in ("step", "models", "best", "trainer")},
             {name: file.read_bytes() for name, file in files.items()},
         )
 

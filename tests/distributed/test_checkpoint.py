@@ -169,7 +169,7 @@ def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(
     assert output.rstrip().splitlines()[-1].startswith("error: --ckpt_path")
     (small_disk / "ballast").unlink()
     shutil.rmtree(small_disk / "c" / kept[1])
-    assert f"going on from {small_disk / 'c' / kept[-1]}" in launch(0, *command, "--load_checkpoint", status=1)
+    assert f"resuming from {small_disk / 'c' / kept[-1]}" in launch(0, *command, "--load_checkpoint", status=1)
 
 
 FILLS = """import pathlib
@@ -199,7 +199,7 @@ def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_trained(
     (small_disk / "ballast").unlink()
     (tmp_path / "was full").touch()
     output = launch(2, *command, "--save_path", small_disk / "model", "--load_checkpoint")
-    assert f"going on from {kept}" in output
+    assert f"resuming from {kept}" in output
     assert "step 3/3" not in output
     launch(2, *command[:-1], tmp_path / "undisturbed", "--save_path", tmp_path / "whole")
     trained, whole = (folder / "model.safetensors" for folder in (small_disk / "model", tmp_path / "whole"))
@@ -269,7 +269,7 @@ def test_one_rank_whose_reward_function_hangs_saves_upon_a_signal_and_ends(tiny:
         finally:
             process.kill()
     said = (tmp_path / "output").read_text()
-    assert "stopped by SIGTERM after 1 of 3 steps. The same command with --load_checkpoint goes on from" in said
+    assert "stopped by SIGTERM after 1 of 3 steps. The same command with --load_checkpoint continues from" in said
     assert said.count("scoring\n") == 2, "what was printed last got lost"
     assert (tmp_path / "model" / "checkpoints_ppo" / "latest" / "manifest.json").is_file()
     [line] = (tmp_path / "model" / "logs" / "metrics.jsonl").read_text().splitlines()
@@ -306,4 +306,4 @@ def test_the_best_score_is_forgotten_when_the_evaluation_is_another(
     command = ["-m", "openppo.cli.train_ppo", *arguments(tiny, more), "--save_path", str(save_path)]
     output = launch(0, *command, "--load_checkpoint", "--eval_data", tiny / "sft.jsonl")
     assert "--eval_data changed: the best model is looked for anew" in output
-    assert "the best model so far, eval_reward" in output.split("going on from")[1]
+    assert "the best model so far, eval_reward" in output.split("resuming from")[1]

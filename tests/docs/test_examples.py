@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
-from openppo.trainer.actor_step import loss_aggregation
+from openppo.experience.estimators import loss_aggregation
 
 REPO = Path(__file__).parents[2]
 ASSETS = Path(os.environ.get("OPENPPO_ASSETS", REPO.parent / "shared" / "assets"))

@@ -31,7 +31,7 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 MODEL = "model"
 """The folder of ``--save_hf_ckpt`` in a checkpoint: never read by a resume, so no change to it is damage."""
-_FORMAT = 2
+_FORMAT = 3
 _REPLACED = ".replaced"
 _NAME = re.compile(r"(?:best_)?step_\d{8,}")
 
@@ -184,7 +184,8 @@ class CheckpointFolder:
             free = shutil.disk_usage(folder).free
             if free < wanted:
                 raise CheckpointError(
-                    f"{flag} {folder}: {what} {_gib(wanted)} and {_gib(free)} are free there: {remedy}"
+                    f"{flag} {folder}: {what} {wanted / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there: "
+                    f"{remedy}"
                 )
 
         self._write(lambda: check() if self.is_main else None)
@@ -375,7 +376,3 @@ def _free_name(path: Path, kind: str | None) -> Path:
     while (name := path.with_name(f"{stem}.{number}")).exists():
         number += 1
     return name
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2f} GiB"

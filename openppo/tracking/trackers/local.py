@@ -166,7 +166,7 @@ class ReportTracker(Tracker):
         except _FAILURES as error:
             if not self._has_warned:
                 get_logger().warning(
-                    "the report cannot be written (%s: %s), the run goes on", type(error).__name__, error
+                    "the report cannot be written (%s: %s), the run continues", type(error).__name__, error
                 )
             self._has_warned = True
             return False

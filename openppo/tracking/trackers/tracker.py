@@ -88,7 +88,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
                 call(tracker)
             except tracker.errors as error:
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                get_logger().warning("%s: %s; it is switched off, the run goes on.", tracker.name, reason)
+                get_logger().warning("%s: %s; it is switched off, the run continues.", tracker.name, reason)
                 self._trackers.remove(tracker)
                 with contextlib.suppress(*tracker.errors):
                     tracker.close()

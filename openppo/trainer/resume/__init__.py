@@ -1,1 +1,1 @@
-"""Stopping and going on: checkpoints of whole runs, and what a new run must share with one."""
+"""What a run must share with its checkpoint, and export of a checkpoint as a model."""

@@ -1,4 +1,4 @@
-"""What a run must have in common with the checkpoint that it goes on from."""
+"""What a run must have in common with the checkpoint that it resumes from."""
 
 from __future__ import annotations
 

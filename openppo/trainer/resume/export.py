@@ -29,8 +29,8 @@ from openppo.config.models import refuse_overwriting
 from openppo.experience.estimators import ESTIMATORS
 from openppo.models.merge_lora import LoRAMerge, to_bf16
 from openppo.models.pretrained import check_model, load_tokenizer
-from openppo.strategy.checkpoint.engine_state import Fragment, FragmentReader
 from openppo.strategy.checkpoint.folder import MANIFEST, UnreadableError, damage_of
+from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.tracking.run_folder import holds_model
 from openppo.trainer.build import critic_start, load_actor, load_critic

@@ -72,13 +72,15 @@ class SupervisedTrainer(ABC, Generic[Example]):
     headline: ClassVar[Sequence[str]]
     """Metrics to show first."""
 
-    def __init__(self, config: SupervisedCommand, parts: SupervisedComponents[Example]) -> None:
+    def __init__(self, config: SupervisedCommand, components: SupervisedComponents[Example]) -> None:
         self.config = config
-        self.components = parts
-        self.comm = parts.strategy.comm
-        self.device = parts.strategy.device
-        self.sampler = BatchSampler(len(parts.train_examples), config.batch.train_batch_size, config.deepspeed.seed)
-        self.total_steps = total_optimizer_steps(config, len(parts.train_examples))
+        self.components = components
+        self.comm = components.strategy.comm
+        self.device = components.strategy.device
+        self.sampler = BatchSampler(
+            len(components.train_examples), config.batch.train_batch_size, config.deepspeed.seed
+        )
+        self.total_steps = total_optimizer_steps(config, len(components.train_examples))
         self.global_step = 0
         self.skipped = SkippedSteps(config.run, self.comm)
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through

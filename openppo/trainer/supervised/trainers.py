@@ -72,8 +72,8 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
     kind = "rm"
     headline = ("loss", "accuracy", "eval_loss", "eval_accuracy", "grad_norm", "learning_rate", "time/step_s")
 
-    def __init__(self, config: TrainRMConfig, parts: SupervisedComponents[PreferenceExample]) -> None:
-        super().__init__(config, parts)
+    def __init__(self, config: TrainRMConfig, components: SupervisedComponents[PreferenceExample]) -> None:
+        super().__init__(config, components)
         self.uses_margin = config.data.margin_key is not None
         self.pair_loss = PairWiseLoss() if config.data.loss == "sigmoid" else LogExpLoss()
 
@@ -143,9 +143,9 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
     kind = "prm"
     headline = RewardModelTrainer.headline
 
-    def __init__(self, config: TrainPRMConfig, parts: SupervisedComponents[ProcessExample]) -> None:
-        super().__init__(config, parts)
-        data, tokenizer = config.data, parts.tokenizer
+    def __init__(self, config: TrainPRMConfig, components: SupervisedComponents[ProcessExample]) -> None:
+        super().__init__(config, components)
+        data, tokenizer = config.data, components.tokenizer
         self.placeholder_id = single_token_id(tokenizer, data.placeholder_token, "--placeholder_token")
         reward_ids = [single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens]
         self.step_loss = PRMLoss(self.placeholder_id, reward_ids)

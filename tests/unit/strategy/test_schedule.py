@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from openppo.config import AdamConfig
-from openppo.strategy.checkpoint.engine_state import _set_schedule
+from openppo.strategy.checkpoint.model_state import _set_schedule
 from openppo.strategy.deepspeed import learning_rate_schedule
 
 PEAK, TOTAL, WARM_UP = 0.5, 20, 4

@@ -71,6 +71,7 @@ def test_the_first_request_counts_until_the_next_install(installed: None) -> Non
     signals.request("SIGINT")
     assert signals.requested() == "SIGTERM"
     signals.uninstall()
+    assert signals.requested() is None, "nothing asks work outside"
     signals.install()
     assert signals.requested() is None
 

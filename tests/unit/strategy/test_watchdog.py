@@ -11,9 +11,10 @@ import pytest
 from tests.fork_server import Launcher
 
 START = """
-import sys, time
+import json, sys, time
 from openppo.config import RunConfig
-from openppo.strategy import fault_report
+from openppo.strategy import fault_report, watchdog as module
+from openppo.strategy.heartbeats import Heartbeat
 from openppo.strategy.watchdog import Watchdog
 from openppo.tracking.phase import current, phase
 
@@ -33,8 +34,31 @@ memory = fault_report.host_memory
 fault_report.host_memory = look_failed
 with Watchdog(RunConfig(heartbeat_timeout=5), current, {{}}):
     time.sleep(1)
+    fault_report.host_memory = lambda: json.loads("{{")
+    time.sleep(1)
     fault_report.host_memory = memory
     time.sleep(6)
+"""
+OTHER_RANK = f"""{START}
+class Store:
+    beats, lost, status, error, is_hosted_here = {{1: Heartbeat(1, "training", 1, 0.0)}}, {{}}, None, None, True
+
+    def exchange(self, mine):
+        time.sleep(1.5 if self.status else 0)
+
+    def kill_lost(self):
+        pass
+
+store, module._SECONDS_TO_END = Store(), 6
+with Watchdog(RunConfig(heartbeat_timeout=5), current, {{}}) as watchdog:
+    watchdog._store = store
+"""
+FINISHES_FIRST = f"""{OTHER_RANK}
+print("left")
+"""
+IS_ENDED = f"""{OTHER_RANK}
+    store.status = 3
+    time.sleep(300)
 """
 FAILS_FOR_LONG = f"""{START}
 with Watchdog(RunConfig(heartbeat_timeout=5), current, {{}}):
@@ -48,7 +72,6 @@ with Watchdog(RunConfig(), current, {{}}) as watchdog:
     raise MemoryError("of the user")
 """
 CANNOT_CLOSE = f"""{START}
-from openppo.strategy import watchdog
 from openppo.tracking import Trackers
 
 class Slow:
@@ -58,7 +81,7 @@ class Slow:
         print("closing", flush=True)
         time.sleep(300)
 
-watchdog._SECONDS_TO_CLOSE = 1
+module._SECONDS_TO_CLOSE = 1
 with Watchdog(RunConfig(), current, {{}}), Trackers([Slow()]):
     raise RuntimeError("of the user")
 """
@@ -68,12 +91,26 @@ with Watchdog(RunConfig(), current, {{}}), Trackers([Slow()]):
     ("program", "status", "says"),
     [
         (STALLS, 1, r"went on\n[^T]*=+ OpenPPO: [\s\S]*rank 0 made no progress for [1-9]\S* s"),
-        (FAILS_FOR_A_MOMENT, 0, r"Too many open files\nThe watchdog of rank 0 failed"),
+        (
+            FAILS_FOR_A_MOMENT,
+            0,
+            r"files\nThe watchdog of rank 0 f[\s\S]*JSONDecodeError.*\nThe watchdog of rank 0",
+        ),
+        (FINISHES_FIRST, 0, r"^left\n"),
+        (IS_ENDED, 3, r"^$"),
         (FAILS_FOR_LONG, 1, r"Too many open files[\s\S]*Timeout \(0:00:04"),
         (CANNOT_REPORT, 1, r"MemoryError: of the user[\s\S]*Too many open files"),
         (CANNOT_CLOSE, 1, r"closing\n[\s\S]*rank 0 raised RuntimeError: of the user"),
     ],
-    ids=["stalls after progress", "no file for a moment", "no file for long", "cannot report", "log cannot be closed"],
+    ids=[
+        "stalls after progress",
+        "look fails for a moment",
+        "finishes first",
+        "another rank reports",
+        "no file for long",
+        "cannot report",
+        "log cannot be closed",
+    ],
 )
 def test_a_lone_process_ends_with_what_is_known(program: str, status: int, says: str, launcher: Launcher) -> None:
     done = launcher.run(["-c", program], timeout=120)

@@ -167,7 +167,9 @@ def test_whatever_its_service_raises_switches_it_off(
     with Trackers([tracker]) as trackers:
         trackers.log(1, {"reward": 1.0})
         trackers.log(2, {"reward": 1.0})
-    assert caplog.text.count("--use_wandb: AttributeError: of a new release; it is switched off, the run goes on") == 1
+    assert (
+        caplog.text.count("--use_wandb: AttributeError: of a new release; it is switched off, the run continues") == 1
+    )
 
 
 def test_without_a_key_an_online_run_is_refused_at_the_start(tmp_path: Path) -> None:

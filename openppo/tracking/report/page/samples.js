@@ -95,7 +95,7 @@ function onListKey(event) {
   focusChosen();
 }
 
-// The list is made anew when another sample is chosen; keys go on from there.
+// The list is made anew when another sample is chosen; keys continue from there.
 const focusChosen = () => byId("sample-list").querySelector('[aria-selected="true"]').focus();
 
 function drawSamples() {

@@ -238,10 +238,11 @@ def test_an_unreadable_checkpoint_is_not_taken_for_damaged(
     assert folder.newest() == tmp_path / STEP(2)
 
 
-def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("written", [2, 99])
+def test_a_checkpoint_of_another_version_is_refused(written: int, tmp_path: Path) -> None:
     folder = filled(tmp_path, 1)
-    (tmp_path / STEP(1) / "manifest.json").write_text('{"format": 99, "files": {}}')
-    with pytest.raises(ValueError, match="format 99 is of another version of OpenPPO; this one reads 2"):
+    (tmp_path / STEP(1) / "manifest.json").write_text(f'{{"format": {written}, "files": {{}}}}')
+    with pytest.raises(ValueError, match=f"format {written} is of another version of OpenPPO; this one reads 3"):
         folder.newest()
     assert names(tmp_path) == ["latest", STEP(1)]
 

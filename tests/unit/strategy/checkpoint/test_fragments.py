@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openppo.strategy.checkpoint.engine_state import Fragment, FragmentReader, write_fragments
+from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader, write_fragments
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 
 TENSORS = {"a.weight": torch.arange(17.0), "b": torch.arange(100.0, 103.0)}

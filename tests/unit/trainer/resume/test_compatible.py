@@ -1,4 +1,4 @@
-"""What may and what may not differ between a run and the checkpoint that it goes on from."""
+"""What may and what may not differ between a run and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 

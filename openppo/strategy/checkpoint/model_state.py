@@ -1,4 +1,4 @@
-"""What a trained engine must remember, as fragments: float32 weights, Adam's moments, position in the schedule.
+"""State of a trained model, as fragments: float32 weights, Adam's moments, position in the schedule.
 
 A fragment is on disk by name and place, so any number of ranks can read what any other number wrote. DeepSpeed's own
 checkpoints are pickles, tied to the number of ranks, and its ``safe_get_full_...`` functions gather every tensor on
@@ -90,44 +90,44 @@ class _Part(NamedTuple):
         return f"{name}/{self.name}", Fragment(self.start, values)
 
 
-def engine_fragments(engine: TrainableModel) -> dict[str, Fragment]:
+def model_fragments(model: TrainableModel) -> dict[str, Fragment]:
     """Float32 weights and moments of this rank, by kind and parameter name."""
     fragments: dict[str, Fragment] = {}
-    for part in _parts(engine):
+    for part in _parts(model):
         fragments.update([part.of(part.flat, "weight")])
-        state = _adam(engine).state.get(part.flat, {})
+        state = _adam(model).state.get(part.flat, {})
         fragments.update(part.of(state[moment], moment) for moment in MOMENTS if moment in state)
     return fragments
 
 
-def engine_numbers(engine: TrainableModel) -> dict[str, int]:
+def model_numbers(model: TrainableModel) -> dict[str, int]:
     """Steps of Adam (without skipped ones) and of the schedule; collective."""
-    steps = [int(_adam(engine).state.get(part.flat, {}).get("step", 0)) for part in _parts(engine)]
+    steps = [int(_adam(model).state.get(part.flat, {}).get("step", 0)) for part in _parts(model)]
     most = torch.tensor(max(steps, default=0))  # a rank may hold no fragment
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    return {"adam_steps": int(most), "schedule_steps": engine.scheduler.last_epoch}
+    return {"adam_steps": int(most), "schedule_steps": model.scheduler.last_epoch}
 
 
-def fragment_bytes(engine: TrainableModel) -> int:
+def fragment_bytes(model: TrainableModel) -> int:
     """Size of this rank's fragments on disk, moments included."""
-    return _BYTES_PER_ELEMENT * sum(part.numel for part in _parts(engine))
+    return _BYTES_PER_ELEMENT * sum(part.numel for part in _parts(model))
 
 
-def load_engine(engine: TrainableModel, reader: FragmentReader, numbers: dict[str, int]) -> None:
-    """Give ``engine`` the state in ``reader``; collective."""
+def load_model_state(model: TrainableModel, reader: FragmentReader, numbers: dict[str, int]) -> None:
+    """Give ``model`` the state in ``reader``; collective."""
     if numbers["adam_steps"] > 0:
-        for part in _parts(engine):
-            _make_moments(_adam(engine), part.flat, numbers["adam_steps"])
-    for name, fragment in engine_fragments(engine).items():
+        for part in _parts(model):
+            _make_moments(_adam(model), part.flat, numbers["adam_steps"])
+    for name, fragment in model_fragments(model).items():
         reader.read_into(name, fragment)
-    _write_parameters(engine)
-    _set_schedule(engine, numbers["schedule_steps"])
+    _write_parameters(model)
+    _set_schedule(model, numbers["schedule_steps"])
 
 
-def _parts(engine: TrainableModel) -> Iterator[_Part]:
-    optimizer: Any = engine.deepspeed.optimizer
-    stage = engine.deepspeed.zero_optimization_stage()
-    parameters: Iterator[tuple[str, Any]] = engine.module.named_parameters()
+def _parts(model: TrainableModel) -> Iterator[_Part]:
+    optimizer: Any = model.deepspeed.optimizer
+    stage = model.deepspeed.zero_optimization_stage()
+    parameters: Iterator[tuple[str, Any]] = model.module.named_parameters()
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
@@ -153,9 +153,9 @@ def _flat_groups(optimizer: Any) -> list[Tensor]:
     return optimizer.single_partition_of_fp32_groups
 
 
-def _adam(engine: TrainableModel) -> torch.optim.Optimizer:
-    optimizer: Any = engine.deepspeed.optimizer
-    return optimizer if engine.deepspeed.zero_optimization_stage() == 0 else optimizer.optimizer
+def _adam(model: TrainableModel) -> torch.optim.Optimizer:
+    optimizer: Any = model.deepspeed.optimizer
+    return optimizer if model.deepspeed.zero_optimization_stage() == 0 else optimizer.optimizer
 
 
 def _make_moments(adam: torch.optim.Optimizer, flat: Tensor, steps: int) -> None:
@@ -167,24 +167,24 @@ def _make_moments(adam: torch.optim.Optimizer, flat: Tensor, steps: int) -> None
     state["step"] = steps if counts_in_python else torch.tensor(float(steps), device=flat.device)
 
 
-def _write_parameters(engine: TrainableModel) -> None:
+def _write_parameters(model: TrainableModel) -> None:
     """Copy the optimizer's float32 weights into the module's parameters."""
-    optimizer: Any = engine.deepspeed.optimizer
-    stage = engine.deepspeed.zero_optimization_stage()
+    optimizer: Any = model.deepspeed.optimizer
+    stage = model.deepspeed.zero_optimization_stage()
     if stage in (1, 2):
         optimizer.update_lp_params()
     elif stage == 3:
-        parameters: dict[str, Any] = dict(engine.module.named_parameters())
-        for part in _parts(engine):
+        parameters: dict[str, Any] = dict(model.module.named_parameters())
+        for part in _parts(model):
             _, fragment = part.of(part.flat, "weight")
             parameters[part.name].ds_tensor.data[: part.numel].copy_(fragment.values)
         optimizer.checkpoint_event_prologue()  # drops what DeepSpeed keeps gathered of the old values
         optimizer.checkpoint_event_epilogue()
 
 
-def _set_schedule(engine: TrainableModel, steps: int) -> None:
+def _set_schedule(model: TrainableModel, steps: int) -> None:
     """Set position and rate; the rate follows the current options, so that a changed one has its effect."""
-    schedule: Any = engine.scheduler
+    schedule: Any = model.scheduler
     rates = [base * rate(steps) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     schedule.last_epoch, schedule._step_count, schedule._last_lr = steps, steps + 1, rates
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
