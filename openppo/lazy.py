@@ -24,7 +24,6 @@ MOVED = {
 }
 """Old name of a module, or of a package with its modules -> new name; kept for one release, as ``RENAMED``."""
 RENAMED = {
-    ("openppo.config", "RewardSourceConfig"): "RewardConfig",
     ("openppo.strategy", "TrainingEngine"): "TrainableModel",
     ("openppo.tracking", "progress"): "progress_bar",
 }

@@ -8,6 +8,7 @@ A field is a flag of the same name: ``LossConfig.eps_clip`` is ``--eps_clip`` an
 library is imported here, so ``--help`` is quick.
 """
 
+import warnings
 from typing import TYPE_CHECKING
 
 from openppo.config.commands import (
@@ -82,9 +83,11 @@ from openppo.config.tools import (
     ServeRMConfig as ServeRMConfig,
 )
 from openppo.config.tracking import TrackingConfig as TrackingConfig
-from openppo.lazy import renamed
 
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        return renamed(__name__, name)
+        if name != "RewardSourceConfig":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.{name} is now {__name__}.RewardConfig", DeprecationWarning, stacklevel=2)
+        return RewardConfig
