@@ -4,9 +4,10 @@
 does. The server only imports: it has one thread, and no tensor, process group or tokenizer is ever used in it. For each
 run it forks an agent, which forks the ranks, hosts their store and ends them all if one fails, like that of torchrun.
 
-What a fork cannot show needs ``real=True``: what is imported, what is read at import (``READ_AT_IMPORT``), torchrun
-itself (signals, restarts), the end of Python. All ranks share one hash seed. Every run is a real one where there is a
-GPU, or no Linux.
+Use ``real=True`` for what a fork does not show: what is imported and what that leaves (warning filters, say), torchrun
+itself (signals, restarts), the shutdown of the interpreter. Without it, another value of a variable in
+``READ_AT_IMPORT`` is refused. All ranks share one hash seed. With a GPU, or without Linux,
+``Launcher.run`` starts real programs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import importlib.util
+import importlib
 import json
 import os
 import re
+import runpy
 import select
 import shlex
 import signal
@@ -28,7 +30,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -40,14 +41,17 @@ IMPORTED = (
     *("torch", "transformers", "deepspeed", "peft", "datasets", "tensorboard", "unittest.mock"),
     *("openppo.trainer.build", "openppo.trainer.supervised.build", "openppo.cli.options", "openppo.config"),
 )
-READ_AT_IMPORT = ("PYTHON", "DS_ACCELERATOR", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "LD_", "TORCHELASTIC_")
+READ_AT_IMPORT = (
+    *("PYTHON", "DS_ACCELERATOR", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "LD_", "TORCHELASTIC_"),
+    *("HOME", "XDG_CACHE_HOME", "TORCH_", "LC_ALL", "LANG"),
+)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
 ONE_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 SECONDS_UNTIL_A_HANG_IS_CERTAIN = 900  # other tests run beside it
-SECONDS_TO_END_AFTER_SIGTERM = 30  # as torchrun has it
+SECONDS_TO_END_AFTER_SIGTERM = 30  # the default of torchrun
 PR_SET_PDEATHSIG = 1
-_exit = os._exit  # openppo.user_code puts one of its own in its place
+_exit = os._exit  # openppo.user_code replaces os._exit
 
 
 class Launcher:
@@ -57,6 +61,7 @@ class Launcher:
         self._folder = tempfile.TemporaryDirectory(prefix="fork")
         self._server: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        self._environment = os.environ | ENVIRONMENT | ONE_THREAD  # before a test changes it
 
     def run(
         self,
@@ -96,8 +101,9 @@ class Launcher:
     ) -> subprocess.CompletedProcess[str]:
         request = {"words": words, "ranks": ranks, "cwd": str(cwd or Path.cwd()), "env": env, "timeout": timeout}
         with contextlib.ExitStack() as stack:
+            stdin = stack.enter_context(open(os.devnull))
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1 + separate)]
-            status = ask(self._address(), request, files[0].fileno(), files[-1].fileno())
+            status = ask(self._address(), request, stdin.fileno(), files[0].fileno(), files[-1].fileno())
             printed = []
             for file in files:
                 file.seek(0)
@@ -118,13 +124,14 @@ class Launcher:
         return folder
 
     def _address(self) -> str:
-        """Where the server listens, which is started if there is none."""
+        """Start the server if none runs; return the address where it listens."""
         path = f"{self._folder.name}/socket"
         with self._lock:
-            if self._server is None:
+            if self._server is None or self._server.poll() is not None:
+                Path(path).unlink(missing_ok=True)
                 self._server = subprocess.Popen(
                     [sys.executable, __file__, path],
-                    env=os.environ | ENVIRONMENT | ONE_THREAD,
+                    env=self._environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     start_new_session=True,
@@ -142,37 +149,41 @@ class Launcher:
         self._folder.cleanup()
 
 
-def ask(address: str, request: Mapping[str, Any], stdout: int, stderr: int) -> int | str:
-    """The exit status of a run whose output goes to these files; a text if there is none."""
+def ask(address: str, request: Mapping[str, Any], *files: int) -> int | str:
+    """The exit status of a run with these files as stdin, stdout and stderr; a text if there is none."""
+    umask = re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert umask is not None
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        socket.send_fds(connection, [b"!"], [stdout, stderr])
-        connection.sendall(json.dumps(request).encode() + b"\n")
+        socket.send_fds(connection, [b"!"], files)
+        connection.sendall(json.dumps({**request, "umask": int(umask[1], 8)}).encode() + b"\n")
         return json.loads(connection.makefile().readline() or '"the fork server ended"')
 
 
 def stand_in(address: str, program: str, words: list[str]) -> None:
-    """Be ``python`` or ``torchrun`` for a script: by the server what it can run, else by the real program."""
+    """Stand for ``python`` or ``torchrun`` in a script; execute the real program if a fork cannot do the same."""
     launcher, ranks = ["-m", "torch.distributed.run"] if program == "torchrun" else [], 0
-    flags = re.match(r"--standalone --nproc_per_node (\d+)( --max_restarts \d+)? (?!--)", f"{shlex.join(words)} ")
-    if launcher and flags:  # a run that does not fail is not restarted
-        n_flags = len(flags[0].split())
-        ranks, program, launcher, words = int(flags[1]), "python", launcher + words[:n_flags], words[n_flags:]
-    if program == "python" and (words[0] in ("-m", "-c") or not words[0].startswith("-")):
+    flags = re.match(r"--standalone --nproc_per_node (\d+) (?!--)", f"{shlex.join(words)} ")
+    if launcher and flags:
+        ranks, program, launcher, words = int(flags[1]), "python", launcher + words[:3], words[3:]
+    if program == "python" and words and (words[0] in ("-m", "-c") or not words[0].startswith("-")):
         request = {"words": words, "ranks": ranks, "cwd": os.getcwd(), "env": {**os.environ}}
-        status = ask(address, request | {"timeout": SECONDS_UNTIL_A_HANG_IS_CERTAIN}, 1, 2)
+        status = ask(address, request | {"timeout": SECONDS_UNTIL_A_HANG_IS_CERTAIN}, *range(3))
         if isinstance(status, int):
             sys.exit(status if status >= 0 else 128 - status)
+        if not status.endswith("needs real=True"):
+            print(f"{shlex.join(words)}: {status}", file=sys.stderr)
+            sys.exit(124 if status == "timeout" else 1)
     os.execv(sys.executable, [sys.executable, *launcher, *words])
 
 
 def serve(path: str) -> None:
     """Import everything, then fork an agent for each connection, until stdin is closed."""
-    environment = {**os.environ}
+    environment, places = {**os.environ}, sys.path[1:]  # without the folder of this file
     for name in IMPORTED:
         import_module(name)
     sys.modules["torch"].set_num_threads(1)
-    sys.path.pop(0)  # the folder of this file
+    sys.path[:] = places
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
@@ -205,7 +216,7 @@ def fork() -> int:
 
 def act(connection: socket.socket, environment: Mapping[str, str]) -> int:
     """Start the ranks of one run, wait for them, and tell the status that torchrun or the one program would have."""
-    _, fds, _, _ = socket.recv_fds(connection, 1, 2)
+    _, fds, _, _ = socket.recv_fds(connection, 1, 3)
     request = json.loads(connection.makefile().readline())
     ranks, deadline = request["ranks"], time.monotonic() + request["timeout"]
     names = [n for n in {*request["env"], *environment} - ONE_THREAD.keys() if n.startswith(READ_AT_IMPORT)]
@@ -227,7 +238,7 @@ def act(connection: socket.socket, environment: Mapping[str, str]) -> int:
     running = {os.pidfd_open(pid): pid for pid in pids}
     while running:
         for fd in select.select([connection, *running], [], [], 0.5)[0]:
-            if fd is connection:  # nobody waits any more
+            if fd is connection:  # the client has closed it
                 end(running.values(), signal.SIGKILL)
                 return 1
             pid = running.pop(fd)
@@ -237,6 +248,7 @@ def act(connection: socket.socket, environment: Mapping[str, str]) -> int:
                 end(running.values(), signal.SIGTERM)
         if time.monotonic() > (deadline if failed_at is None else failed_at + SECONDS_TO_END_AFTER_SIGTERM):
             end(running.values(), signal.SIGKILL)
+    end(pids, signal.SIGKILL)  # what ranks have left in their sessions
     status: int | str = int(any(statuses.values())) if ranks else statuses[pids[0]]
     if failed_at is not None and failed_at > deadline:
         status = "timeout"
@@ -252,16 +264,20 @@ def end(pids: Any, number: signal.Signals) -> None:
 
 
 def become(request: dict[str, Any], rank: int, address: int, fds: list[int]) -> None:
-    """Make this process what ``python WORDS`` would be, run the program, and end."""
+    """Run ``python WORDS`` in this process, and end it."""
     os.setsid()
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if signal.getsignal(number) not in (None, signal.SIG_IGN):  # ignored ones stay so, as with nohup
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    for fd, target in ((os.open(os.devnull, os.O_RDONLY), 0), (fds[0], 1), (fds[1], 2)):
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.umask(request["umask"])
+    for target, fd in enumerate(fds):
         os.dup2(fd, target)
         os.close(fd)
     os.environ.clear()
     os.environ.update(request["env"])
+    time.tzset()
+    tempfile.tempdir = None  # TMPDIR may be another
     if ranks := request["ranks"]:
         port = os.read(address, 5).decode().strip()
         for name in ("LOCAL_RANK", "RANK", "ROLE_RANK"):
@@ -278,46 +294,53 @@ def become(request: dict[str, Any], rank: int, address: int, fds: list[int]) -> 
     sys.modules["numpy"].random.seed()  # Python's own is seeded anew by the fork
     sys.modules["torch"].default_generator.seed()
     importlib.invalidate_caches()
-    status = 1
+    status, interrupted = 1, False
     try:
         execute(request["words"])
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        if isinstance(ended.code, str):
+        if not isinstance(ended.code, int | None):
             sys.stderr.write(f"{ended.code}\n")
     except BaseException as error:  # as Python does, whatever it is
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        interrupted = isinstance(error, KeyboardInterrupt)
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     _exit(status & 0xFF)
 
 
 def execute(words: list[str]) -> None:
     """Run ``-m module``, ``-c program`` or a script as ``__main__``."""
     sys.modules["__main__"] = main = ModuleType("__main__")
+    sys.orig_argv = [sys.executable, *words]
     if words[0] == "-c":
         sys.path.insert(0, "")
-        code, sys.argv = compile(words[1], "<string>", "exec"), ["-c", *words[2:]]
+        code, sys.argv = compile(words[1], "<string>", "exec", dont_inherit=True), ["-c", *words[2:]]
     elif words[0] == "-m":
         sys.path.insert(0, os.getcwd())
-        spec = importlib.util.find_spec(words[1])
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{words[1]}.__main__")
-        assert spec is not None and spec.origin is not None and spec.loader is not None, words
-        main.__spec__, main.__package__, main.__file__ = spec, spec.parent, spec.origin
-        code, sys.argv = spec.loader.get_code(spec.name), [spec.origin, *words[2:]]  # type: ignore[attr-defined]
+        sys.argv = ["-m", *words[2:]]
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+        return
     else:
+        main.__file__, sys.argv = os.path.abspath(words[0]), words
+        try:
+            source = Path(words[0]).read_bytes()
+        except OSError as error:
+            reason = f"[Errno {error.errno}] {error.strerror}"
+            print(f"{sys.executable}: can't open file {main.__file__!r}: {reason}", file=sys.stderr)
+            sys.exit(2)
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
-        main.__file__ = words[0]
-        code, sys.argv = compile(Path(words[0]).read_bytes(), words[0], "exec"), words
-    sys.orig_argv = [sys.executable, *words]
+        code = compile(source, main.__file__, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
 

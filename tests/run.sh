@@ -16,8 +16,8 @@ done
 if [ "$chosen" -eq 0 ]; then
     bash tests/audit.sh
 fi
-beside_each_other=(-n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder) # many wait for ranks of their own
-CUDA_VISIBLE_DEVICES="" python -m pytest "${beside_each_other[@]}" "$@" # the CPU is what the tests are written for
+xdist=(-n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder) # many wait for ranks of their own
+CUDA_VISIBLE_DEVICES="" python -m pytest "${xdist[@]}" "$@" # the CPU is what the tests are written for
 if [ "$chosen" -eq 0 ] && command -v nvidia-smi > /dev/null; then
     python -m pytest tests/gpu
 fi

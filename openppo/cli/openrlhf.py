@@ -65,7 +65,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
 
 
 def without_foreign_flags(arguments: Sequence[str], all_of_them: bool = True) -> tuple[list[str], list[str]]:
-    """Take out OpenRLHF's flags that change nothing here, and give one line for each that says why.
+    """Take out OpenRLHF's flags that change nothing here, and return one notice per flag with the reason.
 
     Raises ``ValueError`` with the remedy for a flag whose effect is not available. ``all_of_them``: else only the flag
     of DeepSpeed's launcher.

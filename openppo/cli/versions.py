@@ -119,6 +119,6 @@ def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        print(f"{command[0]} does not answer", file=sys.stderr)
+        print(f"{command[0]} timed out", file=sys.stderr)
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

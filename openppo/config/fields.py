@@ -67,9 +67,9 @@ class Rules:
     rows_of: tuple[str, ...] = ()
     """Options of data whose rows depend on this one."""
     measures: bool = False
-    """Whether scores of evaluations with other values cannot be compared."""
+    """Whether it changes what evaluation scores mean."""
     place: bool = False
-    """Whether it says where something is, which may be elsewhere on each host."""
+    """Whether it is a path or address that may differ between hosts."""
 
 
 def rules(**given: Any) -> dict[str, Rules]:

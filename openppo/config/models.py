@@ -20,7 +20,7 @@ class ModelConfig(Options):
     flash_attn: bool = field(default=False, kw_only=True)
     """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
     trust_remote_code: bool = field(default=False, kw_only=True)
-    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
+    """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class GenerationConfig(SamplingConfig):
         super().validate()
         require(
             not (self.cuda_graphs and self.rollout_engine == "vllm"),
-            "--cuda_graphs is about --rollout_engine hf; vLLM records graphs of its own: leave it out.",
+            "--cuda_graphs works with --rollout_engine hf only; vLLM records its own graphs: leave it out.",
         )
 
 

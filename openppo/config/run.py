@@ -63,7 +63,7 @@ class RunConfig(Options):
     heartbeat_timeout: float = option(45.0, Bound("must lie between 5 and 3600 seconds", lambda s: 5 <= s <= 3600))
     """A rank that gives no sign of life for this many seconds is lost; all ranks end within 15 s of knowing it."""
     stall_timeout: float = option(2700.0, not_negative, "; 0 waits for ever")
-    """End the run when a rank makes no progress for this many seconds, in a reward function say (0: wait for ever)."""
+    """End the run when a rank makes no progress for this many seconds, in a reward function say (0: wait forever)."""
     max_skipped_steps: int = option(10, at_least(1))
     """Stop after this many optimizer steps in a row whose loss or gradient was not finite; each of them is skipped."""
     stop_when: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ class CheckpointConfig(Options):
         _refuse_home("ckpt_path", self.ckpt_path)
         require(
             self.keep_best is None or self.keep_best.startswith("eval"),
-            f"--keep_best {self.keep_best} is no metric of evaluation: those begin with 'eval', as eval_reward does.",
+            f"--keep_best {self.keep_best} is not an evaluation metric; use one that starts with 'eval'.",
         )
 
 

@@ -89,7 +89,7 @@ class ServerConfig(Options):
     flash_attn: bool = False
     """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
     trust_remote_code: bool = False
-    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
+    """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 
     def validate(self) -> None:
         super().validate()
@@ -112,7 +112,7 @@ class MergeConfig(Options):
     bf16: bool = False
     """Write the weights in bfloat16."""
     trust_remote_code: bool = False
-    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
+    """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 
     def validate(self) -> None:
         super().validate()
@@ -141,7 +141,7 @@ class CheckpointModelConfig(Options):
     critic_pretrain: str | None = None
     """Where the model that the critic started from is now (default: where it was)."""
     trust_remote_code: bool = False
-    """Run the Python code that a model or tokenizer brings along, with all your rights; without it such are refused."""
+    """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 
     def validate(self) -> None:
         super().validate()
@@ -150,7 +150,7 @@ class CheckpointModelConfig(Options):
         refuse_overwriting({"CHECKPOINT": self.checkpoint, **inputs}, {"FOLDER": self.folder})
         require(
             self.role == "critic" or self.critic_pretrain is None,
-            "--critic_pretrain is about the critic: add --role critic, or leave it out.",
+            "--critic_pretrain has an effect with --role critic only: add --role critic, or leave it out.",
         )
 
 

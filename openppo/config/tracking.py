@@ -11,12 +11,12 @@ from openppo.config.fields import Options, not_empty, not_negative, option, requ
 
 @dataclass(frozen=True)
 class TrackingConfig(Options):
-    """Where metrics, samples and profiles are shown."""
+    """Destinations of metrics, samples and profiles."""
 
     use_tensorboard: str | None = option(None, place=True)
     """Folder for TensorBoard event files (off when not given); each run gets a subfolder, named as with --use_wandb."""
     use_wandb: str | None = option(None, not_empty, ": give it alone, with an API key, or not at all", place=True)
-    """Log to Weights & Biases: alone, or with an API key (better keep that in WANDB_API_KEY). Needs 'wandb'."""
+    """Log to Weights & Biases; the key is optional (better keep it in WANDB_API_KEY). Needs 'wandb'."""
     wandb_project: str = "openppo"
     """With --use_wandb: project."""
     wandb_run_name: str | None = None

@@ -140,7 +140,7 @@ def _sharegpt_turn(turn: Any) -> Message:
 
 
 def _preference(row: Row, chat: bool) -> RowFields:
-    """Whole conversations are divided after their shared turns, whatever the prompt column says."""
+    """Whole conversations are divided after their shared turns, regardless of the prompt column."""
     prompt, chosen, rejected = _first(row, "prompt", "question"), row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list) and as_messages(chosen)[0]["role"] != "assistant":
         chosen, rejected = as_messages(chosen), as_messages(rejected)

@@ -123,7 +123,7 @@ def _around(messages: list[Message], number: int, tokenizer: PreTrainedTokenizer
 
 
 def _length_of_generation_prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Length of the template's text after ``messages`` for an answer."""
+    """Length of the generation prompt that the template adds after ``messages``."""
     if not messages:
         return 0
     asked = render_chat(messages, tokenizer, for_generation=True)

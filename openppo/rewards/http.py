@@ -1,4 +1,4 @@
-"""Scores from reward servers over HTTP, in the JSON that OpenRLHF's servers speak.
+"""Scores from reward servers over HTTP, in the JSON that OpenRLHF's servers use.
 
 A request is POST {"query": [...], "prompts": [...], "labels": [...]}, its answer {"rewards": [...]}. ``query`` is the
 text of all tokens of a sample, special ones included.
@@ -45,7 +45,7 @@ class RemoteScorer:
     """Rewards named ``name`` from the servers of ``source.remote_rm_url``.
 
     Requests of ``remote_rm_batch_size`` samples go to the server with the fewest failures, and among equals with the
-    fewest requests under way. One that gets no answer is sent again, ``remote_rm_retries`` times, after pauses that
+    fewest requests under way. A request without a response is retried ``remote_rm_retries`` times, after pauses that
     double: seven of them last 61 to 123 s, so that a server may be started again. A wrong answer ends the run at once:
     it would be wrong again.
     """
@@ -87,7 +87,7 @@ class RemoteScorer:
         return [Score({self.name: reward}) for batch in rewards for reward in batch]
 
     def check(self) -> None:
-        """``ValueError`` for a server that cannot be reached or refuses the token; any other answer will do."""
+        """``ValueError`` for a server that cannot be reached or refuses the token; any other response is accepted."""
         _run(self._check_all())
 
     def _session(self) -> aiohttp.ClientSession:

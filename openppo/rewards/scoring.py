@@ -48,7 +48,7 @@ class PendingScores:
     wait: Callable[[], list[Score]]
     """Blocks until the scores are there and returns them; raises what the scorer raised.
 
-    ``Interrupted`` if they are not there yet and this rank is asked to stop; others may not know yet.
+    ``Interrupted`` if they are not there yet and a signal has arrived on this rank.
     """
 
 

@@ -317,7 +317,7 @@ def log_supervised_memory(
     rows_per_sample: int = 1,
     most_scored: int | None = None,
 ) -> Estimate | None:
-    """The same for a model that is trained on ``rows`` of token ids, with logits at ``most_scored`` places of each."""
+    """Estimate a supervised run and ``_log`` it; ``most_scored``: most logits of an example (None: all)."""
     options, longest = config.supervised, min(max(map(len, rows)), config.supervised.max_len)
     scored = longest if most_scored is None else min(longest, most_scored * config.batch.micro_train_batch_size)
 

@@ -53,7 +53,7 @@ def quiet_libraries() -> None:
 def check_options(config: Any, comm: Comm, **given: bool) -> None:
     """``config.validate()`` with ``given``, and ``ValueError`` if ranks have different options or versions.
 
-    Ranks with another seed or batch size would train something that nobody asked for, or wait for each other forever.
+    Ranks with another seed or batch size would train different models or deadlock.
     """
     mine = {"openppo": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     mine["CUDA"] = "available" if torch.cuda.is_available() else "not available"

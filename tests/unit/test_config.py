@@ -181,7 +181,7 @@ BAD = """
 sft keep_best=eval_loss | eval_loss compares ... --eval_dataset
 ppo keep_best=eval_reward | eval_reward compares ... --eval_data
 ppo keep_best=eval_pass@1 eval_data=e reward_pretrain=r | eval_pass@1: which reward...passes...--pass_reward
-ppo keep_best=reward | reward is no metric of evaluation
+ppo keep_best=reward | reward is not an evaluation metric
 ppo dry_run_ranks=8 | has an effect with --dry_run only: add it
 rm dry_run_memory=80.0 | has an effect with --dry_run only: add it
 ppo dry_run=true dry_run_ranks=3 | ...--train_batch_size 128 ... among 3 ranks: use a multiple of 3
@@ -261,11 +261,11 @@ evaluate reward_fn=None | ...No reward is given
 evaluate reward_weights=[x] | takes NAME=NUMBER
 serve host=0.0.0.0 | 0.0.0.0 can be reached by others: give a --token_file
 merge lora_path=a save_path=a | ...--save_path a is --lora_path a, which would be overwritten
-export critic_pretrain=c | is about the critic: add --role critic
+export critic_pretrain=c | has an effect with --role critic only: add --role critic
 export folder=c | ...FOLDER c is CHECKPOINT c
 export ranks=2 | ...export runs in one process
 report run_dirs=[] | ...name the folder of a run
-ppo cuda_graphs=true rollout_engine=vllm | is about --rollout_engine hf
+ppo cuda_graphs=true rollout_engine=vllm | works with --rollout_engine hf only
 ppo rollout_engine=vllm load_in_4bit=true lora_rank=4 | vllm takes whole weights
 ppo offload_idle=true adam_offload=true | ...leave one of them out
 ppo old_log_probs=rollout top_k=5 | rollout: with --top_p or --top_k

@@ -23,7 +23,7 @@ SHARE_OF_TIME, SECONDS_BETWEEN = 0.02, 30.0
 """Of a run that goes into its page before the end, at most; between two pages, at least."""
 _LONGEST_PROMPT, _LONGEST_RESPONSE = 300, 600
 _FAILURES = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError, RecursionError)
-"""What a strange log or a mistake of ours may cause: a run never ends for its report."""
+"""Errors from unusual logs or bugs; they never end a run."""
 
 
 class ConsoleTracker(Tracker):

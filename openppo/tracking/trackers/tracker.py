@@ -38,10 +38,10 @@ class Tracker:
 
 
 class Trackers(contextlib.AbstractContextManager["Trackers"]):
-    """Passes everything to each tracker; one that raises one of its ``errors`` is switched off with a warning.
+    """Passes everything to each tracker; one that raises one of its ``errors`` is disabled with a warning.
 
-    Any other exception is ours, and is raised. ``with trackers:`` closes them on this rank at the end of a run, also of
-    one that fails.
+    Any other exception is a bug and propagates. ``with trackers:`` closes them on this rank at the end of a run, even
+    if it fails.
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
@@ -88,7 +88,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
                 call(tracker)
             except tracker.errors as error:
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                get_logger().warning("%s: %s; it is switched off, the run continues.", tracker.name, reason)
+                get_logger().warning("%s: %s; disabled; training continues.", tracker.name, reason)
                 self._trackers.remove(tracker)
                 with contextlib.suppress(*tracker.errors):
                     tracker.close()

@@ -1,4 +1,4 @@
-"""What a run must have in common with the checkpoint that it resumes from."""
+"""Check that a run matches the checkpoint it resumes from."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
                 wrong.append(f"{said}, which gives other rows of {flag}")
     if wrong:
         raise ValueError(
-            f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(wrong)}. Give them as they "
-            "were, or start anew with another --ckpt_path."
+            f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(wrong)}. Restore these "
+            "options, or choose another --ckpt_path."
         )
     allowed = [f"--{name} {a} -> {b}" for name, (a, b) in differ.items() if name not in ("load_checkpoint",)]
     if allowed:

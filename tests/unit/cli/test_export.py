@@ -67,7 +67,7 @@ def test_what_cannot_be_exported_is_one_line(run_in_process: RunCommand, models:
         ((sft, "out"), "--pretrain gone/model: .* The run started from it: say where it is now with --pretrain"),
         ((sft, "out", "--pretrain", models / "actor"), "--pretrain .*actor is not what the run started from"),
         ((sft, "out", "--role", "critic"), "--role critic: the run of .* had none"),
-        ((sft, "out", "--critic_pretrain", "x"), "--critic_pretrain is about the critic: add --role critic"),
+        ((sft, "out", "--critic_pretrain", "x"), "--critic_pretrain has an effect with --role critic only: add --role"),
         ((ppo, "out", "--role", "critic"), "--role critic: the run of .* had none"),
         ((ppo, models / "actor"), "FOLDER .*actor is --pretrain"),
         ((ppo, "out"), "--pretrain .*actor is not what the run started from"),

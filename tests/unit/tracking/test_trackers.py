@@ -190,7 +190,7 @@ def test_a_failing_tracker_warns_once_and_the_others_continue(
     (message,) = caplog.messages
     what = "OSError: [Errno 28] No space left on device" if failure is None else type(failure).__name__
     assert message.startswith(f"--use_recorder: {what}")
-    assert message.endswith("it is switched off, the run continues.")
+    assert message.endswith("; disabled; training continues.")
     assert ([step for step, _ in bad.records], [step for step, _ in good.records]) == ([0], [0, 1, 2, 3, 4])
     assert (bad.closed, good.closed) == (1, 1)
 

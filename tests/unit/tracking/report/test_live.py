@@ -67,7 +67,7 @@ def test_a_rule_that_fails_warns_once_and_the_run_continues(
         trackers.log(step, {"reward": 1.0})
     (warning,) = caplog.messages
     assert warning.startswith(f"the rules of health: {type(error).__name__}")
-    assert warning.endswith("it is switched off, the run continues.")
+    assert warning.endswith("; disabled; training continues.")
 
 
 @pytest.mark.parametrize(
