@@ -1,13 +1,33 @@
-"""Public names of a package that load on first use."""
+"""Public names that load on first use, and old names of what has moved."""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+MOVED = {
+    "openppo.cli.shell": "openppo.cli",
+    "openppo.cli.shell.commands": "openppo.__main__",
+    "openppo.models.lora": "openppo.models",
+    "openppo.models.policy_losses": "openppo.models.loss",
+    "openppo.rollout.rewards": "openppo.rewards",
+    "openppo.strategy.engine": "openppo.strategy",
+    "openppo.trainer.ppo_trainer": "openppo.trainer.ppo",
+}
+"""Old name of a module, or of a package with its modules -> new name; kept for one release, as ``RENAMED``."""
+RENAMED = {
+    ("openppo.strategy", "TrainingEngine"): "TrainableModel",
+    ("openppo.tracking", "progress"): "progress_bar",
+}
+"""Module and old name in it -> new name."""
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -22,9 +42,39 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
     def load(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            return renamed(package, name)
         home, original = homes[name]
         value = vars(module)[name] = getattr(import_module(str(home)), original)
         return value
 
     return load, lambda: sorted(vars(module) | homes), sorted(homes)
+
+
+def renamed(module: str, name: str) -> Any:
+    """Value of an old name of ``RENAMED``; ``AttributeError`` for any other name."""
+    if (module, name) not in RENAMED:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    new = RENAMED[module, name]
+    warnings.warn(f"{module}.{name} is now {module}.{new}", DeprecationWarning, stacklevel=3)
+    return getattr(import_module(module), new)
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Imports modules by the old names of ``MOVED``."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        new = _new_name(fullname)
+        if new is None:
+            return None
+        warnings.warn(f"{fullname} is now {new}", DeprecationWarning, stacklevel=2)
+        return ModuleSpec(fullname, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = import_module(str(_new_name(module.__name__)))
+
+
+def _new_name(name: str) -> str | None:
+    parent, _, last = name.rpartition(".")
+    return MOVED.get(name) or (f"{MOVED[parent]}.{last}" if parent in MOVED else None)

@@ -23,8 +23,8 @@ import yaml
 from openppo import __version__
 from openppo.cli.openrlhf import without_foreign_flags
 from openppo.cli.versions import may_be_cut_short, versions
-from openppo.config import CommandConfig, RunConfig, SupervisedCommand, TrainPPOConfig, declared_options, flat_dict
-from openppo.config.fields import KEY_FROM_ELSEWHERE
+from openppo.config import CommandConfig, RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
+from openppo.config.fields import KEY_FROM_ELSEWHERE, declared_options
 
 _SECONDS_FOR_FIRST_RANK = 20
 """To print its error and leave; on a loaded machine Python takes seconds to do so."""
@@ -76,19 +76,19 @@ def run_command(config_type: type[Config], build: Callable[[Config], Runnable], 
             _wait_for_first_rank()
         raise
     if isinstance(config, TrainPPOConfig | SupervisedCommand):
-        _greet()
+        _greet(f"train_{type(config).__name__.removeprefix('Train').removesuffix('Config').lower()}")
     was_stopped = _run(config, build)
     if was_stopped or _world_size() > 1:
         _end_process()
 
 
-def _greet() -> None:
+def _greet(command: str) -> None:
     """Say on rank 0 what starts, while libraries load for some seconds."""
     if _rank() == 0:
         ranks = "" if _world_size() == 1 else f" on {_world_size()} ranks"
         name = f"OpenPPO {__version__}"
         shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
-        print(f"{shown}  {Path(sys.argv[0]).stem.split()[-1]}{ranks}", file=sys.stderr, flush=True)
+        print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
 
 
 def _run(config: Config, build: Callable[[Config], Runnable]) -> bool:
@@ -147,11 +147,8 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
     for notice in notices if first_rank else []:
         print(notice, file=sys.stderr, flush=True)
     known = declared_options(config_type)
-    for argument in arguments:
-        name = argument[2:].partition("=")[0].replace("-", "_")
-        if argument.startswith("--") and name not in ("", "help") and name.removeprefix("no_") not in known:
-            raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
     arguments = (_arguments_of_file(file, known) if file is not None else []) + _with_key_of_wandb(arguments)
+    _check_words(arguments, known, may_have_positional=bool(markers))
     shown = sys.stderr if first_rank else io.StringIO()  # some errors ignore console_outputs
     with contextlib.redirect_stderr(shown), may_be_cut_short():
         return tyro.cli(
@@ -163,6 +160,22 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
             config=(tyro.conf.OmitArgPrefixes, *markers),
             console_outputs=first_rank,
         )
+
+
+def _check_words(arguments: list[str], known: dict[str, dataclasses.Field], may_have_positional: bool) -> None:
+    """Raise ``ValueError`` for an unknown flag, or one with more values than it takes."""
+    starts = [i for i, argument in enumerate(arguments) if argument.startswith("--")]
+    for start, end in itertools.pairwise([*starts, len(arguments)]):
+        flag, *values = [*arguments[start].split("=", 1), *arguments[start + 1 : end]]
+        name = flag[2:].replace("-", "_")
+        switch, extra = name.removeprefix("no_"), 0 if may_have_positional else len(values)
+        if switch in known and known[switch].type == "bool":
+            if extra or "=" in arguments[start]:
+                raise ValueError(f"--{name} takes no value: use --{switch} or --no_{switch} alone.")
+        elif name not in ("", "help", *known):
+            raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
+        elif name in known and "tuple" not in str(known[name].type) and extra > 1:
+            raise ValueError(f"--{name} takes one value, got {extra}: {' '.join(values)}. Leave the others out.")
 
 
 def _command() -> str:

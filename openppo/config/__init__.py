@@ -8,6 +8,9 @@ A field is a flag of the same name: ``LossConfig.eps_clip`` is ``--eps_clip`` an
 library is imported here, so ``--help`` is quick.
 """
 
+import warnings
+from typing import TYPE_CHECKING
+
 from openppo.config.commands import (
     CommandConfig as CommandConfig,
     SupervisedCommand as SupervisedCommand,
@@ -15,7 +18,6 @@ from openppo.config.commands import (
     TrainPRMConfig as TrainPRMConfig,
     TrainRMConfig as TrainRMConfig,
     TrainSFTConfig as TrainSFTConfig,
-    training_options as training_options,
 )
 from openppo.config.data import (
     DataFormat as DataFormat,
@@ -25,11 +27,9 @@ from openppo.config.data import (
     parse_template_kwargs as parse_template_kwargs,
 )
 from openppo.config.fields import (
-    declared_options as declared_options,
     flat_dict as flat_dict,
     from_options as from_options,
     mask_credentials as mask_credentials,
-    rules_of as rules_of,
 )
 from openppo.config.models import (
     LoRAConfig as LoRAConfig,
@@ -60,8 +60,6 @@ from openppo.config.run import (
     Condition as Condition,
     DeepSpeedConfig as DeepSpeedConfig,
     RunConfig as RunConfig,
-    parse_condition as parse_condition,
-    refuse_own_checkpoints as refuse_own_checkpoints,
 )
 from openppo.config.supervised import (
     PreferenceConfig as PreferenceConfig,
@@ -85,3 +83,11 @@ from openppo.config.tools import (
     ServeRMConfig as ServeRMConfig,
 )
 from openppo.config.tracking import TrackingConfig as TrackingConfig
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name != "RewardSourceConfig":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.{name} is now {__name__}.RewardConfig", DeprecationWarning, stacklevel=2)
+        return RewardConfig

@@ -116,7 +116,6 @@ class TrainPPOConfig(TrainingConfig):
 
     def validate(self, world_size: int, own_source: bool = False) -> None:
         """Validate; with ``own_source`` neither prompts nor rewards are required."""
-        super().validate(world_size, own_source)
         if not own_source:
             require(
                 self.evaluation.eval_data is not None or not self.evaluation.eval_before_training,
@@ -124,6 +123,7 @@ class TrainPPOConfig(TrainingConfig):
             )
             require(self.data.prompt_data != "", "No prompts are given: pass --prompt_data FILE.")
             self.rewards.require_source()
+        super().validate(world_size, own_source)
         best = self.checkpoint.keep_best or ""
         require(
             "pass@" not in best or self.rewards.pass_threshold(self.evaluation.pass_reward) is not None,
@@ -191,8 +191,8 @@ class TrainPPOConfig(TrainingConfig):
     def old_log_probs_from(self, single_update: bool, by_engine: bool = True) -> OldLogProbsFrom:
         """Source of the old policy's log-probs, see ``--old_log_probs``; "training": the forward that is trained on.
 
-        ``single_update`` says that one optimizer step trains the actor on all samples, with the weights that sampled them;
-        ``by_engine`` that this run's engine sampled them. Log-probs of other trajectories may be anything.
+        ``single_update`` says that one optimizer step trains the actor on all samples, with the weights that
+        sampled them; ``by_engine`` that this run's engine sampled them. Log-probs of other trajectories may be anything.
         """
         if self.loss.old_log_probs != "auto":
             return self.loss.old_log_probs
@@ -276,12 +276,10 @@ class TrainPRMConfig(SupervisedCommand):
     data: ProcessConfig = field(default_factory=ProcessConfig)
 
 
+TRAINING_COMMANDS: tuple[type[TrainingConfig], ...] = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
+
+
 def training_options(holds: Callable[[Rules], object]) -> list[str]:
-    """Names of the options of all training commands whose rules fulfil ``holds``."""
-    waiting: list[type] = [TrainingConfig]
-    found = []
-    while waiting:
-        command = waiting.pop(0)
-        waiting += command.__subclasses__()
-        found += [name for name, declared in declared_options(command).items() if holds(rules_of(declared))]
-    return list(dict.fromkeys(found))
+    """Names of the options of ``TRAINING_COMMANDS`` whose rules fulfil ``holds``."""
+    options = {name: declared for command in TRAINING_COMMANDS for name, declared in declared_options(command).items()}
+    return [name for name, declared in options.items() if holds(rules_of(declared))]

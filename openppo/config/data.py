@@ -27,7 +27,8 @@ class RowsConfig(Options):
     data_format: DataFormat = option("auto", resume="must match", rows_of=_TEXTS)
     """Format of the rows; 'auto' recognizes it by the columns unless options name them."""
     dataset_class: str | None = option(None, place=True, resume="must match", rows_of=_ALL)
-    """Your own loader of data, path.py:name: a class or function called with the source that gives rows."""
+    """Your own loader of --prompt_data, --pretrain_data and --dataset, path.py:name: a class or function called with
+    the source that gives rows."""
     input_template: str | None = option(None, rows_of=_TEXTS)
     """Text around each prompt, with {} where the prompt goes."""
     apply_chat_template: bool = option(False, rows_of=_TEXTS)
@@ -55,7 +56,7 @@ class PromptDataConfig(RowsConfig):
     """Prompts and their labels."""
 
     prompt_data: str = field(metadata=rules(place=True, resume="must match"))
-    """Prompts: JSONL, JSON, CSV or Parquet files, folders saved by 'datasets', or hub names; several with commas."""
+    """Prompts, in any format of train_ppo; several sources with commas."""
     prompt_split: str = option("train", resume="must match", rows_of=_PROMPTS)
     """Split of --prompt_data when it has splits."""
     input_key: str | None = option(None, rows_of=_PROMPTS + _DOCUMENTS)
@@ -71,7 +72,8 @@ class PPODataConfig(PromptDataConfig):
     """Prompts, and documents for the PTX loss."""
 
     prompt_data: str = option("", place=True, resume="must match")
-    """Prompts: JSONL, JSON, CSV or Parquet files, folders saved by 'datasets', or hub names; several with commas."""
+    """Prompts: JSONL, JSON, CSV or Parquet files, folders saved by 'datasets', or hub names; several with commas.
+    Required, unless Python code gives a source of its own."""
     prompt_data_probs: str | None = option(None, resume="must match", rows_of=_PROMPTS)
     """Shares in which several --prompt_data are mixed, with commas, until one is used up (default: all rows of all)."""
     pretrain_data: str | None = option(None, place=True, resume="must match")

@@ -100,7 +100,7 @@ class Options:
 
 def _check_value(name: str, value: Any, hint: Any, allowed: Rules) -> None:
     values = [one for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
-    shown = " ".join(map(str, values))
+    shown = " ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
     if allowed.bound is not None and not all(map(allowed.bound.holds, values)):
         raise ValueError(f"--{name} {allowed.bound.says}{', got ' * (shown != '')}{shown}{allowed.note}.")
     if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):

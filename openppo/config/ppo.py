@@ -73,7 +73,7 @@ class AdvantageConfig(Options):
     """Lambda of generalized advantage estimation."""
     lambd_critic: float | None = option(None, inside("[0, 1]"))
     """Lambda of the critic's targets (default: --lambd)."""
-    adaptive_lambd_alpha: float | None = option(None, positive)
+    adaptive_lambd_alpha: float | None = option(None, positive, "; None leaves it off")
     """Use lambda = 1 - 1 / (alpha x response length) for the advantages instead of --lambd (VAPO: 0.05)."""
     normalize_advantages: Literal["default", "on", "off"] = "default"
     """Normalize over the action tokens of the whole buffer; default: gae, reinforce, reinforce_baseline, rloo."""

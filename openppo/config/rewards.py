@@ -63,11 +63,6 @@ class RewardConfig(Options):
         )
 
     def validate(self) -> None:
-        super().validate()
-        require(
-            len(set(self.verifiable_reward)) == len(self.verifiable_reward),
-            f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice.",
-        )
         for verifier, flag, given in (
             ("regex", "verify_regex", self.verify_regex),
             ("length", "verify_length", self.verify_length),
@@ -75,6 +70,11 @@ class RewardConfig(Options):
             used = verifier in self.verifiable_reward
             require(not used or given is not None, f"--verifiable_reward {verifier} needs --{flag}.")
             require(used or given is None, f"--{flag} has no effect without --verifiable_reward {verifier}.")
+        super().validate()
+        require(
+            len(set(self.verifiable_reward)) == len(self.verifiable_reward),
+            f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice.",
+        )
         require(
             len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2,
             f"--prm_reward_tokens needs two different tokens, good and bad; got {' '.join(self.prm_reward_tokens)}.",

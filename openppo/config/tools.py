@@ -185,8 +185,8 @@ class EvaluateConfig(CommandConfig):
     judgement: JudgementConfig = field(default_factory=JudgementConfig)
 
     def validate(self, world_size: int) -> None:
-        super().validate(world_size)
         self.rewards.require_source()
+        super().validate(world_size)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Data sources named on the command line -> rows in their order.
 
-``datasets`` reads the hub, saved folders and Parquet. JSON and CSV files are read here, because ``datasets`` changes
-values: in JSON a text like "2020-01-01" becomes a date, 1 beside 1.5 becomes 1.0, and missing keys become None; in CSV
-a line with too few fields passes. Local files are read on every call, without a cache.
+``datasets`` reads the hub and saved folders. Files are read here, because it changes values (in JSON a text like
+"2020-01-01" becomes a date, missing keys become None), passes CSV lines with too few fields and verifies no checksums
+of Parquet. Local files are read on every call, without a cache.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from glob import escape
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict, interleave_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
@@ -285,20 +285,26 @@ def _first_line_not_utf8(path: Path) -> int:
         return next((n for n, line in enumerate(file, start=1) if line != line.decode(errors="ignore").encode()), 1)
 
 
-def _read_json(path: Path, where: str) -> Iterator[PlacedRow]:
-    """Rows of an array, or one on each line."""
+def _read_json_lines(path: Path, where: str) -> Iterator[PlacedRow]:
     with _open_text(path) as file:
-        is_array = next((line.lstrip() for line in file if line.strip()), "").startswith("[")
-    with _open_text(path) as file:
-        if is_array:
-            for number, row in enumerate(_parse(file.read(), where), start=1):
-                yield _as_object(row, f"{where}, row {number}"), f"row {number}"
-            return
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"line {number}"
                 cut = "" if line.endswith("\n") else "The file ends in this line: it may be cut off. "
                 yield _as_object(_parse(line.rstrip(), f"{where}, {place}", cut), f"{where}, {place}"), place
+
+
+def _read_json(path: Path, where: str) -> Iterator[PlacedRow]:
+    """Rows of an array, or one on each line."""
+    with _open_text(path) as file:
+        is_array = next((line.lstrip() for line in file if line.strip()), "").startswith("[")
+        file.seek(0)
+        text = file.read() if is_array else ""
+    if not is_array:
+        yield from _read_json_lines(path, where)
+        return
+    for number, row in enumerate(_parse(text, where), start=1):
+        yield _as_object(row, f"{where}, row {number}"), f"row {number}"
 
 
 def _parse(text: str, where: str, remark: str = "") -> Any:
@@ -354,25 +360,40 @@ def _read_csv(path: Path, where: str) -> Iterator[PlacedRow]:
 
 
 def _read_parquet(path: Path, where: str) -> Iterator[PlacedRow]:
-    number = 0
+    number = 1
     try:
-        stream = load_dataset("parquet", data_files=escape(str(path)), split="train", streaming=True, batch_size=1000)
-        for table in stream.with_format("arrow").iter(batch_size=1000):
-            table.validate(full=True)  # offsets and UTF-8: reading on through damage could crash the process
-            for row in table.to_pylist():
-                number += 1
-                yield row, f"row {number}"
-    except _UNREADABLE as error:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            if (repeated := _repeated(file.schema_arrow.names)) is not None:
+                raise ValueError(f"{where}: column {repeated!r} occurs twice. Rename one of them.")
+            for batch in file.iter_batches():
+                batch.validate(full=True)  # offsets and UTF-8: reading on through damage could crash the process
+                for row in _python_rows(batch, f"{where}, from row {number} on"):
+                    yield row, f"row {number}"
+                    number += 1
+    except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the file itself, not its content
+        what = " ".join(str(error).split())
         raise ValueError(
-            f"{where}, after row {number}: cannot be read as Parquet ({' '.join(str(error).split())}). Write it again, "
-            "each column under its own name, dates and times that are out of range as text."
+            f"{where}, from row {number} on: cannot be read as Parquet ({what}). Write it again."
         ) from error
 
 
+def _python_rows(batch: pa.RecordBatch, where: str) -> list[Row]:
+    """Rows of a batch; ``ValueError`` naming the column with a value that Python cannot hold."""
+    columns = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            columns.append(column.to_pylist())
+        except (OverflowError, ValueError) as error:  # dates after the year 9999, unknown time zones
+            what = f"column {name!r} holds a value of type {column.type} that cannot be read ({error})"
+            raise ValueError(f"{where}: {what}. Leave the column out, or write it as text.") from error
+    return [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
 READERS: dict[str, Callable[[Path, str], Iterator[PlacedRow]]] = {
-    **dict.fromkeys((".jsonl", ".jsonl.gz", ".json", ".json.gz"), _read_json),
+    **dict.fromkeys((".jsonl", ".jsonl.gz"), _read_json_lines),
+    **dict.fromkeys((".json", ".json.gz"), _read_json),
     **dict.fromkeys((".csv", ".csv.gz"), _read_csv),
     ".parquet": _read_parquet,
 }

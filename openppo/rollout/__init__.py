@@ -1,1 +1,1 @@
-"""From prompts to trajectories: engines that sample, and rewards that score."""
+"""Engines that sample responses, and the rollout that makes trajectories of them."""

@@ -99,20 +99,26 @@ def table_lines(
     total = min(WIDTH, shutil.get_terminal_size().columns) if stream.isatty() else WIDTH
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [
-        max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(max(map(len, cells), default=0))
+        max((_columns(row[i]) for row in cells if i < len(row)), default=0)
+        for i in range(max(map(len, cells), default=0))
     ]
     room = max(20, total - indent - sum(width + 2 for width in widths[:-1]))
     lines = []
     for row in cells:
         padded = [
-            cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
+            " " * (widths[i] - _columns(cell)) + cell if i in right else cell + " " * (widths[i] - _columns(cell))
             for i, cell in enumerate(row[: len(widths) - 1])
         ]
         start = " " * indent + "".join(f"{cell}  " for cell in padded)
         last = row[-1] if len(row) == len(widths) else ""
         pieces = textwrap.wrap(last, room, drop_whitespace=False) if len(last) > room else [last]
-        lines += [(start if i == 0 else " " * len(start)) + piece for i, piece in enumerate(pieces)]
+        lines += [(start if i == 0 else " " * _columns(start)) + piece for i, piece in enumerate(pieces)]
     return [line.rstrip() for line in lines]
+
+
+def _columns(text: str) -> int:
+    """Columns of a terminal that ``text`` takes; East Asian characters are wide."""
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def log_lines(lines: Iterable[str]) -> None:

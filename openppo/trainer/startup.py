@@ -13,7 +13,8 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import __version__
-from openppo.config import declared_options, flat_dict, parse_template_kwargs, rules_of
+from openppo.config import flat_dict, parse_template_kwargs
+from openppo.config.fields import declared_options, rules_of
 from openppo.models.pretrained import context_length, load_tokenizer, rescaled_positions
 from openppo.strategy.comm import collective, name_ranks
 from openppo.tracking import (

@@ -30,12 +30,12 @@ from openppo.config import (
     TrainPRMConfig,
     TrainRMConfig,
     TrainSFTConfig,
-    declared_options,
     flat_dict,
     from_options,
     mask_credentials,
     parse_probs,
 )
+from openppo.config.fields import declared_options
 
 COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
     "ppo": (TrainPPOConfig, {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}),
@@ -135,26 +135,27 @@ ppo -0.1 must not be negative, got -0.1 | l2 entropy_coef actor_learning_rate cr
 ppo -0.1 must not be negative, got -0.1: it is subtracted. | missing_eos_penalty overlong_penalty_factor
 ppo -1 must not be negative, got -1; 0 switches LoRA off. | lora_rank
 ppo -1 must not be negative, got -1; 0 prints none. | log_samples_every
-ppo -1.0 must not be negative, got -1.0; 0 waits for ever. | stall_timeout
-ppo -1.0 must not be negative, got -1.0; 0 switches clipping off. | max_norm
-sft -1.0 must not be negative, got -1.0 | learning_rate
+ppo -1.0 must not be negative, got -1; 0 waits for ever. | stall_timeout
+ppo -1.0 must not be negative, got -1; 0 switches clipping off. | max_norm
+sft -1.0 must not be negative, got -1 | learning_rate
 generate -0.5 must not be negative, got -0.5 | temperature
 ppo .nan must not be negative, got nan | max_norm
-ppo 0.0 must be positive, got 0.0 | eps_clip eps_clip_high cispo_eps_max kl_target adaptive_lambd_alpha temperature
-ppo 0.0 must be positive, got 0.0 | rollout_correction_high remote_rm_timeout dry_run_memory
-ppo 0.0 must be positive, got 0.0; None switches it off. | value_clip
+ppo 0.0 must be positive, got 0 | eps_clip eps_clip_high cispo_eps_max kl_target temperature
+ppo 0.0 must be positive, got 0 | rollout_correction_high remote_rm_timeout dry_run_memory
+ppo 0.0 must be positive, got 0; None switches it off. | value_clip
+ppo 0.0 must be positive, got 0; None leaves it off. | adaptive_lambd_alpha
 ppo .nan must be positive, got nan | eps_clip
-serve 0.0 must be positive, got 0.0 | max_request_mb
-ppo 1.0 must be above 1, got 1.0 | dual_clip
+serve 0.0 must be positive, got 0 | max_request_mb
+ppo 1.0 must be above 1, got 1 | dual_clip
 ppo 1.1 must lie in [0, 1], got 1.1 | gamma lambd lambd_critic lr_warmup_ratio
 ppo -0.1 must lie in [0, 1], got -0.1 | gamma lambd lr_warmup_ratio
 ppo .nan must lie in [0, 1], got nan | gamma
-ppo 1.0 must lie in [0, 1), got 1.0 | ema_beta lora_dropout
-ppo [0.9,1.0] must lie in [0, 1), got 0.9 1.0 | adam_betas
-ppo 0.0 must lie in (0, 1], got 0.0 | top_p
+ppo 1.0 must lie in [0, 1), got 1 | ema_beta lora_dropout
+ppo [0.9,1.0] must lie in [0, 1), got 0.9 1 | adam_betas
+ppo 0.0 must lie in (0, 1], got 0 | top_p
 generate 1.1 must lie in (0, 1], got 1.1 | top_p
-ppo 1.0 must lie in (0, 1), got 1.0 | vllm_gpu_memory_utilization
-ppo 4.0 must lie between 5 and 3600 seconds, got 4.0 | heartbeat_timeout
+ppo 1.0 must lie in (0, 1), got 1 | vllm_gpu_memory_utilization
+ppo 4.0 must lie between 5 and 3600 seconds, got 4 | heartbeat_timeout
 ppo .nan must lie between 5 and 3600 seconds, got nan | heartbeat_timeout
 serve 70000 must lie in 0..65535, got 70000 | port
 ppo '' must not be empty: name the folder that receives the trained model. | save_path
@@ -221,6 +222,9 @@ ppo reward_fn=None reward_pretrain=r prm_pretrain=p reward_weights=[prm=1,reward
 ppo reward_fn=None remote_rm_url=http://h reward_weights=[remote=2] | ...names remote, but the rewards are reward.
 ppo verifiable_reward=[regex] | regex needs --verify_regex
 ppo verify_length=5 | has no effect without --verifiable_reward length
+ppo verify_length=-2 | has no effect without --verifiable_reward length
+ppo reward_fn=None reward_weights=[a=1] | ...No reward is given: pass --reward_pretrain MODEL
+ppo prompt_data="" gamma=2.0 | ...No prompts are given: pass --prompt_data FILE
 ppo verifiable_reward=[math] input_key=q | ...math compares with a label: ... --label_key
 ppo "prm_reward_tokens=['+']" | needs two different tokens, good and bad; got +
 ppo "prm_reward_tokens=['+','+']" | needs two different tokens... got + +

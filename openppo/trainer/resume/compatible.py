@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from openppo.config import training_options
+from openppo.config.commands import training_options
 from openppo.types import Prompt
 
 logger = logging.getLogger("openppo")

@@ -10,7 +10,8 @@ import pytest
 
 from openppo.cli.openrlhf import FOREIGN_FLAGS
 from openppo.cli.options import parse_options
-from openppo.config import TrainPPOConfig, declared_options, flat_dict
+from openppo.config import TrainPPOConfig, flat_dict
+from openppo.config.fields import declared_options
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "openrlhf.md"
 REQUIRED = ["--pretrain", "m", "--prompt_data", "d"]

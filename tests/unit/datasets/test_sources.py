@@ -60,7 +60,8 @@ def as_gzip(path: Path) -> Path:
     ("name", "write"),
     [
         *(("rows.jsonl", write_jsonl), ("ROWS.JSONL", write_jsonl), ("lines.json", write_jsonl)),
-        *(("array.json", write_array), ("we[1]rd *.parquet", write_parquet), ("saved", save)),
+        *(("array.json", write_array), ("we[1]rd *.parquet", write_parquet), ("a::b.parquet", write_parquet)),
+        ("saved", save),
     ],
 )
 def test_every_format_keeps_order_types_and_nested_values(tmp_path, name, write):
@@ -78,8 +79,9 @@ def test_json_values_are_kept_as_written(tmp_path):
 
 
 def test_byte_order_mark_and_blank_lines_do_not_matter(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n{"a": 2}')
-    assert load(tmp_path / "rows.jsonl") == [{"a": 1}, {"a": 2}]
+    for name, text in (("rows.jsonl", b'{"a": 1}\r\n\r\n{"a": 2}'), ("rows.json", b'\n[{"a": 1},\n{"a": 2}]')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text)
+        assert load(tmp_path / name) == [{"a": 1}, {"a": 2}]
 
 
 def test_csv_values_are_strings_with_commas_quotes_and_newlines(tmp_path):
@@ -165,6 +167,7 @@ def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch, source):
     [
         ("a.jsonl", '{"a": 1}\n\n{"a": \n', r"a.jsonl, line 3: not valid JSON \(Expecting value at column 6\)"),
         ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl, line 2: not an object but list"),
+        ("a.jsonl", '[{"a": 1}]\n', "a.jsonl, line 1: not an object but list"),
         ("a.json", '[{"a": 1},\n {"a": }]', "a.json, line 2: not valid JSON"),
         ("a.json", '[{"a": 1}, "x"]', "a.json, row 2: not an object but str"),
         ("a.json", '{\n "a": 1\n}', "a.json, line 1: not valid JSON .*array of objects"),
@@ -175,8 +178,8 @@ def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch, source):
         ("a.csv", "x,y\n1,2\n\n3\n", "a.csv, line 4: 1 fields, but the first line names 2 columns"),
         ("a.csv", "x,x\n1,2\n", "a.csv, line 1: column 'x' occurs twice"),
         ("a.csv", 'x\n"1', "a.csv, line 2: not valid CSV"),
-        ("a.parquet", "no table", "a.parquet, after row 0: cannot be read as Parquet"),
-        ("a.parquet", "", "a.parquet, after row 0: cannot be read as Parquet"),
+        ("a.parquet", "no table", "a.parquet, from row 1 on: cannot be read as Parquet"),
+        ("a.parquet", "", "a.parquet, from row 1 on: cannot be read as Parquet"),
         ("a.jsonl", '{"a": 1}\n{"a": ', "a.jsonl, line 2: not valid JSON .*The file ends in this line"),
         ("a.jsonl", '{"a": 1}\n{"a":' + "9" * 5000 + "}\n", "a.jsonl, line 2: not valid JSON .*4300 digits"),
         ("a.jsonl", '{"a": 1}\n{"a":' + "[" * 100_000 + "\n", "a.jsonl, line 2: not valid JSON .*recursion"),
@@ -209,18 +212,26 @@ def overwrite(path):
     path.write_bytes(content[:50] + b"\xff" * 50 + content[100:])
 
 
+def change_a_letter(path):
+    path.write_bytes(path.read_bytes().replace(b"a text, number 7", b"a test, number 7"))
+
+
 def write(text):
     return lambda path: path.write_text(text)
 
 
-@pytest.mark.parametrize("compression", ["none", "snappy"])
-@pytest.mark.parametrize("damage", [cut, overwrite])
-def test_a_damaged_parquet_file_is_an_error(tmp_path, compression, damage):
+@pytest.mark.parametrize(
+    ("compression", "damage"),
+    [("none", cut), ("snappy", cut), ("none", overwrite), ("snappy", overwrite), ("none", change_a_letter)],
+)
+def test_a_damaged_parquet_file_is_one_error(tmp_path, compression, damage, capfd, caplog):
     table = pyarrow.Table.from_pylist([{"text": f"a text, number {n}"} for n in range(100)])
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression=compression)
+    options = {"compression": compression, "write_page_checksum": damage is change_a_letter, "use_dictionary": False}
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", **options)
     damage(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="--prompt_data .*a.parquet, after row 0: cannot be read as Parquet"):
+    with pytest.raises(ValueError, match="--prompt_data .*a.parquet, from row 1 on: cannot be read as Parquet"):
         load(tmp_path / "a.parquet")
+    assert (capfd.readouterr(), caplog.messages) == (("", ""), [])
 
 
 def view(value, kind, of=pyarrow.int64):
@@ -242,7 +253,8 @@ TABLES = {
 def test_a_value_that_python_cannot_hold_is_an_error(tmp_path, name):
     table = pyarrow.table(TABLES[name])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"--prompt_data .*a.parquet, after row 0: cannot be read .*as text"):
+    damaged = "cannot be read as Parquet" if name == "not UTF-8" else "column '(when|text)' holds .* as text"
+    with pytest.raises(ValueError, match=f"--prompt_data .*a.parquet, from row 1 on: {damaged}"):
         load(tmp_path / "a.parquet")
     datasets.Dataset(table).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"--prompt_data .*saved: a folder .* that cannot be read .* as text"):
@@ -252,8 +264,14 @@ def test_a_value_that_python_cannot_hold_is_an_error(tmp_path, name):
 def test_a_column_that_occurs_twice_in_a_parquet_file_is_an_error(tmp_path):
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["input", "input"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a.parquet, .*each column under its own name"):
+    with pytest.raises(ValueError, match=r"a.parquet: column 'input' occurs twice. Rename one of them."):
         load(tmp_path / "a.parquet")
+
+
+def test_a_column_of_maps_in_a_parquet_file_does_no_harm(tmp_path):
+    maps = pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    pyarrow.parquet.write_table(pyarrow.table({"input": ["x"], "maps": maps}), tmp_path / "a.parquet")
+    assert load(tmp_path / "a.parquet") == [{"input": "x", "maps": [("a", 1)]}]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ LOSSES = "PolicyLoss GSPOLoss CISPOLoss ValueLoss GPTLMLoss PairWiseLoss LogExpL
 PUBLIC = {
     "openppo.models": f"Actor get_llm_for_sequence_regression {LOSSES} masked_mean compute_approx_kl",
     "openppo.models.loss": LOSSES,
-    "openppo.models.policy_losses": "GSPOLoss CISPOLoss token_weights policy_loss",  # moved: for one release
     "openppo.trainer": "PPOTrainer SFTTrainer RewardModelTrainer build_ppo_trainer",
     "openppo.experience": "ExperienceMaker ReplayBuffer AdaptiveKLController FixedKLController "
     "get_advantages_and_returns get_cumulative_returns compute_reward",

@@ -88,6 +88,7 @@ def test_a_table_is_aligned_and_its_last_column_wraps() -> None:
     assert [line[10:15] for line in lines if line[2] != " "] == [" size", "    1", "1,000"]
     assert max(map(len, lines)) == console.WIDTH
     assert "".join(line[17:] for line in lines[-3:]) == "x" * 200
+    assert table_lines([("数据", "a"), ("rows", "b")]) == ["数据  a", "rows  b"], "wide characters take two columns"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from openppo.config import parse_condition
+from openppo.config.run import parse_condition
 from openppo.trainer.callbacks import StopConditions, StopWhen, check_conditions
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
