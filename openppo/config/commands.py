@@ -192,7 +192,7 @@ class TrainPPOConfig(TrainingConfig):
         """Source of the old policy's log-probs, see ``--old_log_probs``; "training": the forward that is trained on.
 
         ``single_update`` says that one optimizer step trains the actor on all samples, with the weights that
-        sampled them; ``by_engine`` that this run's engine sampled them. Log-probs of other trajectories may be anything.
+        sampled them; ``by_engine`` that this run's engine did. Log-probs of other trajectories may be anything.
         """
         if self.loss.old_log_probs != "auto":
             return self.loss.old_log_probs

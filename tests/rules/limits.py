@@ -1,14 +1,14 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 22_200
-PACKAGE_FILES = 175
-TEST_LINES = 34_700
+PACKAGE_LINES = 21_406
+PACKAGE_FILES = 150
+TEST_LINES = 32_910
 FILES_IN_A_FOLDER = 16  # without __init__.py
 FILE_LINES = 400
-CLASS_LINES = 310
+CLASS_LINES = 250
 FUNCTION_LINES = 60
 PARAMETERS = 8  # without self and cls
-ATTRIBUTES = 23  # that methods of a class give to self
+ATTRIBUTES = 19  # that methods of a class give to self
 OPTIONS = 153  # of one command
-STEP_FILES = 61  # of the package that a default PPO step executes
-STEP_FILE_LINES = 400  # of each of them
+STEP_FILES = 49  # of the package that a default PPO step executes
+STEP_FILE_LINES = 311  # of each of them
