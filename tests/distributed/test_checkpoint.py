@@ -288,10 +288,10 @@ def test_options_that_contradict_the_checkpoint_are_an_error_that_names_them(
     assert error.startswith(
         f"error: --load_checkpoint: this run contradicts its checkpoint {save_path}/checkpoints_ppo"
     )
-    for part in ("--lora_rank was 0, is 4", "--seed was 42, is 7", "--prompt_data was", "with another --ckpt_path."):
+    for part in ("--lora_rank was 0, is 4", "--seed was 42, is 7", "--prompt_data was", "choose another --ckpt_path."):
         assert part in error
     output = launch(0, *command, "--prompt_max_len", "8", status=2)
-    assert ": --prompt_max_len was 1024, is 8, which gives other rows of --prompt_data. Give" in output
+    assert ": --prompt_max_len was 1024, is 8, which gives other rows of --prompt_data. Restore" in output
     harmless = ["--generate_max_len", "9", "--eval_data", tiny / "sft.jsonl"]  # documents are cut elsewhere then
     output = launch(0, *command, *harmless, "--max_ckpt_num", "7", "--micro_train_batch_size", "1")
     assert "in force from now on: --micro_train_batch_size 2 -> 1, --generate_max_len 6 -> 9, --eval_data" in output
