@@ -23,7 +23,7 @@ RUNS = {
     "LoRA": (2, f"{PPO} --lora_rank 4 --max_epochs 2"),
     "GRPO": (2, f"{PPO} --advantage_estimator group_norm --n_samples_per_prompt 2 --use_kl_loss --kl_estimator k3"),
     "dynamic sampling": (2, f"{PPO} --advantage_estimator rloo --n_samples_per_prompt 4 --dynamic_sampling"),
-    "SFT": (2, f"train_sft {SUPERVISED}/sft.jsonl --zero_stage 1 --packing_samples"),
+    "SFT": (2, f"train_sft {SUPERVISED}/sft.jsonl --zero_stage 1"),
     "reward model": (2, f"train_rm {SUPERVISED}/preference.jsonl --zero_stage 2 --prompt_key prompt"),
 }
 
