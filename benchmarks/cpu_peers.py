@@ -13,8 +13,6 @@ the peers with the fastest settings that we found: TRL samples in batches of 64,
 faster counts; OpenRLHF in batches of 8.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

@@ -7,8 +7,6 @@ sampled tokens for OpenPPO and vLLM, and without for ``generate`` of transformer
 benchmarks/cpu_peers.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ function; transformers runs ``generate`` with its dynamic cache and a plain trai
 Nothing in this script has been run on a GPU yet.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

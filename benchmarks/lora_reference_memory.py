@@ -6,8 +6,6 @@ Each kind runs in a process of its own with the same actor (a Llama made from a 
 takes log-probs of the same sequences. Prints bytes of parameters, resident memory and the largest difference.
 """
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

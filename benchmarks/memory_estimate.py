@@ -10,8 +10,6 @@ that the C library's allocator keeps for reuse (blocks from 64 KiB on go back at
 bf16, of which each new shape of a batch leaves about 12 MiB behind (the AVX2 ones do not).
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

@@ -6,8 +6,6 @@ Nothing is loaded or measured: the models are made from these numbers on the met
 ``--dry_run``. A run has an actor, a critic, a reward model and a reference, all of one size.
 """
 
-from __future__ import annotations
-
 from transformers import LlamaConfig, Qwen2Config
 
 from openppo.config import TrainPPOConfig, from_options

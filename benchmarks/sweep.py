@@ -8,8 +8,6 @@ the losses, logging and the optimizer's step, which is also shown by itself. The
 prompts are those of benchmarks/cpu_peers.py, with optimizer steps on 64 responses.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ trained policy from the SFT model, per sampled answer.
     python examples/quickstart_report.py --run DIR
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

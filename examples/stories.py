@@ -7,8 +7,6 @@
 untouched model finds them: a policy that hacks the reward writes text that the untouched model would never write.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

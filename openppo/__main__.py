@@ -1,7 +1,5 @@
 """The program ``openppo``: finds a command and runs it as ``python -m openppo.cli.COMMAND`` does."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import sys

@@ -1,7 +1,5 @@
 """Files of users: loaded without side effects on the run."""
 
-from __future__ import annotations
-
 import copy
 import os
 import random

@@ -1,7 +1,5 @@
 """Tiny configs of transformers' causal language models: few and narrow layers, windows shorter than the prompts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedConfig

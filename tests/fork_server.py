@@ -10,8 +10,6 @@ itself (signals, restarts), the shutdown of the interpreter. Without it, another
 ``Launcher.run`` starts real programs.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """The ranks of a process group as threads of one process."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

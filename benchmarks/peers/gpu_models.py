@@ -11,8 +11,6 @@ The class is Llama with biases in attention, which is Qwen2 with one vector more
 Qwen2 folder the tokenizer of Qwen2, whatever tokenizer lies there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

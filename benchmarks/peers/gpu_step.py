@@ -5,8 +5,6 @@ The last line on stdout is ``RESULT`` with seconds (medians), tokens, bytes and 
 and fused AdamW on the bf16 weights, without float32 masters; with LoRA through peft.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

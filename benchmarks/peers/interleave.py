@@ -3,8 +3,6 @@
 The other side is ``turns.py``. Of all participants only one works at a time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

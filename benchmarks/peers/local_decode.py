@@ -1,7 +1,5 @@
 """Decoding as a participant: OpenPPO's engine, or plain ``generate`` of transformers, for the same 64 prompts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What iterations say: which of them count, medians, ratios, and whether the targets are reached. Pure functions."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Given are the batch sizes of the workload, its lengths and the dtype; ``--compil
 generation, forwards, backwards and optimizer steps.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -4,8 +4,6 @@ ray, flash_attn and torch.cuda are stubs, and FusedAdam is torch.optim.AdamW. Ge
 experience the rest of make_experience_list(), training its ppo_train().
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.machinery
 import os

@@ -5,8 +5,6 @@ there to its log().
 With ``--dtype bf16`` its parameters are bf16, without float32 master weights, which is its fastest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

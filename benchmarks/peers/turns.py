@@ -5,8 +5,6 @@ What a library prints goes to stderr; stdout carries one JSON object per line: `
 for each line on stdin, and ``peak_mb`` at the end of stdin.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Decoding as a participant: vLLM's CPU build 0.32.0, for the same 64 prompts."""
 
-from __future__ import annotations
-
 import json
 import os
 

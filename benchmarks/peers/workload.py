@@ -11,8 +11,6 @@ weights alone do it, so every library sees it: all embeddings share the value of
 writes to, and the output row of EOS reads that channel only.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

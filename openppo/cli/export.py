@@ -1,7 +1,5 @@
 """Write the model of a training checkpoint in Hugging Face format."""
 
-from __future__ import annotations
-
 import tyro
 
 from openppo.cli.options import Runnable, run_command

@@ -1,7 +1,5 @@
 """Answer prompts with a language model: one line of JSON for each response."""
 
-from __future__ import annotations
-
 from openppo.cli.options import Runnable, run_command
 from openppo.config import GenerateConfig
 

@@ -1,7 +1,5 @@
 """Write the full weights of a model that was trained with LoRA."""
 
-from __future__ import annotations
-
 from openppo.cli.options import Runnable, run_command
 from openppo.config import MergeLoRAConfig
 

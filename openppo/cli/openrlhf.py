@@ -4,8 +4,6 @@ An OpenRLHF command line runs with the module name changed: flags without a mean
 or refused with what to use instead. docs/openrlhf.md has the whole table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

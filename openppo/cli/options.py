@@ -1,7 +1,5 @@
 """Command lines to frozen configs: flags made from the dataclasses by tyro, YAML files, errors in one line."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

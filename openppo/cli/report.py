@@ -1,7 +1,5 @@
 """Write one HTML file about one or several runs: curves, warnings, samples token by token, options."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

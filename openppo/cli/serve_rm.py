@@ -1,7 +1,5 @@
 """Serve a reward model over HTTP, for --remote_rm_url."""
 
-from __future__ import annotations
-
 import logging
 
 from openppo.cli.options import Runnable, run_command

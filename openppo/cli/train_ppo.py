@@ -1,7 +1,5 @@
 """PPO: improve a language model against a reward."""
 
-from __future__ import annotations
-
 from openppo.cli.options import Runnable, run_command
 from openppo.config import TrainPPOConfig
 

@@ -1,7 +1,5 @@
 """Train a process reward model on solutions whose steps are judged one by one."""
 
-from __future__ import annotations
-
 from openppo.cli.options import Runnable, run_command
 from openppo.config import TrainPRMConfig
 

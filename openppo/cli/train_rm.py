@@ -1,7 +1,5 @@
 """Train a reward model on preference pairs."""
 
-from __future__ import annotations
-
 from openppo.cli.options import Runnable, run_command
 from openppo.config import TrainRMConfig
 

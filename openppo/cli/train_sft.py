@@ -1,7 +1,5 @@
 """Supervised fine-tuning of a causal language model."""
 
-from __future__ import annotations
-
 from openppo.cli.options import Runnable, run_command
 from openppo.config import TrainSFTConfig
 

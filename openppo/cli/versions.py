@@ -1,7 +1,5 @@
 """Output of ``--version``, for bug reports: versions and machine; no names of users, hosts or paths."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """The order of the data: a function of seed, epoch and position alone, so any run can resume and any rank agrees."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, islice
 from typing import TypeVar

@@ -5,8 +5,6 @@
 of Parquet. Local files are read on every call, without a cache.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

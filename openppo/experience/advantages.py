@@ -1,7 +1,5 @@
 """Advantages and returns over action tokens. Tokens between two actions are crossed without discount."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

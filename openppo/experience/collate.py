@@ -1,7 +1,5 @@
 """Trajectories to tensors, and experiences apart and together again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 

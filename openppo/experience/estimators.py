@@ -1,7 +1,5 @@
 """The advantage estimators by name: an entry of ``ESTIMATORS`` each, made of pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

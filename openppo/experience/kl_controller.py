@@ -1,7 +1,5 @@
 """The coefficient of the KL penalty over time."""
 
-from __future__ import annotations
-
 import math
 
 

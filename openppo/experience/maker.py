@@ -1,7 +1,5 @@
 """ExperienceMaker: trajectories to experience with log-probs, values, rewards and advantages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

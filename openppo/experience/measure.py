@@ -1,7 +1,5 @@
 """What is logged about scores and experience."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """ReplayBuffer: experience of one rollout, normalized over all ranks, dealt out in optimizer steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What is done to scores before they become rewards, and which samples are left out. Pure functions of (B,) tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

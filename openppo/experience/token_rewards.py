@@ -1,7 +1,5 @@
 """One reward per token: a KL penalty on every action, the score on the last one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

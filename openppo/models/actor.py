@@ -1,7 +1,5 @@
 """The policy: a causal language model whose forward returns log-probs of the tokens it was given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

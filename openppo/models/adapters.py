@@ -1,7 +1,5 @@
 """LoRA adapters: trained on a frozen model, switched off for the reference, merged wherever a model is loaded."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 On CPUs of decode steps in float32, and causal in bfloat16; on GPUs of grouped heads in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """From a local folder or hub name to a Hugging Face model: dtype, attention, 4 bits, PEFT folders."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from collections.abc import Iterator

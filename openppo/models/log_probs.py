@@ -1,7 +1,5 @@
 """Log-probs and entropy of chosen tokens, in float32 and without a float32 copy of all logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Means over masked tensors, and KL estimates. What lies outside a mask never matters, NaN included."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

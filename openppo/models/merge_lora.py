@@ -1,7 +1,5 @@
 """Merge a PEFT folder into full weights."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

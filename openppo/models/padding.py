@@ -1,7 +1,5 @@
 """Token ids to padded tensors, padded tensors to packed rows, and batches with little padding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

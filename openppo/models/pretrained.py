@@ -1,7 +1,5 @@
 """Configs and tokenizers of pretrained models, read before any weight; code of their own is refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import pickle

@@ -4,8 +4,6 @@ The engine samples from pi_rollout, the losses take their ratios against pi_old,
 for the same weights. k = pi_old / pi_rollout of a token is the weight that makes the loss unbiased.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

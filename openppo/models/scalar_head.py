@@ -1,7 +1,5 @@
 """Critic and reward models: one transformer, read at different places."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any, Literal

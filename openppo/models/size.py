@@ -1,7 +1,5 @@
 """A model in numbers, counted from its config without its weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Losses of SFT, reward models and process reward models. Needs torch only."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -6,8 +6,6 @@ math-verify bounds its time by signals, which reach main threads only; nothing b
 that backtracks for ever, during which no other thread runs. Questions and answers are lines of JSON.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

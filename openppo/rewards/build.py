@@ -1,7 +1,5 @@
 """Options to the sources of rewards of a run. Cheap checks come first, models last."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 The names of the function's parameters say what it is called with.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Scores from a reward model in process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

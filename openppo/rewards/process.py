@@ -1,7 +1,5 @@
 """Scores from a process reward model: how probable it is that each step of a response is good."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence

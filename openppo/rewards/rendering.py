@@ -1,7 +1,5 @@
 """What a reward model reads of a trajectory: the policy's tokens, or its text in tokens of its own."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any

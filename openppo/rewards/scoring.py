@@ -1,7 +1,5 @@
 """Sources of rewards, alone or several at the same time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """A reward model behind HTTP, in the JSON that ``rewards/http.py`` and OpenRLHF's clients speak."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -1,7 +1,5 @@
 """Where the steps of a response end, in tokens."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 

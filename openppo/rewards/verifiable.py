@@ -1,7 +1,5 @@
 """Built-in rewards that need no model: a response is right or wrong, or has the right length."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import re

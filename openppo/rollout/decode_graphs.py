@@ -1,7 +1,5 @@
 """Decode steps as CUDA graphs: the kernels of a forward take less time than launching them one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Generation engines: the protocol, and the loop over their steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol

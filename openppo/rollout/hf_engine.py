@@ -1,7 +1,5 @@
 """Generation with the actor's own Hugging Face module: its weights are read in place, nothing is copied."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Prompts to trajectories: several samples of each prompt, each with a seed of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any

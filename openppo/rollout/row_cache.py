@@ -4,8 +4,6 @@ Rows come and go: all of them end at the same column, and each begins where its 
 one column, and a row that enters is copied in as it is.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

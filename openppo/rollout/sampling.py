@@ -1,7 +1,5 @@
 """Choosing the next token: temperature, top-k, top-p, and one uniform number per row."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Generation with vLLM inside the trainer's process: weights of its own, handed over before each rollout."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Process group and device of a rank: join, combine values, raise alike on all ranks, leave."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """DeepspeedStrategy: from modules to engines that share one process group under ZeRO."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

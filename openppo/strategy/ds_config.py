@@ -1,7 +1,5 @@
 """DeepSpeed configurations as pure functions of our options."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from openppo.config import DeepSpeedConfig

@@ -1,7 +1,5 @@
 """Exponential moving average of trained parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The one-page report of a run that cannot continue."""
 
-from __future__ import annotations
-
 import errno
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """Heartbeats of the ranks, exchanged through the launcher's store while the ranks compute."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Models and adapters on disk, gathered tensor by tensor."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """One trained model: forward, backward with explicit boundaries, clipped optimizer step, schedule."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The weights of a policy for an engine that samples with it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any

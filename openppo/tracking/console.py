@@ -1,7 +1,5 @@
 """The log, progress bars, and text laid out for a terminal or a log file."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Phase, global step and time of the last progress of this process, for reports of faults."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A trace of chosen steps, with torch.profiler."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

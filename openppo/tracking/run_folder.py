@@ -1,7 +1,5 @@
 """Files of a run in its folder: options, environment, and logs and models of earlier runs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """Time, speed and GPU memory of the phases of a step."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping

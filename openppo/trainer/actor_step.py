@@ -1,7 +1,5 @@
 """One optimizer step of the actor: policy loss, KL loss, entropy bonus, and the PTX loss in the same gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """What a user's own code may do while a trainer runs: log, look at evaluations, stop early."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 import math

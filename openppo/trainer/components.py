@@ -1,7 +1,5 @@
 """What a PPO trainer is put together from, and how far it has come."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Optimizer steps of the critic: clipped value loss, after its values or in one pass with them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

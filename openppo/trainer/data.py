@@ -1,7 +1,5 @@
 """What a PPO run reads: prompts, held-out prompts, documents; and whether models and options fit together."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 

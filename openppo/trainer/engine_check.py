@@ -3,8 +3,6 @@
 Where they do not, PPO's ratios are wrong before the first update, without any error.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext

@@ -3,8 +3,6 @@
 States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0.19.8, activations arXiv 2205.05198.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """The story of PPO: sample, make experience, train, report."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence

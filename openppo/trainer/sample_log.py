@@ -1,7 +1,5 @@
 """What is shown of a step to people: a few samples and their tokens, the self-check, distributions."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 All numbers are those of the experience itself; only the KL is computed again, by the function that made it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Prompts to scored trajectories, with the actor's weights of now: the synchronous ``RolloutSource``."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence

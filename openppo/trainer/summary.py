@@ -1,7 +1,5 @@
 """What a run logs at its start: versions, models, and the arithmetic of its batches."""
 
-from __future__ import annotations
-
 import itertools
 import platform
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """All optimizer steps of a global step: actor and critic over the mini-batches of a replay buffer."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The benchmark for GPUs runs, here with a tiny model on the CPU, and its counts of work are those of others."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

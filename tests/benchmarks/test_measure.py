@@ -1,7 +1,5 @@
 """Which iterations of a benchmark count, and what its tables say of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

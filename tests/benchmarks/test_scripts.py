@@ -1,7 +1,5 @@
 """The benchmarks' scripts start, say what they do, and take turns."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

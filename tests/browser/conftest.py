@@ -1,7 +1,5 @@
 """A browser without a window, for pages that are opened from the disk."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The report in a real browser: opened from a file, read with a mouse and with keys, and deaf to what was sampled."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

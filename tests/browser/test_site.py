@@ -1,7 +1,5 @@
 """The documentation in a real browser, opened from the disk: nothing goes wrong in a page, and search finds a flag."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@
 ``OUT/again.json`` of the first one resumed from its last checkpoint, as after a kill while its model was saved.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

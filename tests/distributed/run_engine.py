@@ -3,8 +3,6 @@
 Writes what came out, under the name of each experiment and ZeRO stage, to ``OUT/engine.json``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ When rank RANK is in PHASE of global step STEP it waits until its watchdog has s
 fault. It comes once, and not again after a restart by torchrun.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -4,8 +4,6 @@ The ranks are forked from this process, which has imported everything, so that a
 Writes ``OUT/kills.json``: for each kill whom it hit, when, and what it hit in.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

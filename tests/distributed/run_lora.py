@@ -4,8 +4,6 @@
 ``result.pt`` what was computed and found while they were trained.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import sys

@@ -6,8 +6,6 @@ run as a signal would (0: at none). Mode ``whole`` never stops; mode ``rest`` re
 ``rank``, and ``how``.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """Launched: ``run_signals.py SECONDS`` waits under a watchdog for a signal, then "saves" for so long."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

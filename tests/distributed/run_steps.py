@@ -6,8 +6,6 @@ without; ``lockstep`` for weights that are too large to gather. ``OUT/<name>`` r
 PPO ``model_critic``) and ``result.json``.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

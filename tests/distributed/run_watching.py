@@ -4,8 +4,6 @@
 ``folder/plan.json`` what the run was planned to be.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

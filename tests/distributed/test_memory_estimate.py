@@ -1,7 +1,5 @@
 """The memory estimate against memory measured in real processes, as its benchmark does it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

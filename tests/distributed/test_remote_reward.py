@@ -1,7 +1,5 @@
 """A reward server that goes away, cuts an answer and is slow while two ranks train: nothing is lost or invented."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """A default PPO step runs through few files of the package: who reads it opens no more."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A folder with tiny models and data of each kind."""
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Each command that a page or a script shows is valid as written; that it runs, in a tiny form, others test."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What the documents show is what runs: their Python blocks, commands and recipes, in a tiny form."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The scripts to copy run as they are, with a tiny model, and write what they promise."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

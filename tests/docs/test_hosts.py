@@ -1,7 +1,5 @@
 """The commands of docs/hosts.md and the Slurm script run, on two hosts that are both this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

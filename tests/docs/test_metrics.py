@@ -1,7 +1,5 @@
 """docs/metrics.md names what real runs log: all of it, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

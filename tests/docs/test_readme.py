@@ -1,7 +1,5 @@
 """What README shows is what runs: its Python blocks, its training commands and the scripts to copy, in a tiny form."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Every line of a shell block is run by a test; the few that are not stand here, with the reason."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

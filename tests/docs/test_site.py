@@ -1,7 +1,5 @@
 """The pages build without a warning, say what the code says, and load nothing from elsewhere."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

@@ -6,8 +6,6 @@ They were made once with torch 2.13 on a CPU. OpenRLHF: ``process_experiences``,
 ``gspo_token``, with the log-probs below as the model's.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

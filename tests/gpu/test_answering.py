@@ -1,7 +1,5 @@
 """generate on a GPU writes what it writes on the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The benchmark for GPUs runs on one, with a tiny model."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

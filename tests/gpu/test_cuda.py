@@ -1,7 +1,5 @@
 """What needs a CUDA device: the same numbers as on the CPU, and PPO in bf16 on one GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The example of a loop of one's own, run as its docstring says: it teaches a half-trained model to sort letters."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The README's first command, as a user runs it, with the claim that it makes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

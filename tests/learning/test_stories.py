@@ -3,8 +3,6 @@
 The README's command with half its steps, so a smaller rise is asked for.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

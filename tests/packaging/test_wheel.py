@@ -4,8 +4,6 @@ The environment borrows torch and the other requirements from the one that runs 
 beyond (``--no-index``): a requirement that our pins do not meet is an error. OpenPPO itself comes from the wheel.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Errors are not swallowed, only commands print, what is public says what it is, and a constant has one value."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is light to use is light to import; checked in a fresh interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

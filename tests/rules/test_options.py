@@ -1,7 +1,5 @@
 """One option, one name: every field is used, and every flag that we write about exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """No tracked text says where on a build machine it was made."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterable

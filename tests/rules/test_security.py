@@ -1,7 +1,5 @@
 """Nothing that we load may run code, and no shell reads what a user wrote."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

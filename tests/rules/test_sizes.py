@@ -1,7 +1,5 @@
 """Sizes protect the reader: nothing is larger than its limit in ``limits.py``."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Imports go down one staircase (the design's picture of it is ``STAIRCASE``)."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

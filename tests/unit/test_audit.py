@@ -1,7 +1,5 @@
 """The dependency audit of tests/run.sh: it fails when something is found, and says so when it cannot look."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Options: published defaults, and errors that name the flag and the remedy."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import itertools

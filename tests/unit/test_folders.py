@@ -1,7 +1,5 @@
 """No command overwrites a model that it reads, and none renames what no run has written."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

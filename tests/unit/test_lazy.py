@@ -1,7 +1,5 @@
 """Faces of the packages: each name is written once and loads on first use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The table of what lowers memory: the same in code and docs, and only what the run can still do."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

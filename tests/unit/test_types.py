@@ -1,7 +1,5 @@
 """The nouns keep their promises."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

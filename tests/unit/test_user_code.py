@@ -1,7 +1,5 @@
 """Files of users, reward functions and data loaders alike: what they may not do to the run."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

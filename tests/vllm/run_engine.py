@@ -3,8 +3,6 @@
 The model changes in between; the weights of each stage are kept as ``OUT/<stage>``, a Hugging Face folder.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """``run_training.py OPTIONS``: train_ppo, with every weight partitioned under ZeRO-3, however small."""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 

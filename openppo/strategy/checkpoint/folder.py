@@ -4,8 +4,6 @@
 ``manifest.json`` in it has the step, and the size and SHA-256 of each file; ``latest`` links to the newest.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -5,8 +5,6 @@ checkpoints are pickles, tied to the number of ranks, and its ``safe_get_full_..
 every rank; these fragments are views of what a rank holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass

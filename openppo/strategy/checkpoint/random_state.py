@@ -1,7 +1,5 @@
 """The state of every random number generator of a process: Python, NumPy, torch, CUDA."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which metrics share a chart, with a sentence for the reader; other metrics get charts of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

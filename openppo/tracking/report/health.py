@@ -1,7 +1,5 @@
 """The curves of a run so far, and what the rules of health find in them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

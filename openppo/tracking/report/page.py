@@ -1,7 +1,5 @@
 """One HTML file about one or several runs: no network, no server, nothing to build."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import time

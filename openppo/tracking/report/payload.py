@@ -1,7 +1,5 @@
 """Logs of runs -> data of the page, within a bound on its size."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

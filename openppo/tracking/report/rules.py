@@ -3,8 +3,6 @@
 Each rule is a pure function of a run's history. docs/report.md lists them with their thresholds.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable

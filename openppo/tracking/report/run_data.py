@@ -1,7 +1,5 @@
 """A run read from the logs in its folder."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Where metrics, samples and histograms go: console, JSON lines, report, TensorBoard, Weights & Biases."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Console, JSON lines, and the run's report."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

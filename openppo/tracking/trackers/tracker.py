@@ -1,7 +1,5 @@
 """What a tracker is, and how several run although one may fail."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence

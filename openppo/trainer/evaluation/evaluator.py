@@ -1,7 +1,5 @@
 """Held-out prompts, answered and scored: mean rewards and pass@k, in all and for each data source."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

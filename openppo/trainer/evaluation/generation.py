@@ -1,7 +1,5 @@
 """The generate and evaluate commands: models at prompts, without training."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Check that a run matches the checkpoint it resumes from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Export of a checkpoint as a Hugging Face folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

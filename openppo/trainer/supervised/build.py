@@ -1,7 +1,5 @@
 """From options to trainers of causal language models, reward models and process reward models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar

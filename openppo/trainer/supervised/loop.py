@@ -1,7 +1,5 @@
 """The loop that all supervised training shares: epochs, exact accumulation, evaluation, reports."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The three supervised trainers: fine-tuning, reward models, process reward models."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Folders of tiny models, good and bad, and a way to run a command inside this process."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ Here are mistakes in models, data and programs, which a command finds while it s
 other are in tests/unit/test_config.py, files and rows that no command can read in tests/unit/datasets.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -1,7 +1,5 @@
 """What a start of a command does to the checkpoints of an earlier run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

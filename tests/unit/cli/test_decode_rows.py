@@ -1,7 +1,5 @@
 """--max_num_seqs holds for a model whose memory cannot be estimated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

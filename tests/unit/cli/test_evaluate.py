@@ -1,7 +1,5 @@
 """The evaluate command: its table, its lines, and what it says of input that cannot work."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """openppo export: what it takes for a checkpoint, and what it says of anything else."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Generation against plain transformers, and files that are whole or absent."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What commands settle for GPUs when they start, tried on CPUs."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator

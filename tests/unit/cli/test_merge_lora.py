@@ -1,7 +1,5 @@
 """Merged weights give plain transformers what peft gives with adapters."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """An OpenRLHF 0.6.1 train_ppo command line: every flag of its parser is known, and does or says the right thing."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Command lines to configs: every option is a flag of its own name, whatever way it is given."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

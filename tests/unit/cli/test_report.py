@@ -1,7 +1,5 @@
 """python -m openppo.cli.report: where the page goes, and what it says of bad input."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """serve_rm as a real process, compared with the model itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The program ``openppo`` runs the commands, and ``--version`` says what a bug report needs and no more."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

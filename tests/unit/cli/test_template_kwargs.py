@@ -1,7 +1,5 @@
 """``--chat_template_kwargs`` reaches the template in every command that renders chats."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Every value that a file can hold, in every column of every format: examples, or an error that names flag and row."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

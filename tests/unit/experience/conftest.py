@@ -1,7 +1,5 @@
 """Trajectories by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

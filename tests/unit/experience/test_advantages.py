@@ -1,7 +1,5 @@
 """Advantages and returns against numbers worked out by hand and plain loops over actions in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Trajectories become tensors without a look at the ids, and rows come apart and together unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

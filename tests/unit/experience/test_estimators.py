@@ -1,7 +1,5 @@
 """Advantage estimators by hand, for groups in any order and of any size."""
 
-from __future__ import annotations
-
 import statistics
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """The KL coefficient over time, worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

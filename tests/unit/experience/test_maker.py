@@ -1,7 +1,5 @@
 """The experience maker: what each model contributes, and that batching and ranks leave no trace."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

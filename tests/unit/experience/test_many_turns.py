@@ -1,7 +1,5 @@
 """An episode of several turns from scoring to the loss, by hand: nothing but the action mask says what is an action."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The replay buffer normalizes over everything and deals out every sample once, however many ranks there are."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace

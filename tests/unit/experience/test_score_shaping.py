@@ -1,7 +1,5 @@
 """Penalties, filters and running moments, worked out by hand."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any

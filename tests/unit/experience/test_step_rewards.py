@@ -1,7 +1,5 @@
 """Rewards of steps and tokens with estimators that compare responses: by hand, by a naive loop, and by learning."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,7 +1,5 @@
 """The reward of each token, worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

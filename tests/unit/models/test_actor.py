@@ -1,7 +1,5 @@
 """The policy against the plain Hugging Face model, read row by row without padding."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Critics and reward models where transformers has no classifier, against the causal language model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

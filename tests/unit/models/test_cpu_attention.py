@@ -1,7 +1,5 @@
 """Attention in blocks is attention: the outputs and gradients of torch's own, for any length and grouping of heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

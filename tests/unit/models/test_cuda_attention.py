@@ -1,7 +1,5 @@
 """Grouped heads on GPUs: the choice as a pure function, and what reaches SDPA, seen on CPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

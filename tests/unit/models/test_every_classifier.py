@@ -1,7 +1,5 @@
 """Critics of every causal family: the head on what the language model's output layer reads, and saved weights alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

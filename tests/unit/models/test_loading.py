@@ -1,7 +1,5 @@
 """What a user can get wrong when naming a model is said at once, and ids of a model are all found."""
 
-from __future__ import annotations
-
 import logging
 from email.message import Message
 from urllib.error import HTTPError, URLError

@@ -1,7 +1,5 @@
 """Log-probs and entropy of logits against the definitions in float64, and what the backward pass keeps in memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters, the reference without them, and PEFT folders against plain peft and transformers."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

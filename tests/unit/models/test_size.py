@@ -1,7 +1,5 @@
 """Sizes counted from configs, against models that are really made."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import (

@@ -1,7 +1,5 @@
 """On CPUs in bfloat16 models read a few more places of padding, so that matrix products come in few shapes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification

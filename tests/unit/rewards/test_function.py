@@ -1,7 +1,5 @@
 """What a reward function may return, on which thread it runs, and what happens when it raises."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,7 +1,5 @@
 """Reward servers: what is sent, how load and failures spread, and what every kind of bad answer ends in."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

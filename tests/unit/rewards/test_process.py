@@ -1,7 +1,5 @@
 """Process rewards: p(good) at each placeholder, put where the step ends in the response or made into one number."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

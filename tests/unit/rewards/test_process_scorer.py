@@ -1,7 +1,5 @@
 """A process reward model scores exactly the token ids that train_prm would train it on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Several sources at the same time: who runs where, what is merged, which errors come up where."""
 
-from __future__ import annotations
-
 import io
 import math
 import sys

@@ -1,7 +1,5 @@
 """The reward server: whose texts share a forward, what happens to failures, and how texts become token ids."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

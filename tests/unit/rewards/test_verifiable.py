@@ -1,7 +1,5 @@
 """Rewards that need no model; the mathematical one is asked from a thread, as in a run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Tiny models with random weights, and generation that uses nothing of the library."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 A graph launches the same kernels on the same addresses each time, so the recorder checks that replayed forwards do.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from unittest.mock import patch
 

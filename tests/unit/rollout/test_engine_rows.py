@@ -1,7 +1,5 @@
 """How many responses the engine decodes together: as many as are asked for, or as fit when it wakes."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -4,8 +4,6 @@ A scripted model samples what each case wants; then trajectory, tensors, score, 
 with numbers worked out by hand.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine against transformers' own generation and against a loop without batch, padding and cache."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from types import SimpleNamespace

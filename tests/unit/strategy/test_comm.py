@@ -1,7 +1,5 @@
 """Joining a process group that is not whole, and errors of one rank that all raise."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

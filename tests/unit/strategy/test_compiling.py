@@ -1,7 +1,5 @@
 """What torch and DeepSpeed compile is announced, and what they cannot compile is known before they try."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """The averages of one rank; ZeRO stages and several ranks are in tests/distributed/test_lora.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Out of memory is recognized whatever raises it, and reported with sizes and remedies."""
 
-from __future__ import annotations
-
 import errno
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What lies in a folder after saving, on one rank; several ranks are in tests/distributed/test_lora.py."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The learning rate of each optimizer step, against plain formulas; no step is thrown away."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Signals set a flag while they are installed, and nothing changes before and after."""
 
-from __future__ import annotations
-
 import hashlib
 import multiprocessing
 import os

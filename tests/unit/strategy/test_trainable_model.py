@@ -1,7 +1,5 @@
 """One trained model on one rank, and the configuration that DeepSpeed gets."""
 
-from __future__ import annotations
-
 import gc
 import math
 from typing import Any

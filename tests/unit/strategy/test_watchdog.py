@@ -1,7 +1,5 @@
 """The watchdog ends a process that cannot continue, even if nobody reads why, and no other."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Weights handed over one by one, against peft's own merge; ZeRO-3 is in tests/distributed/test_lora.py."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

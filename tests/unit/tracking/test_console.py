@@ -1,7 +1,5 @@
 """The log, progress bars and tables on a terminal and in a file."""
 
-from __future__ import annotations
-
 import io
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Metrics and histograms depend on the samples, not on their split over micro-batches and ranks."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import threading

@@ -1,7 +1,5 @@
 """The current phase is the innermost one, and stays where an exception was raised."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Files that a run leaves in its folder."""
 
-from __future__ import annotations
-
 import json
 import logging
 import platform

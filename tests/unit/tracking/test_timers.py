@@ -1,7 +1,5 @@
 """Phases add up and ranks combine; a trace names its phases and stays small however long they last."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trackers write what they are given, and never stop a run."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

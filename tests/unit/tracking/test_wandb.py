@@ -1,7 +1,5 @@
 """A real run of Weights & Biases, offline, read back from its file."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

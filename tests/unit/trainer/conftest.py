@@ -1,7 +1,5 @@
 """A training engine without DeepSpeed that keeps each step's gradient, tiny models in float64, and ranks by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When EarlyStopping stops, told by hand-made curves."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math

@@ -1,7 +1,5 @@
 """The critic's gradient is that of one token mean over the whole step, however the step is cut into pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which architectures the engine samples from as they are trained, and that a run is refused for the others."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Evaluation against hand-computed numbers and naive counts, for any number of ranks."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,7 +1,5 @@
 """The memory estimate, against hand-computed numbers, DeepSpeed's own formulas and tensors that real models save."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A critic that is trained while experience is made ends where one that is asked for values first does."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

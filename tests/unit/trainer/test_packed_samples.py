@@ -1,7 +1,5 @@
 """Samples without padding: the same log-probs, values, scores and gradients as with it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Documents that share a row keep the log-probs and gradients that they have alone."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

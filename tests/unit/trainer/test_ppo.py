@@ -1,7 +1,5 @@
 """The loop of PPO with parts made by hand: what it reports, when, and what is left of it when it fails."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import itertools

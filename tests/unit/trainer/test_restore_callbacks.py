@@ -1,7 +1,5 @@
 """Callbacks get back their own state, whatever others there are now."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

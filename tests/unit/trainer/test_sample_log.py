@@ -1,7 +1,5 @@
 """Logged samples: which, and what is said of each token, against numbers made by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

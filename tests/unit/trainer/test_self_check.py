@@ -1,7 +1,5 @@
 """The self-check shows where everything lies, and sees what lies elsewhere."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

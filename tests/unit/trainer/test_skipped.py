@@ -1,7 +1,5 @@
 """Optimizer steps that are not taken: counted by role, kept, bounded."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

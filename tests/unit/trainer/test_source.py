@@ -1,7 +1,5 @@
 """Rollouts: who samples what, whose scores go where, and which groups are worth training on."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What ranks, perhaps of several hosts, must have in common; ranks are threads here."""
 
-from __future__ import annotations
-
 import datetime
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """When --stop_when ends a run, told by hand-made metrics."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """What the table at the start of supervised training counts."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

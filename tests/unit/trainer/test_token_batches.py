@@ -1,7 +1,5 @@
 """Documents become micro-batches: masks from lengths, every rank equally many, tokens counted over all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

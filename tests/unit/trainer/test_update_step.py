@@ -1,7 +1,5 @@
 """Sizes of the passes of an update."""
 
-from __future__ import annotations
-
 from openppo.config import TrainPPOConfig, from_options
 from openppo.trainer.update import rows_of_documents
 

@@ -1,7 +1,5 @@
 """A checkpoint is whole or not there, whatever happens while it is written; several ranks are threads here."""
 
-from __future__ import annotations
-
 import errno
 import io
 import logging

@@ -1,7 +1,5 @@
 """Fragments that some ranks wrote are read by any other split of the same tensors."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Folders of runs, written line by line as a run writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

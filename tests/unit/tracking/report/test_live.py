@@ -1,7 +1,5 @@
 """Warnings and the page of a run that is not over: bounded in time, and never its end."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

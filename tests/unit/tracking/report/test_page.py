@@ -1,7 +1,5 @@
 """The page is one file that asks nobody for anything, whatever was sampled."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

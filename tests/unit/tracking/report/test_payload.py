@@ -1,7 +1,5 @@
 """Data of the page: curves thinned out honestly, samples within a bound, each joined to its own tokens."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

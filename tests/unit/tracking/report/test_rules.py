@@ -1,7 +1,5 @@
 """Each rule of health on curves made by hand: one that it must warn of, and near ones that it must not."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import typing

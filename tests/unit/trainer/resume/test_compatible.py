@@ -1,7 +1,5 @@
 """What may and what may not differ between a run and the checkpoint that it resumes from."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

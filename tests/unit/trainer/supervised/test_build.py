@@ -1,7 +1,5 @@
 """Data of a supervised command: which rows are loaded, and how several sources are mixed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The loop that supervised training shares: what is left of its logs when it fails."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Process reward models: the mean over all judged steps, however the samples are split, and what is reported of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Reward models store what their scores look like."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
