@@ -16,10 +16,15 @@ from typing import Any
 MOVED = {
     "openppo.cli.shell": "openppo.cli",
     "openppo.cli.shell.commands": "openppo.__main__",
+    "openppo.experience.collate": "openppo.experience.replay_buffer",
+    "openppo.experience.kl_controller": "openppo.experience.token_rewards",
+    "openppo.experience.score_shaping": "openppo.experience.token_rewards",
     "openppo.models.lora": "openppo.models",
+    "openppo.models.masked": "openppo.models.log_probs",
     "openppo.models.policy_losses": "openppo.models.loss",
     "openppo.rollout.rewards": "openppo.rewards",
     "openppo.strategy.engine": "openppo.strategy",
+    "openppo.tracking.timers": "openppo.tracking.phase",
     "openppo.trainer.ppo_trainer": "openppo.trainer.ppo",
 }
 """Old name of a module, or of a package with its modules -> new name; kept for one release, as ``RENAMED``."""

@@ -14,7 +14,6 @@ from openppo.config.ppo import (
     AdvantageConfig,
     KLConfig,
     LossConfig,
-    OldLogProbsFrom,
     PPOConfig,
     PPOLearningRateConfig,
 )
@@ -187,23 +186,6 @@ class TrainPPOConfig(TrainingConfig):
     @property
     def held_out(self) -> tuple[str, str | None]:
         return "--eval_data", self.evaluation.eval_data
-
-    def old_log_probs_from(self, single_update: bool, by_engine: bool = True) -> OldLogProbsFrom:
-        """Source of the old policy's log-probs, see ``--old_log_probs``; "training": the forward that is trained on.
-
-        ``single_update`` says that one optimizer step trains the actor on all samples, with the weights that
-        sampled them; ``by_engine`` that this run's engine did. Log-probs of other trajectories may be anything.
-        """
-        if self.loss.old_log_probs != "auto":
-            return self.loss.old_log_probs
-        cut = self.generation.top_p < 1 or self.generation.top_k is not None
-        if not by_engine or cut or self.generation.rollout_engine != "hf" or self.loss.rollout_correction != "none":
-            return "recompute"
-        if not self.deepspeed.bf16:
-            return "rollout"
-        samples = self.ppo.rollout_batch_size * self.ppo.n_samples_per_prompt
-        always = samples <= self.batch.train_batch_size and self.batch.max_epochs == 1  # or metrics would change sides
-        return "training" if single_update and always and self.lora.lora_dropout == 0 else "recompute"
 
     def _validate_sizes(self, world_size: int) -> None:
         prompts, samples = self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt

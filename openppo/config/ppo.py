@@ -12,7 +12,6 @@ PolicyLossType = Literal["ppo", "gspo", "cispo"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 RolloutCorrection = Literal["none", "tis", "mis", "icepop"]
 OldLogProbs = Literal["auto", "recompute", "rollout"]
-OldLogProbsFrom = Literal["recompute", "rollout", "training"]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
         length_adaptive_lambda as length_adaptive_lambda,
     )
     from openppo.experience.estimators import ESTIMATORS as ESTIMATORS, Estimator as Estimator
-    from openppo.experience.kl_controller import (
+    from openppo.experience.token_rewards import (
         AdaptiveKLController as AdaptiveKLController,
         FixedKLController as FixedKLController,
     )

@@ -3,25 +3,33 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from openppo.config import TrainPPOConfig
-from openppo.config.ppo import OldLogProbsFrom
-from openppo.experience.collate import collate, idle_experience, join_rows, split_rows
 from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.kl_controller import AdaptiveKLController, FixedKLController
 from openppo.experience.measure import measure_experience, measure_scores, measure_staleness
-from openppo.experience.score_shaping import RunningMoments, overlong_mask, shape_scores
-from openppo.experience.token_rewards import StepRewards, collect_step_rewards, compute_reward, kl_penalty
+from openppo.experience.replay_buffer import collate, idle_experience, join_rows, split_rows
+from openppo.experience.token_rewards import (
+    AdaptiveKLController,
+    FixedKLController,
+    RunningMoments,
+    StepRewards,
+    collect_step_rewards,
+    compute_reward,
+    kl_penalty,
+    overlong_mask,
+    shape_scores,
+)
 from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
 from openppo.rollout.rollout import Rollout, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
 
 Model = Callable[..., Any]
+OldLogProbsFrom = Literal["recompute", "rollout", "training"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class ExperienceMaker:
         self.hooks = hooks or Hooks()
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
         self.weights = config.rewards.weights()
+        self._frozen_actor_steps = config.ppo.frozen_actor_steps
         self.moments, self.step_moments = RunningMoments(), RunningMoments()
         kl = config.kl
         self.kl_controller = (
@@ -138,7 +147,7 @@ class ExperienceMaker:
                 self.step_moments.update(torch.tensor([r for t in unscored for r in t.step_rewards]), self.comm)
             if not experiences:
                 return None
-            measure_scores(unscored, self.config.rewards, metrics)
+            measure_scores(unscored, self.weights, metrics)
             earned = torch.tensor([t.total_reward(self.weights) for t in unscored], device=self.device)
             return self._add_rewards(join_rows(experiences).with_fields(scores=earned), unscored, metrics)
 
@@ -153,8 +162,8 @@ class ExperienceMaker:
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
         n_samples, n_foreign, n_stale = counts.tolist()
         single_update = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
-        trains_actor = n_done >= self.config.ppo.frozen_actor_steps
-        return self.config.old_log_probs_from(single_update and trains_actor, by_engine=n_foreign == 0)
+        trains_actor = n_done >= self._frozen_actor_steps
+        return old_log_probs_from(self.config, single_update and trains_actor, by_engine=n_foreign == 0)
 
     def _completed(self, batch: Experience | None, metrics: Metrics, n_done: int) -> list[Experience]:
         """The rows of a batch with rewards (and values), with advantages and returns."""
@@ -237,6 +246,25 @@ class ExperienceMaker:
         assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
         shaped, steps = self._shaped_scores(greedy), self._step_rewards(greedy)
         return shaped if steps is None else steps.added_to(shaped)
+
+
+def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: bool = True) -> OldLogProbsFrom:
+    """Source of the old policy's log-probs, see ``--old_log_probs``; "training": the forward that is trained on.
+
+    ``single_update`` says that one optimizer step trains the actor on all samples, with the weights that
+    sampled them; ``by_engine`` that this run's engine did. Log-probs of other trajectories may be anything.
+    """
+    if config.loss.old_log_probs != "auto":
+        return config.loss.old_log_probs
+    generation, ppo, batch = config.generation, config.ppo, config.batch
+    cut = generation.top_p < 1 or generation.top_k is not None
+    if not by_engine or cut or generation.rollout_engine != "hf" or config.loss.rollout_correction != "none":
+        return "recompute"
+    if not config.deepspeed.bf16:
+        return "rollout"
+    samples = ppo.rollout_batch_size * ppo.n_samples_per_prompt
+    always = samples <= batch.train_batch_size and batch.max_epochs == 1  # with several epochs ``entropy`` would change
+    return "training" if single_update and always and config.lora.lora_dropout == 0 else "recompute"
 
 
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:

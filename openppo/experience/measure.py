@@ -1,20 +1,18 @@
 """What is logged about scores and experience."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from openppo.config import RewardConfig
+from openppo.models.log_probs import compute_approx_kl, masked_sum
 from openppo.models.loss import policy_ratio
-from openppo.models.masked import compute_approx_kl, masked_sum
 from openppo.tracking import Histogram, Metrics, histogram
 from openppo.types import Comm, Experience, Trajectory
 
 
-def measure_scores(trajectories: Sequence[Trajectory], source: RewardConfig, metrics: Metrics) -> None:
+def measure_scores(trajectories: Sequence[Trajectory], weights: Mapping[str, float], metrics: Metrics) -> None:
     """Each named reward as ``reward/<name>``, before weights; nothing where the total says it all."""
-    weights = source.weights()
     for trajectory in trajectories:
         for name, score in trajectory.scores.items():
             if name != "reward" or name in weights:

@@ -1,15 +1,19 @@
-"""One reward per token: a KL penalty on every action, the score on the last one."""
+"""From scores to one reward per token: shaped scores on the last action, less a KL penalty on every one."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from openppo.models.masked import KLEstimator, compute_approx_kl
-from openppo.types import Trajectory
+from openppo.config import RewardShapingConfig
+from openppo.models.log_probs import KLEstimator, compute_approx_kl
+from openppo.tracking.metrics import Moments
+from openppo.types import Comm, Trajectory
 
 _LARGEST_K3 = 10.0
+_EPS = 1e-8
 
 
 @dataclass(frozen=True)
@@ -72,3 +76,109 @@ def compute_reward(
     if token_rewards is not None:
         rewards = rewards + token_rewards
     return torch.where(mask, rewards, 0.0).float()
+
+
+def soft_overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: float = 1.0) -> Tensor:
+    """0 up to max_len - buffer_len tokens, then a straight line down to -factor at max_len (arXiv 2503.14476, eq. 13).
+
+    ``lengths`` (B,) are numbers of action tokens; float32 (B,), to be added to the scores.
+    """
+    over = (lengths - (max_len - buffer_len)) / buffer_len
+    return -factor * over.clamp(0, 1).float()
+
+
+def shape_scores(
+    scores: Tensor, truncated: Tensor, lengths: Tensor, config: RewardShapingConfig, max_len: int
+) -> Tensor:
+    """Scores (B,) less the penalties for a missing end of sequence and for length, then clipped.
+
+    ``truncated`` bool (B,): cut off by ``max_len``, the largest number of action tokens; ``lengths`` (B,) counts them.
+    """
+    if config.missing_eos_penalty is not None:
+        scores = scores - config.missing_eos_penalty * truncated.to(scores.dtype)
+    if config.overlong_buffer_len is not None:
+        scores = scores + soft_overlong_penalty(
+            lengths, max_len, config.overlong_buffer_len, config.overlong_penalty_factor
+        )
+    return scores.clamp(*config.reward_clip_range)
+
+
+def overlong_mask(action_mask: Tensor, truncated: Tensor) -> Tensor:
+    """``action_mask`` (B, L) without any action in rows that are ``truncated``, bool (B,) (arXiv 2503.14476)."""
+    return action_mask.bool() & ~truncated.bool()[:, None]
+
+
+def one_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
+    """True for rows whose prompt got the same reward for all its responses, so that nothing is to be learned.
+
+    ``rewards`` (B,) and ``groups`` int64 (B,), in any order; bool (B,) (dynamic sampling, arXiv 2503.14476).
+    """
+    ids, index = groups.unique(return_inverse=True)
+    start = torch.zeros(len(ids), dtype=rewards.dtype, device=rewards.device)
+    low = start.scatter_reduce(0, index, rewards, "amin", include_self=False)
+    high = start.scatter_reduce(0, index, rewards, "amax", include_self=False)
+    return (low == high)[index]
+
+
+class RunningMoments(Moments):
+    """Moments of all scores of all ranks so far."""
+
+    def update(self, scores: Tensor, comm: Comm) -> None:
+        """Take in this rank's ``scores`` (B,); B may differ and be 0. Collective."""
+        self.merge(Moments.of(scores, comm))
+
+    def normalize(self, scores: Tensor, further_variance: float = 0.0) -> Tensor:
+        """(score - mean) / sqrt(var + ``further_variance`` + 1e-8), same shape."""
+        return (scores - self.mean) / (self.variance + further_variance + _EPS) ** 0.5
+
+    def state_dict(self) -> dict[str, float]:
+        """What ``load_state_dict`` takes."""
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from the moments of an earlier run."""
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+
+class FixedKLController:
+    """A coefficient that never changes; a checkpoint does not change it either, since the option is in force."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Ignore the measured KL."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What ``AdaptiveKLController.load_state_dict`` can resume from."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Ignore the coefficient of an earlier run."""
+
+
+class AdaptiveKLController:
+    """Moves the coefficient until the measured KL is ``target`` (arXiv 1909.08593, section 2.2)."""
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
+        self.value = init_kl_coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, current: float, n_steps: int) -> None:
+        """coef *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon, after ``n_steps`` samples.
+
+        ``current`` is the KL per action token that was measured on them. One that is not finite says nothing.
+        """
+        if not math.isfinite(current):
+            return
+        error = min(max(current / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from the coefficient of an earlier run."""
+        self.value = state["value"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         policy_loss as policy_loss,
         token_weights as token_weights,
     )
-    from openppo.models.masked import compute_approx_kl as compute_approx_kl, masked_mean as masked_mean
+    from openppo.models.log_probs import compute_approx_kl as compute_approx_kl, masked_mean as masked_mean
     from openppo.models.scalar_head import (
         ScalarHeadModel as ScalarHeadModel,
         get_llm_for_sequence_regression as get_llm_for_sequence_regression,

@@ -1,10 +1,11 @@
-"""Log-probs and entropy of chosen tokens, in float32 and without a float32 copy of all logits."""
+"""Log-probs and entropy of chosen tokens, without a float32 copy of all logits; KL estimates and masked means."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+KLEstimator = Literal["k1", "k2", "k3"]
 CHUNK_ELEMENTS = 1 << 24
 """Logits handled at a time, in elements: bounds the float32 copies to 64 MiB each."""
 CHUNK_ELEMENTS_ON_CPU = 1 << 20
@@ -85,3 +86,43 @@ def log_probs_and_entropy(logits: Tensor, labels: Tensor, temperature: float = 1
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature): (..., V) to float32 (...). Differentiable."""
     return log_probs_and_entropy(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), temperature)[1]
+
+
+def masked_sum(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
+    """Sum of the elements where ``mask`` (same shape, bool or 0/1) is set; ``mask`` None counts all."""
+    if mask is not None:
+        tensor = torch.where(mask.bool(), tensor, 0.0)
+    return tensor.sum() if dim is None else tensor.sum(dim)
+
+
+def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
+    """Mean of the elements where ``mask`` (same shape, bool or 0/1) is set; 0 where nothing is set.
+
+    With ``dim=-1`` on (B, L) the result is one mean per sequence, (B,).
+    """
+    if mask is None:
+        return tensor.mean() if dim is None else tensor.mean(dim)
+    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
+    return masked_sum(tensor, mask, dim) / count.clamp(min=1)
+
+
+def compute_approx_kl(
+    log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor | None = None, kl_estimator: KLEstimator = "k1"
+) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from samples of the policy, (B, L).
+
+    With x = log_probs - ref_log_probs: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x
+    (http://joschu.net/blog/kl-approx.html). k1 and k3 are unbiased; k1 may be negative, k2 and k3 never are.
+    0 where ``action_mask`` is not set.
+    """
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)  # bfloat16 differences would be noise
+    x = log_probs.to(dtype) - ref_log_probs.to(dtype)
+    if action_mask is not None:
+        x = torch.where(action_mask.bool(), x, 0.0)
+    if kl_estimator == "k1":
+        return x
+    if kl_estimator == "k2":
+        return x.square() / 2
+    if kl_estimator == "k3":
+        return torch.expm1(-x) + x
+    raise ValueError(f"kl_estimator must be k1, k2 or k3, got {kl_estimator!r}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from openppo.models.masked import masked_mean
+from openppo.models.log_probs import masked_mean
 from openppo.models.supervised_loss import IGNORE_INDEX, GPTLMLoss, LogExpLoss, PairWiseLoss, PRMLoss
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from openppo.models.log_probs import log_probs_from_logits
-from openppo.models.masked import masked_mean
+from openppo.models.log_probs import log_probs_from_logits, masked_mean
 
 IGNORE_INDEX = -100
 

@@ -164,9 +164,13 @@ class _Builder:
             text.check(self.setup.prompts)
             check_token_ids(config, named, own, [[own.eos_token_id]])
 
+        n_embeddings = config.get_text_config().vocab_size
+        check_token_ids(config, named, own or self.tokenizer, [])  # PAD
+
         def read(trajectory: Trajectory) -> list[int]:
             ids = text(trajectory)
-            check_token_ids(config, named, own or self.tokenizer, [ids])
+            if max(ids) >= n_embeddings:
+                check_token_ids(config, named, own or self.tokenizer, [ids])  # raises
             return ids
 
         return config, own, read

@@ -16,7 +16,7 @@ from openppo.tracking.metrics import (
     Reduction as Reduction,
     histogram as histogram,
 )
-from openppo.tracking.profiler import StepProfiler as StepProfiler
+from openppo.tracking.profiler import StepProfiler as StepProfiler, step_tracer as step_tracer
 from openppo.tracking.run_folder import (
     check_run_folder as check_run_folder,
     cut_logs as cut_logs,
@@ -26,7 +26,7 @@ from openppo.tracking.run_folder import (
     set_aside_logs as set_aside_logs,
     set_aside_model as set_aside_model,
 )
-from openppo.tracking.timers import PhaseTimer as PhaseTimer
+from openppo.tracking.phase import PhaseTimer as PhaseTimer
 from openppo.tracking.trackers import check_trackers as check_trackers, make_trackers as make_trackers
 from openppo.tracking.trackers.dashboards import TensorBoardTracker as TensorBoardTracker, WandbTracker as WandbTracker
 from openppo.tracking.trackers.local import (

@@ -4,8 +4,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ class StepProfiler:
 
     def __init__(self, save_path: str, tracking: TrackingConfig, rank: int) -> None:
         self.folder = Path(save_path) / "logs" / "profile"
-        self.tracking = tracking
+        self.is_profiled = tracking.is_profiled
         self.rank = rank
         self._traces: Counter[int] = Counter()  # of each step
         self._profile: torch.profiler.profile | None = None
@@ -40,7 +40,7 @@ class StepProfiler:
         if self._profile is not None:
             with self._named(name):
                 yield
-        elif self.tracking.is_profiled(current.step):
+        elif self.is_profiled(current.step):
             with self._recorded(), self._named(name):
                 yield
         else:
@@ -102,6 +102,13 @@ class StepProfiler:
             get_logger().warning("--profile_steps: no trace of step %d (%s)", current.step, error)
         else:
             get_logger().info("--profile_steps: the trace of step %d is %s", current.step, file)
+
+
+def step_tracer(
+    save_path: str, tracking: TrackingConfig, rank: int
+) -> Callable[[str], AbstractContextManager[None]] | None:
+    """``StepProfiler.phase`` with ``--profile_steps``, else None."""
+    return StepProfiler(save_path, tracking, rank).phase if tracking.profile_steps else None
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.estimators import loss_aggregation
 from openppo.experience.measure import measure_mismatch
 from openppo.experience.replay_buffer import MiniBatch
+from openppo.models.log_probs import compute_approx_kl
 from openppo.models.loss import log_ratio, policy_loss, token_weights
-from openppo.models.masked import compute_approx_kl
 from openppo.models.rollout_correction import rollout_correction
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics

@@ -25,7 +25,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.tracking import PhaseTimer, StepProfiler
+from openppo.tracking import PhaseTimer, step_tracer
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
@@ -81,8 +81,8 @@ def build_ppo_trainer(
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.rewards, tokenizer, setup) if source is None else None  # before the large models
     trained = _prepare_models(config, strategy, plan, critic, samples=source is None)
-    profiler = StepProfiler(config.run.save_path, config.tracking, strategy.comm.rank)
-    timer = PhaseTimer(profiler, estimate.peaks if estimate else None)
+    traced = step_tracer(config.run.save_path, config.tracking, strategy.comm.rank)
+    timer = PhaseTimer(traced, estimate.peaks if estimate else None)
     hooks = Hooks(timer, SignalStop(strategy.comm), strategy.uncompiled)
     engine = _engine(config, strategy, trained.actor, tokenizer, hooks.stop, actor_config) if source is None else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too

@@ -87,12 +87,6 @@ class PPOComponents:
     estimate: Estimate | None = None
     state: TrainState = field(default_factory=TrainState)
 
-    def train(self, mode: bool = True) -> None:
-        """Switch actor and critic between training and evaluation mode."""
-        for model in (self.actor, self.critic):
-            if model is not None:
-                model.train(mode)
-
     def weights_to_save(self) -> AbstractContextManager[None]:
         """Inside, the actor has the weights that are saved: the average with ``--enable_ema``."""
         return nullcontext() if self.ema is None else self.ema.swapped_in()

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from openppo.config import TrainPPOConfig
-from openppo.experience.collate import join_rows, split_rows
 from openppo.experience.estimators import loss_aggregation
 from openppo.experience.maker import ExperienceMaker
 from openppo.experience.measure import measure_staleness
-from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, mini_batches
+from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, join_rows, mini_batches, split_rows
 from openppo.models.loss import ValueLoss, token_weights
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, progress_bar

@@ -21,8 +21,7 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 from openppo.strategy.comm import collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.strategy.trainable_model import TrainableModel
-from openppo.strategy.weights import PolicyWeights
+from openppo.strategy.trainable_model import PolicyWeights, TrainableModel
 from openppo.types import Completion, SamplingParams
 
 logger = logging.getLogger("openppo")
@@ -78,7 +77,7 @@ def check_engines(
     """Refuse, on all ranks, an actor that one of ``engines`` samples wrongly."""
     name, engine = config.model.pretrain, config.generation.rollout_engine
     bound = BOUNDS[engine, not (config.deepspeed.bf16 or config.lora.load_in_4bit)]
-    weights = PolicyWeights(strategy, actor)
+    weights = PolicyWeights(strategy.for_generation, actor)
 
     def check() -> None:
         with strategy.uncompiled(), _restored(actor.module):

@@ -48,7 +48,6 @@ class PPOTrainer:
         self.view = StepDiagnostics(config, components, self.total_steps)
         self.update.actor_step.observe = self.view.observe
         self.should_stop = False
-        self.components.train(False)
 
     def fit(self) -> None:
         """Train to the end, evaluate and report when due, and save the actor to ``save_path``.

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config import KLConfig
 from openppo.datasets import PreferenceExample, ProcessExample
-from openppo.experience.collate import join_rows
+from openppo.experience.replay_buffer import join_rows
 from openppo.experience.token_rewards import kl_penalty
 from openppo.models.supervised_loss import IGNORE_INDEX
 from openppo.tracking.console import escape_control, log_lines, table_lines

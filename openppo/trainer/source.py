@@ -13,10 +13,10 @@ from openppo.config import PPODataConfig, TrainPPOConfig
 from openppo.datasets import BatchSampler, render_prompt, shard
 from openppo.datasets.templates import as_messages
 from openppo.experience.estimators import ESTIMATORS
-from openppo.experience.score_shaping import one_reward_groups
+from openppo.experience.token_rewards import one_reward_groups
 from openppo.rewards import start_scoring
 from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories, wait_for_scores, write_scores
-from openppo.strategy.weights import PolicyWeights
+from openppo.strategy.trainable_model import PolicyWeights
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.evaluator import generate_responses
@@ -106,7 +106,7 @@ class PromptSource:
     def with_weights(self) -> Iterator[None]:
         """Inside, the engine may decode, with the actor's weights of now."""
         self.engine.version = self.components.state.policy_version
-        with self.engine.with_weights(PolicyWeights(self.components.strategy, self.components.actor)):
+        with self.engine.with_weights(PolicyWeights(self.components.strategy.for_generation, self.components.actor)):
             yield
 
     def _next_prompts(self) -> list[Prompt] | None:

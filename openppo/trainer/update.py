@@ -80,6 +80,7 @@ class Update:
         self.components = components
         self.state = components.state
         self.timer = components.maker.hooks.timer
+        self._frozen_actor_steps = config.ppo.frozen_actor_steps
         self.comm = components.strategy.comm
         device = components.strategy.device
         self.actor_step = ActorStep(components.actor, config, self.comm, device)
@@ -88,6 +89,7 @@ class Update:
             self.critic_step = CriticStep(components.critic, config, self.comm, device)
         self.skipped = SkippedSteps(config.run, self.comm)
         self._documents = self._document_batches()
+        self._set_training(False)
 
     def __call__(self, buffer: ReplayBuffer, metrics: Metrics) -> dict[str, float]:
         """Train for ``--max_epochs``, and return the metrics of the whole step, the same on all ranks.
@@ -104,7 +106,7 @@ class Update:
         reduced["skipped_steps"] = float(self.skipped.total)
         if "kl" in reduced:
             reduced["kl_coef"] = kl.value
-            if self.state.global_step > self.config.ppo.frozen_actor_steps:  # before, the KL is 0 for any coefficient
+            if self.state.global_step > self._frozen_actor_steps:  # before, the KL is 0 for any coefficient
                 kl.update(reduced["kl"], n_samples)
         return reduced
 
@@ -116,20 +118,25 @@ class Update:
 
     def _train(self, buffer: ReplayBuffer, n_samples: int, metrics: Metrics, kl_coef: float) -> None:
         batch, step = self.config.batch, self.state.global_step
-        self.components.train()
+        self._set_training(True)
         for model in self._resting:
             model.load_adam_moments()
         n_updates = batch.max_epochs * -(-n_samples // batch.train_batch_size)
         with progress_bar(n_updates, "training", enabled=self.components.strategy.is_main) as bar:
             for number, mini_batch in enumerate(mini_batches(buffer, self.config, step)):
                 place = f"global step {step + 1} optimizer step {number + 1}"
-                if step >= self.config.ppo.frozen_actor_steps:
+                if step >= self._frozen_actor_steps:
                     self._train_actor(mini_batch, metrics, kl_coef, on_policy=number == 0, place=place)
                 if self.critic_step is not None:
                     self._train_critic(self.critic_step, mini_batch, metrics, place)
                 bar.update()
         self._rest()
-        self.components.train(False)
+        self._set_training(False)
+
+    def _set_training(self, mode: bool) -> None:
+        for model in (self.components.actor, self.components.critic):
+            if model is not None:
+                model.train(mode)
 
     def _train_actor(self, batch: MiniBatch, metrics: Metrics, kl_coef: float, on_policy: bool, place: str) -> None:
         documents = next(self._documents) if self.components.documents else None

@@ -22,8 +22,7 @@ from openppo.models import Actor, get_llm_for_sequence_regression
 from openppo.models.adapters import AdapterOffReference
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
-from openppo.strategy.trainable_model import TrainableModel
-from openppo.strategy.weights import PolicyWeights
+from openppo.strategy.trainable_model import PolicyWeights, TrainableModel
 
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 LORA = LoRAConfig(lora_rank=4, lora_alpha=8)
@@ -131,7 +130,9 @@ def hand_over(models: Path, out: Path) -> None:
             whole = whole.merge_and_unload()
         expected = dict(whole.named_parameters())
         engine = strategy.prepare(actor, ADAM, LEARNING_RATE, 1)
-        found = dict(list(PolicyWeights(strategy, engine).merged()))  # kept until the end: each must be a copy
+        found = dict(
+            list(PolicyWeights(strategy.for_generation, engine).merged())
+        )  # kept until the end: each must be a copy
         mine = {
             "names": list(found) == list(expected),
             "different": [n for n, weight in expected.items() if not torch.allclose(found[n], weight, atol=1e-6)],

@@ -73,7 +73,7 @@ def circumstances(case: Case, widener: Widener) -> ExitStack:
     if case.get("extra_columns"):
         stack.enter_context(mock.patch("openppo.experience.replay_buffer.join_rows", widener.join_rows))
         for module in (
-            "experience.collate",
+            "experience.replay_buffer",
             "trainer.supervised.batches",
             "trainer.supervised.trainers",
             "rewards.model",

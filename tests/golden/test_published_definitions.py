@@ -12,8 +12,8 @@ from torch import Tensor
 
 from openppo.experience import AdaptiveKLController, compute_reward, get_advantages_and_returns, get_cumulative_returns
 from openppo.experience.estimators import ESTIMATORS
+from openppo.models.log_probs import compute_approx_kl
 from openppo.models.loss import CISPOLoss, GSPOLoss, PolicyLoss, token_weights
-from openppo.models.masked import compute_approx_kl
 
 
 def float64(rows: list) -> Tensor:

@@ -1,7 +1,7 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
 PACKAGE_LINES = 21_220
-PACKAGE_FILES = 150
+PACKAGE_FILES = 144
 TEST_LINES = 32_610
 FILES_IN_A_FOLDER = 16  # without __init__.py
 FILE_LINES = 400
@@ -10,5 +10,5 @@ FUNCTION_LINES = 60
 PARAMETERS = 8  # without self and cls
 ATTRIBUTES = 19  # that methods of a class give to self
 OPTIONS = 153  # of one command
-STEP_FILES = 49  # of the package that a default PPO step executes
+STEP_FILES = 36  # of the package that a default PPO step executes
 STEP_FILE_LINES = 311  # of each of them

@@ -34,6 +34,7 @@ from openppo.config import (
     parse_probs,
 )
 from openppo.config.fields import declared_options
+from openppo.experience.maker import old_log_probs_from
 
 COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
     "ppo": (TrainPPOConfig, {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}),
@@ -485,7 +486,7 @@ def test_old_log_probs_come_from_where_they_are_the_policys(
     """``single_update``: one optimizer step trains on all samples of a rollout."""
     sizes = {"rollout_batch_size": 8, "train_batch_size": 8}
     config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **(sizes | options))
-    assert (config.old_log_probs_from(True), config.old_log_probs_from(False)) == (single_update, later)
+    assert (old_log_probs_from(config, True), old_log_probs_from(config, False)) == (single_update, later)
 
 
 def test_a_source_of_ones_own_evaluates_without_held_out_data() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from openppo.models import Actor
 from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions
 from openppo.strategy.comm import init_process_group
-from openppo.strategy.weights import merged_weights
+from openppo.strategy.trainable_model import merged_weights
 from openppo.types import Completion, Interrupted, SamplingParams
 
 EOS = [1, 6]

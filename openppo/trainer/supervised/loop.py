@@ -14,7 +14,7 @@ from openppo.config.commands import SupervisedCommand
 from openppo.datasets import BatchSampler
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress_bar
+from openppo.tracking import Metrics, PhaseTimer, Trackers, progress_bar, step_tracer
 from openppo.tracking.phase import begin_step, phase
 from openppo.trainer.callbacks import StopConditions
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
@@ -84,7 +84,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
         self.stopping = StopConditions(config.run.stop_conditions)
         self.stopped_by: str | None = None  # the condition that has ended the run
-        self.profiler = StepProfiler(config.run.save_path, config.tracking, self.comm.rank)
+        self.traced = step_tracer(config.run.save_path, config.tracking, self.comm.rank)
         self._has_checked = not config.tracking.self_check or self.comm.rank != 0
 
     @staticmethod
@@ -151,7 +151,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         ``FloatingPointError`` as of ``SkippedSteps``.
         """
         metrics, model, estimate = Metrics(), self.components.model, self.components.estimate
-        timer = PhaseTimer(self.profiler, estimate.peaks if estimate else None)
+        timer = PhaseTimer(self.traced, estimate.peaks if estimate else None)
         begin_step(self.global_step + 1)
         with timer.phase("step"):
             model.train()

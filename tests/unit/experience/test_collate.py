@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from openppo.experience.collate import collate, idle_experience, join_rows, split_rows
+from openppo.experience.replay_buffer import collate, idle_experience, join_rows, split_rows
 from openppo.types import Experience, FinishReason, Trajectory
 
 END = 2  # end of sequence, and what padding is filled with

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from openppo.experience import ReplayBuffer, compute_reward, get_advantages_and_returns
-from openppo.experience.collate import collate
 from openppo.experience.measure import measure_staleness
+from openppo.experience.replay_buffer import collate
 from openppo.experience.token_rewards import collect_step_rewards
 from openppo.models.loss import PolicyLoss, ValueLoss, token_weights
 from openppo.rollout.rollout import write_scores

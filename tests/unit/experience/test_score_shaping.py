@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openppo.config import RewardShapingConfig
-from openppo.experience.score_shaping import (
+from openppo.experience.token_rewards import (
     RunningMoments,
     one_reward_groups,
     overlong_mask,

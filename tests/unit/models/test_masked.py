@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from openppo.models.masked import compute_approx_kl, masked_mean, masked_sum
+from openppo.models.log_probs import compute_approx_kl, masked_mean, masked_sum
 
 NUMBERS = torch.tensor([[1.0, 2.0, 6.0], [10.0, 20.0, 40.0]])
 MASK = torch.tensor([[True, False, True], [False, True, False]])

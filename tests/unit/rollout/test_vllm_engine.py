@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 
 from openppo.config import TrainPPOConfig, from_options
+from openppo.experience.maker import old_log_probs_from
 from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions
 
 BASE = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}
@@ -24,9 +25,7 @@ def test_weights_in_4_bits_cannot_be_handed_over():
 
 def test_log_probs_of_another_implementation_are_recomputed_unless_asked_for():
     found = [
-        from_options(TrainPPOConfig, **BASE, rollout_engine=engine, old_log_probs=old).old_log_probs_from(
-            single_update=True
-        )
+        old_log_probs_from(from_options(TrainPPOConfig, **BASE, rollout_engine=engine, old_log_probs=old), True)
         for engine, old in (("hf", "auto"), ("vllm", "auto"), ("vllm", "rollout"))
     ]
     assert found == ["rollout", "recompute", "rollout"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from openppo.config import TrackingConfig
-from openppo.tracking import PhaseTimer, StepProfiler, profiler, progress_bar, timers
+from openppo.tracking import PhaseTimer, phase, profiler, progress_bar, step_tracer
 from openppo.tracking.phase import begin_step, current
 from openppo.types import SingleProcess
 
@@ -52,7 +52,7 @@ class FakeCUDA:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds of timers and profiler, a list whose only entry a test sets."""
     now = [100.0]
-    monkeypatch.setattr(timers.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(phase.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(profiler.time, "monotonic", lambda: now[0])
     return now
 
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCUDA:
     fake = FakeCUDA()
-    monkeypatch.setattr(timers.torch, "cuda", fake)
+    monkeypatch.setattr(phase.torch, "cuda", fake)
     return fake
 
 
@@ -134,7 +134,7 @@ def test_a_phase_that_fails_leaves_its_peak_to_the_report(cuda: FakeCUDA) -> Non
 
 
 def profiled(folder: Path, steps: str | None) -> PhaseTimer:
-    return PhaseTimer(StepProfiler(str(folder), TrackingConfig(profile_steps=steps), rank=0))
+    return PhaseTimer(step_tracer(str(folder), TrackingConfig(profile_steps=steps), rank=0))
 
 
 def events_of(folder: Path, step: int) -> list[dict[str, Any]]:

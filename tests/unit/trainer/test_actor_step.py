@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.datasets import TokenExample
 from openppo.experience import ReplayBuffer
-from openppo.experience.collate import idle_experience, join_rows
 from openppo.experience.estimators import loss_aggregation
-from openppo.experience.replay_buffer import MiniBatch
+from openppo.experience.replay_buffer import MiniBatch, idle_experience, join_rows
 from openppo.models import Actor, GPTLMLoss
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep

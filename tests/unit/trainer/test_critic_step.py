@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.experience import ReplayBuffer
-from openppo.experience.collate import idle_experience, join_rows
-from openppo.experience.replay_buffer import MiniBatch
+from openppo.experience.replay_buffer import MiniBatch, idle_experience, join_rows
 from openppo.models import ScalarHeadModel
 from openppo.tracking import Metrics
 from openppo.trainer.critic_step import CriticStep

@@ -17,7 +17,7 @@ from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
 from openppo.experience.maker import Hooks
 from openppo.rollout.rollout import Rollout
-from openppo.tracking import PhaseTimer, StepProfiler, Trackers
+from openppo.tracking import PhaseTimer, Trackers, step_tracer
 from openppo.tracking.phase import begin_step, current
 from openppo.trainer import PPOTrainer
 from openppo.trainer.callbacks import Callback
@@ -69,6 +69,9 @@ class Strategy(SimpleNamespace):
         return value
 
     def uncompiled(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def for_generation(self, *_: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def save_pretrained(self, *_: Any) -> None: ...
@@ -150,8 +153,7 @@ def trainer_of(
         },
     )
     policy: Any = Policy()
-    profiler = StepProfiler(config.run.save_path, config.tracking, 0)
-    hooks = Hooks(PhaseTimer(profiler, estimated))
+    hooks = Hooks(PhaseTimer(step_tracer(config.run.save_path, config.tracking, 0), estimated))
     parts: Any = PPOComponents(
         strategy=Strategy(),  # type: ignore[arg-type]
         tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),  # type: ignore[arg-type]
@@ -270,7 +272,7 @@ def test_memory_of_a_step_stands_beside_its_estimate(monkeypatch: pytest.MonkeyP
         max_memory_allocated=lambda: 3 << 30,
         reset_peak_memory_stats=lambda: None,
     )
-    monkeypatch.setattr("openppo.tracking.timers.torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("openppo.tracking.phase.torch", SimpleNamespace(cuda=cuda))
     estimated = {"generation": 1 << 30, "training": 2 << 30, "step": 2 << 30}
     metrics = trainer_of(1, estimated=estimated).step(prompts("good", "good"))
     memory = {name.removeprefix("memory/"): value for name, value in metrics.items() if name.startswith("memory/")}
