@@ -166,10 +166,8 @@ class Trajectory:
 class Score:
     """What a reward source gives one trajectory.
 
-    ``rewards`` of the whole trajectory by name; ``token_rewards`` of single tokens, as long as its ``token_ids``, and
-    ``step_ends``, the tokens that have one because a step ends there (None: every action). Rewards outside the
-    trajectory's ``action_mask`` do not count. ``failed``: the source could not score it, and a reward chosen
-    beforehand stands in.
+    ``rewards`` of the whole trajectory by name; ``token_rewards`` and ``step_ends`` as in ``Trajectory``, where tokens
+    outside its ``action_mask`` do not count. ``failed``: not scored, so a reward chosen beforehand stands in.
     """
 
     rewards: dict[str, float] = field(default_factory=dict)
@@ -233,11 +231,9 @@ class Comm(Protocol):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Combine a tensor over all ranks, ``op`` one of sum, max, min; returns a new tensor."""
-        ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order."""
-        ...
 
 
 class SingleProcess:
@@ -258,11 +254,9 @@ class StopCheck(Protocol):
 
     def requested(self) -> bool:
         """Whether this rank knows of such a wish; others may not know yet."""
-        ...
 
     def __call__(self) -> None:
         """Raise ``Interrupted`` on all ranks if one of them knows of it. All ranks call this together."""
-        ...
 
 
 class NeverStops:
@@ -286,26 +280,20 @@ class RolloutSource(Protocol):
     @property
     def steps(self) -> int | None:
         """Global steps of the whole run, as far as is known now; None: unknown, then ``--max_steps`` is required."""
-        ...
 
     def __iter__(self) -> Iterator[list[Trajectory]]: ...
 
     def publish(self, version: int) -> None:
         """Take note that the policy has new weights, of this version."""
-        ...
 
     def evaluate(self) -> list[Trajectory]:
         """Scored responses to held-out tasks, grouped by task; empty on all ranks without such tasks."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` resumes from, as JSON, the same on all ranks."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state: of an earlier session, or of the step before one that was dropped."""
-        ...
 
     def close(self) -> None:
         """Release what the source holds."""
-        ...

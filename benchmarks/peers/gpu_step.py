@@ -83,7 +83,7 @@ def run_openppo(arguments: argparse.Namespace, shape: gpu_models.Shape, folder: 
             sys.exit(f"responses of {metrics['response_length']} tokens, {metrics['skipped_steps']} skipped steps")
         measured.append(metrics)
         peaks.append(metrics.get("memory/step_peak_gib", 0.0))
-    trainer.components.train(False)
+    trainer.update.set_training(False)
     rows = [prompt.token_ids for prompt in prompts for _ in range(own.get("n_samples_per_prompt", 1))]
     with trainer.source.with_weights():
         prefill = [

@@ -66,6 +66,7 @@ class Participant:
     entry: Entry
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     log: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
+    run_folder: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
     versions: dict[str, str] = field(default_factory=dict)
     iterations: list[Iteration] = field(default_factory=list)
     peak_mb: float = 0.0
@@ -82,6 +83,7 @@ class Participant:
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "RUN_FOLDER": self.run_folder.name,
         }
         if entry.n_ranks > 1:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": str(entry.n_ranks)}
@@ -131,6 +133,7 @@ class Participant:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        self.run_folder.cleanup()
 
     def _cpu_seconds_of_others(self) -> float:
         """CPU time that processes of other sessions, the kernel and the host have used so far."""

@@ -6,11 +6,9 @@ generation, forwards, backwards and optimizer steps.
 """
 
 import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import turns
@@ -100,25 +98,23 @@ def main() -> None:
 
     quiet_libraries()
     turns.use_threads()
-    with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / os.environ.get("RANK", "0")
-        given = options(arguments, str(own))
-        if arguments.compile:
-            if "compile" not in flat_dict(from_options(TrainPPOConfig, **given)):
-                clock.skip("this OpenPPO has no option --compile")
-            given["compile"] = True
-        trainer = build_ppo_trainer(from_options(TrainPPOConfig, **given))
-        timers = time_parts(trainer) if arguments.parts else None
-        batches = trainer.prompt_batches()
-        clock.ready(torch=torch.__version__, transformers=transformers.__version__, deepspeed=deepspeed.__version__)
-        for turn in clock:
-            prompts = next(batches)
-            if turn < len(arguments.sizes):
-                prompts = trainer.components.prompts[: arguments.sizes[turn]]
-            metrics = trainer.step(prompts)
-            trainer.report(metrics)
-            clock.report(**phases(metrics, len(prompts)), **(timers.take() if timers else {}))
-        trainer.close()
+    given = options(arguments, os.environ["RUN_FOLDER"])
+    if arguments.compile:
+        if "compile" not in flat_dict(from_options(TrainPPOConfig, **given)):
+            clock.skip("this OpenPPO has no option --compile")
+        given["compile"] = True
+    trainer = build_ppo_trainer(from_options(TrainPPOConfig, **given))
+    timers = time_parts(trainer) if arguments.parts else None
+    batches = trainer.prompt_batches()
+    clock.ready(torch=torch.__version__, transformers=transformers.__version__, deepspeed=deepspeed.__version__)
+    for turn in clock:
+        prompts = next(batches)
+        if turn < len(arguments.sizes):
+            prompts = trainer.components.prompts[: arguments.sizes[turn]]
+        metrics = trainer.step(prompts)
+        trainer.report(metrics)
+        clock.report(**phases(metrics, len(prompts)), **(timers.take() if timers else {}))
+    trainer.close()
 
 
 def phases(metrics: dict[str, float], n_responses: int) -> dict[str, float]:

@@ -89,7 +89,7 @@ class Update:
             self.critic_step = CriticStep(components.critic, config, self.comm, device)
         self.skipped = SkippedSteps(config.run, self.comm)
         self._documents = self._document_batches()
-        self._set_training(False)
+        self.set_training(False)
 
     def __call__(self, buffer: ReplayBuffer, metrics: Metrics) -> dict[str, float]:
         """Train for ``--max_epochs``, and return the metrics of the whole step, the same on all ranks.
@@ -118,7 +118,7 @@ class Update:
 
     def _train(self, buffer: ReplayBuffer, n_samples: int, metrics: Metrics, kl_coef: float) -> None:
         batch, step = self.config.batch, self.state.global_step
-        self._set_training(True)
+        self.set_training(True)
         for model in self._resting:
             model.load_adam_moments()
         n_updates = batch.max_epochs * -(-n_samples // batch.train_batch_size)
@@ -131,9 +131,10 @@ class Update:
                     self._train_critic(self.critic_step, mini_batch, metrics, place)
                 bar.update()
         self._rest()
-        self._set_training(False)
+        self.set_training(False)
 
-    def _set_training(self, mode: bool) -> None:
+    def set_training(self, mode: bool) -> None:
+        """Switch actor and critic between training and evaluation mode."""
         for model in (self.components.actor, self.components.critic):
             if model is not None:
                 model.train(mode)

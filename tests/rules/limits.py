@@ -11,4 +11,4 @@ PARAMETERS = 8  # without self and cls
 ATTRIBUTES = 19  # that methods of a class give to self
 OPTIONS = 153  # of one command
 STEP_FILES = 36  # of the package that a default PPO step executes
-STEP_FILE_LINES = 311  # of each of them
+STEP_FILE_LINES = 300  # of each of them
