@@ -3,6 +3,7 @@
     bash benchmarks/peers/setup.sh                 # the peers' environments, once
     python benchmarks/cpu_peers.py --quick         # at most 15 minutes
     python benchmarks/cpu_peers.py --write         # the full run, kept in benchmarks/results
+    python benchmarks/cpu_peers.py --only openppo --workloads w1-float32 --before ../old  # this checkout and another
 
 64 prompts a batch, one response each, one optimizer step in micro-batches of 8, one process with two threads; the
 workloads are described in benchmarks/peers/workload.py. Every participant is a process of its own that has loaded
@@ -56,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one warm-up and at most three iterations each")
     parser.add_argument("--only", nargs="+", choices=PARTICIPANTS, default=list(PARTICIPANTS))
+    parser.add_argument("--before", type=Path, help="another checkout of OpenPPO, which takes turns with this one")
     parser.add_argument("--workloads", nargs="+", choices=[*CELLS, "decode"], default=[*CELLS, "decode"])
     parser.add_argument("--environments", type=Path, default=CACHE, help="the folder given to peers/setup.sh")
     parser.add_argument("--assets", type=Path, default=CACHE / "assets", help="models and prompts, built on first use")
@@ -71,8 +73,11 @@ def main() -> None:
         deadline = time.monotonic() + (QUICK_CELL_S if arguments.quick else float("inf"))
         workload, dtype = cell.split("-")
         given = ["--assets", str(arguments.assets.resolve()), "--workload", workload, "--dtype", dtype]
+        taking_part = entries(cell, arguments.only, arguments.quick)
+        if arguments.before is not None:
+            taking_part.append(Entry("OpenPPO before", "openppo_step.py", checkout=arguments.before.resolve()))
         summaries, used = run_cell(
-            entries(cell, arguments.only, arguments.quick),
+            taking_part,
             given,
             arguments.environments,
             Rounds(rounds.warm_up, rounds.measured, rounds.extra, deadline),

@@ -45,6 +45,8 @@ class Entry:
     environment: str | None = None
     n_ranks: int = 1
     threads: int = 2
+    checkout: Path | None = None
+    """Another checkout of OpenPPO, whose package and script are run."""
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Participant:
             raise ParticipantError(f"there is no {python}: run {SETUP} {folder}")
         environment = os.environ | {
             "OMP_NUM_THREADS": str(entry.threads),
-            "PYTHONPATH": str(REPOSITORY) if entry.environment is None else "",
+            "PYTHONPATH": str(entry.checkout or REPOSITORY) if entry.environment is None else "",
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -87,10 +89,11 @@ class Participant:
         }
         if entry.n_ranks > 1:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": str(entry.n_ranks)}
+        script = (HERE if entry.checkout is None else entry.checkout / "benchmarks" / "peers") / entry.script
         for rank in range(entry.n_ranks):
             ranked = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if entry.n_ranks > 1 else {}
             process = subprocess.Popen(
-                [str(python), str(HERE / entry.script), *arguments, *entry.arguments],
+                [str(python), str(script), *arguments, *entry.arguments],
                 env=environment | ranked,
                 cwd=tempfile.gettempdir(),
                 stdin=subprocess.PIPE,
