@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig, TrainPRMConfig, TrainRMConfig, TrainSFTConfig
-from openppo.experience import collate
+from openppo.experience.replay_buffer import join_rows
 from openppo.models import padding
 from openppo.strategy import DeepspeedStrategy
 from openppo.trainer import PPOTrainer
@@ -52,7 +52,7 @@ class Widener:
     def join_rows(self, rows: Sequence[Experience]) -> Experience:
         """The wider batch: junk ids, and zeros or False elsewhere."""
         self.n_batches += 1
-        batch = collate.join_rows(rows)
+        batch = join_rows(rows)
         wide = {
             name: F.pad(tensor, (0, self.columns), value=JUNK_ID if name == "sequences" else 0)
             for name, tensor in batch.tensors().items()
