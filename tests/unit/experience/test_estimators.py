@@ -99,7 +99,7 @@ def test_estimators_that_compare_demand_several_samples(name: str) -> None:
 def test_the_others_do_with_one_sample_and_unknown_names_are_refused() -> None:
     for name in ("gae", "reinforce", "remax"):
         check_estimator(name, 1)
-    with pytest.raises(ValueError, match="--advantage_estimator grpo does not exist; use one of gae"):
+    with pytest.raises(ValueError, match="--advantage_estimator grpo does not exist; use one of .*gae"):
         check_estimator("grpo", 4)
 
 
@@ -116,7 +116,7 @@ def computed(name: str, instead: float | None = None, **options: float) -> tuple
     return advantages[0].tolist(), returns[0].tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
+@pytest.mark.parametrize("name", ["reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "remax"])
 def test_without_a_critic_the_advantage_is_the_discounted_reward_to_go(name: str) -> None:
     advantages, returns = computed(name, gamma=0.5)
     assert advantages == returns == [0, 0.5 + 0.5 * (0.25 + 0.5 * 2), 0.25 + 0.5 * 2, 0, 2]
