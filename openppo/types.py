@@ -1,8 +1,8 @@
 """The nouns that every part of OpenPPO shares.
 
 Shape legend, used in all comments: B sequences, L padded tokens, V vocabulary, G samples per prompt.
-Every per-token tensor is ``(B, L)`` and token-aligned: entry t is about token t. Sequences are padded on
-the right; no mask is ever made by comparing ids with PAD or EOS.
+Every per-token tensor is ``(B, L)`` and token-aligned: entry t is about token t. Sequences are padded on the right; no
+mask is ever made by comparing ids with PAD or EOS.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class FinishReason(str, Enum):
     """Why a completion or trajectory ended."""
 
     STOP = "stop"
-    """The policy sampled an end-of-sequence token; it is the last action token. Older logs call it ``eos``."""
+    """The policy sampled EOS or a stop, which ends the action tokens. Older logs call it ``eos``."""
     LENGTH = "length"
-    """The limit on new tokens was reached; no end-of-sequence token was forced in."""
+    """The limit on new tokens was reached; no EOS was forced in."""
     TOOL_CALL = "tool_call"
     """The policy ended its turn with a call of a tool."""
     ABORT = "abort"
@@ -45,21 +45,27 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample a response. ``temperature`` 0 takes the likeliest token."""
+    """How to sample a response. ``temperature`` 0 takes the likeliest token.
+
+    Besides EOS, a token of ``stop_token_ids`` ends a response, and so does one that completes a text of ``stop``; both
+    belong to it. Until there are ``min_new_tokens`` nothing ends it: EOS and those ids are not sampled.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as it enters a rollout.
+    """One prompt: ``text`` is for people and rewards, ``token_ids`` is what the model reads.
 
-    ``text`` is for people and rewards; ``token_ids`` is what the model reads. ``row`` is the data row it came
-    from, ``label`` the value of that row's label column. ``messages`` are the chat messages that ``text`` was rendered
-    from (None without a chat template), ``source`` the data set's name, ``index`` the row's place there (from 0).
+    ``row`` is its data row, ``label`` the value of that row's label column, ``source`` the data set's name and
+    ``index`` the row's place there (from 0). ``messages`` are the chat that ``text`` was rendered from, if any.
     """
 
     text: str
@@ -73,10 +79,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine returns for one prompt: equally long lists, the end-of-sequence token included.
-
-    ``versions`` is the policy version of each token, where weights changed on the way; None: one version for all.
-    """
+    """Equally long lists of what an engine sampled for one prompt; ``versions`` None: the weights never changed."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -95,14 +98,13 @@ class Span(NamedTuple):
 class Trajectory:
     """Tokens of one episode, or of a part of one, and what is known of each.
 
-    Any number of turns: ``action_mask`` is set on tokens that the policy sampled, and not on those of prompts, tools
-    and environments. ``token_ids``, ``action_mask``, ``log_probs`` and ``versions`` are equally long. ``log_probs`` are
-    those of the distribution sampled from, ``versions`` the policy version that sampled each token (0.0 and -1 outside
-    ``action_mask``). ``group`` identifies the prompt. ``weight`` scales the trajectory's share of the losses, and
-    only that: the parts of one episode share 1, and baselines, normalization and mean rewards count each part.
-    ``scores`` are rewards of the whole trajectory by name. ``token_rewards`` are rewards of single tokens, as long as
-    ``token_ids`` (None: there are none), ``step_ends`` the tokens that have one because a step ends there (None: every
-    action). ``greedy`` is the greedy response to the same prompt, for estimators whose baseline is its reward.
+    Any number of turns: ``action_mask`` is set on tokens that the policy sampled, not on those of prompts, tools and
+    environments. The first four lists are equally long: ``log_probs`` of the distribution sampled from, ``versions`` of
+    the policy that sampled each token (0.0 and -1 outside ``action_mask``). ``group`` identifies the prompt. ``weight``
+    scales the share of the losses, and only that: parts of one episode share 1, and all else counts each part.
+    ``scores`` are rewards of the whole trajectory by name, ``token_rewards`` of single tokens, as long as ``token_ids``
+    (None: there are none), ``step_ends`` the tokens that have one because a step ends there (None: every action).
+    ``greedy`` is the greedy response to the same prompt, for estimators whose baseline is its reward.
     """
 
     token_ids: list[int]
@@ -158,7 +160,7 @@ class Trajectory:
         return sum(score * weights.get(name, 1.0) for name, score in self.scores.items())
 
     def total_reward(self, weights: Mapping[str, float]) -> float:
-        """Everything that the trajectory earned: its score and the rewards of its tokens."""
+        """All that was earned: the score and the rewards of tokens."""
         return self.total_score(weights) + sum(self.token_rewards or [])
 
 
@@ -166,8 +168,8 @@ class Trajectory:
 class Score:
     """What a reward source gives one trajectory.
 
-    ``rewards`` of the whole trajectory by name; ``token_rewards`` and ``step_ends`` as in ``Trajectory``, where tokens
-    outside its ``action_mask`` do not count. ``failed``: not scored, so a reward chosen beforehand stands in.
+    ``rewards`` of the whole by name; ``token_rewards`` and ``step_ends`` as in ``Trajectory``, of which tokens outside
+    its ``action_mask`` do not count. ``failed``: not scored, so a reward chosen beforehand stands in.
     """
 
     rewards: dict[str, float] = field(default_factory=dict)
@@ -180,10 +182,9 @@ class Score:
 class Experience:
     """A batch of trajectories as tensors. Each stage returns a new object with more fields; none mutates.
 
-    ``sequences`` int64 (B, L): token ids, right-padded. ``attention_mask`` bool (B, L): a real token. ``action_mask``
-    bool (B, L): sampled by the policy and trained on. All others are float32 (B, L) and 0 where ``action_mask`` is
-    False, except ``truncated`` bool (B,), ``scores`` (B,), all that the trajectory earned before any shaping, and
-    ``weight`` (B,), its share in the losses (None: 1 each).
+    ``sequences`` int64 (B, L), right-padded; ``attention_mask`` bool (B, L): a real token; ``action_mask`` bool (B, L):
+    sampled by the policy and trained on. All others are float32 (B, L) and 0 where it is not set, except ``truncated``
+    bool (B,), ``scores`` (B,), all earned before shaping, and ``weight`` (B,), the share in the losses (None: 1).
     """
 
     sequences: Tensor
@@ -250,10 +251,10 @@ class SingleProcess:
 
 
 class StopCheck(Protocol):
-    """Where long work asks whether it should be left."""
+    """Where long work asks whether a signal stops it."""
 
     def requested(self) -> bool:
-        """Whether this rank knows of such a wish; others may not know yet."""
+        """Whether this rank knows of a signal; others may not know yet."""
 
     def __call__(self) -> None:
         """Raise ``Interrupted`` on all ranks if one of them knows of it. All ranks call this together."""
@@ -272,9 +273,8 @@ class RolloutSource(Protocol):
     """Where a trainer's trajectories come from. All ranks call every method together.
 
     Iterating gives this rank's scored trajectories of one global step after the other; all of one group are on one
-    rank. They may be a ``Rollout`` of ``openppo.rollout.rollout``, whose scores are still under way. A source that
-    reads another's ``Rollout`` first calls ``wait_for_scores(rollout, stop)`` of that module, on all ranks: upon a
-    signal, reading alone raises ``Interrupted`` on this rank only.
+    rank. They may be a ``Rollout`` of ``openppo.rollout.rollout``, whose scores are still under way: a source that
+    reads another's first calls ``wait_for_scores`` of that module on all ranks, or a signal would reach one only.
     """
 
     @property

@@ -24,6 +24,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
+def assets() -> Path:
+    """The folder of real models, tokenizers and data, which are no part of the repository."""
+    folder = Path(os.environ.get("OPENPPO_ASSETS", REPO.parent / "shared" / "assets"))
+    if not folder.is_dir():
+        pytest.skip(f"no assets in {folder}; set OPENPPO_ASSETS")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """``launcher.run(["-m", "openppo.cli.train_ppo", ...], ranks=2)`` stands for ``subprocess.run``."""
     started = Launcher()

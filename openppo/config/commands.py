@@ -129,10 +129,12 @@ class TrainPPOConfig(TrainingConfig):
             f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward.",
         )
         self._validate_sizes(self.run.dry_run_ranks or world_size)
+        sampling = self.generation
         require(
-            self.loss.old_log_probs != "rollout" or (self.generation.top_p == 1 and self.generation.top_k is None),
-            "--old_log_probs rollout: with --top_p or --top_k the engine's log-probs are not the policy's; leave one "
-            "of them out.",
+            self.loss.old_log_probs != "rollout"
+            or (sampling.top_p == 1 and sampling.top_k is None and sampling.min_new_tokens == 0),
+            "--old_log_probs rollout: with --top_p, --top_k or --min_new_tokens the engine's log-probs are not the "
+            "policy's; leave one of them out.",
         )
         require(
             self.generation.rollout_engine == "hf" or not self.lora.load_in_4bit,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from openppo.config.fields import Options, at_least, inside, not_negative, option, positive, require
+from openppo.config.fields import Options, at_least, inside, not_empty, not_negative, option, positive, require
 
 RolloutEngine = Literal["hf", "vllm"]
 
@@ -22,8 +22,21 @@ class SamplingConfig(Options):
     """Sample from the smallest set of tokens with this total probability."""
     top_k: int | None = option(None, at_least(1))
     """Sample from the this many likeliest tokens."""
+    stop: tuple[str, ...] = option((), not_empty, measures=True)
+    """End a response when its text has one of these; their tokens belong to it."""
+    stop_token_ids: tuple[int, ...] = option((), not_negative, measures=True)
+    """End a response at these token ids too, besides EOS."""
+    min_new_tokens: int = option(0, not_negative, measures=True)
+    """Sample neither EOS nor --stop_token_ids before this many tokens, and end at no --stop."""
     engine_check: Literal["on", "off"] = "on"
     """Compare log-probs of a few sampled tokens with those of a plain forward, and refuse a model where they differ."""
+
+    def validate(self) -> None:
+        super().validate()
+        require(
+            self.min_new_tokens <= self.generate_max_len,
+            f"--min_new_tokens {self.min_new_tokens} exceeds --generate_max_len {self.generate_max_len}: lower it.",
+        )
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,7 @@ def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: b
     if config.loss.old_log_probs != "auto":
         return config.loss.old_log_probs
     generation, ppo, batch = config.generation, config.ppo, config.batch
-    cut = generation.top_p < 1 or generation.top_k is not None
+    cut = generation.top_p < 1 or generation.top_k is not None or generation.min_new_tokens > 0
     if not by_engine or cut or generation.rollout_engine != "hf" or config.loss.rollout_correction != "none":
         return "recompute"
     if not config.deepspeed.bf16:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from openppo.rollout.sampling import Decode
 from openppo.tracking import progress_bar
 from openppo.types import Completion, SamplingParams
 
@@ -27,10 +28,12 @@ class Engine(Protocol):
 
     Requests enter one by one with ``submit``; each ``step`` advances what is under way by one forward pass;
     ``collect`` hands out what has ended. ``generate`` runs that loop for a batch. ``version`` counts the policy's
-    updates; the owner of the weights sets it. All of it takes place inside ``with_weights``.
+    updates; the owner of the weights sets it. Stop strings need ``decode``. All of it takes place inside
+    ``with_weights``.
     """
 
     version: int
+    decode: Decode | None
 
     @property
     def busy(self) -> bool:

@@ -14,8 +14,8 @@ from openppo.models.size import cache_elements
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import WeightSource, drain
 from openppo.rollout.row_cache import SLACK_COLUMNS, PromptCache, RowCache, check_cache
-from openppo.rollout.sampling import request_uniforms, sample
-from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
+from openppo.rollout.sampling import Decode, finish_reason, request_uniforms, sample_rows
+from openppo.types import Completion, NeverStops, SamplingParams, StopCheck
 
 PREFILL_TOKENS = 4096
 """Prompt tokens of one forward pass, padding included, unless a single prompt has more."""
@@ -45,12 +45,14 @@ class HFEngine:
     Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU, on a GPU 256 or what ``rows_that_fit``
     when the engine wakes). Waiting requests take the places of those that have ended; equal prompts are read once. A
     sampled id in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places, so it
-    may equal EOS.
+    may equal EOS. Stop strings are looked for in the text that ``decode`` makes of ids; its owner sets it.
 
     ``any_rank_busy`` puts ranks in lockstep, for partitioned weights that cannot be gathered: it combines the ranks'
     ``busy`` before each step, and a rank with nothing to do runs along. ``stop`` is called likewise, and makes
     ``generate`` raise ``Interrupted``. ``new_recorder`` records decode steps (``DecodeGraphs``); not in lockstep.
     """
+
+    decode: Decode | None = None
 
     def __init__(
         self,
@@ -228,13 +230,10 @@ class HFEngine:
         for row, request, token, log_prob in zip(count(first), requests, tokens, log_probs, strict=False):
             request.token_ids.append(token)
             request.log_probs.append(log_prob)
-            if token in self.eos_token_ids:
-                self._end(request, FinishReason.STOP)
-            elif len(request.token_ids) == request.params.max_new_tokens:
-                self._end(request, FinishReason.LENGTH)
-            else:
-                continue
-            ended.append(row)
+            reason = finish_reason(request.token_ids, request.params, self.eos_token_ids, self.decode)
+            if reason is not None:
+                self._ended[request.number] = Completion(request.token_ids, request.log_probs, reason)
+                ended.append(row)
         if ended:
             for source, target in self._cache.leave(ended):
                 self._running[target] = self._running[source]
@@ -243,20 +242,8 @@ class HFEngine:
     def _sample(self, requests: Sequence[_Request], logits: Tensor) -> tuple[list[int], list[float]]:
         """The next token of each request and its log-prob."""
         uniforms = self._tensor([request.uniforms[len(request.token_ids)] for request in requests], torch.float64)
-        kinds = list(dict.fromkeys(request.params for request in requests))
-        if len(kinds) == 1:
-            drawn, log_probs = sample(logits, uniforms, kinds[0])
-            return drawn.tolist(), log_probs.tolist()
-        tokens, chosen = [0] * len(requests), [0.0] * len(requests)
-        for kind in kinds:
-            rows = [row for row, request in enumerate(requests) if request.params == kind]
-            drawn, log_probs = sample(logits[rows], uniforms[rows], kind)
-            for row, token, log_prob in zip(rows, drawn.tolist(), log_probs.tolist(), strict=True):
-                tokens[row], chosen[row] = token, log_prob
-        return tokens, chosen
-
-    def _end(self, request: _Request, reason: FinishReason) -> None:
-        self._ended[request.number] = Completion(request.token_ids, request.log_probs, reason)
+        params, n_sampled = [request.params for request in requests], [len(request.token_ids) for request in requests]
+        return sample_rows(logits, uniforms, params, n_sampled, self.eos_token_ids)
 
     @property
     def _device(self) -> torch.device:

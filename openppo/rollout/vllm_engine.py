@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from openppo.rollout.engine import WeightSource, drain
+from openppo.rollout.sampling import Decode, completed_stop
 from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
 
 
@@ -51,6 +52,8 @@ class VLLMEngine:
     raise ``Interrupted``. All ranks make their engines together, in a process group that has begun.
     """
 
+    decode: Decode | None = None
+
     def __init__(
         self,
         name: str,
@@ -69,7 +72,7 @@ class VLLMEngine:
         self._awake = False
         self._ended: dict[int, Completion] = {}
         self._numbers = count()
-        self._greedy: dict[str, bool] = {}  # requests under way, and whether they take the likeliest token
+        self._under_way: dict[str, SamplingParams] = {}
         self._llm = _start(name, options, self._sleeps)
         if self._sleeps:
             self._llm.sleep(level=2)
@@ -77,7 +80,7 @@ class VLLMEngine:
     @property
     def busy(self) -> bool:
         """True while a request waits or is being decoded."""
-        return bool(self._greedy)
+        return bool(self._under_way)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> int:
         """Queue a request and return its number. ``ValueError`` if prompt and response may not fit."""
@@ -93,15 +96,21 @@ class VLLMEngine:
         [prompt] = self._llm.renderer.render_cmpl([{"prompt_token_ids": list(prompt_ids)}])
         number = next(self._numbers)
         self._llm.llm_engine.add_request(str(number), prompt, self._sampling_params(params, seed))
-        self._greedy[str(number)] = params.temperature == 0
+        self._under_way[str(number)] = params
         return number
 
     def step(self) -> None:
         """One forward pass of vLLM: decode one token per row, prefill waiting requests, or both."""
         for output in self._llm.llm_engine.step():
             [answer] = output.outputs
-            greedy = self._greedy.pop(output.request_id)
-            self._ended[int(output.request_id)] = _completion(answer, greedy)
+            params = self._under_way[output.request_id]
+            stopped = completed_stop(answer.token_ids, params, self.decode) is not None  # vLLM has no tokenizer for it
+            if not (stopped or output.finished):
+                continue
+            if not output.finished:
+                self._llm.llm_engine.abort_request([output.request_id])
+            del self._under_way[output.request_id]
+            self._ended[int(output.request_id)] = _completion(answer, params.temperature == 0, stopped)
 
     def collect(self) -> dict[int, Completion]:
         """Completions that ended since the last call, by request number."""
@@ -150,8 +159,8 @@ class VLLMEngine:
         return self.busy
 
     def _drop_all(self) -> None:
-        self._llm.llm_engine.abort_request(list(self._greedy))
-        self._greedy = {}
+        self._llm.llm_engine.abort_request(list(self._under_way))
+        self._under_way = {}
 
     def _sampling_params(self, params: SamplingParams, seed: int) -> Any:
         from vllm import SamplingParams as VLLMParams
@@ -164,10 +173,11 @@ class VLLMEngine:
             top_k=params.top_k or 0,  # 0: all tokens
             seed=seed,
             logprobs=0,  # of the sampled token
-            stop_token_ids=self.eos_token_ids,
+            stop_token_ids=sorted({*self.eos_token_ids, *params.stop_token_ids}),
+            min_tokens=params.min_new_tokens,
             ignore_eos=True,  # vLLM's own, of which it knows one
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE if params.stop else RequestOutputKind.FINAL_ONLY,
         )
 
 
@@ -254,9 +264,9 @@ def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         )
 
 
-def _completion(answer: Any, greedy: bool) -> Completion:
+def _completion(answer: Any, greedy: bool, stopped: bool) -> Completion:
     """vLLM's ``CompletionOutput`` as ours. A greedy choice is certain: its log-probs are 0, as with ``HFEngine``."""
-    reasons = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+    reason = FinishReason.LENGTH if answer.finish_reason == "length" and not stopped else FinishReason.STOP
     ids = list(answer.token_ids)
     log_probs = [0.0 if greedy else entry[token].logprob for entry, token in zip(answer.logprobs, ids, strict=True)]
-    return Completion(ids, log_probs, reasons[answer.finish_reason])
+    return Completion(ids, log_probs, reason)

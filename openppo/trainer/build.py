@@ -20,6 +20,7 @@ from openppo.rewards.build import ScorerSetup, build_scorer, check_sources
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.sampling import decoder
 from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
@@ -164,13 +165,14 @@ def _engine(
             max_rows=generation.max_num_seqs,
         )
         vllm = VLLMEngine(base_model_of(model.pretrain), options, eos, show_progress=strategy.is_main, stop=stop)
+        vllm.decode = decoder(tokenizer)
         if generation.engine_check == "on":
             check_engines(config, strategy, actor, {"": vllm})
         return vllm
     in_lockstep = not strategy.fits_gathered(actor, config.ppo.offload_idle)
     if generation.cuda_graphs and in_lockstep:
         logger.warning("--cuda_graphs: ranks that generate in lockstep cannot replay steps; they are launched as usual")
-    return HFEngine(
+    engine = HFEngine(
         policy,
         eos,
         pad_token_id(tokenizer),
@@ -180,6 +182,8 @@ def _engine(
         stop=stop,
         new_recorder=CUDARecorder if generation.cuda_graphs and not in_lockstep else None,
     )
+    engine.decode = decoder(tokenizer)
+    return engine
 
 
 def _packed_row_length(actor: TrainableModel, data: PPOData, strategy: DeepspeedStrategy) -> int | None:

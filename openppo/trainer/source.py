@@ -16,11 +16,12 @@ from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.token_rewards import one_reward_groups
 from openppo.rewards import start_scoring
 from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories, wait_for_scores, write_scores
+from openppo.rollout.sampling import sampling_params
 from openppo.strategy.trainable_model import PolicyWeights
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.evaluator import generate_responses
-from openppo.types import Prompt, SamplingParams, Trajectory
+from openppo.types import Prompt, Trajectory
 
 logger = logging.getLogger("openppo")
 
@@ -77,13 +78,7 @@ class PromptSource:
         held_out, options = self.components.held_out, self.config.evaluation
         if not held_out:
             return []
-        greedy, generation = options.eval_temperature == 0, self.config.generation
-        params = SamplingParams(
-            generation.generate_max_len,
-            options.eval_temperature,
-            1.0 if greedy else generation.top_p,
-            None if greedy else generation.top_k,
-        )
+        params = sampling_params(self.config.generation, options.eval_temperature)
         n_samples, seed = options.eval_n_samples_per_prompt, self.config.deepspeed.seed
         with self.components.weights_to_save(), self.with_weights():
             responses = generate_responses(self.engine, self.comm, held_out, params, n_samples, seed)
@@ -126,12 +121,8 @@ class PromptSource:
         ready = [as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts]
         mine, first = self._share(ready)
         first += self.consumed_prompts
-        options, seed, n_samples = (
-            self.config.generation,
-            self.config.deepspeed.seed,
-            self.config.ppo.n_samples_per_prompt,
-        )
-        params = SamplingParams(options.generate_max_len, options.temperature, options.top_p, options.top_k)
+        seed, n_samples = self.config.deepspeed.seed, self.config.ppo.n_samples_per_prompt
+        params = sampling_params(self.config.generation)
         with self.timer.phase("generation"), self.with_weights():
             sampled = sample_trajectories(self.engine, mine, params, n_samples, seed, first)
             if self.estimator.needs_greedy:

@@ -17,7 +17,6 @@ from openppo.config import TrainPPOConfig
 from openppo.experience.estimators import loss_aggregation
 
 REPO = Path(__file__).parents[2]
-ASSETS = Path(os.environ.get("OPENPPO_ASSETS", REPO.parent / "shared" / "assets"))
 SCRIPTS = REPO / "examples" / "scripts"
 SMALL = (
     "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 4 --micro_train_batch_size 2 "
@@ -46,13 +45,11 @@ def test_gsm8k(run: Run, workshop: Path) -> None:
     assert (out / "model.safetensors").is_file()
 
 
-def test_gsm8k_with_real_questions_and_the_qwen_template(run: Run, tmp_path: Path) -> None:
-    if not (ASSETS / "data/gsm8k").is_dir():
-        pytest.skip(f"no assets in {ASSETS}; set OPENPPO_ASSETS")
+def test_gsm8k_with_real_questions_and_the_qwen_template(run: Run, tmp_path: Path, assets: Path) -> None:
     for name in ("train", "test"):
-        with (ASSETS / f"data/gsm8k/{name}.jsonl").open() as rows:
+        with (assets / f"data/gsm8k/{name}.jsonl").open() as rows:
             (tmp_path / f"{name}.jsonl").write_text("".join(islice(rows, 4)))
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tokenizers" / "qwen2.5")
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / "qwen2.5")
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
     config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, **sizes)

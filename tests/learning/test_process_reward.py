@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import sys
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 Metrics = list[dict[str, Any]]
 REPO = Path(__file__).resolve().parents[2]
-ASSETS = Path(os.environ.get("OPENPPO_ASSETS", REPO.parent / "shared" / "assets"))
 
 
 @pytest.fixture
@@ -71,10 +69,10 @@ def test_prm_learns_to_tell_right_sums_from_wrong_ones(
 
 
 @pytest.mark.parametrize("name", ["samples_math-shepherd", "mr_gsm8k_labelled"])
-def test_prm_trains_on_published_process_data(name: str, train: Callable[[str], Metrics], tmp_path: Path) -> None:
-    tokenizer, data = ASSETS / "tokenizers" / "phi3-mini", ASSETS / "data" / "prm" / f"{name}.jsonl"
-    if not (tokenizer.is_dir() and data.is_file()):
-        pytest.skip(f"no {tokenizer} and {data}; set OPENPPO_ASSETS to the folder of the assets")
+def test_prm_trains_on_published_process_data(
+    name: str, train: Callable[[str], Metrics], tmp_path: Path, assets: Path
+) -> None:
+    tokenizer, data = assets / "tokenizers" / "phi3-mini", assets / "data" / "prm" / f"{name}.jsonl"
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(tmp_path / "model")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=32064, **sizes)).save_pretrained(tmp_path / "model")

@@ -161,6 +161,9 @@ ppo '' must not be empty: name the folder that receives the trained model. | sav
 merge '' must not be empty: name the folder that receives the full model. | save_path
 ppo '' must not be empty: give it alone, with an API key, or not at all. | use_wandb
 ppo '' must not be empty. | step_separator
+ppo [''] must not be empty. | stop
+ppo [-1] must not be negative, got -1 | stop_token_ids
+ppo -1 must not be negative, got -1 | min_new_tokens
 prm '' must not be empty. | placeholder_token
 generate '' must not be empty. | output_path
 """
@@ -267,7 +270,9 @@ report run_dirs=[] | ...name the folder of a run
 ppo cuda_graphs=true rollout_engine=vllm | works with --rollout_engine hf only
 ppo rollout_engine=vllm load_in_4bit=true lora_rank=4 | vllm takes whole weights
 ppo offload_idle=true adam_offload=true | ...leave one of them out
-ppo old_log_probs=rollout top_k=5 | rollout: with --top_p or --top_k
+ppo old_log_probs=rollout top_k=5 | rollout: with --top_p, --top_k or --min_new_tokens
+ppo min_new_tokens=9 generate_max_len=8 | 9 exceeds --generate_max_len 8
+ppo min_new_tokens=1 old_log_probs=rollout | ...--old_log_probs rollout: with --top_p, --top_k or
 ppo rollout_correction=tis old_log_probs=rollout | tis compares the engine
 sft zero_stage=3 compile=true | ...--compile with --zero_stage 3: DeepSpeed gathers...leave --compile out
 ppo verifiable_reward=[math,math] | names one of math math twice

@@ -28,6 +28,8 @@ SAMPLING = {
     "plain": SamplingParams(12),
     "warm": SamplingParams(12, temperature=0.7),
     "cut": SamplingParams(12, temperature=1.3, top_p=0.8, top_k=5),
+    "stops": SamplingParams(12, stop=("ab", "hg", "ee"), stop_token_ids=(8,)),
+    "late": SamplingParams(12, stop=("b", "c"), stop_token_ids=(8, 9), min_new_tokens=6),
 }
 GREEDY = SamplingParams(10, temperature=0.0)
 
@@ -75,6 +77,7 @@ def sampled(engine: VLLMEngine, weights: Weights) -> dict[str, Any]:
     """Completions of each way to sample, in batches, alone and entering one after the other."""
     seeds = [100 + i for i in range(len(PROMPTS))]
     found: dict[str, Any] = {}
+    engine.decode = lambda ids: "".join("___abcdefgh"[i] for i in ids)
     with engine.with_weights(weights):
         for name, params in SAMPLING.items():
             found[name] = plain(engine.generate(PROMPTS, params, seeds))

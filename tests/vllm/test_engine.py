@@ -70,11 +70,43 @@ def test_log_probs_are_those_of_the_distribution_that_was_sampled_from(
 @pytest.mark.parametrize("name", ["plain", "warm", "cut"])
 def test_a_response_ends_at_any_of_several_eos_ids_or_at_its_limit(result: dict[str, Any], name: str) -> None:
     completions = result["sampled"][name]
-    assert {c["finish_reason"] for c in completions} == {"eos", "length"} or name != "plain"
+    assert {c["finish_reason"] for c in completions} == {"stop", "length"} or name != "plain"
     for completion in completions:
         ids, reason = completion["token_ids"], completion["finish_reason"]
         assert not EOS & set(ids[:-1])
-        assert (ids[-1] in EOS) if reason == "eos" else (ids[-1] not in EOS and len(ids) == N_TOKENS)
+        assert (ids[-1] in EOS) if reason == "stop" else (ids[-1] not in EOS and len(ids) == N_TOKENS)
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join("___abcdefgh"[i] for i in ids)
+
+
+def test_a_stop_ends_a_response_where_it_is_complete(result: dict[str, Any]) -> None:
+    ended = 0
+    for free, ours in zip(result["sampled"]["plain"], result["sampled"]["stops"], strict=True):
+        ids = free["token_ids"]
+        ends = (8 in ids[:n] or any(stop in text_of(ids[:n]) for stop in ("ab", "hg", "ee")) for n in range(1, 13))
+        n = next((n for n, ends_here in enumerate(ends, 1) if ends_here), len(ids))
+        assert ours["token_ids"] == ids[:n]
+        assert ours["log_probs"] == pytest.approx(free["log_probs"][:n], abs=1e-5)
+        assert ours["finish_reason"] == ("stop" if n < len(ids) else free["finish_reason"])
+        ended += n < len(ids)
+    assert ended > 0
+
+
+def test_nothing_ends_a_response_before_the_least_length(inputs: Path, result: dict[str, Any]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(inputs / "llama")
+    ends = sorted(EOS | {8, 9})
+    for prompt, completion in zip(PROMPTS, result["sampled"]["late"], strict=True):
+        ids = completion["token_ids"]
+        assert len(ids) >= 6
+        assert not set(ends) & set(ids[:6])
+        rows = logits_of_responses(model, prompt, ids)
+        rows[:6, ends] = -torch.inf
+        expected = rows.log_softmax(-1)[range(len(ids)), ids].tolist()
+        assert completion["log_probs"] == pytest.approx(expected, abs=1e-4)
+        last = completion["finish_reason"] == "stop"
+        assert last == (ids[-1] in ends or text_of(ids[-1:]) in ("b", "c"))
 
 
 def tokens(completions: Completions) -> list[list[int]]:

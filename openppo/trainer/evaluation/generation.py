@@ -19,13 +19,14 @@ from openppo.models.pretrained import check_model, check_token_ids, known_eos_to
 from openppo.rewards.build import ScorerSetup, build_scorer
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
+from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
 from openppo.strategy.comm import InferenceStrategy, check_transformers
 from openppo.tracking import progress_bar
 from openppo.trainer.engine_check import check_frozen
 from openppo.trainer.evaluation.evaluator import Evaluation, Evaluator, generate_responses, short_names
 from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, tokenizing
 from openppo.trainer.supervised.batches import pack_where_exact
-from openppo.types import Comm, Prompt, SamplingParams, Trajectory
+from openppo.types import Comm, Prompt, Trajectory
 
 
 class _Job:
@@ -37,7 +38,7 @@ class _Job:
         self.strategy = InferenceStrategy(options.bf16)
         self.comm = self.strategy.comm
         self.tokenizer, self.prompts = _load_prompts(options, self.comm)
-        self.params = SamplingParams(options.generate_max_len, options.temperature, options.top_p, options.top_k)
+        self.params = sampling_params(options)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -60,18 +61,21 @@ class _Job:
             options.micro_batch_size,
             show_progress=self.strategy.is_main,
         )
+        engine.decode = decoder(self.tokenizer)
         return actor, engine
 
     def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
-        """What is written of the response of that number on this rank."""
+        """What is written of the response of that number on this rank; its text ends before a stop string."""
+        ids = response.response_ids
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         return {
             "source": response.prompt.source,
             "row": response.prompt.index,
             "sample": number % self.options.n_samples_per_prompt,
             "prompt": response.prompt.text,
-            "response": self.tokenizer.decode(response.response_ids, skip_special_tokens=True),
+            "response": text_before_stop(text, ids, self.params, decoder(self.tokenizer)),
             "finish_reason": response.finish_reason.value,
-            "n_tokens": len(response.response_ids),
+            "n_tokens": len(ids),
             "label": response.prompt.label,
         }
 

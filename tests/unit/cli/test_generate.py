@@ -109,6 +109,17 @@ def test_several_samples_of_a_prompt_are_numbered_and_differ(generate: Generate)
     assert lines != generate("--n_samples_per_prompt", "3", "--temperature", "1", "--seed", "43")
 
 
+def test_the_text_of_a_response_ends_before_its_stop_string(generate: Generate) -> None:
+    free = generate()
+    letter = next(text[3] for line in free if len(text := line["response"].replace(" ", "")) > 3)
+    for whole, line in zip(free, generate("--stop", letter, "no such text"), strict=True):
+        text, stop, _ = whole["response"].partition(letter)
+        assert line["response"] == text
+        assert line["n_tokens"] == (len(text) + 1 if stop else whole["n_tokens"])
+        assert line["finish_reason"] == ("stop" if stop else whole["finish_reason"])
+    assert all(line["n_tokens"] == NEW_TOKENS for line in generate("--min_new_tokens", str(NEW_TOKENS)))
+
+
 def test_lines_name_the_row_also_where_long_prompts_are_dropped(generate: Generate) -> None:
     assert [line["row"] for line in generate("--prompt_max_len", "10")] == [0, 1, 4, 5]
 

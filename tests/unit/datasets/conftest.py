@@ -1,9 +1,7 @@
 """A character tokenizer small enough to check by hand, and the folder of real inputs."""
 
-import os
 import string
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
@@ -15,7 +13,6 @@ CHAT_TEMPLATE = (
     "<bos>{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-ASSETS = Path(os.environ.get("OPENPPO_ASSETS", Path(__file__).parents[4] / "shared" / "assets"))
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerBase]
 
@@ -51,11 +48,3 @@ def make_tokenizer() -> MakeTokenizer:
 def tokenizer(make_tokenizer: MakeTokenizer) -> PreTrainedTokenizerBase:
     """One token per character, BOS added in front, with a chat template."""
     return make_tokenizer(bos=True)
-
-
-@pytest.fixture(scope="session")
-def assets() -> Path:
-    """Folder of real tokenizers and data."""
-    if not ASSETS.is_dir():
-        pytest.skip(f"no folder of real inputs at {ASSETS}: set OPENPPO_ASSETS")
-    return ASSETS

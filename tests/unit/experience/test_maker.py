@@ -391,6 +391,8 @@ def test_the_engines_log_probs_stand_for_the_actors_where_asked(trajectories: li
     [
         (4, {}, "rollout"),
         (4, {"top_p": 0.9}, "recompute"),
+        (4, {"min_new_tokens": 1}, "recompute"),
+        (4, {"stop": ("x",)}, "rollout"),
         (4, {"old_log_probs": "recompute"}, "recompute"),
         (4, {"bf16": True}, "training"),
         (5, {"bf16": True}, "recompute"),  # several optimizer steps

@@ -1,8 +1,5 @@
 """Trajectories in one call; only their tokens, texts and labels matter to rewards."""
 
-import os
-from pathlib import Path
-
 import pytest
 
 from openppo.types import FinishReason, Prompt, Trajectory
@@ -36,12 +33,3 @@ def two(make_trajectory):
         make_trajectory([4, 5], [6, 7, 1], text="ab", label=1, row=first),
         make_trajectory([4], [1], text="a", label={"answer": 2}, row=second),
     ]
-
-
-@pytest.fixture(scope="session")
-def assets():
-    """Real inputs, which are no part of the repository."""
-    folder = Path(os.environ.get("OPENPPO_ASSETS", Path(__file__).resolve().parents[4] / "shared" / "assets"))
-    if not folder.is_dir():
-        pytest.skip(f"no assets in {folder}; set OPENPPO_ASSETS")
-    return folder

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import json
 import math
-import os
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -20,8 +19,6 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.tracking import JSONLTracker
 from openppo.trainer.sample_log import MAX_TOKENS, SampleLog, choose, sample_row, token_row, token_texts
 from openppo.types import Experience, FinishReason, Prompt, SingleProcess, Trajectory
-
-ASSETS = Path(os.environ.get("OPENPPO_ASSETS", Path(__file__).parents[3].parent / "shared" / "assets"))
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +116,8 @@ def test_bytes_that_never_become_a_character_are_shown(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral-v3", "phi3-mini", "qwen2.5"])
-def test_token_texts_of_real_tokenizers_put_together_are_the_text(name: str) -> None:
-    if not (ASSETS / "tokenizers" / name).is_dir():
-        pytest.skip(f"no assets in {ASSETS}; set OPENPPO_ASSETS")
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tokenizers" / name)
+def test_token_texts_of_real_tokenizers_put_together_are_the_text(name: str, assets: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
     text = "Once  upon a time,\n\tthere was 日本 👩‍🚀 naïve</script> x."
     prompt, ids = tokenizer("Say: ", add_special_tokens=False)["input_ids"], tokenizer(text)["input_ids"]
     texts = token_texts([*prompt, *ids], tokenizer, first=len(prompt))
