@@ -145,9 +145,11 @@ class ProgressBar(AbstractContextManager["ProgressBar[T]"], Generic[T]):
         self._done = 0
         self._start = self._last_line = time.monotonic()
 
-    def update(self, n: int = 1) -> None:
-        """Count ``n`` more as done."""
+    def update(self, n: int = 1, total: int | None = None) -> None:
+        """Count ``n`` more as done, of ``total`` if that has changed."""
         self._done += n
+        if total is not None:
+            self._total = self._bar.total = total
         current.progress()
         self._bar.update(n)
         self._write_line(since=self._last_line)

@@ -196,7 +196,7 @@ class PPOTrainer:
                 if (trajectories := next(source, None)) is None:
                     return
                 yield trajectories
-                bar.update()
+                bar.update(total=self.total_steps)  # dynamic sampling may have used up prompts of later steps
 
     @contextmanager
     def _session(self) -> Iterator[None]:

@@ -299,6 +299,7 @@ def engine_differs(history: History) -> Found | None:
         return None
     causes = ["--top_p"] if history.option("top_p", 1) < 1 else []
     causes += ["--top_k"] if history.option("top_k") is not None else []
+    causes += ["--min_new_tokens"] if history.option("min_new_tokens", 0) else []
     causes += ["--lora_dropout"] if history.option("lora_rank", 0) and history.option("lora_dropout", 0) else []
     precision = "check the precision of the engine (--bf16, --rollout_engine)"
     remedy = f"leave out {' and '.join(causes)}" if causes else precision
