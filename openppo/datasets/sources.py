@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict, interleave_datasets, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
+from openppo.config import RowsConfig, parse_probs
 from openppo.user_code import leaving_no_trace, load_callable
 
 logger = logging.getLogger(__name__)
@@ -94,30 +95,25 @@ def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) ->
 
 
 def load_mixed_rows(
-    sources: Sequence[tuple[str, float | None]],
-    *,
-    flag: str,
-    split: str,
-    max_samples: int | None,
-    seed: int,
-    dataset_class: str | None = None,
+    options: RowsConfig, sources: str, probs: str | None = None, *, flag: str, split: str, seed: int
 ) -> list[SourceRow]:
-    """Rows of several sources, at most ``max_samples`` of each; ``sources`` come from ``config.parse_probs``.
+    """Rows of ``sources``, several with commas, at most ``--max_samples`` of each.
 
-    Without shares: all rows, one source after the other. With shares: each next row comes from a source drawn by its
-    share, until the first source is used up, as in OpenRLHF. ``dataset_class`` loads each source instead of
+    Without ``probs``: all rows, one source after the other. With these shares: each next row comes from a source drawn
+    by its share, until the first source is used up, as in OpenRLHF. ``--dataset_class`` loads each source instead of
     ``load_rows``. Raises ``ValueError`` naming the flag, the source and the remedy.
     """
-    make = None if dataset_class is None else load_callable(dataset_class, "--dataset_class")
+    pairs, limit = parse_probs(sources, probs, flag.removeprefix("--")), options.max_samples
+    make = None if options.dataset_class is None else load_callable(options.dataset_class, "--dataset_class")
     loaded = []
-    for source, _ in sources:
+    for source, _ in pairs:
         if make is None:
-            loaded.append(load_rows(source, flag=flag, split=split, max_samples=max_samples))
+            loaded.append(load_rows(source, flag=flag, split=split, max_samples=limit))
         else:
-            where = f"--dataset_class {dataset_class}, called for {flag} {source},"
+            where = f"--dataset_class {options.dataset_class}, called for {flag} {source},"
             with leaving_no_trace(where):
-                loaded.append(number_rows(_rows_made(make(source), where, max_samples), source))
-    shares = [share for _, share in sources if share is not None]
+                loaded.append(number_rows(_rows_made(make(source), where, limit), source))
+    shares = [share for _, share in pairs if share is not None]
     rows = _interleave(loaded, shares, seed) if shares else list(chain.from_iterable(loaded))
     n_different = len({hash(repr(row.row)) for row in rows})  # hashes, so that no second copy is in memory
     if n_different < len(rows):

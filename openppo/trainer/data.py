@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import TrainPPOConfig, parse_probs
+from openppo.config import TrainPPOConfig
 from openppo.datasets import ShowRows, TokenExample, load_documents, load_mixed_rows, load_prompts
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.models.adapters import refuse_stacked_adapters
@@ -65,21 +65,16 @@ def _load(
     with_prompts: bool,
 ) -> PPOData:
     data, new_tokens = config.data, config.generation.generate_max_len
-    if not with_prompts:
-        documents, fingerprint = _documents(config, tokenizer, data.prompt_max_len + new_tokens, show)
-        rows = [document.token_ids for document in documents]
-        check_token_ids(actor_config, f"--pretrain {config.model.pretrain}", tokenizer, rows)
-        return PPOData([], [], documents, fingerprint, data.prompt_max_len + new_tokens)
-    assert data.prompt_data is not None
+    prompts: list[Prompt] = []
     held_out: list[Prompt] = []
-    flag, source, split = "--prompt_data", data.prompt_data, data.prompt_split
-    prompts = _prompts(config, tokenizer, flag, source, data.prompt_data_probs, split, show)
-    if config.evaluation.eval_data is not None:
-        source, split = config.evaluation.eval_data, config.evaluation.eval_split
-        held_out = _prompts(config, tokenizer, "--eval_data", source, None, split, show)
-    longest_prompt = max(len(prompt.token_ids) for prompt in [*prompts, *held_out])
-    check_context(actor_config, f"--pretrain {config.model.pretrain}", longest_prompt, new_tokens)
-    longest = longest_prompt + new_tokens
+    longest = data.prompt_max_len + new_tokens
+    if with_prompts:
+        given = data.prompt_data, data.prompt_data_probs, data.prompt_split
+        prompts = _prompts(config, tokenizer, "--prompt_data", *given, show)
+        if (source := config.evaluation.eval_data) is not None:
+            held_out = _prompts(config, tokenizer, "--eval_data", source, None, config.evaluation.eval_split, show)
+        longest = max(len(prompt.token_ids) for prompt in [*prompts, *held_out]) + new_tokens
+        check_context(actor_config, f"--pretrain {config.model.pretrain}", longest - new_tokens, new_tokens)
     documents, fingerprint = _documents(config, tokenizer, longest, show)
     rows = [prompt.token_ids for prompt in [*prompts, *held_out]] + [document.token_ids for document in documents]
     check_token_ids(actor_config, f"--pretrain {config.model.pretrain}", tokenizer, rows)
@@ -95,16 +90,8 @@ def _prompts(
     split: str,
     show: ShowRows,
 ) -> list[Prompt]:
-    data = config.data
-    rows = load_mixed_rows(
-        parse_probs(source, probs, flag.removeprefix("--")),
-        flag=flag,
-        split=split,
-        max_samples=data.max_samples,
-        seed=config.deepspeed.seed,
-        dataset_class=data.dataset_class,
-    )
-    loaded = load_prompts(rows, tokenizer, data, flag=flag, show=show)
+    rows = load_mixed_rows(config.data, source, probs, flag=flag, split=split, seed=config.deepspeed.seed)
+    loaded = load_prompts(rows, tokenizer, config.data, flag=flag, show=show)
     log_dropped(loaded.dropped, len(loaded.prompts), flag, "--prompt_max_len")
     return loaded.prompts
 
@@ -116,13 +103,8 @@ def _documents(
     data = config.data
     if data.pretrain_data is None or config.ppo.ptx_coef == 0:
         return [], ""
-    rows = load_mixed_rows(
-        parse_probs(data.pretrain_data, data.pretrain_data_probs, "pretrain_data"),
-        flag="--pretrain_data",
-        split=data.pretrain_split,
-        max_samples=data.max_samples,
-        seed=config.deepspeed.seed,
-    )
+    given, seed = (data.pretrain_data, data.pretrain_data_probs), config.deepspeed.seed
+    rows = load_mixed_rows(data, *given, flag="--pretrain_data", split=data.pretrain_split, seed=seed)
     key = data.pretrain_key or data.input_key
     documents = load_documents(rows, tokenizer, key, max_len, show)
     return documents, examples_fingerprint(row.row if key is None else row.row[key] for row in rows)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from openppo.config import RowsConfig
 from openppo.datasets import load_mixed_rows
 from openppo.rewards import load_reward_function
 
@@ -30,9 +31,7 @@ def rewards(file: Path) -> Any:
 
 
 def data(file: Path) -> Any:
-    return load_mixed_rows(
-        [("x", None)], flag="--dataset", split="train", max_samples=None, seed=0, dataset_class=f"{file}:make"
-    )
+    return load_mixed_rows(RowsConfig(dataset_class=f"{file}:make"), "x", flag="--dataset", split="train", seed=0)
 
 
 both = pytest.mark.parametrize("load", [rewards, data])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig, parse_probs
+from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.datasets import load_mixed_rows, load_prompts
 from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, model_error_context
@@ -173,12 +173,7 @@ def _load_prompts(options: PromptsConfig, comm: Comm) -> tuple[PreTrainedTokeniz
     attention_implementation(options.flash_attn, options.bf16)
     tokenizer = load_policy_tokenizer(options.pretrain, options.trust_remote_code, options.chat_template_kwargs)
     rows = load_mixed_rows(
-        parse_probs(options.prompt_data, None, "prompt_data"),
-        flag="--prompt_data",
-        split=options.prompt_split,
-        max_samples=options.max_samples,
-        seed=options.seed,
-        dataset_class=options.dataset_class,
+        options, options.prompt_data, flag="--prompt_data", split=options.prompt_split, seed=options.seed
     )
     loaded = load_prompts(rows, tokenizer, options, show=tokenizing(comm))
     log_dropped(loaded.dropped, len(loaded.prompts), "--prompt_data", "--prompt_max_len")

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig, parse_probs
+from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.config.commands import SupervisedCommand
 from openppo.datasets import (
     load_mixed_rows,
@@ -170,14 +170,7 @@ def load_train_and_eval(
     def load(source: str | None, probs: str | None, flag: str, split: str) -> list[Example]:
         if source is None:
             return []
-        rows = load_mixed_rows(
-            parse_probs(source, probs, flag.removeprefix("--")),
-            flag=flag,
-            split=split,
-            max_samples=options.max_samples,
-            seed=config.deepspeed.seed,
-            dataset_class=options.dataset_class,
-        )
+        rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=config.deepspeed.seed)
         examples, dropped = make(rows, flag=flag, show=tokenizing(comm))
         log_dropped(dropped, len(examples), flag, "--max_len")
         return examples

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 from transformers import AutoTokenizer
 
-from openppo.config import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
+from openppo.config import PPODataConfig, PreferenceConfig, ProcessConfig, RowsConfig, SFTDataConfig, SupervisedConfig
 from openppo.datasets import (
     load_mixed_rows,
     load_preferences,
@@ -35,7 +35,7 @@ WITH_TEMPLATE = SupervisedConfig("m", "d", apply_chat_template=True, max_len=100
 
 
 def rows_of(source, split="train"):
-    return load_mixed_rows([(str(source), None)], flag="--dataset", split=split, max_samples=None, seed=0)
+    return load_mixed_rows(RowsConfig(), str(source), flag="--dataset", split=split, seed=0)
 
 
 @pytest.mark.parametrize(

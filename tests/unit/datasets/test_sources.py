@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from openppo.config import PPODataConfig, parse_probs
+from openppo.config import PPODataConfig, RowsConfig, parse_probs
 from openppo.datasets import load_mixed_rows, load_prompts, load_rows, require_column, sources
 
 ROWS = [
@@ -313,9 +313,8 @@ def files(tmp_path):
     return ",".join(str(tmp_path / f"{name}.jsonl") for name in SIZES)
 
 
-def mix(source, probs, seed=42, max_samples=None, **options):
-    pairs = parse_probs(source, probs, "prompt_data")
-    return load_mixed_rows(pairs, flag="--prompt_data", split="train", max_samples=max_samples, seed=seed, **options)
+def mix(source, probs, seed=42, **options):
+    return load_mixed_rows(RowsConfig(**options), source, probs, flag="--prompt_data", split="train", seed=seed)
 
 
 def texts(rows):

@@ -4,21 +4,23 @@ import datetime
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DogeConfig, Llama4TextConfig, MptConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, DogeConfig, Llama4TextConfig, LlamaConfig, MptConfig, PreTrainedConfig
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.datasets import TokenExample
 from openppo.models.actor import Actor
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.comm import check_same
+from openppo.trainer.data import load_ppo_data
 from openppo.trainer.startup import check_context, check_options
-from openppo.types import SamplingParams
+from openppo.types import SamplingParams, SingleProcess
 from tests.architectures import tiny_config
 
 HOST = socket.gethostname()
@@ -169,3 +171,11 @@ def test_up_to_there_a_row_is_sampled_as_alone(name: str, limit: str, beyond: in
     row = torch.tensor([prompts[0] + sampled[0].token_ids])
     alone = Actor(model)(row, torch.ones_like(row).bool())[0, 3:]
     assert torch.allclose(alone, torch.tensor(sampled[0].log_probs), atol=1e-4) == (beyond == 0)
+
+
+def test_a_loader_of_the_users_own_reads_documents_too(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
+    (tmp_path / "mine.py").write_text("def rows(source):\n    return [{'text': source}] * 3\n")
+    loader = f"{tmp_path}/mine.py:rows"
+    config = from_options(TrainPPOConfig, pretrain="m", reward_fn="f.py", pretrain_data="ab", dataset_class=loader)
+    data = load_ppo_data(config, make_tokenizer(), LlamaConfig(vocab_size=40), SingleProcess(), prompts=False)
+    assert [document.token_ids for document in data.documents] == [[4, 5, 1]] * 3
