@@ -5,35 +5,27 @@ from typing import TYPE_CHECKING
 from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.datasets.sources import Row as Row
-    from openppo.datasets.sources import (
-        ShowRows as ShowRows,
-        SourceRow as SourceRow,
-        load_mixed_rows as load_mixed_rows,
-        load_rows as load_rows,
-        naming_row as naming_row,
-        number_rows as number_rows,
-        require_column as require_column,
+    from openppo.datasets.examples import (
+        PreferenceExample as PreferenceExample,
+        PromptSet as PromptSet,
+        load_documents as load_documents,
+        load_preferences as load_preferences,
+        load_prompts as load_prompts,
+        load_sft_examples as load_sft_examples,
     )
-    from openppo.datasets.preference import PreferenceExample as PreferenceExample, load_preferences as load_preferences
     from openppo.datasets.process import (
         ProcessExample as ProcessExample,
         StepEncoder as StepEncoder,
         load_process_examples as load_process_examples,
         single_token_id as single_token_id,
     )
-    from openppo.datasets.prompts import (
-        PromptSet as PromptSet,
-        load_prompts as load_prompts,
-    )
-    from openppo.datasets.sampler import BatchSampler as BatchSampler, cyclic_batches as cyclic_batches, shard as shard
-    from openppo.datasets.sft import load_documents as load_documents, load_sft_examples as load_sft_examples
     from openppo.datasets.row_formats import RowFields as RowFields, RowReader as RowReader
-    from openppo.datasets.templates import (
-        TokenExample as TokenExample,
-        render_prompt as render_prompt,
-        render_whole as render_whole,
-    )
+    from openppo.datasets.sampler import BatchSampler as BatchSampler, cyclic_batches as cyclic_batches, shard as shard
+    from openppo.datasets.sources import Row as Row, ShowRows as ShowRows, SourceRow as SourceRow
+    from openppo.datasets.sources import load_mixed_rows as load_mixed_rows, load_rows as load_rows
+    from openppo.datasets.sources import number_rows as number_rows, require_column as require_column
+    from openppo.datasets.templates import TokenExample as TokenExample
+    from openppo.datasets.templates import render_prompt as render_prompt, render_whole as render_whole
     from openppo.datasets.turns import render_conversation as render_conversation, render_response as render_response
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openppo.config import ProcessConfig, SupervisedConfig
-from openppo.datasets.row_formats import Keys, RowFields, RowReader
+from openppo.datasets.row_formats import RowFields, RowReader
 from openppo.datasets.sources import ShowRows, SourceRow
 from openppo.datasets.templates import (
     as_messages,
@@ -41,10 +41,6 @@ class ProcessExample:
     token_ids: list[int]
     labels: list[int] | list[float]
 
-    def __post_init__(self) -> None:
-        lengths = len(self.token_ids), len(self.labels)
-        assert lengths[0] == lengths[1], f"lists of unequal length {lengths}"
-
 
 @dataclass(frozen=True)
 class StepEncoder:
@@ -62,36 +58,34 @@ class StepEncoder:
         ``prompt`` is a text, a list of chat messages, or None if the first step holds it. Between a prompt without
         template and the first step comes ``STEP_SEPARATOR``; further steps start with their separator.
         """
-        ids, places = self._encode_start(prompt, steps[0].rstrip(" ")), []
-        for number, step in enumerate(steps):
-            if number > 0:
-                after = encode_bare(self.tokenizer, self.placeholder + step.rstrip(" "))  # as in the whole text
-                known = after[:1] == [self.placeholder_id]
-                ids += after[1:] if known else encode_bare(self.tokenizer, step.rstrip(" "))
+        first, *others = (step.rstrip(" ") for step in steps)
+        ids, places = self._encode_start(prompt, first), []
+        for step in others:
             places.append(len(ids))
-            ids.append(self.placeholder_id)
-        return ids, places
+            after = encode_bare(self.tokenizer, self.placeholder + step)  # as in the whole text
+            known = after[:1] == [self.placeholder_id]
+            ids += after if known else [self.placeholder_id, *encode_bare(self.tokenizer, step)]
+        return [*ids, self.placeholder_id], [*places, len(ids)]
 
     def _encode_start(self, prompt: Any, first_step: str) -> list[int]:
         """Token ids of the prompt, if any, and the first step."""
         template, chat = self.input_template, self.apply_chat_template
-        if prompt is not None:
-            text, _ = render_prompt(prompt, self.tokenizer, input_template=template, apply_chat_template=chat)
-            if chat and first_step:  # some templates refuse an empty turn
-                turns = [*as_messages(prompt, "user", template), {"role": "assistant", "content": first_step}]
-                whole = render_chat(turns, self.tokenizer)
-            else:
-                whole = text + ("" if chat or template else STEP_SEPARATOR) + first_step
-            place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
-            read = text + first_step if place < 0 else whole[: place + len(first_step)]  # a space may stand between
-            ids, _ = encode_cut(self.tokenizer, read, [len(text)], add_special_tokens=not chat)
-            return ids
-        if chat or template is not None:
+        if prompt is None and not chat and template is None:
+            return encode_start(self.tokenizer, first_step)
+        if prompt is None:
             raise ValueError(
                 "a solution that is one text holds its question too, so no template can go around it. Leave "
                 "--apply_chat_template and --input_template out."
             )
-        return encode_start(self.tokenizer, first_step)
+        text, _ = render_prompt(prompt, self.tokenizer, input_template=template, apply_chat_template=chat)
+        between = "" if chat or template else STEP_SEPARATOR
+        if chat and first_step:  # some templates refuse an empty turn
+            turns = [*as_messages(prompt, "user", template), {"role": "assistant", "content": first_step}]
+            whole = render_chat(turns, self.tokenizer)
+            place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
+            between = whole[len(text) : place] if place >= 0 else ""  # a space may stand there
+        ids, _ = encode_cut(self.tokenizer, text + between + first_step, [len(text)], add_special_tokens=not chat)
+        return ids
 
 
 def load_process_examples(
@@ -113,11 +107,16 @@ def load_process_examples(
     single token, and ``--max_len`` if no example is left.
     """
     require_tokenizer(tokenizer, apply_chat_template=supervised.apply_chat_template, eos=False)
-    placeholder, chat = data.placeholder_token, supervised.apply_chat_template
-    reward_ids = _reward_ids(tokenizer, data)
+    placeholder = data.placeholder_token
+    reward_ids = {token: single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens}
     placeholder_id = single_token_id(tokenizer, placeholder, "--placeholder_token")
-    encode = StepEncoder(tokenizer, placeholder, placeholder_id, supervised.input_template, chat)
-    reader = RowReader(rows, "steps", flag, supervised, _named_keys(data))
+    encode = StepEncoder(
+        tokenizer, placeholder, placeholder_id, supervised.input_template, supervised.apply_chat_template
+    )
+    columns = data.input_key or "input", data.label_key or "label"
+    keys = {"response": (columns[0], "--input_key"), "label": (columns[1], "--label_key")}
+    named = data.input_key is not None or data.label_key is not None
+    reader = RowReader(rows, "steps", flag, supervised, keys if named else None)
     kinds: set[type] = set()
 
     def render(fields: RowFields, row: SourceRow) -> ProcessExample:
@@ -130,9 +129,7 @@ def load_process_examples(
         by_place = dict(zip(places, labels, strict=True))
         return ProcessExample(ids, [by_place.get(t, IGNORED) for t in range(len(ids))])
 
-    return reader.examples(
-        render, lambda example: len(example.token_ids), tokenizer, ("--max_len", supervised.max_len), show
-    )
+    return reader.examples(render, ("--max_len", supervised.max_len), show)
 
 
 def single_token_id(
@@ -147,27 +144,6 @@ def single_token_id(
             f"another with {flag}."
         )
     return ids[0]
-
-
-def _reward_ids(tokenizer: PreTrainedTokenizerBase, data: ProcessConfig) -> dict[str, int]:
-    """The reward tokens, good first, with their ids."""
-    reward_ids = {token: single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens}
-    if len(set(reward_ids.values())) < len(reward_ids):
-        raise ValueError(
-            f"--reward_tokens {' '.join(reward_ids)}: two of them are the same token of the tokenizer of --pretrain. "
-            "Choose others."
-        )
-    return reward_ids
-
-
-def _named_keys(data: ProcessConfig) -> Keys | None:
-    """The columns that the user named."""
-    if data.input_key is None and data.label_key is None:
-        return None
-    return {
-        "response": (data.input_key or "input", "--input_key"),
-        "label": (data.label_key or "label", "--label_key"),
-    }
 
 
 def _steps(fields: RowFields, placeholder: str) -> list[str]:
@@ -185,7 +161,7 @@ def _steps(fields: RowFields, placeholder: str) -> list[str]:
 
 def _labels(fields: RowFields, n_steps: int, placeholder: str, reward_ids: dict[str, int]) -> list[int] | list[float]:
     """The judgement of each step."""
-    label = fields.label
+    label, tokens = fields.label, " ".join(reward_ids)
     judgements = _read_off(fields.response, label, placeholder, reward_ids) if isinstance(label, str) else label
     if not isinstance(judgements, list):
         raise ValueError(f"the judgements are neither a text nor a list: {shortened(judgements)}.")
@@ -193,26 +169,26 @@ def _labels(fields: RowFields, n_steps: int, placeholder: str, reward_ids: dict[
         raise ValueError(f"{n_steps} steps and {len(judgements)} judgements of them. Correct the row.")
     numbers = [value for value in judgements if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(numbers) == n_steps:
-        if len(reward_ids) != 2:
-            raise ValueError("judgements that are numbers need exactly two --reward_tokens, good and bad.")
-        if not all(0 <= number <= 1 for number in numbers):
-            raise ValueError(f"judgements that are numbers must lie in [0, 1]: {shortened(judgements)}.")
+        if len(reward_ids) != 2 or not all(0 <= number <= 1 for number in numbers):
+            raise ValueError(
+                f"judgements that are numbers must lie in [0, 1] and need exactly two --reward_tokens, good and bad: "
+                f"{shortened(judgements)} with {tokens}."
+            )
         return [float(number) for number in numbers]
     good, bad, *_ = reward_ids
     names = [(good if value else bad) if isinstance(value, bool) else value for value in judgements]
     if not all(isinstance(name, str) and name in reward_ids for name in names):
         raise ValueError(
-            f"judgements {shortened(judgements)} are not all of --reward_tokens {' '.join(reward_ids)}, nor all "
-            "true or false, nor all numbers."
+            f"judgements {shortened(judgements)} are not all of --reward_tokens {tokens}, nor all true or false, nor "
+            "all numbers."
         )
     return [reward_ids[name] for name in names]
 
 
 def _read_off(solution: Any, judged: str, placeholder: str, reward_ids: dict[str, int]) -> list[str]:
     """The reward tokens in ``judged`` at the placeholders of ``solution``."""
-    pieces = as_text(solution).split(placeholder)
-    names = "|".join(re.escape(token) for token in sorted(reward_ids, key=len, reverse=True))
-    match = re.fullmatch(f"({names})".join(re.escape(piece) for piece in pieces), judged)
+    names = "|".join(map(re.escape, sorted(reward_ids, key=len, reverse=True)))
+    match = re.fullmatch(f"({names})".join(map(re.escape, as_text(solution).split(placeholder))), judged)
     if match is None:
         raise ValueError(
             f"the label is not the solution with one of --reward_tokens {' '.join(reward_ids)} in place of each "

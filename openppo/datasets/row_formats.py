@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from itertools import chain
+from typing import Any, Literal, TypeVar
 
 from openppo.config.data import RowsConfig
 from openppo.datasets.sources import Row, ShowRows, SourceRow, naming_row, require_column
-from openppo.datasets.templates import Message, as_messages, as_text, is_far_longer, same_turn, shortened
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from openppo.datasets.templates import Message, as_messages, as_text, same_turn, shortened
 
 T = TypeVar("T")
 
@@ -65,6 +63,10 @@ class RowFormat:
         found = [next((name for name in names if name in row), "") for names in self.needs[task]]
         return found if all(found) and self.fits(row) else []
 
+    def describe(self, task: Task) -> str:
+        """Name and columns."""
+        return f"{self.name!r} ({' and '.join(' or '.join(names) for names in self.needs[task])})"
+
 
 PLAIN_PROMPT = ("input", "prompt")
 PLAIN_RESPONSE = ("output", "response", "completion")
@@ -79,25 +81,20 @@ def _first(row: Row, *names: str) -> Any:
 
 
 def _plain(row: Row, chat: bool) -> RowFields:
-    response = _first(row, *PLAIN_RESPONSE)
-    reference = _first(row, "label", "answer", *PLAIN_RESPONSE)
-    return RowFields(prompt=_first(row, *PLAIN_PROMPT), response=response, label=reference)
+    label = _first(row, "label", "answer", *PLAIN_RESPONSE)
+    return RowFields(prompt=_first(row, *PLAIN_PROMPT), response=_first(row, *PLAIN_RESPONSE), label=label)
 
 
 def _question_answer(row: Row, chat: bool) -> RowFields:
     """The solution is the response, the shorter answer the label; either stands in for the other."""
     answer, solution = row.get("answer"), row.get("solution")
-    return RowFields(
-        prompt=_first(row, *QUESTION),
-        response=answer if solution is None else solution,
-        label=solution if answer is None else answer,
-    )
+    response, label = (answer if solution is None else solution), (solution if answer is None else answer)
+    return RowFields(prompt=_first(row, *QUESTION), response=response, label=label)
 
 
 def _alpaca(row: Row, chat: bool) -> RowFields:
     """The input, if there is one, follows the instruction on the next line."""
-    instruction, context = as_text(row["instruction"]), row.get("input")
-    prompt = f"{instruction}\n{as_text(context)}" if context else instruction
+    prompt = as_text(row["instruction"]) + (f"\n{as_text(row['input'])}" if row.get("input") else "")
     return RowFields(prompt=prompt, response=row.get("output"), label=row.get("output"))
 
 
@@ -108,15 +105,13 @@ def _parts_of_chat(turns: list[Message]) -> RowFields:
     return RowFields(prompt=turns[:-1], response=turns[-1:], label=turns[-1]["content"], conversation=turns)
 
 
+def _messages(row: Row, chat: bool) -> RowFields:
+    return _parts_of_chat(as_messages(row["messages"]))
+
+
 SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "observation": "tool",
-    "tool": "tool",
+    **{"human": "user", "user": "user", "system": "system", "observation": "tool", "tool": "tool"},
+    **dict.fromkeys(("gpt", "chatgpt", "assistant"), "assistant"),
 }
 
 
@@ -143,25 +138,21 @@ def _preference(row: Row, chat: bool) -> RowFields:
     """Whole conversations are divided after their shared turns, regardless of the prompt column."""
     prompt, chosen, rejected = _first(row, "prompt", "question"), row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list) and as_messages(chosen)[0]["role"] != "assistant":
-        chosen, rejected = as_messages(chosen), as_messages(rejected)
-        n = _shared_turns(chosen, rejected)
-        prompt, chosen, rejected = chosen[:n] or None, chosen[n:], rejected[n:]
+        return _divided(as_messages(chosen), as_messages(rejected))
     return RowFields(prompt=prompt, response=chosen, chosen=chosen, rejected=rejected)
 
 
-def _shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
-    """Number of shared turns at the start, such that the assistant follows in both."""
+def _divided(chosen: list[Message], rejected: list[Message]) -> RowFields:
+    """The prompt is the shared turns at the start, such that the assistant follows in both."""
     n, end = 0, min(len(chosen), len(rejected)) - 1
     while n < end and same_turn(chosen[n], rejected[n]):
         n += 1
     while n > 0 and not chosen[n]["role"] == rejected[n]["role"] == "assistant":
         n -= 1
-    return n
+    return RowFields(prompt=chosen[:n] or None, response=chosen[n:], chosen=chosen[n:], rejected=rejected[n:])
 
 
 HH_ROLES = {"Human": "user", "Assistant": "assistant"}
-HH_NAMES = {role: name for name, role in HH_ROLES.items()}
-HH_ANSWER = "\n\nAssistant:"
 
 
 def _is_transcript(row: Row) -> bool:
@@ -170,73 +161,68 @@ def _is_transcript(row: Row) -> bool:
 
 def _hh(row: Row, chat: bool) -> RowFields:
     """The prompt ends where the transcripts part; as text it ends with "Assistant:"."""
-    chosen, rejected = (_turns_of_transcript(row[side]) for side in ("chosen", "rejected"))
-    n = _shared_turns(chosen, rejected)
+    sides = [_turns_of_transcript(row[side]) for side in ("chosen", "rejected")]
+    fields = _divided(*sides)
     if chat:
-        asked, good, bad = (
-            [{**turn, "content": turn["content"].strip()} for turn in turns]
-            for turns in (chosen[:n], chosen[n:], rejected[n:])
-        )
-        return RowFields(prompt=asked or None, response=good, chosen=good, rejected=bad)
-    if n == 0:
-        return RowFields(response=row["chosen"], chosen=row["chosen"], rejected=row["rejected"])
-    good_text, bad_text = (_transcript(turns[n:]).removeprefix(HH_ANSWER) for turns in (chosen, rejected))
-    prompt = _transcript(chosen[:n]) + HH_ANSWER
-    return RowFields(prompt=prompt, response=good_text, chosen=good_text, rejected=bad_text)
+        for turn in chain(*sides):
+            turn["content"] = turn["content"].strip()
+        return fields
+    chosen, rejected, prompt = row["chosen"], row["rejected"], None
+    if fields.prompt is not None:
+        names = {role: name for name, role in HH_ROLES.items()}
+        prompt = "".join(f"\n\n{names[turn['role']]}:{turn['content']}" for turn in fields.prompt) + "\n\nAssistant:"
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    return RowFields(prompt=prompt, response=chosen, chosen=chosen, rejected=rejected)
 
 
 def _turns_of_transcript(value: Any) -> list[Message]:
-    before, *pieces = re.split(r"\n\n(Human|Assistant):", as_text(value))
-    if before or not pieces:
-        raise ValueError(f'not a transcript that starts with "\\n\\nHuman:": {shortened(value)}.')
+    _, *pieces = re.split(r"\n\n(Human|Assistant):", as_text(value))
     pairs = zip(pieces[::2], pieces[1::2], strict=True)
-    return [{"role": HH_ROLES[name], "content": content} for name, content in pairs]
-
-
-def _transcript(turns: Sequence[Message]) -> str:
-    return "".join(f"\n\n{HH_NAMES[turn['role']]}:{turn['content']}" for turn in turns)
+    return [{"role": HH_ROLES[name], "content": text} for name, text in pairs]
 
 
 def _steps(row: Row, chat: bool) -> RowFields:
     """Steps after the first wrong one are not judged and left out."""
-    question, steps = _first(row, "prompt", *QUESTION), _first(row, *STEPS)
+    question, steps, wrong = _first(row, "prompt", *QUESTION), _first(row, *STEPS), _first(row, *FIRST_WRONG)
     if "labels" in row:
         return RowFields(prompt=question, response=steps, label=row["labels"])
     if not isinstance(steps, list):
         raise ValueError(f"the steps are not a list but {type(steps).__name__}: {shortened(steps)}. Correct the row.")
-    wrong = _first(row, *FIRST_WRONG)
     if wrong is None or wrong == "N/A":
         return RowFields(prompt=question, response=steps, label=[True] * len(steps))
     if type(wrong) is not int or not 1 <= wrong <= len(steps):
-        raise ValueError(
-            f"the first wrong step is {shortened(wrong)}, and there are {len(steps)} steps, counted from 1."
-        )
+        raise ValueError(f"the first wrong step is {shortened(wrong)}, and there are {len(steps)} steps, from 1 on.")
     return RowFields(prompt=question, response=steps[:wrong], label=[True] * (wrong - 1) + [False])
+
+
+def _marked(row: Row, chat: bool) -> RowFields:
+    return RowFields(response=row["input"], label=row["label"])
+
+
+def _whole(row: Row, chat: bool) -> RowFields:
+    return RowFields(prompt=_first(row, *WHOLE), whole=_first(row, *WHOLE))
 
 
 _CHAT: Columns = (("messages",),)
 _TURNS: Columns = (("conversations",),)
 _PAIR: Columns = (("chosen",), ("rejected",))
-_MARKED: Columns = (("input",), ("label",))
 _STEPWISE: Columns = (("prompt", *QUESTION), STEPS, ("labels", *FIRST_WRONG))
 
 ROW_FORMATS = (
     RowFormat(
-        "messages", {"prompts": _CHAT, "sft": _CHAT}, lambda row, _: _parts_of_chat(as_messages(row["messages"]))
+        "messages",
+        dict.fromkeys(("prompts", "sft"), _CHAT),
+        lambda row, _: _parts_of_chat(as_messages(row["messages"])),
     ),
     RowFormat("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
-    RowFormat("hh", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _hh, fits=_is_transcript),
-    RowFormat("preference", {"prompts": _PAIR, "sft": _PAIR, "pairs": _PAIR}, _preference),
+    RowFormat("hh", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _hh, fits=_is_transcript),
+    RowFormat("preference", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _preference),
     RowFormat("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
     RowFormat("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),
     RowFormat("steps", {"steps": _STEPWISE}, _steps),
-    RowFormat("math_shepherd", {"steps": _MARKED}, lambda row, _: RowFields(response=row["input"], label=row["label"])),
+    RowFormat("math_shepherd", {"steps": (("input",), ("label",))}, _marked),
     RowFormat("plain", {"prompts": (PLAIN_PROMPT,), "sft": (PLAIN_PROMPT, PLAIN_RESPONSE)}, _plain),
-    RowFormat(
-        "plain",
-        {"prompts": (("text",),), "sft": (("text",),), "documents": (WHOLE,)},
-        lambda row, _: RowFields(prompt=_first(row, *WHOLE), whole=_first(row, *WHOLE)),
-    ),
+    RowFormat("plain", {"prompts": (("text",),), "sft": (("text",),), "documents": (WHOLE,)}, _whole),
 )
 """All formats, the more special ones first."""
 
@@ -252,15 +238,6 @@ KEY_FLAGS: Mapping[Task, str] = {
 }
 
 
-TEXTS: Mapping[Task, tuple[str, ...]] = {
-    "prompts": ("prompt",),
-    "sft": ("prompt", "response", "conversation", "whole"),
-    "pairs": ("prompt", "chosen", "rejected"),
-    "steps": ("prompt", "response"),
-}
-"""The fields that count for the length of a row."""
-
-
 class RowReader:
     """Reads the rows of one data flag; all rows of one source have the format of its first row.
 
@@ -269,12 +246,7 @@ class RowReader:
     """
 
     def __init__(
-        self,
-        rows: Sequence[SourceRow],
-        task: Task,
-        flag: str,
-        options: RowsConfig,
-        keys: Keys | None = None,
+        self, rows: Sequence[SourceRow], task: Task, flag: str, options: RowsConfig, keys: Keys | None = None
     ) -> None:
         self.rows, self.flag, self.chat = rows, flag, options.apply_chat_template
         self.task: Task = task
@@ -290,62 +262,51 @@ class RowReader:
         """The fields of ``row``. Raises ``ValueError`` for malformed values and missing columns."""
         row_format = self.formats[row.source]
         if not row_format.columns_of(row.row, self.task):
-            missing = [names for names in row_format.needs[self.task] if not any(name in row.row for name in names)]
-            what = f"no column {_listed(missing)}" if missing else "other texts"
             raise ValueError(
-                f"{what}, although its source starts with a row of format {row_format.name!r}. Its columns are "
-                f"{', '.join(map(str, row.row))}: correct it, or name {self._remedy}."
+                f"not of format {row_format.describe(self.task)}, with which its source starts. {self._remedy(row)}."
             )
         return row_format.read(row.row, self.chat)
 
     def examples(
         self,
         render: Callable[[RowFields, SourceRow], T],
-        length: Callable[[T], int],
-        tokenizer: PreTrainedTokenizerBase,
         limit: tuple[str, int],
         show: ShowRows,
+        length: Callable[[Any], int] = lambda example: len(example.token_ids),
     ) -> tuple[list[T], int]:
         """One rendered example per row, in order, and the number of rows dropped as longer than ``limit``.
 
-        ``limit`` is a flag and its tokens; rows of megabytes are not even tokenized whole. Raises ``ValueError`` naming
-        the flag of the data and the row for errors of ``render``, and the flag of ``limit`` if no example is left.
+        ``limit`` is a flag and its tokens. Raises ``ValueError`` naming the flag of the data and the row for errors of
+        ``render``, and the flag of ``limit`` if no example is left.
         """
+        flag_of_limit, most = limit
         examples, lengths = [], []
         for row in show(self.rows):
             with naming_row(self.flag, row):
-                fields = self.read(row)
-                if is_far_longer([getattr(fields, name) for name in TEXTS[self.task]], tokenizer, limit[1]):
-                    continue
-                example = render(fields, row)
+                example = render(self.read(row), row)
             lengths.append(length(example))
-            if lengths[-1] <= limit[1]:
+            if lengths[-1] <= most:
                 examples.append(example)
         if not examples:
-            shortest = f"the shortest has {min(lengths)} tokens" if lengths else "each has more than a megabyte"
             raise ValueError(
-                f"{self.flag}: all {len(self.rows)} rows are longer than {limit[0]} {limit[1]}; {shortest}. "
-                f"Raise {limit[0]}."
+                f"{self.flag}: all {len(lengths)} rows are longer than {flag_of_limit} {most}; the shortest has "
+                f"{min(lengths)} tokens. Raise {flag_of_limit}."
             )
-        return examples, len(self.rows) - len(examples)
+        return examples, len(lengths) - len(examples)
 
     def _recognize(self, row: SourceRow, candidates: Sequence[RowFormat]) -> RowFormat:
         where = f"{self.flag} {row.source}".strip()
         for candidate in candidates:
-            columns = candidate.columns_of(row.row, self.task)
-            if columns:
+            if columns := candidate.columns_of(row.row, self.task):
                 logger.info("%s: rows are read as %s, by their columns %s", where, candidate.name, ", ".join(columns))
                 return candidate
-        if len({candidate.name for candidate in candidates}) > 1:
-            problem = "its rows have no known format"
-        else:
-            wanted = " or ".join(_listed(candidate.needs[self.task]) for candidate in candidates)
-            problem = f"the format {candidates[0].name!r} needs {wanted}"
-        raise ValueError(f"{where}: {problem}. Its columns are {', '.join(map(str, row.row))}: name {self._remedy}.")
+        names = {candidate.name for candidate in candidates}
+        what = "have no known format" if len(names) > 1 else f"are not of format {candidates[0].describe(self.task)}"
+        raise ValueError(f"{where}: its rows {what}. {self._remedy(row)}.")
 
-    @property
-    def _remedy(self) -> str:
-        return KEY_FLAGS[self.task] + ("" if self.task == "documents" else ", or the format with --data_format")
+    def _remedy(self, row: SourceRow) -> str:
+        others = "" if self.task == "documents" else ", or the format with --data_format"
+        return f"Its columns are {', '.join(map(str, row.row))}: name {KEY_FLAGS[self.task]}{others}"
 
 
 def _candidates(task: Task, data_format: str, keys: Keys) -> list[RowFormat]:
@@ -358,12 +319,10 @@ def _candidates(task: Task, data_format: str, keys: Keys) -> list[RowFormat]:
         return [
             RowFormat("plain", {task: columns}, lambda row, _: RowFields(**{part: row[keys[part][0]] for part in keys}))
         ]
-    formats = [found for found in ROW_FORMATS if task in found.needs and data_format in ("auto", found.name)]
-    if not formats:
-        others = sorted({found.name for found in ROW_FORMATS if task in found.needs})
-        raise ValueError(f"--data_format {data_format} is not for this command: use {', '.join(others)}.")
-    return formats
-
-
-def _listed(columns: Iterable[tuple[str, ...]]) -> str:
-    return " and ".join(" or ".join(map(repr, names)) for names in columns)
+    possible = [found for found in ROW_FORMATS if task in found.needs]
+    if data_format == "auto":
+        return possible
+    if not any(found.name == data_format for found in possible):
+        others = ", ".join(sorted({found.name for found in possible}))
+        raise ValueError(f"--data_format {data_format} is not for this command: use {others}.")
+    return [found for found in possible if found.name == data_format]

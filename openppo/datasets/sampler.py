@@ -28,7 +28,7 @@ class BatchSampler:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
         """Global row indexes of each batch of ``epoch``, from batch number ``start`` (0 to ``len(self)``) on."""
-        if epoch < 0 or not 0 <= start <= len(self):
+        if not 0 <= start <= len(self):
             raise ValueError(f"no batch {start} in epoch {epoch}: an epoch has {len(self)} batches.")
         order = _order(self.n_rows, self.seed, epoch) if self.shuffle else list(range(self.n_rows))
         size = self.batch_size
@@ -42,17 +42,10 @@ def cyclic_batches(n_rows: int, batch_size: int, seed: int, start: int = 0) -> I
     of ``n_rows`` indexes from the start of a pass has every row once.
     """
     _check_sizes(n_rows, batch_size)
-    if start < 0:
-        raise ValueError(f"no batch {start}: batches are numbered from 0.")
-    return _cyclic_batches(n_rows, batch_size, seed, start)
-
-
-def _cyclic_batches(n_rows: int, batch_size: int, seed: int, start: int) -> Iterator[list[int]]:
     epoch, offset = divmod(start * batch_size, n_rows)
     passes = (_order(n_rows, seed, number) for number in count(epoch))
     indexes = islice(chain.from_iterable(passes), offset, None)
-    while True:
-        yield list(islice(indexes, batch_size))
+    return (list(islice(indexes, batch_size)) for _ in count())
 
 
 def shard(batch: Sequence[T], rank: int, world_size: int) -> list[T]:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from openppo.user_code import TEMPLATE_ERRORS
@@ -18,16 +17,10 @@ from openppo.user_code import TEMPLATE_ERRORS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CHARACTERS_PER_TOKEN = 16
-"""More than texts have on average."""
-_LARGE = 2**20
-"""Characters above which the length of a row is checked before it is rendered."""
-
 Message = dict[str, Any]
 """One turn of a chat: "role" and "content", texts; "content" is None only with "tool_calls"."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant's reasoning in data."""
-_CAN_BE_WITHOUT_TEXT = ("assistant", "tool")
+_TRAINED_PARTS = ("content", "reasoning_content", "reasoning", "thinking")
+"""Keys of what an assistant says in data."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +33,9 @@ class TokenExample:
     token_ids: list[int]
     loss_mask: list[bool]
 
-    def __post_init__(self) -> None:
-        lengths = len(self.token_ids), len(self.loss_mask)
-        assert lengths[0] == lengths[1], f"lists of unequal length {lengths}"
-
 
 def render_prompt(
-    value: object,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    input_template: str | None,
-    apply_chat_template: bool,
+    value: object, tokenizer: PreTrainedTokenizerBase, *, input_template: str | None, apply_chat_template: bool
 ) -> tuple[str, list[int]]:
     """Text and token ids of a prompt, as generation starts from them: no EOS after it, one BOS at most.
 
@@ -62,29 +47,18 @@ def render_prompt(
         if not any(message["content"] or message.get("tool_calls") for message in messages):
             raise ValueError("all chat messages are empty. Remove the row or choose another column.")
         text = render_chat(messages, tokenizer, for_generation=True)
-        ids = encode_bare(tokenizer, text)
-    else:
-        text = fill_template(value, input_template)
-        ids = encode_start(tokenizer, text)
-    if not ids:
-        raise ValueError(f"the prompt {shortened(value)} has no tokens. Remove the row or choose another column.")
-    return text, ids
+        return text, _not_empty(encode_bare(tokenizer, text), value)
+    text = fill_template(value, input_template)
+    return text, _not_empty(encode_start(tokenizer, text), value)
 
 
 def render_whole(
-    value: object,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    input_template: str | None,
-    apply_chat_template: bool,
+    value: object, tokenizer: PreTrainedTokenizerBase, *, input_template: str | None, apply_chat_template: bool
 ) -> list[int]:
     """Token ids of a whole text or, with ``apply_chat_template``, of a whole conversation; they end with EOS."""
     if apply_chat_template:
         if isinstance(value, str):
-            raise ValueError(
-                "a whole text cannot be split into chat turns. Leave --apply_chat_template out, or give a list of "
-                "messages."
-            )
+            raise ValueError("a whole text cannot be split into chat turns. Leave --apply_chat_template out.")
         messages = as_messages(value)
         text = render_chat(messages, tokenizer)
         for number, message in enumerate(messages):
@@ -93,9 +67,14 @@ def render_whole(
         ids = encode_bare(tokenizer, text)
     else:
         ids = encode_start(tokenizer, fill_template(value, input_template))
+    ids = _not_empty(ids, value)
+    return ids[:1] + end_with_eos(tokenizer, ids[1:])  # the first token may be a BOS that equals EOS
+
+
+def _not_empty(ids: list[int], value: object) -> list[int]:
     if not ids:
         raise ValueError(f"the text {shortened(value)} has no tokens. Remove the row or choose another column.")
-    return ids[:1] + end_with_eos(tokenizer, ids[1:])  # the first token may be a BOS that equals EOS
+    return ids
 
 
 def as_messages(value: object, role: str | None = None, input_template: str | None = None) -> list[Message]:
@@ -106,10 +85,8 @@ def as_messages(value: object, role: str | None = None, input_template: str | No
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": fill_template(value, input_template)}]
     if not isinstance(value, list):
-        raise ValueError(
-            f"neither a text nor a list of chat messages but {type(value).__name__}: {shortened(value)}. Correct or "
-            "remove the row, or choose another column."
-        )
+        what = f"neither a text nor a list of chat messages but {type(value).__name__}: {shortened(value)}"
+        raise ValueError(f"{what}. Correct or remove the row, or choose another column.")
     if not value:
         raise ValueError("the list of chat messages is empty. Remove the row or choose another column.")
     if input_template is not None:
@@ -118,24 +95,17 @@ def as_messages(value: object, role: str | None = None, input_template: str | No
 
 
 def _as_message(message: object) -> Message:
+    what = shortened(message)
     if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-        raise ValueError(f'not a chat message with texts "role" and "content": {shortened(message)}.')
-    calls = message.get("tool_calls") or []
-    if not (isinstance(calls, list) and all(isinstance(tool_name(call), str) for call in calls)):
-        raise ValueError(
-            'not a chat message with "tool_calls" like [{"function": {"name": "add", "arguments": {"a": 1}}}]: '
-            f"{shortened(message)}."
-        )
-    content = message.get("content")
-    if isinstance(content, list):
-        content = text_of(content)
-    may_be_null = calls or (message["role"] in _CAN_BE_WITHOUT_TEXT and "content" in message)
-    if not (isinstance(content, str) or (content is None and may_be_null)):
-        raise ValueError(f'not a chat message with texts "role" and "content": {shortened(message)}.')
-    message = {**message, "content": "" if content is None and not calls else content}
-    for text in (message["role"], *_texts(message)):
-        _require_encodable(text)
-    return message
+        raise ValueError(f'not a chat message with texts "role" and "content": {what}.')
+    calls, content = message.get("tool_calls") or [], message.get("content")
+    if not (isinstance(calls, list) and all(isinstance(_function(call).get("name"), str) for call in calls)):
+        raise ValueError(f'not a chat message with "tool_calls" like [{{"function": {{"name": "add"}}}}]: {what}.')
+    if content is None and calls:
+        return {**message, "content": None}
+    if content is None and not (message["role"] in ("assistant", "tool") and "content" in message):
+        raise ValueError(f'not a chat message with texts "role" and "content": {what}.')
+    return {**message, "content": text_of(content)}
 
 
 def text_of(content: object) -> str:
@@ -143,35 +113,19 @@ def text_of(content: object) -> str:
 
     ``ValueError`` for any other content, and for a part without text, such as an image.
     """
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise ValueError(f"not a chat message with a text or list of parts as content: {shortened(content)}.")
-    return "".join(map(_text_of_part, content))
+    parts = content if isinstance(content, list) else ["" if content is None else content]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part for part in parts
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"not a chat message with a text, or a list of texts, as content: {shortened(content)}.")
+    return "".join(map(str, texts))
 
 
-def _text_of_part(part: object) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
-    if not isinstance(text, str):
-        raise ValueError(f"not a chat message with text only: its content has the part {shortened(part)}.")
-    return text
-
-
-def tool_name(call: object) -> object:
-    """Name in a tool call, in OpenAI's form or flat; None without."""
+def _function(call: object) -> dict[str, Any]:
+    """Name and arguments of a tool call, in OpenAI's form or flat; empty without."""
     function = call.get("function", call) if isinstance(call, dict) else None
-    return function.get("name") if isinstance(function, dict) else None
-
-
-def _texts_of_calls(message: Message) -> Iterator[str]:
-    """Names of called tools, and texts among their arguments."""
-    for call in message.get("tool_calls") or []:
-        yield str(tool_name(call))
-        arguments = call.get("function", call).get("arguments")
-        if isinstance(arguments, str):
-            with suppress(ValueError):  # not JSON: one text
-                arguments = json.loads(arguments)
-        yield from _texts(arguments, of_chats=False)
+    return function if isinstance(function, dict) else {}
 
 
 def same_turn(a: Message, b: Message) -> bool:
@@ -181,14 +135,31 @@ def same_turn(a: Message, b: Message) -> bool:
 
 def require_whole(message: Message, number: int, rendered: str) -> None:
     """Refuse a rendering that lacks content, reasoning or tool calls of ``message``; blanks do not count."""
+    parts = [part for name in _TRAINED_PARTS if isinstance(part := message.get(name), str)]
+    for function in map(_function, message.get("tool_calls") or []):
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with suppress(ValueError):  # not JSON: one text
+                arguments = json.loads(arguments)
+        parts += [function["name"], *_texts(arguments)]
     squeezed = "".join(rendered.split())
-    said = [message.get(name) or "" for name in ("content", *_REASONING)]
-    for text in [*filter(lambda text: isinstance(text, str), said), *_texts_of_calls(message)]:
+    for text in parts:
         if not any("".join(form.split()) in squeezed for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])):
             raise ValueError(
                 f"the chat template leaves out part of turn {number + 1}, {shortened(text)}, so it would not be "
                 "trained on. Use another template, or leave --apply_chat_template out and use --input_template."
             )
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Texts in nested values, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
 
 
 def fill_template(value: object, input_template: str | None) -> str:
@@ -207,10 +178,7 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template
             "model whose tokenizer has one."
         )
     if eos and tokenizer.eos_token_id is None:
-        raise ValueError(
-            "the tokenizer of --pretrain has no EOS token, so a model could not learn to stop. Set eos_token in its "
-            "tokenizer_config.json."
-        )
+        raise ValueError("the tokenizer of --pretrain has no EOS token. Set eos_token in its tokenizer_config.json.")
 
 
 def encode_start(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -227,37 +195,6 @@ def encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of the text alone."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
-
-
-def head_of(tokenizer: PreTrainedTokenizerBase, text: str, n_tokens: int) -> str:
-    """A start of ``text`` with more than ``n_tokens`` tokens, or all of it: megabytes take seconds to tokenize."""
-    size = _CHARACTERS_PER_TOKEN * n_tokens
-    while size < len(text) and len(encode_bare(tokenizer, text[:size])) <= n_tokens:
-        size *= 4
-    return text[:size]
-
-
-def is_far_longer(values: list[Any], tokenizer: PreTrainedTokenizerBase, max_len: int) -> bool:
-    """Whether texts and chats of more than a megabyte start with more than 4 ``max_len`` tokens.
-
-    Four, because a row may repeat a text. Raises ``ValueError`` for texts that cannot be encoded.
-    """
-    texts = list(_texts(values))
-    if sum(map(len, texts)) <= _LARGE:
-        return False
-    text = as_text("".join(texts))
-    return len(head_of(tokenizer, text, 4 * max_len)) < len(text)
-
-
-def _texts(value: object, of_chats: bool = True) -> Iterator[str]:
-    """Texts in nested values, keys too; ``of_chats``: of chat messages only what templates write."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        written = map(value.get, ("content", "reasoning_content", "tool_calls"))
-        yield from _texts([*written] if of_chats and "role" in value else [*value, *value.values()], of_chats)
-    elif isinstance(value, list):
-        yield from chain.from_iterable(_texts(part, of_chats) for part in value)
 
 
 def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
@@ -285,12 +222,10 @@ def encode_cut(
     for cut in cuts:
         rest, done = max([(rest, done), *(anchor for anchor in anchors if anchor[0] < cut)])
         head = encode(tokenizer, text[rest:cut])
-        if ids[done : done + len(head)] == head:
-            places.append(done + len(head))
-            continue
-        ids = ids[:done] + head + encode_bare(tokenizer, text[cut:])
-        rest, done, anchors, encode = cut, done + len(head), [], encode_bare
-        places.append(done)
+        places.append(done + len(head))
+        if ids[done : places[-1]] != head:
+            ids = ids[:done] + head + encode_bare(tokenizer, text[cut:])
+            rest, done, anchors, encode = cut, places[-1], [], encode_bare
     return ids, places
 
 
@@ -300,8 +235,8 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[i
         return []  # without character positions, which only costs time
     added = tokenizer.added_tokens_decoder
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    return [(start, place) for place, (token, (start, _)) in enumerate(pairs) if token in added]
+    pairs = enumerate(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+    return [(start, place) for place, (token, (start, _)) in pairs if token in added]
 
 
 def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, for_generation: bool = False) -> str:
@@ -311,10 +246,11 @@ def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, 
     """
     require_tokenizer(tokenizer, apply_chat_template=True, eos=False)
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=for_generation))
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=for_generation))
     except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
+    return _encodable(text)
 
 
 def as_text(value: object) -> str:
@@ -322,22 +258,19 @@ def as_text(value: object) -> str:
     if isinstance(value, list):
         raise ValueError("a list of chat messages needs --apply_chat_template.")
     if not isinstance(value, str):
-        raise ValueError(
-            f"not a text but {type(value).__name__}: {shortened(value)}. Correct or remove the row, or choose another "
-            "column."
-        )
-    _require_encodable(value)
-    return value
+        what = f"not a text but {type(value).__name__}: {shortened(value)}"
+        raise ValueError(f"{what}. Correct or remove the row, or choose another column.")
+    return _encodable(value)
 
 
-def _require_encodable(text: str) -> None:
+def _encodable(text: str) -> str:
+    """``text``; ``ValueError`` if it was cut inside a character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"half of a surrogate pair, U+{ord(text[error.start]):04X}, is not a character: {shortened(text)}. It "
-            "remains where a text was cut inside a character; correct or remove the row."
-        ) from error
+        half = f"half of a surrogate pair, U+{ord(text[error.start]):04X}"
+        raise ValueError(f"{half}, is not a character: {shortened(text)}. Correct or remove the row.") from error
+    return text
 
 
 def shortened(value: object) -> str:

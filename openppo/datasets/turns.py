@@ -7,7 +7,6 @@ for any chat template that puts the text of a turn in one place.
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from openppo.datasets.templates import (
@@ -72,10 +71,11 @@ def _render_turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase, f
     text = render_chat(messages, tokenizer)
     spans = [_span_of_turn(messages, i, text, tokenizer) for i in chosen]
     for i, (start, end) in zip(chosen, spans, strict=True):
-        opened = _length_of_generation_prompt(messages[:i], tokenizer)  # which may hold its beginning, "<think>"
+        before = messages[:i]
+        asked, closed = (render_chat(before, tokenizer, for_generation=g) if before else "" for g in (True, False))
+        opened = len(asked) - _common_length(asked, closed)  # the generation prompt, which may hold "<think>"
         require_whole(messages[i], i, text[max(0, start - opened) : end])
-    borders = [border for span in spans for border in span]
-    ids, places = encode_cut(tokenizer, text, borders, add_special_tokens=False)
+    ids, places = encode_cut(tokenizer, text, [border for span in spans for border in span], add_special_tokens=False)
     return _with_targets(ids, list(zip(places[::2], places[1::2], strict=True)), tokenizer)
 
 
@@ -104,34 +104,31 @@ def _span_of_turn(
             f"the chat template's text around turn {number + 1} depends on its text, or the turn is left out, so its "
             "tokens cannot be found. Leave --apply_chat_template out and use --input_template, or another template."
         )
-    start = len(asked) if continues else len(before) - _extra_space(before, asked)
-    if not continues and _is_call(messages[number]):
+    if continues:
+        start = len(asked)
+    elif _only_calls(messages[number]):
         start = _common_length(asked, text)  # the mark is inside the call
+    else:
+        start = len(before) - _extra_space(before, asked)
     end = len(text) if is_last else len(text) - len(after) + _length_of_end(messages, number, after, tokenizer)
     return start, end
 
 
 def _around(messages: list[Message], number: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
-    """The template's text before and after turn ``number``, and the mark between if it is there."""
+    """The template's text before and after turn ``number``, and the mark between if it is there.
+
+    The mark replaces the text of the turn, or the name of the first tool of a turn that only calls tools.
+    """
     turn = messages[number]
     marked = {**turn, "content": _MARK}
-    if _is_call(turn):
+    if _only_calls(turn):
         first, *others = turn["tool_calls"]
         named = {**first.get("function", first), "name": _MARK}
         marked = {**turn, "tool_calls": [{**first, "function": named} if "function" in first else named, *others]}
     return render_chat([*messages[:number], marked, *messages[number + 1 :]], tokenizer).partition(_MARK)
 
 
-def _length_of_generation_prompt(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Length of the generation prompt that the template adds after ``messages``."""
-    if not messages:
-        return 0
-    asked = render_chat(messages, tokenizer, for_generation=True)
-    return len(asked) - _common_length(asked, render_chat(messages, tokenizer))
-
-
-def _is_call(message: Message) -> bool:
-    """Whether the turn only calls tools, so that the mark replaces a name."""
+def _only_calls(message: Message) -> bool:
     return not message["content"] and bool(message.get("tool_calls"))
 
 
@@ -156,4 +153,4 @@ def _length_of_end(messages: list[Message], number: int, after: str, tokenizer: 
 
 def _common_length(a: str, b: str) -> int:
     """Length of the common beginning."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

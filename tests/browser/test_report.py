@@ -31,11 +31,6 @@ NUMBERS = {
 ABOVE, BELOW = (214, 92, 20), (38, 108, 214)
 
 
-def lines(rows: list[dict[str, Any]]) -> str:
-    """As JSON lines."""
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 def make_run(folder: Path, learned: float, **options: Any) -> Path:
     """A run of 30 steps with a reward that rises by ``learned`` a step, and three samples at steps 1 and 30."""
     logs = folder / "logs"
@@ -63,7 +58,7 @@ def make_run(folder: Path, learned: float, **options: Any) -> Path:
             }
             tokens.append(where | {"first": 2, "n_tokens": length} | lists | numbers)
     for name, rows in (("metrics", metrics), ("samples", samples), ("tokens", tokens)):
-        (logs / f"{name}.jsonl").write_text(lines(rows))
+        (logs / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (logs / "config.yaml").write_text(yaml.safe_dump({"seed": 7, "generate_max_len": 16} | options))
     (logs / "environment.json").write_text(
         json.dumps({"python": "3.11", "ranks": [{"host": "h", "device": "CPU"}] * 2})
@@ -148,9 +143,12 @@ def test_a_run_is_summed_up_and_its_warnings_are_in_words(page: Any) -> None:
     (warning,) = all_of(driver, ".warning")
     assert "75% of the responses are cut at --generate_max_len 16 since step 1" in warning.text
     assert "2 \u00d7 h: CPU" in one(driver, "#environment").text
+    light = one(driver, "body").value_of_css_property("background-color")
+    one(driver, "#theme").click()
+    assert one(driver, "body").value_of_css_property("background-color") != light
 
 
-def test_a_curve_goes_through_its_numbers_and_says_them(page: Any) -> None:
+def test_a_curve_goes_through_its_numbers_and_says_them_to_pointer_and_keys(page: Any) -> None:
     driver = page("one")
     chart = one(driver, '[data-chart="KL from the reference"]')
     path = one(chart, 'path[data-metric="kl"]').get_attribute("d")
@@ -164,19 +162,12 @@ def test_a_curve_goes_through_its_numbers_and_says_them(page: Any) -> None:
     step = int(shown[0].split()[1])
     assert 13 <= step <= 17
     assert float(shown[-1]) == pytest.approx(0.01 * step)
-
-
-def test_a_curve_is_read_with_keys(page: Any) -> None:
-    driver = page("one")
-    picture = one(driver, '[data-chart="Reward"] svg')
-    assert "reward from 0.01 to 0.3" in picture.get_attribute("aria-label")
-    driver.execute_script("arguments[0].focus()", picture)
-    picture.send_keys(Keys.END)
-    assert tooltip(driver)[0].startswith("step 30")
-    assert "0.3" in tooltip(driver)
-    picture.send_keys(Keys.ARROW_LEFT)
-    assert tooltip(driver)[0].startswith("step 29")
+    driver.execute_script("arguments[0].focus()", one(chart, "svg"))
+    for key, said in ((Keys.END, "step 30"), (Keys.ARROW_LEFT, "step 29")):
+        one(chart, "svg").send_keys(key)
+        assert tooltip(driver)[0].startswith(said)
     assert all(cross.get_attribute("visibility") == "visible" for cross in all_of(driver, ".chart .cross"))
+    assert "reward from 0.01 to 0.3" in one(driver, '[data-chart="Reward"] svg').get_attribute("aria-label")
 
 
 def test_a_logarithmic_axis_has_no_place_for_0_and_below(page: Any) -> None:
@@ -213,6 +204,9 @@ def test_runs_are_laid_over_each_other_and_their_options_compared(page: Any) -> 
     paths = all_of(driver, '[data-chart="Reward"] path[data-metric="reward"]')
     assert [path.get_attribute("data-run") for path in paths] == ["slow", "quick"]
     assert len({path.get_attribute("stroke") for path in paths}) == 2
+    rows = [row.text.split() for row in all_of(driver, "#evaluation tr")]
+    assert rows[0] == ["Metric", *"slow step 0 step 30 change best quick step 0 step 30 change best".split()]
+    assert rows[2] == ["eval_reward", *("0.25 0.5 +0.25 0.5".split() * 2)]
     options = [row.text for row in all_of(driver, "#options tbody tr")]
     assert options == ["--actor_learning_rate 1e-06 1e-05"] or options == ["--actor_learning_rate 0.000001 0.00001"]
     one(driver, "#only-different").click()
@@ -262,15 +256,6 @@ def test_a_run_that_was_evaluated_once_claims_no_change(page: Any) -> None:
     assert tile.text.splitlines() == ["Held-out reward", "0.5", "one evaluation"]
 
 
-def test_evaluations_of_several_runs_stand_beside_each_other(page: Any) -> None:
-    rows = all_of(page("two"), "#evaluation tr")
-    assert rows[0].text.split() == [
-        "Metric",
-        *("slow step 0 step 30 change best quick step 0 step 30 change best".split()),
-    ]
-    assert rows[2].text.split() == ["eval_reward", *("0.25 0.5 +0.25 0.5".split() * 2)]
-
-
 def test_every_colouring_shows_its_own_numbers(page: Any) -> None:
     driver = page("one")
     choose = Select(one(driver, "#measure"))
@@ -281,7 +266,8 @@ def test_every_colouring_shows_its_own_numbers(page: Any) -> None:
         scales.add(one(driver, "#scale").text)
         middle = 1.0 if name == "ratio" else 0.0
         largest = max(abs(number - middle) for number in numbers)
-        first, _, last = colours(driver)
+        first, tool, last = colours(driver)
+        assert tool == "rgba(0, 0, 0, 0)"
         for number, shown in zip(numbers, (first, last), strict=True):
             red, green, blue, alpha = map(float, shown.removeprefix("rgba(").rstrip(")").split(","))
             up = number >= middle or name == "log-prob"  # which is never above 0
@@ -293,20 +279,6 @@ def test_every_colouring_shows_its_own_numbers(page: Any) -> None:
             (place,) = (i for i, line in enumerate(said) if line.startswith("▸"))
             assert said[place : place + 2] == [f"▸ {name}", f"{number:g}"]
     assert len(scales) == len(NUMBERS), "each has a scale of its own"
-
-
-def test_tokens_are_coloured_by_the_number_that_is_chosen(page: Any) -> None:
-    driver = page("one")
-    choose = Select(one(driver, "#measure"))
-    first, tool, last = colours(driver)
-    assert first.startswith("rgba(214, 92, 20"), "above 0"
-    assert last.startswith("rgba(38, 108, 214"), "below 0"
-    assert float(first.split(",")[3].rstrip(")")) == pytest.approx(2 * float(last.split(",")[3].rstrip(")")), abs=0.02)
-    assert tool == "rgba(0, 0, 0, 0)"
-    choose.select_by_visible_text("value")
-    first, tool, last = colours(driver)
-    assert last.startswith("rgba(214, 92, 20")
-    assert float(first.split(",")[3].rstrip(")")) == 0
 
 
 def test_a_token_says_its_exact_numbers_under_the_pointer_and_to_the_keys(page: Any) -> None:
@@ -321,20 +293,15 @@ def test_a_token_says_its_exact_numbers_under_the_pointer_and_to_the_keys(page: 
     hover(driver, tool)
     assert "Not trained" in tooltip(driver)[1]
     assert "untrained" in tool.get_attribute("class")
+    assert "</script><script>document.title='owned'</script>" in first.text, "sampled text is shown as it is"
+    assert "␛[0m⟨U+202E⟩" in first.text
+    assert all_of(driver, "#samples img") == []
     box = one(driver, "#sample-detail .response")
     driver.execute_script("arguments[0].focus()", box)
     box.send_keys(Keys.ARROW_LEFT)
     box.send_keys(Keys.ARROW_LEFT)
     assert "id 11" in tooltip(driver)[0]
     assert "active" in first.get_attribute("class")
-
-
-def test_sampled_text_is_shown_as_it_is(page: Any) -> None:
-    driver = page("one")
-    first = all_of(driver, "#sample-detail .token")[0]
-    assert "</script><script>document.title='owned'</script>" in first.text
-    assert "␛[0m⟨U+202E⟩" in first.text
-    assert all_of(driver, "#samples img") == []
 
 
 def test_samples_are_sorted_and_filtered(page: Any) -> None:
@@ -363,22 +330,10 @@ def test_the_list_is_walked_with_keys(page: Any) -> None:
     assert "reward 2" in chosen.text
     assert "reward 2" in one(driver, "#sample-detail .facts").text
     assert "style 0.125" in one(driver, "#sample-detail .facts").text
-
-
-def test_keys_go_on_from_a_sample_that_was_clicked(page: Any) -> None:
-    driver = page("one")
     driver.execute_script("arguments[0].click()", all_of(driver, "#sample-list button")[0])
     driver.switch_to.active_element.send_keys(Keys.ARROW_DOWN)
     chosen = [row.get_attribute("aria-selected") for row in all_of(driver, "#sample-list button")]
     assert chosen.index("true") == 1
-
-
-def test_the_colour_of_a_run_is_seen_in_each_line_of_the_list(page: Any) -> None:
-    driver = page("two")
-    driver.execute_script("arguments[0].style.width = '170px'", one(driver, "#sample-list"))  # as with large numbers
-    widths = {node.rect["width"] for node in all_of(driver, "#sample-list .swatch")}
-    assert len(widths) == 1
-    assert widths.pop() > 10
 
 
 def test_one_prompt_stands_side_by_side_at_its_steps(page: Any) -> None:
@@ -389,10 +344,7 @@ def test_one_prompt_stands_side_by_side_at_its_steps(page: Any) -> None:
     assert [fact.split("run ")[1].split()[0] for fact in facts] == ["slow", "quick"] * 2
     tops = {round(node.rect["y"]) for node in all_of(driver, ".sides > div")}
     assert len(tops) == 1, "beside, not below each other"
-
-
-def test_the_page_is_light_or_dark(page: Any) -> None:
-    driver = page("one")
-    before = one(driver, "body").value_of_css_property("background-color")
-    one(driver, "#theme").click()
-    assert one(driver, "body").value_of_css_property("background-color") != before
+    driver.execute_script("arguments[0].style.width = '170px'", one(driver, "#sample-list"))  # as with large numbers
+    widths = {node.rect["width"] for node in all_of(driver, "#sample-list .swatch")}
+    assert len(widths) == 1
+    assert widths.pop() > 10, "the colour of a run is seen in each line of the list"

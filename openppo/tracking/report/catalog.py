@@ -1,11 +1,10 @@
 """Which metrics share a chart, with a sentence for the reader; other metrics get charts of their own."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """``metrics`` in one chart, by name or by a start and *; ``target`` is an option drawn as a line."""
 
     title: str
@@ -17,16 +16,10 @@ class Chart:
 GROUPS: dict[str, tuple[Chart, ...]] = {
     "Reward": (
         Chart("Reward", ("reward", "eval_reward"), "Mean reward of what was sampled, and of held-out prompts."),
-        Chart(
-            "Spread of the reward",
-            ("reward_std", "eval_reward_std"),
-            "At 0 all responses earn the same: nothing to learn.",
-        ),
+        Chart("Spread of the reward", ("reward_std", "eval_reward_std"), "At 0 all earn the same: nothing to learn."),
         Chart("Named rewards", ("reward/*", "eval_reward/*"), "Each part of the reward, before its weight."),
         Chart("Reward that training gets", ("shaped_reward", "sampled_reward"), "After normalization and clipping."),
-        Chart(
-            "Mean of all scores", ("reward_mean", "eval_reward_mean"), "Of a reward model, whatever the side of a pair."
-        ),
+        Chart("Mean of all scores", ("reward_mean", "eval_reward_mean"), "Of a reward model, of both sides of pairs."),
         Chart(
             "Chosen and rejected", ("chosen_reward", "rejected_reward", "eval_chosen_reward", "eval_rejected_reward")
         ),
@@ -41,11 +34,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             "Nats per token: k1 (may be below 0 by chance) and k3 (never). It should grow slowly, with the reward.",
             "kl_target",
         ),
-        Chart(
-            "KL per response",
-            ("kl_per_response", "kl_k3_per_response"),
-            "Nats over a whole response: what the reward has cost.",
-        ),
+        Chart("KL per response", ("kl_per_response", "kl_k3_per_response"), "Nats: what the reward has cost."),
         Chart("KL coefficient", ("kl_coef",), "Weight of the penalty; moves with --kl_target."),
         Chart("Entropy", ("entropy",), "Nats per token. Near 0 the policy has stopped exploring."),
         Chart("Clip fraction", ("clip_fraction",), "Share of tokens outside the clip range; usually below 0.2."),
@@ -93,19 +82,13 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
 def charts_of(names: Iterable[str]) -> list[dict[str, object]]:
     """Charts for the metrics ``names``, in order: group, title, metrics, about, target. Each metric is in one chart."""
     left, charts = sorted(set(names) - {"step", "time"}), []
-    for group, of_group in GROUPS.items():
-        for chart in of_group:
-            shown = [name for pattern in chart.metrics for name in left if matches(name, pattern)]
-            left = [name for name in left if name not in shown]
-            if shown:
-                charts.append(_described(group, chart, shown))
-    return charts + [_described("Other", Chart(name, (name,)), [name]) for name in left]
+    for group, chart in [(group, chart) for group, of_group in GROUPS.items() for chart in of_group]:
+        shown = [name for pattern in chart.metrics for name in left if matches(name, pattern)]
+        left = [name for name in left if name not in shown]
+        charts += [{"group": group, **chart._asdict(), "metrics": shown}] if shown else []
+    return charts + [{"group": "Other", **Chart(name, (name,))._asdict()} for name in left]
 
 
 def matches(name: str, pattern: str) -> bool:
     """Whether ``pattern``, a name in a chart, stands for metric ``name``."""
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
-
-
-def _described(group: str, chart: Chart, metrics: list[str]) -> dict[str, object]:
-    return {"group": group, "title": chart.title, "metrics": metrics, "about": chart.about, "target": chart.target}

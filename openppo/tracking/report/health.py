@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 WINDOW = 20
 """Reports of a trend: the later half against the earlier one."""
@@ -12,17 +12,8 @@ LEVEL = 10
 """Reports of a level."""
 FEW = 5
 """Reports that stand for the beginning of a run, or for now."""
-
-
 QUIET = 10
 """Reports of its metric without a finding after which it has ended; a later one is new."""
-
-
-class Level(NamedTuple):
-    """Mean of the last reports of a metric, and the step from which on it shows."""
-
-    mean: float
-    since: int
 
 
 class History:
@@ -54,14 +45,6 @@ class History:
         values = self.last(name, n)
         return fmean(values) if values else math.nan
 
-    def level(self, name: str, n: int, passes: Callable[[float], bool]) -> Level | None:
-        """Mean of the last ``n`` values if it ``passes``, since the first of them that does by itself."""
-        mean = self.mean(name, n)
-        if not passes(mean):
-            return None
-        found = zip(*(series[-n:] for series in self.series[name]), strict=True)
-        return Level(mean, next((int(step) for step, value in found if passes(value)), self.step(name, n)))
-
     def start(self, name: str) -> float:
         """Mean of the first values; NaN until as many more have followed."""
         values = self.values(name)
@@ -78,9 +61,12 @@ class History:
         return otherwise if value is None else value
 
     def flat_reward(self) -> bool:
-        """Whether there is a window of rewards whose halves differ by no more than two standard errors."""
+        """Whether a window of rewards does not rise: its halves differ by no more than two standard errors."""
         rewards = self.last("reward", WINDOW)
-        return bool(rewards) and not rises(rewards)
+        if not rewards:
+            return False
+        earlier, later, error = halves(rewards)
+        return later - earlier <= max(2 * error, 1e-9)
 
 
 def halves(values: Sequence[float]) -> tuple[float, float, float]:
@@ -91,24 +77,17 @@ def halves(values: Sequence[float]) -> tuple[float, float, float]:
     return *means, math.sqrt(squares[0] / len(earlier) ** 2 + squares[1] / len(later) ** 2)
 
 
-def rises(values: Sequence[float]) -> bool:
-    """Whether the later half lies above the earlier one by more than two standard errors."""
-    earlier, later, error = halves(values)
-    return later - earlier > max(2 * error, 1e-9)
-
-
-Found = tuple[str, int]
-"""The text of a rule, with ``{since}`` for the step from which on it shows, and that step."""
-Check = Callable[[History], Found | None]
-
-
 @dataclass(frozen=True)
 class Rule:
-    """``check`` runs at each report that has the first of ``metrics``."""
+    """``check`` runs at each report that has the first of ``metrics``.
+
+    It gives a text, with ``{since}`` for the step from which on it shows, and that step.
+    """
 
     name: str
     metrics: tuple[str, ...]
-    check: Check
+    about: str
+    check: Callable[[History], tuple[str, int] | None]
 
 
 @dataclass

@@ -1,15 +1,27 @@
-"""One HTML file about one or several runs: no network, no server, nothing to build."""
+"""One HTML file about one or several runs: no network, no server, nothing to build, below 5 MB."""
 
 import base64
 import hashlib
+import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from openppo import __version__
-from openppo.tracking.report.payload import as_json, payload
-from openppo.tracking.report.run_data import RunData, read_run
+from openppo.tracking.report.catalog import charts_of
+from openppo.tracking.report.health import Health
+from openppo.tracking.report.rules import RULES
+from openppo.tracking.report.run_data import LogLine, Row, RunData, read_run, short_names
 
+MAX_POINTS = 2000
+"""Points of a curve, over all runs of a page."""
+MAX_NUMBERS = 180_000
+"""Of all curves together; one takes 8 bytes or so."""
+MAX_BYTES = 4_800_000
+"""Of the data as JSON; scripts and styles come on top."""
 _PARTS = Path(__file__).with_name("page")
 _SCRIPTS = ("dom.js", "charts.js", "tokens.js", "samples.js", "main.js")
 
@@ -33,21 +45,132 @@ def render(runs: Sequence[RunData], running: bool = False) -> str:
 
     The policy in its head allows exactly our script and style, so nothing else runs even if some text got through.
     """
-    about = {"version": __version__, "written": int(time.time()), "running": running}
+    page, style = ((_PARTS / name).read_text(encoding="utf-8") for name in ("page.html", "style.css"))
     script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
-    style = (_PARTS / "style.css").read_text(encoding="utf-8")
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
-    page = (_PARTS / "page.html").read_text(encoding="utf-8")
-    for place, text in (
-        ("POLICY", policy),
-        ("STYLE", style),
-        ("SCRIPT", script),
-        ("DATA", as_json(about | payload(runs))),  # last: nothing is replaced inside it
-    ):
-        page = page.replace(f"<!--{place}-->", text, 1)
+    script_hash, style_hash = (
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in (script, style)
+    )
+    policy = f"default-src 'none'; script-src {script_hash}; style-src {style_hash}; base-uri 'none'"
+    about = {"version": __version__, "written": int(time.time()), "running": running}
+    data = as_json(about | payload(runs))
+    for place, text in {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}.items():
+        page = page.replace(f"<!--{place}-->", text, 1)  # the data last: nothing is replaced inside it
     return page
 
 
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def payload(runs: Sequence[RunData]) -> dict[str, Any]:
+    """Everything that the page shows, with as many samples as curves and options leave room for."""
+    names = {name for run in runs for row in run.metrics for name in row}
+    most_points = max(10, min(MAX_POINTS, MAX_NUMBERS // max(1, len(names))) // len(runs))
+    labels = short_names([run.folder for run in runs])
+    made = [_described(label, run, most_points) for label, run in zip(labels, runs, strict=True)]
+    content = {"charts": charts_of(names), "runs": made}
+    room = max(0, MAX_BYTES - len(as_json(content))) // len(runs)
+    for described, run in zip(made, runs, strict=True):
+        samples = sample_rows(run.samples, run.tokens, room)
+        described["samples"], described["sample_steps"], described["all_sample_steps"] = samples
+    return content
+
+
+def _described(label: str, run: RunData, most_points: int) -> dict[str, Any]:
+    health = Health(run.config, RULES)
+    for row in run.metrics:
+        health.look(row["step"], row)
+    return {
+        "name": label,
+        "folder": str(run.folder),
+        "curves": curves(run.metrics, most_points, evaluation=False),
+        "evaluations": curves(run.metrics, most_points, evaluation=True),
+        "last_step": max((row["step"] for row in run.metrics), default=0),
+        "findings": [vars(finding) for finding in health.findings],
+        "config": run.config,
+        "environment": run.environment,
+        "unreadable": run.unreadable,
+    }
+
+
+def curves(rows: Sequence[Row], most_points: int, evaluation: bool) -> dict[str, Any]:
+    """Metrics by name as equally long lists, of evaluations or of all else, over steps and hours of the run.
+
+    With more rows than ``most_points`` a point is the mean of ``every`` rows, of a ``_max`` their maximum.
+    """
+    begin = rows[0].get("time", math.nan) if rows else math.nan
+    all_names = dict.fromkeys(name for row in rows for name in row)
+    names = [name for name in all_names if name not in ("step", "time") and name.startswith("eval") == evaluation]
+    kept = [row for row in rows if not row.keys().isdisjoint(names)]
+    every = max(1, -(-len(kept) // most_points))
+    buckets = [kept[i : i + every] for i in range(0, len(kept), every)]
+    hours = [round((bucket[-1].get("time", math.nan) - begin) / 3600, 5) for bucket in buckets]
+    return {
+        "every": every,
+        "steps": [bucket[-1]["step"] for bucket in buckets],
+        "hours": [None if math.isnan(hour) else hour for hour in hours],
+        "values": {name: [_point(name, bucket) for bucket in buckets] for name in names},
+    }
+
+
+def _point(name: str, bucket: Sequence[Row]) -> float | None:
+    values = [value for row in bucket if isinstance(value := row.get(name), int | float)]
+    if not values:
+        return None
+    return float(f"{max(values) if name.endswith('_max') else fmean(values):.5g}")
+
+
+def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_bytes: int) -> tuple[list[Row], int, int]:
+    """Samples with their ``tokens``, their number of steps, and the number of steps with any samples.
+
+    Where tokens were logged, only steps with tokens count. Of too many bytes, evenly spread steps are taken;
+    evaluations, which show the same prompts each time, may fill half of the room first.
+    """
+    described = {line.key for line in tokens}
+    sizes: dict[tuple[int, bool], int] = {}
+    for line in [*samples, *tokens]:
+        if line.key in described or not described:
+            sizes[line.key] = sizes.get(line.key, 0) + json_size(line.text)
+    chosen: set[tuple[int, bool]] = set()
+    room = most_bytes
+    for evaluation, share in ((True, most_bytes // 2), (False, most_bytes)):
+        least_left = most_bytes - share
+        for key in evenly(sorted(key for key in sizes if key[1] == evaluation)):
+            if sizes[key] <= room - least_left:
+                chosen.add(key)
+                room -= sizes[key]
+    parsed = [(line.key, line.parsed()) for line in tokens if line.key in chosen]
+    by_sample = {(key, row["sample"]): row for key, row in parsed}
+    rows = []
+    for line in samples:
+        if line.key in chosen:
+            row = line.parsed()
+            row.pop("time", None)
+            if (found := by_sample.get((line.key, row.get("sample")))) is not None:
+                row["tokens"] = {k: v for k, v in found.items() if k not in ("step", "time", "evaluation", "sample")}
+            rows.append(row)
+    return rows, len({step for step, _ in chosen}), len({line.key[0] for line in samples})
+
+
+def evenly(keys: Sequence[Any]) -> list[Any]:
+    """All ``keys``, ordered so that every beginning is spread evenly: last, first, middle, quarters, ..."""
+    last = len(keys) - 1
+    places = dict.fromkeys([last, 0][: len(keys)])  # an ordered set
+    parts = 2
+    while len(places) < len(keys):
+        places |= dict.fromkeys(round(i * last / parts) for i in range(1, parts, 2))
+        parts *= 2
+    return [keys[place] for place in places]
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """JSON that is safe inside a script element: ASCII without <, > and &."""
+    try:
+        text = json.dumps(content, separators=(",", ":"), default=str, allow_nan=False)
+    except ValueError:  # an option may be infinite, and logs of others may have NaN
+        return as_json(json.loads(json.dumps(content, default=str), parse_constant=str))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def json_size(text: str) -> int:
+    """Bytes of a line of JSON as ``as_json`` writes it, including spaces between its parts."""
+    ascii = len(text.encode("ascii", "ignore"))
+    others = len(text.encode("utf-16-le", "surrogatepass")) // 2 - ascii  # each is written as \\u and four digits
+    return ascii + 6 * others + 5 * sum(map(text.count, "<>&"))

@@ -1,6 +1,7 @@
 """The rules of health: what needs attention in the curves of a run, and what to do about it.
 
-Each rule is a pure function of a run's history. docs/report.md lists them with their thresholds.
+Each rule is a pure function of a run's history that gives the text of a warning, or None. docs/report.md lists them
+with their thresholds.
 """
 
 import math
@@ -8,23 +9,56 @@ from bisect import bisect_right
 from collections.abc import Callable
 from statistics import fmean, median
 
-from openppo.tracking.report.health import FEW, LEVEL, WINDOW, Check, Found, History, Rule, halves
+from openppo.tracking.report.health import FEW, LEVEL, WINDOW, History, Rule, halves
 
 RULES: list[Rule] = []
 
 
-def rule(*metrics: str) -> Callable[[Check], Check]:
-    """Register a function under its name as a rule about ``metrics``."""
+def rule(*metrics: str, last: int | Callable[[History], int]) -> Callable[[Callable[[History], str | None]], Rule]:
+    """Register a function under its name as a rule about the ``last`` values of the first of ``metrics``."""
 
-    def register(check: Check) -> Check:
-        RULES.append(Rule(check.__name__, metrics, check))
-        return check
+    def register(warn: Callable[[History], str | None]) -> Rule:
+        def check(history: History) -> tuple[str, int] | None:
+            if (text := warn(history)) is None:
+                return None
+            return text, history.step(metrics[0], last if isinstance(last, int) else last(history))
+
+        RULES.append(Rule(warn.__name__, metrics, str(warn.__doc__), check))
+        return RULES[-1]
 
     return register
 
 
-@rule("kl", "reward")
-def kl_without_reward(history: History) -> Found | None:
+def level(
+    *metrics: str, last: int = FEW, passes: Callable[[float, History], bool]
+) -> Callable[[Callable[[History, float], str]], Rule]:
+    """Register a rule about the mean of the ``last`` values of the first of ``metrics``, if it ``passes``.
+
+    It shows since the first of these values that does by itself.
+    """
+
+    def register(warn: Callable[[History, float], str]) -> Rule:
+        def check(history: History) -> tuple[str, int] | None:
+            mean = history.mean(metrics[0], last)
+            if not passes(mean, history):
+                return None
+            found = zip(*(series[-last:] for series in history.series[metrics[0]]), strict=True)
+            since = next((step for step, value in found if passes(value, history)), history.step(metrics[0], last))
+            return warn(history, mean), since
+
+        RULES.append(Rule(warn.__name__, metrics, str(warn.__doc__), check))
+        return RULES[-1]
+
+    return register
+
+
+def _since(values: list[float], best: Callable[[list[float]], float]) -> int:
+    """How many values there are from the first best one on."""
+    return len(values) - values.index(best(values))
+
+
+@rule("kl", "reward", last=WINDOW)
+def kl_without_reward(history: History) -> str | None:
     """KL half as large again within the window, and 0.01 nats per token more, while the reward does not rise."""
     window = history.last("kl", WINDOW)
     if not window or not history.flat_reward():
@@ -35,132 +69,107 @@ def kl_without_reward(history: History) -> Found | None:
     remedy = "raise --init_kl_coef" if history.option("init_kl_coef", 1) else "give an --init_kl_coef"
     return (
         f"KL grows ({earlier:.3g} to {later:.3g} per token) while the reward is flat since step {{since}}: lower "
-        f"--actor_learning_rate or {remedy}.",
-        history.step("kl", WINDOW),
+        f"--actor_learning_rate or {remedy}."
     )
 
 
-@rule("kl")
-def kl_above_target(history: History) -> Found | None:
+@level("kl", last=LEVEL, passes=lambda kl, history: kl > 2 * history.option("kl_target", math.inf))
+def kl_above_target(history: History, kl: float) -> str:
     """KL twice --kl_target."""
-    target = history.option("kl_target", math.inf)
-    if (now := history.level("kl", LEVEL, lambda kl: kl > 2 * target)) is None:
-        return None
+    target = history.option("kl_target")
     return (
-        f"KL is {now.mean / target:.1f} times --kl_target {target:g} since step {{since}}: make --kl_horizon shorter "
-        "so that the coefficient follows sooner, raise --init_kl_coef, or lower --actor_learning_rate.",
-        now.since,
+        f"KL is {kl / target:.1f} times --kl_target {target:g} since step {{since}}: make --kl_horizon shorter so that "
+        "the coefficient follows sooner, raise --init_kl_coef, or lower --actor_learning_rate."
     )
 
 
-@rule("kl_per_response", "kl")
-def kl_far(history: History) -> Found | None:
+@level("kl_per_response", "kl", passes=lambda whole, h: whole > 30 and h.mean("kl", FEW) > 0.5)
+def kl_far(history: History, whole: float) -> str:
     """KL above 30 nats per response and 0.5 nats per token."""
-    now, kl = history.level("kl_per_response", FEW, lambda whole: whole > 30), history.mean("kl", FEW)
-    if now is None or not kl > 0.5:
-        return None
     return (
-        f"The policy is far from the reference since step {{since}} (KL {now.mean:.0f} nats per response, {kl:.2g} per "
-        "token): read the samples before you believe the reward, which may be exploited. Raise --init_kl_coef or lower "
-        "--actor_learning_rate.",
-        now.since,
+        f"The policy is far from the reference since step {{since}} (KL {whole:.0f} nats per response, "
+        f"{history.mean('kl', FEW):.2g} per token): read the samples before you believe the reward, which may be "
+        "exploited. Raise --init_kl_coef or lower --actor_learning_rate."
     )
 
 
-@rule("kl", "kl_k3")
-def kl_negative(history: History) -> Found | None:
+@level("kl", "kl_k3", last=LEVEL, passes=lambda kl, _: kl < -0.01)
+def kl_negative(history: History, kl: float) -> str:
     """The estimate k1 0.01 nats per token below 0, where KL cannot be."""
-    if (now := history.level("kl", LEVEL, lambda kl: kl < -0.01)) is None:
-        return None
     return (
-        f"KL (k1) is {now.mean:.3g} since step {{since}}, and a KL is never below 0: the responses are not sampled "
-        "from the policy whose log-probs are compared. Leave out --top_p and --top_k, and look at "
-        "rollout_log_prob_gap.",
-        now.since,
+        f"KL (k1) is {kl:.3g} since step {{since}}, and a KL is never below 0: the responses are not sampled from the "
+        "policy whose log-probs are compared. Leave out --top_p and --top_k, and look at rollout_log_prob_gap."
     )
 
 
-@rule("eval_reward", "reward")
-def evaluation_falls(history: History) -> Found | None:
+@rule("eval_reward", "reward", last=lambda history: _since(history.values("eval_reward"), max))
+def evaluation_falls(history: History) -> str | None:
     """The last two evaluations lost a quarter of what the best one had gained, while the reward did not fall."""
     evaluated, rewards = history.values("eval_reward"), history.values("reward")
     if len(evaluated) < 4 or len(rewards) < 2 * FEW:
         return None
-    best = max(range(len(evaluated)), key=evaluated.__getitem__)
-    gain, lost = evaluated[best] - evaluated[0], evaluated[best] - max(evaluated[-2:])
-    since = history.series["eval_reward"][0][best]
+    best = max(evaluated)
+    gain, lost = best - evaluated[0], best - max(evaluated[-2:])
+    since = history.step("eval_reward", _since(evaluated, max))
     n_before = bisect_right(history.series["reward"][0], since)
     around = rewards[max(0, n_before - FEW) : n_before]
     if gain <= 0 or lost <= 0.25 * gain or not around or fmean(rewards[-FEW:]) < fmean(around):
         return None
     return (
-        f"eval_reward has fallen from {evaluated[best]:.3g} at step {{since}} to {evaluated[-1]:.3g} while the reward "
+        f"eval_reward has fallen from {best:.3g} at step {{since}} to {evaluated[-1]:.3g} while the reward "
         "has not: the policy learns its prompts, or exploits the reward. Raise --init_kl_coef, use more prompts or "
-        "fewer --num_episodes; --keep_best eval_reward keeps the best model.",
-        since,
+        "fewer --num_episodes; --keep_best eval_reward keeps the best model."
     )
 
 
-@rule("entropy", "reward")
-def entropy_collapse(history: History) -> Found | None:
+@level("entropy", "reward", passes=lambda entropy, h: entropy < 0.2 * h.start("entropy") and h.flat_reward())
+def entropy_collapse(history: History, entropy: float) -> str:
     """Entropy below a fifth of its start while the reward does not rise."""
-    start = history.start("entropy")
-    now = history.level("entropy", FEW, lambda entropy: entropy < 0.2 * start)
-    if now is None or not history.flat_reward():
-        return None
     return (
-        f"Entropy has fallen to {now.mean / start:.0%} of its start by step {{since}} and the reward is flat: the "
-        "policy hardly explores any more. If the reward is not yet where you want it, raise --eps_clip_high (0.28), "
-        "--entropy_coef or --init_kl_coef, or lower --actor_learning_rate.",
-        now.since,
+        f"Entropy has fallen to {entropy / history.start('entropy'):.0%} of its start by step {{since}} and the reward "
+        "is flat: the policy hardly explores any more. If the reward is not yet where you want it, raise "
+        "--eps_clip_high (0.28), --entropy_coef or --init_kl_coef, or lower --actor_learning_rate."
     )
 
 
-@rule("entropy")
-def entropy_grows(history: History) -> Found | None:
+@level("entropy", passes=lambda entropy, h: entropy > h.start("entropy") + max(h.start("entropy"), 0.5))
+def entropy_grows(history: History, entropy: float) -> str:
     """Entropy twice its start, and half a nat more."""
     start = history.start("entropy")
-    bound = max(2 * start, start + 0.5)
-    if (now := history.level("entropy", FEW, lambda entropy: entropy > bound)) is None:
-        return None
     coef = "lower --entropy_coef" if history.option("entropy_coef", 0) else "raise --init_kl_coef"
     return (
-        f"Entropy is {now.mean:.2g} nats since step {{since}}, {start:.2g} at the start: the policy drifts towards "
-        f"noise. Lower --actor_learning_rate or {coef}.",
-        now.since,
+        f"Entropy is {entropy:.2g} nats since step {{since}}, {start:.2g} at the start: the policy drifts towards "
+        f"noise. Lower --actor_learning_rate or {coef}."
     )
 
 
-@rule("clip_fraction")
-def many_clipped(history: History) -> Found | None:
+@level(
+    "clip_fraction", last=LEVEL, passes=lambda share, h: share > 0.3 and h.option("policy_loss_type", "ppo") == "ppo"
+)
+def many_clipped(history: History, share: float) -> str:
     """With the loss of PPO 30 % of the tokens outside the clip range."""
-    now = history.level("clip_fraction", LEVEL, lambda share: share > 0.3)
-    if now is None or history.option("policy_loss_type", "ppo") != "ppo":
-        return None
     return (
-        f"{now.mean:.0%} of the tokens leave the clip range since step {{since}}: the updates are too large. Lower "
-        "--actor_learning_rate or --max_epochs, or raise --train_batch_size.",
-        now.since,
+        f"{share:.0%} of the tokens leave the clip range since step {{since}}: the updates are too large. Lower "
+        "--actor_learning_rate or --max_epochs, or raise --train_batch_size."
     )
 
 
-@rule("kl_k3", "reward")
-def policy_stands_still(history: History) -> Found | None:
+@rule("kl_k3", "reward", last=WINDOW)
+def policy_stands_still(history: History) -> str | None:
     """KL (k3) below 0.00001 nats per token after 20 reports, and a reward that does not rise."""
     kl = history.mean("kl_k3", WINDOW)
     frozen = max(history.option("freezing_actor_steps", -1), history.option("value_pretrain_steps", 0))
-    if not kl < 1e-5 or not history.flat_reward() or (since := history.step("kl_k3", WINDOW)) <= frozen:
+    if not kl < 1e-5 or not history.flat_reward() or history.step("kl_k3", WINDOW) <= frozen:
         return None
     rate = history.option("actor_learning_rate")
     return (
         f"The policy has hardly moved since step {{since}} (KL {kl:.1g} per token): raise --actor_learning_rate"
-        f"{'' if rate is None else f' (now {rate:g})'}; small models and LoRA need more than large models.",
-        since,
+        f"{'' if rate is None else f' (now {rate:g})'}; small models and LoRA need more than large models."
     )
 
 
-@rule("explained_variance")
-def critic_misleads(history: History) -> Found | None:
+@rule("explained_variance", last=WINDOW)
+def critic_misleads(history: History) -> str | None:
     """Median of explained variance below 0: returns are further from the critic's values than from their mean."""
     window = history.last("explained_variance", WINDOW)
     if not window or (explained := median(window)) >= 0:
@@ -169,26 +178,24 @@ def critic_misleads(history: History) -> Found | None:
     return (
         f"The critic foresees the returns worse than their mean does since step {{since}} (explained variance "
         f"{explained:.2g}): raise --critic_learning_rate, or let it learn first with --value_pretrain_steps"
-        f"{', or try --value_clip None' if clips else ''}.",
-        history.step("explained_variance", WINDOW),
+        f"{', or try --value_clip None' if clips else ''}."
     )
 
 
-@rule("reward_std", "reward")
-def one_reward(history: History) -> Found | None:
+@rule("reward_std", "reward", last=FEW)
+def one_reward(history: History) -> str | None:
     """All responses of each of the last 5 steps earned the same."""
     spread = history.last("reward_std", FEW)
     if not spread or max(spread) > 1e-6:
         return None
     return (
         "All responses of a step earn the same since step {since}, so there is nothing to learn from: check the "
-        "reward on the samples, use prompts that are harder or easier for this model, or raise --temperature.",
-        history.step("reward_std", FEW),
+        "reward on the samples, use prompts that are harder or easier for this model, or raise --temperature."
     )
 
 
-@rule("reward", "reward/of_tokens", "shaped_reward")
-def reward_outside_clip(history: History) -> Found | None:
+@rule("reward", "reward/of_tokens", "shaped_reward", last=FEW)
+def reward_outside_clip(history: History) -> str | None:
     """The mean reward, without that of single tokens, outside --reward_clip_range, without --normalize_reward."""
     clip, reward = history.option("reward_clip_range"), history.mean("reward", FEW)
     if not clip or history.option("normalize_reward", False) or math.isnan(reward):
@@ -201,71 +208,56 @@ def reward_outside_clip(history: History) -> Found | None:
         return None
     return (
         f"The mean reward {reward:.3g} lies outside --reward_clip_range {clip[0]:g} {clip[1]:g} since step {{since}}, "
-        "so that most responses look equally good to the training: widen the range, or use --normalize_reward.",
-        history.step("reward", FEW),
+        "so that most responses look equally good to the training: widen the range, or use --normalize_reward."
     )
 
 
-@rule("reward_errors")
-def reward_fails(history: History) -> Found | None:
+@level("reward_errors", passes=lambda errors, _: errors > 0)
+def reward_fails(history: History, errors: float) -> str:
     """The reward function raised on some sample of the last 5 steps."""
-    if (now := history.level("reward_errors", FEW, lambda errors: errors > 0)) is None:
-        return None
     return (
-        f"The reward function raised on {now.mean * FEW:.0f} samples since step {{since}}, which got "
-        "--reward_error_value instead: the log shows the first errors.",
-        now.since,
+        f"The reward function raised on {errors * FEW:.0f} samples since step {{since}}, which got "
+        "--reward_error_value instead: the log shows the first errors."
     )
 
 
-@rule("truncated_fraction")
-def many_truncated(history: History) -> Found | None:
+@level("truncated_fraction", passes=lambda share, _: share > 0.5)
+def many_truncated(history: History, share: float) -> str:
     """Half of the responses cut at --generate_max_len."""
-    if (now := history.level("truncated_fraction", FEW, lambda share: share > 0.5)) is None:
-        return None
     most = history.option("generate_max_len")
     what = "scored unfinished: raise it, or leave such responses out with --overlong_filter"
     if history.option("overlong_filter", False):
         what = "left out by --overlong_filter, so that nothing is learned from them: raise it, or ask for less"
     return (
-        f"{now.mean:.0%} of the responses are cut at --generate_max_len{'' if most is None else f' {most}'} since step "
-        f"{{since}} and {what}.",
-        now.since,
+        f"{share:.0%} of the responses are cut at --generate_max_len{'' if most is None else f' {most}'} since step "
+        f"{{since}} and {what}."
     )
 
 
-@rule("response_length", "reward")
-def lengths_run_away(history: History) -> Found | None:
+@level("response_length", "reward", passes=lambda n, h: n > 2 * h.start("response_length") and h.flat_reward())
+def lengths_run_away(history: History, length: float) -> str:
     """Responses twice as long as at the start while the reward does not rise."""
-    start = history.start("response_length")
-    now = history.level("response_length", FEW, lambda length: length > 2 * start)
-    if now is None or not history.flat_reward():
-        return None
     return (
-        f"Responses have grown from {start:.0f} to {now.mean:.0f} tokens by step {{since}} without more reward: "
-        "penalize length with --overlong_buffer_len, and look whether the reward likes length for its own sake.",
-        now.since,
+        f"Responses have grown from {history.start('response_length'):.0f} to {length:.0f} tokens by step {{since}} "
+        "without more reward: penalize length with --overlong_buffer_len, and look whether the reward likes length for "
+        "its own sake."
     )
 
 
-@rule("response_length")
-def lengths_collapse(history: History) -> Found | None:
+@level("response_length", passes=lambda n, h: n < 0.25 * h.start("response_length"))
+def lengths_collapse(history: History, length: float) -> str:
     """Responses a quarter as long as at the start."""
-    start = history.start("response_length")
-    if (now := history.level("response_length", FEW, lambda length: length < 0.25 * start)) is None:
-        return None
     remedy = "lower --actor_learning_rate"
     if history.option("init_kl_coef", 1) and not history.option("use_kl_loss", False):
         remedy = "lower --init_kl_coef, as the KL penalty is paid per token and short answers pay less"
     return (
-        f"Responses have shrunk from {start:.0f} to {now.mean:.0f} tokens by step {{since}}: read the samples, and "
-        f"check that the reward does not prefer an empty answer; else {remedy}.",
-        now.since,
+        f"Responses have shrunk from {history.start('response_length'):.0f} to {length:.0f} tokens by step {{since}}: "
+        f"read the samples, and check that the reward does not prefer an empty answer; else {remedy}."
     )
 
 
-@rule("actor_grad_norm")
-def gradient_spike(history: History) -> Found | None:
+@rule("actor_grad_norm", last=1)
+def gradient_spike(history: History) -> str | None:
     """The actor's gradient ten times the median of the reports before."""
     norms = history.last("actor_grad_norm", LEVEL + 1)
     if not norms or norms[-1] <= 10 * median(norms[:-1]):
@@ -273,30 +265,26 @@ def gradient_spike(history: History) -> Found | None:
     return (
         f"The actor's gradient was {norms[-1] / max(median(norms[:-1]), 1e-12):.0f} times its usual size at step "
         "{since}: --max_norm bounds what it does. If it happens again, read the samples of these steps and lower "
-        "--actor_learning_rate.",
-        history.step("actor_grad_norm", 1),
+        "--actor_learning_rate."
     )
 
 
-@rule("skipped_steps")
-def steps_skipped(history: History) -> Found | None:
+@rule("skipped_steps", last=LEVEL)
+def steps_skipped(history: History) -> str | None:
     """Optimizer steps left out among the last 10 reports."""
-    counts = history.last("skipped_steps", min(LEVEL, len(history.values("skipped_steps"))))
-    if not counts or counts[-1] <= (counts[0] if len(counts) == LEVEL else 0):
+    counts = history.values("skipped_steps")
+    if not counts or counts[-1] <= (counts[-LEVEL] if len(counts) >= LEVEL else 0):
         return None
     return (
         f"{counts[-1]:.0f} optimizer steps so far were skipped because a loss or gradient was not finite (the run ends "
         "after --max_skipped_steps in a row): lower the learning rate; their batches are in the folder 'skipped' "
-        "beside the logs.",
-        history.step("skipped_steps", len(counts)),
+        "beside the logs."
     )
 
 
-@rule("rollout_kl", "rollout_log_prob_gap")
-def engine_differs(history: History) -> Found | None:
+@level("rollout_kl", "rollout_log_prob_gap", passes=lambda kl, _: kl > 0.01)
+def engine_differs(history: History, kl: float) -> str:
     """KL 0.01 nats per token between the engine that samples and the actor of the same weights."""
-    if (now := history.level("rollout_kl", FEW, lambda kl: kl > 0.01)) is None:
-        return None
     causes = ["--top_p"] if history.option("top_p", 1) < 1 else []
     causes += ["--top_k"] if history.option("top_k") is not None else []
     causes += ["--min_new_tokens"] if history.option("min_new_tokens", 0) else []
@@ -305,15 +293,11 @@ def engine_differs(history: History) -> Found | None:
     remedy = f"leave out {' and '.join(causes)}" if causes else precision
     if history.option("rollout_correction", "none") == "none":
         remedy += ", or weight the tokens with --rollout_correction tis"
-    return (
-        f"The log-probs at sampling differ from the actor's since step {{since}} (KL {now.mean:.2g} per token): "
-        f"{remedy}.",
-        now.since,
-    )
+    return f"The log-probs at sampling differ from the actor's since step {{since}} (KL {kl:.2g} per token): {remedy}."
 
 
-@rule("sampled_batches", "useful_groups")
-def sampling_bound(history: History) -> Found | None:
+@rule("sampled_batches", "useful_groups", last=FEW)
+def sampling_bound(history: History) -> str | None:
     """Dynamic sampling stopped by its bound, with too few useful groups, in each of the last 5 steps."""
     bound, wanted = history.option("dynamic_sampling_max_batches"), history.option("rollout_batch_size")
     batches, groups = history.last("sampled_batches", FEW), history.last("useful_groups", FEW)
@@ -322,20 +306,17 @@ def sampling_bound(history: History) -> Found | None:
     return (
         f"Dynamic sampling stops at --dynamic_sampling_max_batches {bound} in each step since {{since}}, with "
         f"{groups[-1]:.0f} of {wanted} useful groups: most prompts give responses of one reward. Use harder or easier "
-        "prompts, or more --n_samples_per_prompt.",
-        history.step("sampled_batches", FEW),
+        "prompts, or more --n_samples_per_prompt."
     )
 
 
-@rule("eval_loss", "loss")
-def overfitting(history: History) -> Found | None:
+@rule("eval_loss", "loss", last=lambda history: _since(history.values("eval_loss"), min))
+def overfitting(history: History) -> str | None:
     """Supervised: the last two evaluations 2 % above the lowest eval_loss."""
     evaluated = history.values("eval_loss")
     if len(evaluated) < 3 or min(evaluated[-2:]) <= 1.02 * min(evaluated):
         return None
-    best = min(range(len(evaluated)), key=evaluated.__getitem__)
     return (
-        f"eval_loss rises since step {{since}} ({evaluated[best]:.3g} to {evaluated[-1]:.3g}): the model learns its "
-        "data by heart. Use fewer --max_epochs; --keep_best eval_loss keeps the best model.",
-        history.series["eval_loss"][0][best],
+        f"eval_loss rises since step {{since}} ({min(evaluated):.3g} to {evaluated[-1]:.3g}): the model learns its "
+        "data by heart. Use fewer --max_epochs; --keep_best eval_loss keeps the best model."
     )

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of a log that has not been parsed yet."""
+    """A line of a log that has not been parsed yet; ``key`` is its step and whether it is of an evaluation."""
 
-    step: int
+    key: tuple[int, bool]
     text: str
-    evaluation: bool
 
     def parsed(self) -> Row:
         """Its content."""
@@ -48,27 +48,16 @@ def read_run(folder: str | Path) -> RunData:
     Raises ``ValueError`` without metrics.
     """
     logs = find_logs(Path(folder))
-    metrics, n_bad = [], 0
-    for line in _lines(logs / "metrics.jsonl"):
-        try:
+    lines, metrics = _lines(logs / "metrics.jsonl"), []
+    for line in lines:
+        with suppress(ValueError):
             row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            metrics.append(row)
-        else:
-            n_bad += 1
+            metrics += [row] if isinstance(row, dict) and isinstance(row.get("step"), int) else []
     samples, bad_samples = _log_lines(logs / "samples.jsonl")
     tokens, bad_tokens = _log_lines(logs / "tokens.jsonl")
-    return RunData(
-        logs.parent if logs.name == "logs" else logs,
-        metrics,
-        samples,
-        tokens,
-        _mapping(logs / "config.yaml"),
-        _mapping(logs / "environment.json"),
-        n_bad + bad_samples + bad_tokens,
-    )
+    config, environment = _mapping(logs / "config.yaml"), _mapping(logs / "environment.json")
+    n_bad = len(lines) - len(metrics) + bad_samples + bad_tokens
+    return RunData(logs.parent if logs.name == "logs" else logs, metrics, samples, tokens, config, environment, n_bad)
 
 
 def find_logs(folder: Path) -> Path:
@@ -99,7 +88,8 @@ def _lines(file: Path) -> list[str]:
 def _log_lines(file: Path) -> tuple[list[LogLine], int]:
     lines = _lines(file)
     found = [(_STEP.match(line), line) for line in lines]
-    kept = [LogLine(int(m[1]), line, '"evaluation": true' in line[:120]) for m, line in found if m and line[-1] == "}"]
+    whole = [(int(match[1]), line) for match, line in found if match and line[-1] == "}"]
+    kept = [LogLine((step, '"evaluation": true' in line[:120]), line) for step, line in whole]
     return kept, len(lines) - len(kept)
 
 

@@ -59,34 +59,30 @@ def test_conversations_turns_and_texts_give_the_same_pair(tokenizer, make_tokeni
     assert texts_of(row, changing, columns, apply_chat_template=True) == expected
 
 
-@pytest.mark.parametrize(("value", "margin"), [(2, 2.0), (0.5, 0.5), ("1.5", 1.5), (-1, -1.0)])
-def test_margin_is_a_number(tokenizer, value, margin):
+@pytest.mark.parametrize(
+    ("value", "margin"),
+    [(2, 2.0), ("1.5", 1.5), (-1, -1.0), *((value, None) for value in (None, "much", True, float("inf"), [1]))],
+)
+def test_a_margin_is_a_number_or_an_error(tokenizer, value, margin):
     row = {"chosen": "a", "rejected": "b", "m": value}
+    assert pairs_of([row], tokenizer)[0][0].margin == 0.0
+    if margin is None:
+        message = r"row 2: the margin in column 'm' is not a number.*--margin_key"
+        with pytest.raises(ValueError, match=message):
+            pairs_of([{**row, "m": 1}, row], tokenizer, {"margin_key": "m"})
+        return
     (pair,), _ = pairs_of([row], tokenizer, {"margin_key": "m"})
     assert pair.margin == margin
-    assert pairs_of([row], tokenizer)[0][0].margin == 0.0
 
 
-@pytest.mark.parametrize("value", [None, "much", True, float("nan"), float("inf"), [1]])
-def test_margin_that_is_not_a_number_is_an_error(tokenizer, value):
-    rows = [{"chosen": "a", "rejected": "b", "m": 1}, {"chosen": "a", "rejected": "b", "m": value}]
-    with pytest.raises(ValueError, match=r"--dataset, row 2: the margin in column 'm' is not a number.*--margin_key"):
-        pairs_of(rows, tokenizer, {"margin_key": "m"})
-
-
-def test_a_pair_with_one_side_too_long_is_dropped_and_counted(tokenizer):
-    rows = [{"chosen": "a", "rejected": "abc"}, {"chosen": "abc", "rejected": "a"}, {"chosen": "a", "rejected": "b"}]
+def test_long_pairs_are_dropped_and_equal_ones_kept_and_counted(tokenizer, caplog):
+    caplog.set_level("INFO", "openppo")
+    rows = [{"chosen": "a", "rejected": "abc"}, {"chosen": "abc", "rejected": "a"}, {"chosen": "a", "rejected": "a"}]
     pairs, dropped = pairs_of(rows, tokenizer, max_len=4)
     assert (len(pairs), dropped) == (1, 2)
+    assert caplog.messages[-1] == "--dataset: in 1 of 3 pairs both sides are the same, which teaches nothing"
     with pytest.raises(ValueError, match="--dataset: all 2 rows are longer than --max_len 4; the shortest has 5"):
         pairs_of(rows[:2], tokenizer, max_len=4)
-
-
-@pytest.mark.parametrize("key", ["prompt_key", "chosen_key", "rejected_key", "margin_key"])
-def test_a_missing_column_names_its_flag(tokenizer, key):
-    message = f"--dataset, row 1: no column 'p'. Its columns are chosen, rejected: .*--{key}"
-    with pytest.raises(ValueError, match=message):
-        pairs_of([{"chosen": "a", "rejected": "b"}], tokenizer, {key: "p"})
 
 
 AB, TEMPLATE = {"chosen": "a", "rejected": "b"}, {"apply_chat_template": True}

@@ -35,15 +35,13 @@ STEPS = [("sK", "+"), ("tK", "-")]
         {"input": "q sK\nt   K after", "label": "q s+\nt   - after"},
         {"input": "q s K\nt K", "label": ["+", "-"]},
         {"input": "q s K\nt K", "label": [True, False]},
+        {"input": "q s K\nt K", "label": [0.25, 1]},
     ],
 )
 def test_judgements_stand_at_the_placeholders_right_after_their_steps(tokenizer, row):
-    assert judged(row, tokenizer) == ("<bos>q sK\ntK", STEPS)
-
-
-def test_numbers_are_soft_labels(tokenizer):
-    _, labels = judged({"input": "s K t K", "label": [0.25, 1]}, tokenizer)
-    assert labels == [("sK", 0.25), ("tK", 1.0)]
+    """Numbers are soft labels."""
+    expected = [("sK", 0.25), ("tK", 1.0)] if row["label"][0] == 0.25 else STEPS
+    assert judged(row, tokenizer) == ("<bos>q sK\ntK", expected)
 
 
 def test_a_list_of_steps_follows_its_question(tokenizer):
@@ -68,12 +66,6 @@ def test_named_columns_may_hold_texts_or_lists(tokenizer):
         examples_of([{"text": "s K"}], tokenizer, columns)
 
 
-def test_a_solution_longer_than_the_limit_is_dropped_and_counted(tokenizer):
-    rows = [{"input": "sss K", "label": ["+"]}, {"input": "s K", "label": ["+"]}]
-    examples, dropped = examples_of(rows, tokenizer, max_len=3)
-    assert (len(examples), dropped) == (1, 1)
-
-
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
@@ -83,7 +75,7 @@ def test_a_solution_longer_than_the_limit_is_dropped_and_counted(tokenizer):
         ({"input": "s K", "label": "t +"}, {}, "not the solution with one of --reward_tokens"),
         ({"input": "s K", "label": ["?"]}, {}, r"\['\?'\] are not all of --reward_tokens \+ -"),
         ({"input": "s K t K", "label": ["+", 1]}, {}, "are not all of --reward_tokens"),
-        ({"input": "s K", "label": [1.5]}, {}, r"must lie in \[0, 1\]"),
+        ({"input": "s K", "label": [1.5]}, {}, r"must lie in \[0, 1\] and need exactly two --reward_tokens"),
         ({"input": "s K", "label": [0.5]}, {}, "some rows are judged by numbers and some by reward tokens"),
         ({"input": "s K", "label": 1}, {}, "neither a text nor a list: 1"),
         ({"input": 3, "label": ["+"]}, {}, "not a text but int"),
@@ -96,11 +88,6 @@ def test_a_bad_row_is_an_error_that_names_it(tokenizer, row, options, message):
     supervised = SupervisedConfig("model", "data.jsonl", **options)
     with pytest.raises(ValueError, match=f"--dataset, row 1 of bad: .*{message}"):
         load_process_examples(rows, tokenizer, supervised, ProcessConfig(placeholder_token="K"))
-
-
-def test_soft_labels_need_two_reward_tokens(tokenizer):
-    with pytest.raises(ValueError, match="row 1: .*exactly two --reward_tokens"):
-        examples_of([{"input": "s K", "label": [0.5]}], tokenizer, {"reward_tokens": ("+", "-", "0")})
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ def test_an_epoch_resumes_at_any_batch(start):
         (lambda: BatchSampler(0, 4, seed=0), "0 rows"),
         (lambda: BatchSampler(8, 4, seed=0).batches(0, start=3), "no batch 3 in epoch 0: an epoch has 2 batches"),
         (lambda: cyclic_batches(3, 0, seed=0), "in batches of 0"),
-        (lambda: cyclic_batches(3, 2, seed=0, start=-1), "no batch -1"),
     ],
 )
 def test_impossible_sizes_and_positions_are_errors(make, message):

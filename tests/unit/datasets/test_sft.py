@@ -6,7 +6,7 @@ import pytest
 
 from openppo import datasets
 from openppo.config import SFTDataConfig, SupervisedConfig
-from openppo.datasets import TokenExample, load_sft_examples, number_rows, render_prompt
+from openppo.datasets import load_sft_examples, number_rows
 
 CHANGES_THE_PROMPT = (  # the prompt of a generation ends in '?', which a finished turn lacks
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
@@ -85,45 +85,9 @@ def test_the_response_and_its_end_are_targets(tokenizer, make_tokenizer, name):
     assert (tokenizer.decode(example.token_ids), targets(example, tokenizer), dropped) == (text, expected, 0)
 
 
-@pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("added", [{}, {"bos": True}, {"bos": True, "eos": True}])
-def test_an_example_starts_with_exactly_the_ids_that_generation_sees(make_tokenizer, chat, added):
-    tokenizer = make_tokenizer(**added)
-    (example,), _ = examples_of([AB], tokenizer, input_template="Q: {}", apply_chat_template=chat)
-    _, prompt = render_prompt("ab", tokenizer, input_template="Q: {}", apply_chat_template=chat)
-    assert example.token_ids[: len(prompt)] == prompt
-    assert targets(example, tokenizer) == "cd<eos>"
-    assert example.loss_mask.index(True) == len(prompt)
-
-
-def test_an_example_longer_than_the_limit_is_dropped_and_counted(tokenizer):
-    rows = [AB, {"input": "ab", "output": "c"}]  # 6 and 5 tokens with BOS and EOS
-    examples, dropped = examples_of(rows, tokenizer, max_len=5)
-    assert ([len(example.token_ids) for example in examples], dropped) == ([5], 1)
-    with pytest.raises(ValueError, match="--dataset: all 2 rows are longer than --max_len 4; the shortest has 5"):
-        examples_of(rows, tokenizer, max_len=4)
-
-
-@pytest.mark.parametrize(
-    ("row", "options", "message"),
-    [
-        ({"input": "a", "output": 3}, {}, "--dataset, row 2: not a text but int"),
-        ({"input": "a", "output": None}, CHAT, "row 2: neither a text nor a list"),
-        ({"input": "a"}, {}, "row 2: no column 'output' or .* Its columns are input: .*--output_key"),
-        ({"output": "a"}, {}, "row 2: no column 'input' or .*--input_key"),
-        ({"input": "a"}, {"output_key": None, **CHAT}, "row 1: a whole text cannot be split"),
-    ],
-)
-def test_a_bad_row_is_an_error_that_names_flag_and_row(tokenizer, row, options, message):
-    with pytest.raises(ValueError, match=message):
-        examples_of([AB, row], tokenizer, **options)
-
-
 def test_a_tokenizer_without_eos_is_an_error(make_tokenizer):
     with pytest.raises(ValueError, match="the tokenizer of --pretrain has no EOS token"):
         examples_of([AB], make_tokenizer(has_eos=False))
-    with pytest.raises(AssertionError, match="unequal length"):
-        TokenExample([1, 2], [True])
 
 
 @pytest.mark.parametrize(
@@ -154,17 +118,3 @@ def test_documents_that_are_cut_or_empty_are_counted(tokenizer, caplog):
     ]
     with pytest.raises(ValueError, match="--pretrain_data: every text is empty.*--pretrain_key"):
         documents_of(rows[2:3], tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("row", "key", "message"),
-    [
-        ({"text": None}, "text", "row 2: not a text but NoneType"),
-        ({"title": "x"}, "text", "row 2: no column 'text'.*--pretrain_key"),
-    ],
-)
-def test_a_document_that_is_not_text_is_an_error(tokenizer, row, key, message):
-    with pytest.raises(ValueError, match=f"--pretrain_data, {message}"):
-        documents_of([{"text": "a"}, row], tokenizer, key)
-    with pytest.raises(ValueError, match=r"--pretrain_data: .*Its columns are title: name .* with --pretrain_key"):
-        documents_of([{"title": "x"}], tokenizer, None)

@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from openppo.config import PPODataConfig, RowsConfig, parse_probs
-from openppo.datasets import load_mixed_rows, load_prompts, load_rows, require_column, sources
+from openppo.config import RowsConfig, parse_probs
+from openppo.datasets import load_mixed_rows, load_rows, require_column, sources
 
 ROWS = [
     {"text": 'zwei,\n"drei" \u2028 é', "messages": [{"role": "user", "content": "a"}], "n": 1},
@@ -35,19 +35,16 @@ def write_jsonl(path: Path, rows=ROWS) -> Path:
     return path
 
 
-def write_array(path: Path) -> Path:
+def write_array(path):
     path.write_text("\n " + json.dumps(ROWS, indent=2))
-    return path
 
 
-def write_parquet(path: Path) -> Path:
+def write_parquet(path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    return path
 
 
-def save(path: Path) -> Path:
+def save(path):
     datasets.Dataset.from_list(ROWS).save_to_disk(path)
-    return path
 
 
 def as_gzip(path: Path) -> Path:
@@ -65,11 +62,14 @@ def as_gzip(path: Path) -> Path:
     ],
 )
 def test_every_format_keeps_order_types_and_nested_values(tmp_path, name, write):
-    source = write(tmp_path / name)
+    source = tmp_path / name
+    write(source)
     assert load(source) == load(source, max_samples=100) == ROWS
     assert load(source, max_samples=2) == ROWS[:2]
     if "json" in name.lower():
         assert load(as_gzip(source)) == ROWS
+        source.write_text('{"a": 1}')
+        assert load(source) == [{"a": 1}], "an edited file is never served stale"
 
 
 def test_json_values_are_kept_as_written(tmp_path):
@@ -93,15 +93,6 @@ def test_csv_values_are_strings_with_commas_quotes_and_newlines(tmp_path):
     assert [row.place for row in placed(path)] == ["line 2", "line 4"]
 
 
-def test_an_edited_file_is_never_served_stale(tmp_path):
-    for write, name in ((write_jsonl, "rows.jsonl"), (write_parquet, "rows.parquet")):
-        path = write(tmp_path / name)
-        assert load(path) == ROWS
-        path.write_bytes(b"")
-        with pytest.raises(ValueError, match="--prompt_data"):
-            load(path)
-
-
 def test_a_folder_gives_the_rows_of_the_split(tmp_path):
     splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
@@ -113,51 +104,40 @@ def test_a_folder_gives_the_rows_of_the_split(tmp_path):
     (files / "README.md").write_text("about")
     for folder in (tmp_path / "saved", files):
         assert (load(folder, split="train"), load(folder, split="test")) == (ROWS, ROWS[:1])
-        with pytest.raises(
-            ValueError, match=r"--prompt_data .*no split 'dev'. Its splits are test, train.*--prompt_spl"
-        ):
+        message = r"--prompt_data .*no split 'dev'. Its splits are test, train.*--prompt_split"
+        with pytest.raises(ValueError, match=message):
             load(folder, split="dev")
     (tmp_path / "data").mkdir()  # files without a split in their name are train
     write_jsonl(tmp_path / "data" / "contest.jsonl")
     assert load(tmp_path) == ROWS
 
 
-def test_a_row_knows_its_file_and_line(tmp_path, caplog):
+def test_a_row_knows_its_file_and_line(tmp_path):
     write_jsonl(tmp_path / "train-0.jsonl", ROWS[:2])
     (tmp_path / "train-1.jsonl").write_text('\n\n{"text": "d"}\n')
-    (tmp_path / "train-2.jsonl").touch()
     rows = placed(tmp_path)
     assert [row.place for row in rows] == ["train-0.jsonl, line 1", "train-0.jsonl, line 2", "train-1.jsonl, line 3"]
     message = r"row 3 of .* \(train-1.jsonl, line 3\): no column 'n'. Its columns are text: .*--input_key"
     with pytest.raises(ValueError, match=f"^--prompt_data, {message}"):
         require_column(rows, "n", flag_of_key="--input_key", flag_of_data="--prompt_data")
-    assert caplog.messages == [f"--prompt_data {tmp_path}/train-2.jsonl: empty, it has no rows"]
 
 
-HUB_NAMES = {
-    "owner/name": (None, None, r"no such file or folder, and no data set .*ConnectionError: no network"),
-    "owner/name@main": ("main", ValueError("Should be one of ['test']."), r"split 'dev' .*Should be one of \['test'\]"),
-}
-
-
-@pytest.mark.parametrize("source", HUB_NAMES)
-def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch, source):
-    configuration, failure, message = HUB_NAMES[source]
+def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch):
     asked = []
 
     def fake(name, configuration, split):
         asked.append((name, configuration, split))
         if split == "dev":
-            raise failure or ConnectionError("no network")
+            raise ConnectionError("no network")
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(sources, "load_dataset", fake)
-    assert load(source, split="train[:9]", max_samples=1) == ROWS[:1]
-    with pytest.raises(ValueError, match=f"--prompt_data {source}: {message}"):
-        load(source, split="dev")
-    assert asked == [("owner/name", configuration, "train[:9]"), ("owner/name", configuration, "dev")]
+    assert load("owner/name", split="train[:9]", max_samples=1) == ROWS[:1]
+    with pytest.raises(ValueError, match=r"--prompt_data owner/name@main: no such file .* split 'dev' .*no network"):
+        load("owner/name@main", split="dev")
+    assert asked == [("owner/name", None, "train[:9]"), ("owner/name", "main", "dev")]
     for path in ("no/such/file.jsonl", "./nowhere", "missing.json", "/no/folder"):
-        with pytest.raises(ValueError, match=r"--prompt_data .*no such file or folder, and no data set of that name"):
+        with pytest.raises(ValueError, match=r"--prompt_data .*no such file or folder.*not a name on the hub"):
             load(path)
     assert len(asked) == 2, "a missing path is not looked up"
 
@@ -167,26 +147,18 @@ def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch, source):
     [
         ("a.jsonl", '{"a": 1}\n\n{"a": \n', r"a.jsonl, line 3: not valid JSON \(Expecting value at column 6\)"),
         ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl, line 2: not an object but list"),
-        ("a.jsonl", '[{"a": 1}]\n', "a.jsonl, line 1: not an object but list"),
         ("a.json", '[{"a": 1},\n {"a": }]', "a.json, line 2: not valid JSON"),
         ("a.json", '[{"a": 1}, "x"]', "a.json, row 2: not an object but str"),
         ("a.json", '{\n "a": 1\n}', "a.json, line 1: not valid JSON .*array of objects"),
         ("a.jsonl", "", "a.jsonl: empty, it has no rows"),
         ("a.json", "[]", "a.json: empty, it has no rows"),
-        ("a.csv", "", "a.csv: empty, it has no rows"),
         ("a.csv", "x,y\n", "a.csv: empty, it has no rows"),
         ("a.csv", "x,y\n1,2\n\n3\n", "a.csv, line 4: 1 fields, but the first line names 2 columns"),
-        ("a.csv", "x,x\n1,2\n", "a.csv, line 1: column 'x' occurs twice"),
+        ("a.csv", "x,x\n1,2\n", "a.csv, line 1: a column occurs twice"),
         ("a.csv", 'x\n"1', "a.csv, line 2: not valid CSV"),
         ("a.parquet", "no table", "a.parquet, from row 1 on: cannot be read as Parquet"),
-        ("a.parquet", "", "a.parquet, from row 1 on: cannot be read as Parquet"),
-        ("a.jsonl", '{"a": 1}\n{"a": ', "a.jsonl, line 2: not valid JSON .*The file ends in this line"),
         ("a.jsonl", '{"a": 1}\n{"a":' + "9" * 5000 + "}\n", "a.jsonl, line 2: not valid JSON .*4300 digits"),
         ("a.jsonl", '{"a": 1}\n{"a":' + "[" * 100_000 + "\n", "a.jsonl, line 2: not valid JSON .*recursion"),
-        ("a.json", "[" * 100_000, "a.json: not valid JSON .*recursion"),
-        ("a.jsonl", '{"a": 1}\n{"b": 1, "b": 2}\n', "a.jsonl, line 2: not valid JSON .'b' occurs twice in an object"),
-        ("a.jsonl", "\0" * 100, "a.jsonl, line 1: not valid JSON"),
-        ("a.jsonl.gz", "not packed", "a.jsonl.gz: cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz: cannot be read .*whole"),
         ("a.txt", "text", r"a.txt: unknown kind of file. Use .jsonl, .json or .csv"),
         ("a.jsonl", b'{"a": "\xff"}', r"a.jsonl, line 1: not UTF-8 text \(byte 0xff: invalid start byte\)"),
@@ -216,10 +188,6 @@ def change_a_letter(path):
     path.write_bytes(path.read_bytes().replace(b"a text, number 7", b"a test, number 7"))
 
 
-def write(text):
-    return lambda path: path.write_text(text)
-
-
 @pytest.mark.parametrize(
     ("compression", "damage"),
     [("none", cut), ("snappy", cut), ("none", overwrite), ("snappy", overwrite), ("none", change_a_letter)],
@@ -238,47 +206,43 @@ def view(value, kind, of=pyarrow.int64):
     return pyarrow.array([value], of()).view(kind)
 
 
-TEXT_BUFFERS = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).buffers()
 TABLES = {
-    "microseconds": {"when": view(10**18, pyarrow.timestamp("us"))},
-    "milliseconds": {"when": view(10**15, pyarrow.timestamp("ms"))},
-    "days": {"when": view(10**8, pyarrow.date32(), pyarrow.int32)},
-    "duration": {"when": view(2**62, pyarrow.duration("s"))},
-    "unknown zone": {"when": view(0, pyarrow.timestamp("s", tz="Nowhere/None"))},
-    "not UTF-8": {"text": pyarrow.Array.from_buffers(pyarrow.string(), 2, TEXT_BUFFERS)},
+    "milliseconds": view(10**15, pyarrow.timestamp("ms")),
+    "days": view(10**8, pyarrow.date32(), pyarrow.int32),
+    "duration": view(2**62, pyarrow.duration("s")),
+    "unknown zone": view(0, pyarrow.timestamp("s", tz="Nowhere/None")),
+    "not UTF-8": pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, pyarrow.array([b"a", b"\xff"], pyarrow.binary()).buffers()
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_value_that_python_cannot_hold_is_an_error(tmp_path, name):
-    table = pyarrow.table(TABLES[name])
+    table = pyarrow.table({"column": TABLES[name]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    damaged = "cannot be read as Parquet" if name == "not UTF-8" else "column '(when|text)' holds .* as text"
-    with pytest.raises(ValueError, match=f"--prompt_data .*a.parquet, from row 1 on: {damaged}"):
+    with pytest.raises(ValueError, match="--prompt_data .*a.parquet, from row 1 on: cannot be read .* as text"):
         load(tmp_path / "a.parquet")
     datasets.Dataset(table).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"--prompt_data .*saved: a folder .* that cannot be read .* as text"):
         load(tmp_path / "saved")
 
 
-def test_a_column_that_occurs_twice_in_a_parquet_file_is_an_error(tmp_path):
-    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["input", "input"])
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a.parquet: column 'input' occurs twice. Rename one of them."):
-        load(tmp_path / "a.parquet")
-
-
-def test_a_column_of_maps_in_a_parquet_file_does_no_harm(tmp_path):
+def test_parquet_may_have_maps_but_no_column_twice(tmp_path):
     maps = pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
     pyarrow.parquet.write_table(pyarrow.table({"input": ["x"], "maps": maps}), tmp_path / "a.parquet")
     assert load(tmp_path / "a.parquet") == [{"input": "x", "maps": [("a", 1)]}]
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["input", "input"])
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"b.parquet, .*a column occurs twice"):
+        load(tmp_path / "b.parquet")
 
 
 @pytest.mark.parametrize(
     ("pattern", "damage"),
     [
-        *(("*.arrow", Path.unlink), ("*.arrow", cut), ("*.arrow", overwrite), ("state.json", write("{"))),
-        *(("state.json", write("{}")), ("dataset_info.json", write("{")), ("dataset_dict.json", write("{}"))),
+        *(("*.arrow", Path.unlink), ("*.arrow", cut), ("*.arrow", overwrite)),
+        *((name, lambda path: path.write_text("{}")) for name in ("state.json", "dataset_dict.json")),
     ],
 )
 def test_a_damaged_saved_folder_is_an_error(tmp_path, pattern, damage):
@@ -345,15 +309,6 @@ def test_with_shares_rows_are_drawn_until_the_first_source_is_used_up(files, pro
     assert texts(mix(files, probs, seed)) == expected
 
 
-def test_prompts_keep_the_source_and_errors_name_it(files, tokenizer):
-    rows = mix(files, None, max_samples=1)
-    loaded = load_prompts(rows, tokenizer, PPODataConfig(files))
-    assert [prompt.source for prompt in loaded.prompts] == files.split(",")
-    rows[1].row["input"] = 3
-    with pytest.raises(ValueError, match=r"--prompt_data, row 1 of .*b\.jsonl \(line 1\): not a text but int"):
-        load_prompts(rows, tokenizer, PPODataConfig(files))
-
-
 def test_copies_are_counted_and_kept(tmp_path, caplog):
     caplog.set_level("INFO", "openppo")
     for name in "ab":
@@ -371,8 +326,6 @@ class Rows:
 
 def rows(source):
     yield from Rows(source)
-
-number, texts, nothing = (lambda source: 3), (lambda source: [source]), (lambda source: [])
 """
 
 
@@ -382,23 +335,3 @@ def test_a_class_or_function_of_the_users_gives_the_rows_of_each_source(tmp_path
     rows = mix("x,y", None, max_samples=2, dataset_class=f"{tmp_path}/loaders.py:{name}")
     assert texts(rows) == ["x0", "x1", "y0", "y1"]
     assert [row.source for row in rows] == ["x", "x", "y", "y"]
-
-
-@pytest.mark.parametrize(
-    ("code", "name", "message"),
-    [
-        (LOADERS, "number", "called for --prompt_data x, gave int; it must give rows"),
-        (LOADERS, "texts", "gave rows of str; each must be a dict"),
-        (LOADERS, "nothing", "gave no rows"),
-        (LOADERS, "other", "has no function 'other'. It has: Rows, nothing, number, rows, texts"),
-        (LOADERS, "", "give a Python file and a name in it, path.py:name"),
-        (None, "rows", "no such file"),
-        ("import not_there", "rows", "cannot be imported"),
-        ("(", "rows", "cannot be imported"),
-    ],
-)
-def test_a_loader_that_does_not_work_is_an_error(tmp_path, code, name, message):
-    if code is not None:
-        (tmp_path / "loaders.py").write_text(code)
-    with pytest.raises(ValueError, match=f"--dataset_class .*{message}"):
-        mix("x", None, dataset_class=f"{tmp_path}/loaders.py:{name}")

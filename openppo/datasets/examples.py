@@ -1,0 +1,243 @@
+"""Rows -> prompts of a rollout, examples of the language-model loss, and pairs for the reward model."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from openppo.config import PreferenceConfig, RowsConfig, SFTDataConfig, SupervisedConfig
+from openppo.config.data import PromptDataConfig
+from openppo.datasets.row_formats import Keys, RowFields, RowReader
+from openppo.datasets.sources import ShowRows, SourceRow, naming_row, require_column
+from openppo.datasets.templates import (
+    TokenExample,
+    as_messages,
+    as_text,
+    encode_start,
+    end_with_eos,
+    render_prompt,
+    render_whole,
+    require_tokenizer,
+    same_turn,
+    shortened,
+)
+from openppo.datasets.turns import render_conversation, render_response
+from openppo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts in the order of their rows, and how many rows were dropped because their prompt is too long."""
+
+    prompts: list[Prompt]
+    dropped: int
+
+
+def load_prompts(
+    rows: Sequence[SourceRow],
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptDataConfig,
+    *,
+    flag: str = "--prompt_data",
+    show: ShowRows = iter,
+) -> PromptSet:
+    """Render the prompt of each row into a ``Prompt``.
+
+    The prompt is column ``options.input_key``, else recognized. The label is column ``options.label_key``, else the
+    answer of a recognized format, else None. A prompt longer than ``options.prompt_max_len`` tokens is dropped, never
+    cut. Raises ``ValueError`` naming ``flag`` and the row for a missing column or an empty or malformed prompt, and
+    ``--prompt_max_len`` if no prompt is left.
+    """
+    chat, template = options.apply_chat_template, options.input_template
+    require_tokenizer(tokenizer, apply_chat_template=chat, eos=False)
+    keys = None if options.input_key is None else {"prompt": (options.input_key, "--input_key")}
+    reader = RowReader(rows, "prompts", flag, options, keys)
+    if options.label_key is not None:
+        require_column(rows, options.label_key, flag_of_key="--label_key", flag_of_data=flag)
+
+    def render(fields: RowFields, row: SourceRow) -> Prompt:
+        label = fields.label if options.label_key is None else row.row[options.label_key]
+        messages = as_messages(fields.prompt, "user", template) if chat else None
+        value, around = (fields.prompt, template) if messages is None else (messages, None)
+        text, ids = render_prompt(value, tokenizer, input_template=around, apply_chat_template=chat)
+        return Prompt(text, ids, label, row.row, messages, source=row.source, index=row.number - 1)
+
+    return PromptSet(*reader.examples(render, ("--prompt_max_len", options.prompt_max_len), show))
+
+
+def load_sft_examples(
+    rows: Sequence[SourceRow],
+    tokenizer: PreTrainedTokenizerBase,
+    supervised: SupervisedConfig,
+    data: SFTDataConfig,
+    *,
+    flag: str = "--dataset",
+    show: ShowRows = iter,
+) -> tuple[list[TokenExample], int]:
+    """One example per row, in order, and the number of rows dropped as longer than ``supervised.max_len`` tokens.
+
+    Targets are the response and the EOS after it; of a chat, all turns of the assistant, each with what ends it; of a
+    row without a response, or with ``data.output_key`` None, all tokens. Raises ``ValueError`` naming ``flag`` and the
+    row for a missing column or a malformed value, and ``--max_len`` if no example is left.
+    """
+    chat, template = supervised.apply_chat_template, supervised.input_template
+    require_tokenizer(tokenizer, apply_chat_template=chat, eos=True)
+    reader = RowReader(rows, "sft", flag, supervised, _sft_keys(data))
+
+    def render(fields: RowFields, row: SourceRow) -> TokenExample:
+        if fields.conversation is not None and chat:
+            return render_conversation(fields.conversation, tokenizer, input_template=template)
+        how: dict[str, Any] = {"input_template": template, "apply_chat_template": chat}
+        if fields.whole is not None:
+            return _all_targets(render_whole(fields.whole, tokenizer, **how))
+        return render_response(fields.prompt, fields.response, tokenizer, **how)
+
+    return reader.examples(render, ("--max_len", supervised.max_len), show)
+
+
+def _sft_keys(data: SFTDataConfig) -> Keys | None:
+    """The columns that the user named; a default does not count."""
+    if data.input_key is None and data.output_key == SFTDataConfig.output_key:
+        return None
+    input_column = (data.input_key or "input", "--input_key")
+    if data.output_key is None:
+        return {"whole": input_column}
+    return {"prompt": input_column, "response": (data.output_key, "--output_key")}
+
+
+def load_documents(
+    rows: Sequence[SourceRow], tokenizer: PreTrainedTokenizerBase, key: str | None, max_len: int, show: ShowRows = iter
+) -> list[TokenExample]:
+    """Documents of ``--pretrain_data`` for the PTX loss: BOS if the tokenizer adds one, text, EOS; all are targets.
+
+    The text is column ``key``, else recognized. A document is cut after ``max_len`` tokens; an empty one is left out.
+    Raises ``ValueError`` naming the flag and the row for a missing column or a value that is not text, or if all
+    documents are empty.
+    """
+    flag = "--pretrain_data"
+    require_tokenizer(tokenizer, apply_chat_template=False, eos=True)
+    keys = None if key is None else {"whole": (key, "--pretrain_key")}
+    reader = RowReader(rows, "documents", flag, RowsConfig(), keys)
+    examples, n_cut = [], 0
+    for row in show(rows):
+        with naming_row(flag, row):
+            text = as_text(reader.read(row).whole)
+        ids = encode_start(tokenizer, text) if text.strip() else []
+        if ids:
+            ids = ids[:1] + end_with_eos(tokenizer, ids[1:])
+            n_cut += len(ids) > max_len
+            examples.append(_all_targets(ids[:max_len]))
+    if not examples:
+        raise ValueError(f"{flag}: every text is empty. Name another column with --pretrain_key.")
+    if len(examples) < len(rows):
+        logger.info("%s: %d of %d documents are empty and left out.", flag, len(rows) - len(examples), len(rows))
+    if n_cut:
+        logger.info("%s: %d of %d documents are cut at %d tokens.", flag, n_cut, len(examples), max_len)
+    return examples
+
+
+def _all_targets(ids: list[int]) -> TokenExample:
+    """Every token except the first, which nothing comes before."""
+    return TokenExample(ids, [t > 0 for t in range(len(ids))])
+
+
+@dataclass(frozen=True)
+class PreferenceExample:
+    """Token ids of the better and the worse text, each with its prompt and ending with EOS, and the margin.
+
+    A reward model reads its score at the last token, and a finished response of PPO ends with EOS too.
+    """
+
+    chosen_ids: list[int]
+    rejected_ids: list[int]
+    margin: float = 0.0
+
+
+def load_preferences(
+    rows: Sequence[SourceRow],
+    tokenizer: PreTrainedTokenizerBase,
+    supervised: SupervisedConfig,
+    data: PreferenceConfig,
+    *,
+    flag: str = "--dataset",
+    show: ShowRows = iter,
+) -> tuple[list[PreferenceExample], int]:
+    """One pair per row, in order, and the number of rows dropped because a side exceeds ``supervised.max_len`` tokens.
+
+    The sides are responses to the row's prompt, or whole texts where it has none. With
+    ``supervised.apply_chat_template`` they may be lists of messages: whole conversations, or the assistant's turns.
+    Raises ``ValueError`` naming ``flag`` and the row for a missing column, a malformed value or a margin that is not a
+    number, and ``--max_len`` if no pair is left.
+    """
+    chat = supervised.apply_chat_template
+    require_tokenizer(tokenizer, apply_chat_template=chat, eos=True)
+    reader = RowReader(rows, "pairs", flag, supervised, _pair_keys(data))
+    if data.margin_key is not None:
+        require_column(rows, data.margin_key, flag_of_key="--margin_key", flag_of_data=flag)
+
+    def render(fields: RowFields, row: SourceRow) -> PreferenceExample:
+        column = next((name for name in (data.prompt_key, "prompt", "question") if name in row.row), None)
+        if fields.prompt is None and column is not None and isinstance(fields.chosen, str):  # whole texts otherwise
+            raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
+        sides = (fields.chosen, data.chosen_key), (fields.rejected, data.rejected_key)
+        chosen, rejected = (_render_side(fields.prompt, side, tokenizer, supervised, key) for side, key in sides)
+        margin = 0.0 if data.margin_key is None else _as_margin(row.row[data.margin_key], data.margin_key)
+        return PreferenceExample(chosen, rejected, margin)
+
+    examples, dropped = reader.examples(
+        render, ("--max_len", supervised.max_len), show, lambda pair: max(len(pair.chosen_ids), len(pair.rejected_ids))
+    )
+    if n_equal := sum(pair.chosen_ids == pair.rejected_ids for pair in examples):
+        logger.info("%s: in %d of %d pairs both sides are the same, which teaches nothing", flag, n_equal, len(rows))
+    return examples, dropped
+
+
+def _pair_keys(data: PreferenceConfig) -> Keys | None:
+    """The columns that the user named; a default does not count."""
+    sides = {"chosen": (data.chosen_key, "--chosen_key"), "rejected": (data.rejected_key, "--rejected_key")}
+    if data.prompt_key is not None:
+        return {"prompt": (data.prompt_key, "--prompt_key"), **sides}
+    defaults = PreferenceConfig.chosen_key, PreferenceConfig.rejected_key
+    return None if (data.chosen_key, data.rejected_key) == defaults else sides
+
+
+def _render_side(
+    prompt: Any, side: Any, tokenizer: PreTrainedTokenizerBase, supervised: SupervisedConfig, column: str
+) -> list[int]:
+    template, chat = supervised.input_template, supervised.apply_chat_template
+    if prompt is None and template is not None:
+        raise ValueError("--input_template goes around a prompt: name its column with --prompt_key, or leave it out.")
+    try:
+        if prompt is None:
+            return render_whole(side, tokenizer, input_template=None, apply_chat_template=chat)
+        if chat and not isinstance(side, str):
+            asked, side = as_messages(prompt, "user", template), as_messages(side)
+            if side[0]["role"] != "assistant":  # a whole conversation, which repeats the prompt
+                if len(side) <= len(asked) or not all(map(same_turn, side, asked)):
+                    raise ValueError(
+                        "a whole conversation that does not start with the prompt. Leave --prompt_key out, so that the "
+                        "conversation is taken as it is."
+                    )
+                side = side[len(asked) :]
+        return render_response(prompt, side, tokenizer, input_template=template, apply_chat_template=chat).token_ids
+    except ValueError as error:
+        of_both = "" if prompt is None else " and its prompt"
+        raise ValueError(f"column {column!r}{of_both}: {error}") from error
+
+
+def _as_margin(value: object, key: str) -> float:
+    with suppress(ValueError, OverflowError):
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool) and math.isfinite(float(value)):
+            return float(value)
+    raise ValueError(
+        f"the margin in column {key!r} is not a number: {shortened(value)}. Correct it, or drop --margin_key."
+    )
