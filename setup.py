@@ -61,6 +61,7 @@ setup(
         "pyyaml>=6.0",
         "safetensors>=0.6",
         "tensorboard>=2.16",
+        "psutil>=5.9",
         "tqdm>=4.66",
         "tyro>=1.0",
     ],

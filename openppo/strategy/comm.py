@@ -30,48 +30,45 @@ _TRANSFORMERS = "5.23"
 def init_process_group(timeout: timedelta) -> torch.device:
     """Join the group that torchrun describes in the environment, or make one of a single process.
 
-    gloo carries CPU tensors and Python objects, nccl carries CUDA tensors. Returns this rank's device.
-    ``ValueError`` if there are fewer GPUs than ranks on this machine, if a rank does not arrive, or if the launcher's
-    restarts cannot work.
+    Returns this rank's device. ``ValueError`` if there are fewer GPUs than ranks on this machine, if a rank does not
+    arrive, or if the launcher's restarts cannot work.
     """
     alone = "RANK" not in os.environ
     if alone:  # the other variables of torchrun would make ranks of the programs that this one starts
         os.environ["LOCAL_RANK"] = "0"
     local_rank = int(os.environ["LOCAL_RANK"])
-    cuda = torch.cuda.is_available()
-    if cuda:
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
                 f"--nproc_per_node asks for more ranks than the {torch.cuda.device_count()} GPUs that are visible; use "
                 "as many, or set CUDA_VISIBLE_DEVICES= to run on CPUs."
             )
         torch.cuda.set_device(local_rank)
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
     if dist.is_initialized():
         return device
-    backend, patience = "cpu:gloo,cuda:nccl" if cuda else "gloo", min(timeout, _LONGEST_START)
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return device
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    try:
-        store = _store_of_restarts(patience) or next(dist.rendezvous("env://", timeout=patience))[0]
-    except dist.DistNetworkError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise ValueError(
-            f"rank 0 was not reached at {address} within {patience.total_seconds():.0f} s: see what its host "
-            "printed, and whether the port is open."
-        ) from error
-    _wait_for_all(store, rank, world_size, patience)
+    store = _join_store(rank, world_size, min(timeout, _LONGEST_START))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
 
 
-def _wait_for_all(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Raise ``ValueError`` with the ranks that have not arrived in time.
+def _join_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store of all ranks, once they have arrived; ``ValueError`` naming those that have not.
 
     Otherwise ranks wait in silence for a host that ended early, for example on a mistyped flag.
     """
+    try:
+        store = _store_of_restarts(timeout) or next(dist.rendezvous("env://", timeout=timeout))[0]
+    except dist.DistNetworkError as error:
+        raise ValueError(
+            f"rank 0 was not reached at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
+            f"{timeout.total_seconds():.0f} s: see what its host printed, and whether the port is open."
+        ) from error
     keys = [f"openppo/arrived/{other}" for other in range(world_size)]
     store.set(keys[rank], "")
     try:
@@ -82,6 +79,7 @@ def _wait_for_all(store: dist.Store, rank: int, world_size: int, timeout: timede
             f"rank {missing} of {world_size} did not start within {timeout.total_seconds():.0f} s: see what it printed "
             "on its host. All hosts need the same --nnodes and --master_addr, and each its own --node_rank."
         ) from error
+    return store
 
 
 def _store_of_restarts(timeout: timedelta) -> dist.Store | None:
@@ -100,13 +98,6 @@ def _store_of_restarts(timeout: timedelta) -> dist.Store | None:
         )
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     return dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-
-
-def leave_process_group() -> None:
-    """Leave on all ranks together; otherwise gloo's threads may abort a process that exits."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 class TorchComm:
@@ -148,8 +139,7 @@ def collective(
     except errors as caught:
         error = caught
     messages = comm.all_gather_object(None if error is None else str(error))
-    failed = [rank for rank, message in enumerate(messages) if message is not None]
-    if failed:
+    if failed := [rank for rank, message in enumerate(messages) if message is not None]:
         where = "" if len(failed) == comm.world_size else f"on {name_ranks(comm, failed)}: "
         raise raised(where + messages[failed[0]]) from error
     return cast(T, result)
@@ -163,10 +153,9 @@ def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
 
     if comm.world_size == 1:
         return
-    mine = {flag: sha256(json.dumps(content, default=plain).encode()).digest() for flag, content in contents.items()}
-    digests_of_ranks = comm.all_gather_object(mine)
-    for flag, digest in digests_of_ranks[0].items():
-        others = [rank for rank, digests in enumerate(digests_of_ranks) if digests[flag] != digest]
+    for flag, content in contents.items():
+        digests = comm.all_gather_object(sha256(json.dumps(content, default=plain).encode()).digest())
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             where = name_ranks(comm, others)
             raise ValueError(f"{flag} holds something else on {where} than on rank 0: copy the same file to all hosts.")
@@ -179,11 +168,8 @@ def name_ranks(comm: Comm, ranks: Sequence[int]) -> str:
 
 
 def set_up_gpu(bf16: bool) -> None:
-    """Switch cuDNN attention off, and log on a GPU that float32 is slow.
-
-    cuDNN builds a plan for each new shape, up to a second each, and its gradients under a mask may be NaN (pytorch
-    issue 196678).
-    """
+    """Switch cuDNN attention off, and log on a GPU that float32 is slow."""
+    # cuDNN plans each new shape for up to a second; its gradients under a mask may be NaN (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     if _on_gpu() and not bf16:
         logger.info("float32 is slow on a GPU and takes twice the memory of bfloat16: --bf16 computes in bfloat16.")
@@ -197,9 +183,8 @@ def check_transformers() -> None:
     """Refuse a transformers too old for decoding on GPUs."""
     if _on_gpu() and Version(transformers.__version__) < Version(_TRANSFORMERS):
         raise ValueError(
-            f"transformers {transformers.__version__} copies keys and values for each head in each decode step, which "
-            f"is slow on a GPU: pip install 'transformers>={_TRANSFORMERS}', or set CUDA_VISIBLE_DEVICES= to run on "
-            "CPUs."
+            f"transformers {transformers.__version__} is slow on a GPU, where it copies keys and values for each head: "
+            f"pip install 'transformers>={_TRANSFORMERS}', or set CUDA_VISIBLE_DEVICES= to run on CPUs."
         )
 
 
@@ -225,5 +210,7 @@ class InferenceStrategy:
         return module.eval().to(self.device)
 
     def close(self) -> None:
-        """Leave the process group, all ranks together."""
-        leave_process_group()
+        """Leave the process group on all ranks together; otherwise gloo's threads may abort a process that exits."""
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()

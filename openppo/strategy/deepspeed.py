@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,15 @@ from deepspeed.runtime.zero import unwrap_model_for_generation
 from transformers import PreTrainedModel, get_scheduler
 
 from openppo.config import AdamConfig, DeepSpeedConfig
-from openppo.strategy.comm import TorchComm, collective, init_process_group, leave_process_group, set_up_gpu
+from openppo.strategy.comm import InferenceStrategy, collective
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import TrainableModel
 
 logger = logging.getLogger("openppo")
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-if not torch.cuda.is_available():  # on a GPU the lookup would probe all operators, with compilers and warnings
-    # An extra for inference that DeepSpeed would compile at start-up and fail without a compiler. gloo carries all we
-    # need.
+# An extra for inference that DeepSpeed would compile at start-up; on a GPU this lookup would probe all operators.
+if not torch.cuda.is_available():
     deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
 # DeepSpeed imports its Muon optimizer with any other; compiling that takes a second of CPU at the start of each rank.
 ds_compiler.compile = lambda: ds_compiler.dummy_decorator
@@ -51,7 +49,7 @@ _SHARE_FOR_GATHERED_WEIGHTS = 0.5
 """Of the free GPU memory; the rest is for the cache and activations of generation."""
 
 
-class DeepspeedStrategy:
+class DeepspeedStrategy(InferenceStrategy):
     """All models of a run in one process group: gloo on CPUs, nccl on GPUs.
 
     ``overrides`` is merged into the DeepSpeed configurations that our options make.
@@ -60,15 +58,13 @@ class DeepspeedStrategy:
     def __init__(
         self,
         config: DeepSpeedConfig,
-        timeout: timedelta = timedelta(minutes=60),
+        timeout: timedelta = timedelta(hours=1),
         overrides: dict[str, Any] | None = None,
     ) -> None:
+        super().__init__(config.bf16, timeout)
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
         self.config = config
         self.overrides = overrides or {}
-        self.device = init_process_group(timeout)
-        set_up_gpu(config.bf16)
-        deepspeed.init_distributed(dist_init_required=False, verbose=False)
-        self.comm = TorchComm()
         if self.comm.world_size % config.zpg != 0:
             raise ValueError(f"--zpg {config.zpg} does not divide the {self.comm.world_size} ranks: use a divisor.")
         self.zero_stage = config.zero_stage
@@ -78,11 +74,6 @@ class DeepspeedStrategy:
                         "DeepSpeed accumulates bf16 gradients in float32 only from there on.")  # fmt: skip
         self._prepared: list[TrainableModel] = []
         self.seed_everything(config.seed)
-
-    @property
-    def is_main(self) -> bool:
-        """True on rank 0."""
-        return self.comm.rank == 0
 
     def seed_everything(self, seed: int) -> None:
         """Seed Python, NumPy and torch alike on every rank, so that fresh weights are equal."""
@@ -116,14 +107,13 @@ class DeepspeedStrategy:
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
         """A module for evaluation only: on the device, in the run's dtype, partitioned under ZeRO-3 alone."""
-        module.requires_grad_(False)
-        module.eval()
         if self.config.bf16:
             for parameter in module.parameters():  # not the buffers: rotary frequencies must keep float32
                 if parameter.is_floating_point():  # weights in 4 bits are packed as integers
                     parameter.data = parameter.data.bfloat16()
         if self.zero_stage < 3:
-            return module.to(self.device)
+            return super().prepare_frozen(module)
+        module.requires_grad_(False)
         engine, *_ = deepspeed.initialize(model=module, config=merge(eval_config(self.config.bf16), self.overrides))
         engine.eval()
         return engine
@@ -142,12 +132,8 @@ class DeepspeedStrategy:
             free -= sum(prepared.bytes_of_adam_moments for prepared in self._prepared)
         fits = not self.any_rank(needed > _SHARE_FOR_GATHERED_WEIGHTS * free)
         if not fits and self.is_main:
-            logger.warning(
-                "The full weights do not fit on a GPU, so the ranks generate in lockstep, which is slower: "
-                "%.1f GiB are needed and %.1f GiB are free.",
-                needed / 2**30,
-                free / 2**30,
-            )
+            logger.warning("The full weights do not fit on a GPU, so the ranks generate in lockstep, which is slower: "
+                           "%.1f GiB are needed and %.1f GiB are free.", needed / 2**30, free / 2**30)  # fmt: skip
         return fits
 
     def any_rank(self, flag: bool) -> bool:
@@ -164,14 +150,9 @@ class DeepspeedStrategy:
         """Inside, compiled layers run as they are; other passes than training would compile them once more."""
         return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
 
-    @contextmanager
-    def gathered(self, engine: TrainableModel) -> Iterator[None]:
+    def gathered(self, engine: TrainableModel) -> AbstractContextManager[None]:
         """Inside, under ZeRO-3, full weights on every rank and no hooks, so that each rank may call it alone."""
-        if self.zero_stage == 3:
-            with unwrap_model_for_generation(engine.deepspeed):
-                yield
-        else:
-            yield
+        return unwrap_model_for_generation(engine.deepspeed) if self.zero_stage == 3 else nullcontext()
 
     def save_pretrained(self, model: Any, folder: str | Path, tokenizer: Any = None) -> None:
         """Write a Hugging Face model (of a PEFT model: the adapters) and tokenizer to ``folder``; on all ranks.
@@ -189,30 +170,21 @@ class DeepspeedStrategy:
 
         collective(self.comm, write, (OSError, SafetensorError), failure)
 
-    def close(self) -> None:
-        """Leave the process group, all ranks together."""
-        leave_process_group()
-
     def _adam(self, parameters: list[nn.Parameter], adam: AdamConfig, learning_rate: float) -> torch.optim.Optimizer:
         options: dict[str, Any] = {"lr": learning_rate, "betas": adam.adam_betas, "weight_decay": adam.l2}
-        if self.config.adam_offload and self._can_compile_cpu_adam():
-            return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
-        return torch.optim.AdamW(parameters, fused=True, **options)
-
-    @cache  # noqa: B019 (one strategy per process)
-    def _can_compile_cpu_adam(self) -> bool:
+        if not self.config.adam_offload:
+            return torch.optim.AdamW(parameters, fused=True, **options)
         obstacle = _obstacle_to_compiling("c++")
         if not CPUAdamBuilder().is_compatible(verbose=False):
             obstacle = "DeepSpeed cannot build it on this machine"
-        if self.is_main and obstacle is None:
-            logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time on a machine")
-        elif self.is_main:
-            logger.warning(
-                "--adam_offload: DeepSpeed's CPU Adam cannot be compiled here: %s. torch's AdamW steps on the CPU "
-                "instead, which is slower.",
-                obstacle,
-            )
-        return obstacle is None
+        if obstacle is None:
+            if self.is_main and not self._prepared:
+                logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time")
+            return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
+        if self.is_main and not self._prepared:
+            logger.warning("--adam_offload: DeepSpeed's CPU Adam cannot be compiled here: %s. torch's AdamW steps on "
+                           "the CPU instead, which is slower.", obstacle)  # fmt: skip
+        return torch.optim.AdamW(parameters, fused=True, **options)
 
 
 def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
@@ -226,13 +198,9 @@ def learning_rate_schedule(optimizer: torch.optim.Optimizer, adam: AdamConfig, t
     The first of n steps of warm-up has 1/n of the peak: with 0, as in transformers, its rollout would be wasted.
     """
     n_warmup = 0 if adam.lr_scheduler == "constant" else int(adam.lr_warmup_ratio * total_steps)
-    after_warmup = get_scheduler(
-        adam.lr_scheduler,
-        optimizer,
-        num_warmup_steps=n_warmup,
-        num_training_steps=max(1, total_steps),
-        scheduler_specific_kwargs={"min_lr_rate": _MIN_LR_RATE} if adam.lr_scheduler == "cosine_with_min_lr" else None,
-    ).lr_lambdas[0]
+    more = {"min_lr_rate": _MIN_LR_RATE} if adam.lr_scheduler == "cosine_with_min_lr" else None
+    theirs = get_scheduler(adam.lr_scheduler, optimizer, n_warmup, max(1, total_steps), scheduler_specific_kwargs=more)
+    after_warmup = theirs.lr_lambdas[0]
     return LambdaLR(optimizer, lambda step: (step + 1) / n_warmup if step < n_warmup else after_warmup(step))
 
 
@@ -251,18 +219,13 @@ def _compile_layers(module: nn.Module, device: torch.device) -> None:
 def _obstacle_to_compiling(compiler: str) -> str | None:
     """Why torch cannot build C++ here; None where it can."""
     compiler = os.environ.get("CXX", compiler)
-    if shutil.which(compiler) is None:
-        return f"there is no C++ compiler ({compiler})"
-    if " " in torch.__file__:  # torch 2.13 gives the linker this path without quotes
-        return f"torch is in {Path(torch.__file__).parent}, and its linker splits a path at spaces"
-    return None
+    return None if shutil.which(compiler) else f"there is no C++ compiler ({compiler})"
 
 
 def _enable_gradient_checkpointing(module: nn.Module) -> None:
-    for child in module.modules():
-        if isinstance(child, PreTrainedModel):
-            with warnings.catch_warnings():  # transformers 5.23 has another name for it; 5.0 has not
-                warnings.simplefilter("ignore", FutureWarning)
-                child.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            return
-    raise ValueError(f"--gradient_checkpointing: {type(module).__name__} does not support it; omit the flag.")
+    model = next((child for child in module.modules() if isinstance(child, PreTrainedModel)), None)
+    if model is None:
+        raise ValueError(f"--gradient_checkpointing: {type(module).__name__} does not support it; omit the flag.")
+    with warnings.catch_warnings():  # transformers 5.23 has another name for it; 5.0 has not
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

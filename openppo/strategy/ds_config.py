@@ -6,9 +6,11 @@ from openppo.config import DeepSpeedConfig
 
 LARGEST_BUCKET = 500_000_000
 """Gradient elements that are reduced at a time."""
-_NEVER = 10**9
-_TIMERS = {"throughput": {"enabled": False}}
-"""It is on by default, and waits for the GPU in each forward."""
+_EVERY_ENGINE = {
+    "train_micro_batch_size_per_gpu": 1,
+    "steps_per_print": 10**9,
+    "timers": {"throughput": {"enabled": False}},  # on by default, and waits for the GPU in each forward
+}
 
 
 def train_config(
@@ -34,15 +36,13 @@ def train_config(
     if options.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
+        **_EVERY_ENGINE,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": options.max_norm,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": options.bf16},
-        "steps_per_print": _NEVER,
-        "timers": _TIMERS,
     }
     if options.bf16:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -52,13 +52,7 @@ def train_config(
 
 def eval_config(bf16: bool) -> dict[str, Any]:
     """Configuration of a frozen model whose parameters are partitioned (ZeRO-3)."""
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        "bf16": {"enabled": bf16},
-        "steps_per_print": _NEVER,
-        "timers": _TIMERS,
-    }
+    return {**_EVERY_ENGINE, "zero_optimization": {"stage": 3}, "bf16": {"enabled": bf16}}
 
 
 def merge(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import errno
 import faulthandler
 import os
 import re
-import resource
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed import DistError
 
@@ -68,7 +68,8 @@ def raised(
     message = mask_credentials(traceback.format_exception_only(error)[-1]).splitlines()[0]
     fault = Fault(f"rank {where.rank} raised {message}", [where], details=text)
     if is_out_of_memory(error):
-        rows = [("memory", line) for line in (*memory_lines(options), *models())]
+        lines = (host_memory(), f"options: {' '.join(sizes(options))}", *models())
+        rows = [("memory", line) for line in lines]
         flags = remedies(where.phase, options, on_cpu=not torch.cuda.is_available())
         advice = [("try", f"reduce memory in {where.phase} with {', '.join(flags)}")] if flags else []
         return replace(fault, memory=[*rows, *advice])
@@ -82,17 +83,17 @@ def lost(ranks: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
     """Other ranks that are gone, for these reasons."""
     what = "; ".join(f"rank {rank} is gone: {reason}" for rank, reason in ranks.items())
     where = [beats[rank] for rank in ranks]
-    memory = [("memory", f"rank {beat.rank} at its last heartbeat: {beat.memory}") for beat in where if beat.memory]
+    memory = [("memory", f"rank {beat.rank} at its last heartbeat: {beat.memory}") for beat in where]
     return Fault(what, where, _SILENT if "heartbeat" in what else _EXIT_CODES, memory=memory)
 
 
 def stalled(where: Heartbeat) -> Fault:
     """No progress of this rank."""
     what = f"rank {where.rank} made no progress for {where.idle:.0f} s (--stall_timeout)"
-    return Fault(what, [where], "the stacks above. If the work is only slow, raise --stall_timeout", stacks())
+    return Fault(what, [where], "the stacks above. If the work is only slow, raise --stall_timeout", _stacks())
 
 
-def stacks() -> str:
+def _stacks() -> str:
     """Stacks of the other threads, read in C: CPython 3.11 may crash where Python walks frames of running threads."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
@@ -103,7 +104,7 @@ def stacks() -> str:
 
 def waits_for_other_ranks() -> bool:
     """Whether a thread of this process is inside a collective, or waits for its GPU."""
-    return _WAITS.search(stacks()) is not None
+    return _WAITS.search(_stacks()) is not None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -125,35 +126,13 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def host_memory() -> str:
-    """Memory of this process and of its machine or container; empty where the system does not say."""
-    try:
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-        rows = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
-    except OSError:
-        return ""
-    machine = {name.rstrip(":"): 1024 * int(value) for name, value, *_ in rows}
-    text = f"process {_gib(resident)}, machine {_gib(machine['MemAvailable'])} available of {_gib(machine['MemTotal'])}"
-    if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
-        text += f", address space of the process limited to {_gib(limit)} (ulimit -v)"
+    """Memory of this process, of its machine and of its container."""
+    process, machine = psutil.Process().memory_info().rss, psutil.virtual_memory()
+    text = f"process {_gib(process)}, machine {_gib(machine.available)} available of {_gib(machine.total)}"
     with suppress(OSError):
         most, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
         text += "" if most == "max" else f", container {_gib(int(used))} used of {_gib(int(most))}"
     return text
-
-
-def memory_lines(options: Mapping[str, Any]) -> list[str]:
-    """Memory in use on this rank, and the ``options`` that decide it."""
-    lines = [host_memory()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        gpu = int(os.environ.get("LOCAL_RANK", "0"))  # the current device of the watchdog's thread is GPU 0
-        measures = (torch.cuda.memory_allocated, torch.cuda.memory_reserved, torch.cuda.max_memory_allocated)
-        allocated, reserved, peak = (_gib(measure(gpu)) for measure in measures)
-        line = f"GPU {gpu}: {allocated} allocated, {reserved} reserved, {peak} at the peak of the phase"
-        with suppress(RuntimeError):  # raised on a full GPU
-            free, total = torch.cuda.mem_get_info(gpu)
-            line += f", {_gib(free)} free of {_gib(total)}"
-        lines.append(line)
-    return [*lines, f"options: {' '.join(sizes(options))}"]
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

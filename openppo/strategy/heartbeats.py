@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
+import psutil
 from torch.distributed import TCPStore
 
 
@@ -24,34 +25,25 @@ def this_machine() -> str:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Position and state of a rank."""
+    """Position and state of a rank: ``idle`` seconds without progress, the ``signal`` that asks the run to exit."""
 
     rank: int
     phase: str
     step: int
     idle: float
-    """Seconds without progress."""
     memory: str = ""
-    """Of the process and its machine, for people."""
     signal: str | None = None
-    """Name of the signal that asks the run to exit."""
     done: bool = False
-    """The rank has finished and may exit."""
     host: str = field(default_factory=socket.gethostname)
     machine: str = field(default_factory=this_machine)
     pid: int = field(default_factory=os.getpid)
 
     def has_ended(self) -> bool:
         """Whether the rank's process was on this machine and is gone."""
-        if self.machine == this_machine():
-            try:
-                os.kill(self.pid, 0)
-                return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-            except ProcessLookupError:
-                return True
-            except OSError:  # no /proc, or no file to be had just now
-                pass
-        return False
+        try:
+            return self.machine == this_machine() and psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
     def __str__(self) -> str:
         host = "" if self.host == socket.gethostname() else f" on {self.host}"
@@ -66,14 +58,10 @@ class HeartbeatStore:
     """
 
     def __init__(self, rank: int, world_size: int, limit: float) -> None:
-        self.beats: dict[int, Heartbeat] = {}
-        """Newest heartbeats of the other ranks."""
-        self.lost: dict[int, str] = {}
-        """Ranks that cannot finish, and why: the process has ended, or no heartbeat came for ``limit`` seconds."""
-        self.status: int | None = None
-        """Exit status for all ranks, once the reason is reported."""
-        self.error: str | None = None
-        """Why the store does not answer: its host, or the process that hosts it, is gone."""
+        self.beats: dict[int, Heartbeat] = {}  # the newest of each other rank
+        self.lost: dict[int, str] = {}  # ranks that cannot finish, and why
+        self.status: int | None = None  # for all ranks to exit with, once the reason is reported
+        self.error: str | None = None  # why the store does not answer
         self._rank, self._limit = rank, limit
         self._others = [other for other in range(world_size) if other != rank]
         self._heard: dict[int, float] = {}
@@ -81,8 +69,8 @@ class HeartbeatStore:
         # torchrun's store outlives a restart of the ranks, so each start has keys of its own (see comm.py).
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
         self._prefix = f"openppo/{restart}"
+        # Without torchrun's agent, rank 0 hosts the store.
         self.is_hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        """Without torchrun's agent, rank 0 hosts the store."""
 
     def exchange(self, mine: Heartbeat) -> None:
         """Publish a heartbeat and read those of the other ranks."""
@@ -90,16 +78,17 @@ class HeartbeatStore:
         try:
             self._store = self._store or self._connect()
             if self._store is not None:
-                self._exchange(self._store, mine)
+                self._send_and_receive(self._store, mine)
         except RuntimeError as error:  # of torch's store, in several classes
             self.error = str(error).splitlines()[0]
             time.sleep(1)  # a rank that hosts the store closes it some time before its process is gone
             ended = self._ended()
-        self.lost = {rank: "its process has ended" for rank in ended if not self.beats[rank].done}
         for rank, beat in self.beats.items():
             silent = time.monotonic() - self._heard[rank]
-            if not beat.done and silent > (0.8 if rank in ended else 1) * self._limit:  # see Watchdog._run
+            if not beat.done and silent > (0.8 if rank in ended else 1) * self._limit:  # its timer ends it at 0.9
                 self.lost[rank] = f"no heartbeat for {silent:.0f} s (--heartbeat_timeout)"
+            elif not beat.done and rank in ended:
+                self.lost[rank] = "its process has ended"
 
     def _ended(self) -> list[int]:
         return [rank for rank, beat in self.beats.items() if beat.has_ended()]
@@ -134,7 +123,7 @@ class HeartbeatStore:
                 return None
         return TCPStore(host, port, None, self.is_hosted_here, wait_for_workers=False, multi_tenant=True)
 
-    def _exchange(self, store: TCPStore, mine: Heartbeat) -> None:
+    def _send_and_receive(self, store: TCPStore, mine: Heartbeat) -> None:
         store.set(f"{self._prefix}/{self._rank}", json.dumps(asdict(mine)))
         for rank in self._others:
             if store.check([key := f"{self._prefix}/{rank}"]):

@@ -23,24 +23,21 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
     Full weights replace adapters of an earlier run, which would hide them.
     """
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    if hasattr(model, "peft_config"):
-        weights = _gather(_of_adapters(model, tensors), keep=is_main)
-        if is_main:
-            for stale in sorted(folder.glob("model*.safetensors")):
-                logger.warning("%s: full weights of an earlier run are in the same folder as these adapters", stale)
-            model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
-            _save_config(model, folder)
-            _copy_mode(folder / "adapter_model.safetensors", folder / "adapter_config.json")
+    is_peft = hasattr(model, "peft_config")
+    weights = _gather(_of_adapters(model, tensors) if is_peft else tensors, keep=is_main)
+    if not is_main:
         return
-    weights = _gather(tensors, keep=is_main)
-    if is_main:
+    if is_peft:
+        model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+        _save_config(model, folder)
+    else:
         model.save_pretrained(folder, state_dict=weights)
-        for file in folder.glob("model*.safetensors"):
-            _copy_mode(file, folder / "config.json")
-        for stale in (folder / name for name in _ADAPTER_FILES):
-            if stale.exists():
-                logger.warning("%s: adapters of an earlier run, removed for the full weights written there now", stale)
-                stale.unlink()
+        for stale in (folder / name for name in _ADAPTER_FILES if (folder / name).exists()):
+            logger.warning("%s: adapters of an earlier run, removed for the full weights written there now", stale)
+            stale.unlink()
+    for file in folder.glob("adapter_model.safetensors" if is_peft else "model*.safetensors"):
+        # safetensors 0.8 writes files for their owner only, whatever the umask.
+        shutil.copymode(folder / ("adapter_config.json" if is_peft else "config.json"), file)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -51,11 +48,6 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
             target = folder / file.relative_to(written)  # which keeps its own mode, and so does its folder
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
-
-
-def _copy_mode(weights: Path, config: Path) -> None:
-    """Copy the mode of ``config``: safetensors 0.8 writes files for their owner only, whatever the umask."""
-    shutil.copymode(config, weights)
 
 
 def _gather(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:

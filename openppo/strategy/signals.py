@@ -64,20 +64,9 @@ def uninstall() -> None:
     for end in _pipe:
         os.close(end)
     _pipe = ()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def _mask(how: int) -> None:
-    """Keep signals of a child that begins until they are its own: in the pipe they would look like ours."""
-    if _pipe:
-        signal.pthread_sigmask(how, _SIGNALS)
-
-
-os.register_at_fork(
-    before=lambda: _mask(signal.SIG_BLOCK),
-    after_in_parent=lambda: _mask(signal.SIG_UNBLOCK),
-    after_in_child=lambda: uninstall() if _pipe else None,
-)
+os.register_at_fork(after_in_child=lambda: uninstall() if _pipe else None)  # a child's signals are its own
 
 
 class SignalStop:
@@ -92,8 +81,6 @@ class SignalStop:
 
     def __call__(self) -> None:
         """Raise ``Interrupted`` on all ranks if one of them has a signal. All ranks call this together."""
-        if not installed():
-            return
-        if int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
+        if installed() and int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
             names = self.comm.all_gather_object(requested())
             raise Interrupted(next(name for name in names if name is not None))

@@ -90,9 +90,8 @@ class TrainableModel:
         When that is not finite, on all ranks alike, neither weights nor optimizer nor schedule change.
         """
         if self.deepspeed.zero_optimization_stage() == 0:  # DeepSpeed neither reports a norm there nor skips a step
-            norm = float(
-                torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
-            )
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients))
             if math.isfinite(norm):
                 self.deepspeed.step()
             else:
@@ -120,12 +119,33 @@ class PolicyWeights:
         return self._gathered(self.model, in_lockstep)
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole weight, one by one, of the Hugging Face model with adapters added; nothing changes.
-
-        Under ZeRO-3 each is gathered when it is its turn, and copied.
-        """
+        """``merged_weights`` of the model."""
         policy: Any = self.model.module.model
-        yield from merged_weights(policy)
+        return merged_weights(policy)
+
+
+def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
+    """Name and whole weight, one by one, of a Hugging Face or PEFT model with adapters added; nothing changes.
+
+    Under ZeRO-3 each is gathered when it is its turn, and copied.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer  # seconds of imports
+
+    model: nn.Module = policy.get_base_model() if hasattr(policy, "peft_config") else policy
+    layers: dict[str, Any] = {n: layer for n, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+    adapters = {f"{name}.{inner}" for name, layer in layers.items() for inner, _ in layer.named_parameters()}
+    for name, parameter in model.named_parameters():
+        layer_name = name.removesuffix(".base_layer.weight")
+        partitioned = hasattr(parameter, "ds_id")
+        if layer_name in layers:
+            involved: list[Any] = list(layers[layer_name].parameters())
+            with GatheredParameters(involved, enabled=partitioned):
+                weight = _merged(parameter, layers[layer_name])
+            yield f"{layer_name}.weight", weight
+        elif name not in adapters or ".base_layer." in name:
+            with GatheredParameters([parameter], enabled=partitioned):
+                weight = parameter.detach().clone() if partitioned else parameter.detach()
+            yield name.replace(".base_layer.", "."), weight
 
 
 @torch.no_grad()
@@ -135,33 +155,3 @@ def _merged(weight: Tensor, layer: Any) -> Tensor:
     for adapter in layer.active_adapters:
         total = total + layer.get_delta_weight(adapter).float()
     return total.to(weight.dtype)
-
-
-def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """``PolicyWeights.merged`` of a Hugging Face or PEFT model."""
-    adapted = hasattr(policy, "peft_config")
-    model: nn.Module = policy.get_base_model() if adapted else policy
-    layers = _adapted_layers(model) if adapted else {}
-    adapters = {f"{name}.{inner}" for name, layer in layers.items() for inner, _ in layer.named_parameters()}
-    bases = {f"{name}.base_layer.weight": name for name in layers}
-    for name, parameter in model.named_parameters():
-        if name in bases:
-            layer = layers[bases[name]]
-            involved: list[Any] = list(layer.parameters())
-            with GatheredParameters(involved, enabled=hasattr(parameter, "ds_id")):
-                weight = _merged(parameter, layer)
-            yield f"{bases[name]}.weight", weight
-        elif name in adapters and ".base_layer." not in name:
-            continue
-        else:
-            partitioned = hasattr(parameter, "ds_id")
-            with GatheredParameters([parameter], enabled=partitioned):
-                weight = parameter.detach().clone() if partitioned else parameter.detach()
-            yield name.replace(".base_layer.", "."), weight
-
-
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Layers with adapters, by name."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # a PEFT model is there, so it is loaded already
-
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}

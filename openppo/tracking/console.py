@@ -8,8 +8,8 @@ import time
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, suppress
-from types import TracebackType
-from typing import Generic, TextIO, TypeVar, overload
+from itertools import zip_longest
+from typing import Any, Generic, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -51,9 +51,7 @@ def get_logger() -> logging.Logger:
 def setup_logging(rank: int) -> None:
     """Log of a command: rank 0 from INFO on, other ranks from WARNING on."""
     logger = get_logger()
-    for handler in list(logger.handlers):
-        if isinstance(handler, _Handler):
-            logger.removeHandler(handler)
+    logger.handlers[:] = [handler for handler in logger.handlers if not isinstance(handler, _Handler)]
     logger.addHandler(_Handler(rank))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
@@ -72,18 +70,12 @@ def escape_control(text: str, longest: int | None = None, keep: str = "start") -
     characters the start or the end is kept, with the number left out.
     """
     left_out = 0 if longest is None else max(0, len(text) - longest)
-    if left_out:
-        text = text[:longest] if keep == "start" else text[left_out:]
-    shown = "".join(character if character.isprintable() else _escaped(character) for character in text)
+    kept = text[left_out:] if keep == "end" else text[: len(text) - left_out]
+    blank = (" " if unicodedata.category(character) == "Zs" else character for character in kept)  # of any width
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in blank)
     if not left_out:
         return shown
     return f"{shown} ... (+{left_out} characters)" if keep == "start" else f"(+{left_out} characters) ... {shown}"
-
-
-def _escaped(character: str) -> str:
-    if unicodedata.category(character) == "Zs":  # blanks of other widths
-        return " "
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def table_lines(
@@ -93,25 +85,21 @@ def table_lines(
 
     The last column wraps at ``WIDTH``, or at the width of ``stream`` (stderr by default) if that is a terminal.
     """
-    stream = stream or sys.stderr
-    total = min(WIDTH, shutil.get_terminal_size().columns) if stream.isatty() else WIDTH
+    total = min(WIDTH, shutil.get_terminal_size().columns) if (stream or sys.stderr).isatty() else WIDTH
     cells = [[str(cell) for cell in row] for row in rows]
-    widths = [
-        max((_columns(row[i]) for row in cells if i < len(row)), default=0)
-        for i in range(max(map(len, cells), default=0))
-    ]
+    widths = [max(map(_columns, column)) for column in zip_longest(*cells, fillvalue="")]
     room = max(20, total - indent - sum(width + 2 for width in widths[:-1]))
     lines = []
     for row in cells:
-        padded = [
-            " " * (widths[i] - _columns(cell)) + cell if i in right else cell + " " * (widths[i] - _columns(cell))
-            for i, cell in enumerate(row[: len(widths) - 1])
-        ]
-        start = " " * indent + "".join(f"{cell}  " for cell in padded)
+        start = " " * indent
+        for i, cell in enumerate(row[: len(widths) - 1]):
+            blanks = " " * (widths[i] - _columns(cell))
+            start += f"{blanks}{cell}  " if i in right else f"{cell}{blanks}  "
         last = row[-1] if len(row) == len(widths) else ""
-        pieces = textwrap.wrap(last, room, drop_whitespace=False) if len(last) > room else [last]
-        lines += [(start if i == 0 else " " * _columns(start)) + piece for i, piece in enumerate(pieces)]
-    return [line.rstrip() for line in lines]
+        for piece in textwrap.wrap(last, room, drop_whitespace=False) or [""]:
+            lines.append((start + piece).rstrip())
+            start = " " * _columns(start)
+    return lines
 
 
 def _columns(text: str) -> int:
@@ -175,21 +163,11 @@ class ProgressBar(AbstractContextManager["ProgressBar[T]"], Generic[T]):
                 yield item
                 self.update()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-@overload
-def progress_bar(iterable_or_total: int, description: str, *, enabled: bool) -> ProgressBar[int]: ...
-@overload
-def progress_bar(iterable_or_total: Iterable[T], description: str, *, enabled: bool) -> ProgressBar[T]: ...
-def progress_bar(
-    iterable_or_total: int | Iterable[T], description: str, *, enabled: bool
-) -> ProgressBar[int] | ProgressBar[T]:
+def progress_bar(iterable_or_total: Any, description: str, *, enabled: bool) -> ProgressBar[Any]:
     """Progress over an iterable, or over ``range(total)``."""
-    if isinstance(iterable_or_total, int):
-        return ProgressBar(range(iterable_or_total), iterable_or_total, description, enabled)
-    total = len(iterable_or_total) if isinstance(iterable_or_total, Sized) else None
-    return ProgressBar(iterable_or_total, total, description, enabled)
+    items = range(iterable_or_total) if isinstance(iterable_or_total, int) else iterable_or_total
+    return ProgressBar(items, len(items) if isinstance(items, Sized) else None, description, enabled)

@@ -74,12 +74,10 @@ class Metrics:
             return
         values = values.detach().to(torch.float64)
         inside = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
-        count = inside.sum().to(torch.float64)
-        m2 = values.new_zeros(())
-        if reduce == "max":
-            value = values.masked_fill(~inside, -math.inf).max()
-        elif reduce == "min":
-            value = values.masked_fill(~inside, math.inf).min()
+        count, m2 = inside.sum().to(torch.float64), values.new_zeros(())
+        if reduce in ("max", "min"):
+            worst = -math.inf if reduce == "max" else math.inf
+            value = getattr(values.masked_fill(~inside, worst), reduce)()
         else:
             value = values.masked_fill(~inside, 0.0).sum()
         if reduce in ("mean", "std"):
@@ -124,26 +122,17 @@ def _check_same(name: str, before: Reduction, now: Reduction) -> None:
 
 def _merge(reduction: Reduction, pieces: list[Tensor]) -> list[float]:
     """One triple ``[weight, value, m2]`` that stands for all ``pieces``; weight 0 when they hold nothing."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for piece in pieces:
-        by_device.setdefault(piece.device, []).append(piece)
-    rows = [torch.stack(of_device).cpu() for of_device in by_device.values()]  # one transfer for each device
+    devices = dict.fromkeys(piece.device for piece in pieces)  # one transfer for each
+    rows = [torch.stack([piece for piece in pieces if piece.device == device]).cpu() for device in devices]
     stacked = torch.cat([torch.zeros(0, 3, dtype=torch.float64), *rows])  # (pieces, 3)
     weights, values, m2s = stacked[stacked[:, 0] > 0].unbind(dim=1)
     if len(weights) == 0:
         return [0.0, 0.0, 0.0]
     weight = weights.sum()
-    m2 = torch.zeros((), dtype=torch.float64)
-    if reduction == "sum":
-        value = values.sum()
-    elif reduction == "max":
-        value = values.max()
-    elif reduction == "min":
-        value = values.min()
-    else:
-        value = (weights * values).sum() / weight
-        m2 = (m2s + weights * (values - value).square()).sum()
-    return [float(weight), float(value), float(m2)]
+    if reduction in ("sum", "max", "min"):
+        return [float(weight), float(getattr(values, reduction)()), 0.0]
+    value = (weights * values).sum() / weight
+    return [float(weight), float(value), float((m2s + weights * (values - value).square()).sum())]
 
 
 BINS = 64

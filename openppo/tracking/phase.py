@@ -17,14 +17,9 @@ class CurrentPhase:
 
     def __init__(self) -> None:
         self.phase = "starting"
-        self.step = 0
-        """Global step under way; 0 before the first."""
-        self.last_progress = time.monotonic()
-        """When a phase last began or ended, or a progress bar was updated."""
-        self.failing: tuple[BaseException, float] | None = None
-        """The error that ends the run, and when it was raised, while trackers are being closed."""
-        self.on_progress: Callable[[], None] | None = None
-        """Called at each progress, on the training thread."""
+        self.step = 0  # the global step under way; 0 before the first
+        self.last_progress = time.monotonic()  # a phase began or ended, or a progress bar was updated
+        self.on_progress: Callable[[], None] | None = None  # called at each progress, on the training thread
 
     def progress(self) -> None:
         """Note progress."""
@@ -97,8 +92,8 @@ class PhaseTimer:
         """Count ``n`` more tokens of this rank in phase ``name``."""
         self._tokens[name] += n
 
-    def metrics(self, comm: Comm) -> dict[str, float]:
-        """``time/<phase>_s`` of the slowest rank and ``speed/<phase>_tokens_per_s`` of all ranks together.
+    def take_metrics(self, comm: Comm) -> dict[str, float]:
+        """``time/<phase>_s`` of the slowest rank and ``speed/<phase>_tokens_per_s`` of all ranks together; then reset.
 
         On GPUs also ``memory/<phase>_peak_gib`` of the highest rank, and ``memory/<phase>_estimated_gib``.
         Collective: every rank must call it. Only finished phases count.
@@ -110,22 +105,14 @@ class PhaseTimer:
             seconds |= {name: max(seconds.get(name, 0.0), value) for name, value in of_seconds.items()}
             peaks |= {name: max(peaks.get(name, 0), peak) for name, peak in of_peaks.items()}
             tokens.update(of_tokens)
+        self._seconds, self._tokens, self._peaks = {}, Counter(), {}
         speeds = {name: count / seconds[name] for name, count in tokens.items() if seconds.get(name, 0.0) > 0}
         return {
             **{f"time/{name}_s": value for name, value in seconds.items()},
             **{f"speed/{name}_tokens_per_s": value for name, value in speeds.items()},
             **{f"memory/{name}_peak_gib": peak / GIB for name, peak in peaks.items()},
-            **{
-                f"memory/{name}_estimated_gib": self._estimated[name] / GIB for name in peaks if name in self._estimated
-            },
+            **{f"memory/{name}_estimated_gib": n / GIB for name, n in self._estimated.items() if name in peaks},
         }
-
-    def take_metrics(self, comm: Comm) -> dict[str, float]:
-        """``metrics``, then reset."""
-        metrics = self.metrics(comm)
-        for measured in (self._seconds, self._tokens, self._peaks):
-            measured.clear()
-        return metrics
 
     def _record_peak(self) -> None:
         """Assign queued GPU work and peak memory to the running phases."""

@@ -5,7 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -37,22 +37,16 @@ class StepProfiler:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name the ``with`` block in the trace; the outermost one starts the recording if its step is chosen."""
-        if self._profile is not None:
-            with self._named(name):
-                yield
-        elif self.is_profiled(current.step):
-            with self._recorded(), self._named(name):
-                yield
-        else:
+        if self._profile is None and not self.is_profiled(current.step):
+            yield
+            return
+        with self._recorded() if self._profile is None else nullcontext(), self._named(name):
             yield
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or stderr gets a line at start and stop
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities)
+        self._profile = torch.profiler.profile()  # of the CPU, and of CUDA where there is a GPU
         self._profile.start()
         current.on_progress = self._pause_when_due
         try:
@@ -92,9 +86,8 @@ class StepProfiler:
     def _write(self, profile: torch.profiler.profile) -> None:
         """Write the trace; a failure is a warning."""
         self._traces[current.step] += 1
-        part = self._traces[current.step]
-        suffix = "" if part == 1 else f"_part_{part}"
-        file = self.folder / f"step_{current.step:08d}_rank_{self.rank}{suffix}.json.gz"
+        part = "" if self._traces[current.step] == 1 else f"_part_{self._traces[current.step]}"
+        file = self.folder / f"step_{current.step:08d}_rank_{self.rank}{part}.json.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(file))

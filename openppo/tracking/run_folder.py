@@ -8,7 +8,6 @@ import platform
 import re
 import socket
 from collections.abc import Mapping
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,11 @@ _OF_RUNS = ("logs.[0-9]*", "checkpoints_*", "model.[0-9]*")
 
 def environment(comm: Comm) -> dict[str, Any]:
     """Versions on this rank, and host and device of every rank. Collective."""
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        device = {"device": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)}
+    else:
+        device = {"device": f"CPU ({platform.machine()})", "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     return {
         "openppo": __version__,
         "python": platform.python_version(),
@@ -40,7 +44,7 @@ def environment(comm: Comm) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
         "world_size": comm.world_size,
-        "ranks": comm.all_gather_object({"host": socket.gethostname(), **_device()}),
+        "ranks": comm.all_gather_object({"host": socket.gethostname(), **device}),
     }
 
 
@@ -49,13 +53,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _device() -> dict[str, Any]:
-    if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return {"device": found.name, "memory_gib": round(found.total_memory / 2**30, 1)}
-    return {"device": f"CPU ({platform.machine()})", "cores": os.cpu_count(), "threads": torch.get_num_threads()}
 
 
 def save_environment(folder: Path, found: Mapping[str, Any]) -> None:
@@ -67,19 +64,9 @@ def save_environment(folder: Path, found: Mapping[str, Any]) -> None:
 def save_config(folder: Path, options: Mapping[str, object]) -> None:
     """Write ``options`` to ``<folder>/config.yaml`` in their order; ``--config`` reads the file back."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(_plain(options), sort_keys=False, allow_unicode=True, default_flow_style=False)
+    plain = json.loads(json.dumps(options, default=lambda value: getattr(value, "value", str(value))))  # of an enum
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=False)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
-
-
-def _plain(value: object) -> object:
-    """``value`` in YAML's own types: tuples become lists, paths and enums their text."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    return str(value) if isinstance(value, Path) else value
 
 
 def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
@@ -89,13 +76,14 @@ def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
     """
     logs = folder / "logs"
     try:
-        foreign = logs.exists() and not _is_logs(logs) and not (logs.is_dir() and next(logs.iterdir(), None) is None)
+        foreign = logs.exists() and not _is_logs(logs) and (not logs.is_dir() or any(logs.iterdir()))
     except OSError as error:
         raise ValueError(f"--save_path {folder}: cannot be read ({error}); choose another folder.") from error
     if foreign:
         raise ValueError(f"--save_path {folder}: 'logs' in it is not of a run: rename it, or choose another folder.")
+    is_run = _is_logs(logs) or any(any(folder.glob(name)) for name in _OF_RUNS)
     for flag, place in models.items():
-        if holds_model(Path(place)) and not _is_run(folder):
+        if holds_model(Path(place)) and not is_run:
             raise ValueError(
                 f"{flag} {place} holds a model that no run has written there ({folder} has no logs): choose another "
                 "folder."
@@ -104,14 +92,14 @@ def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
 
 def holds_model(folder: Path) -> bool:
     """Whether ``folder`` has weights of a model or of adapters."""
-    return any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
+    return any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
 
 
 def set_aside_model(folder: Path) -> None:
     """Move the model of an earlier run to ``<folder>/model.1``, ``.2``, ..."""
     if not holds_model(folder):
         return
-    aside = _numbered(folder / "model")
+    aside = numbered(folder / "model")
     aside.mkdir()
     for file in sorted({file for pattern in (*_WEIGHTS, *_BESIDE) for file in folder.glob(pattern) if file.is_file()}):
         file.rename(aside / file.name)
@@ -122,7 +110,7 @@ def set_aside_logs(folder: Path) -> None:
     """Rename the logs of an earlier run to ``<folder>.1``, ``.2``, ...: two runs never share a file."""
     if not _is_logs(folder):
         return
-    aside = _numbered(folder)
+    aside = numbered(folder)
     folder.rename(aside)
     logger.info("logs of an earlier run are kept in %s", aside)
 
@@ -135,11 +123,7 @@ def _is_logs(folder: Path) -> bool:
         return False
 
 
-def _is_run(folder: Path) -> bool:
-    return _is_logs(folder / "logs") or any(True for name in _OF_RUNS for _ in folder.glob(name))
-
-
-def _numbered(path: Path) -> Path:
+def numbered(path: Path) -> Path:
     """``path`` with the first free number after it."""
     return next(new for n in itertools.count(1) if not (new := path.with_name(f"{path.name}.{n}")).exists())
 
@@ -147,28 +131,23 @@ def _numbered(path: Path) -> Path:
 def cut_logs(folder: Path, step: int) -> None:
     """Remove the lines after ``step`` from every JSON Lines file: a resumed run writes them again.
 
-    The unfinished last line of a killed process goes too. Lines without a step stay, with a warning.
+    The unfinished last line of a killed process goes too; lines without a step stay.
     """
     for file in sorted(folder.glob("*.jsonl")):
         *lines, last = file.read_bytes().split(b"\n")  # not splitlines: a logged text may hold U+2028
-        steps = [_step_of(line) for line in lines]
-        unknown = [number for number, found in enumerate(steps, start=1) if found is None and lines[number - 1].strip()]
-        if unknown:
-            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            logger.warning("%s, line %d%s: not JSON with a number as 'step'; kept as it is", file, unknown[0], more)
-        kept = [line for line, found in zip(lines, steps, strict=True) if found is None or found <= step]
-        if last and (found := _step_of(last)) is not None and found <= step:
+        kept = [line for line in lines if _step_of(line, 0) <= step]
+        if last and _step_of(last, step + 1) <= step:
             kept.append(last)  # only its newline is missing
         new = file.with_name(f".{file.name}.new")
         new.write_bytes(b"".join(line + b"\n" for line in kept))
         new.replace(file)
 
 
-def _step_of(line: bytes) -> float | None:
-    """The step of a log line, if it has one."""
+def _step_of(line: bytes, otherwise: float) -> float:
+    """The step of a log line, or ``otherwise`` where it has none."""
     try:
         row = json.loads(line.decode(errors="surrogateescape"))
     except (ValueError, RecursionError):
-        return None
+        return otherwise
     step = row.get("step") if isinstance(row, dict) else None
-    return step if isinstance(step, int | float) and not isinstance(step, bool) else None
+    return step if isinstance(step, int | float) else otherwise

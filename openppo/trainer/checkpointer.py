@@ -269,10 +269,6 @@ class Checkpointer:
         self.found = self.folder.newest()
         if self.found is None:
             logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
-            for earlier in self.folder.earlier():
-                logger.warning(
-                    "checkpoints of an earlier run are in %s: --ckpt_path %s continues from them", *[earlier] * 2
-                )
             return
         self.state = json.loads((self.found / _STATE).read_text(encoding="utf-8"))
         collective(self.comm, self._check)

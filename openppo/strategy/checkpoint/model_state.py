@@ -92,9 +92,8 @@ def model_fragments(model: TrainableModel) -> dict[str, Fragment]:
     """Float32 weights and moments of this rank, by kind and parameter name."""
     fragments: dict[str, Fragment] = {}
     for part in _parts(model):
-        fragments.update([part.of(part.flat, "weight")])
-        state = _adam(model).state.get(part.flat, {})
-        fragments.update(part.of(state[moment], moment) for moment in MOMENTS if moment in state)
+        tensors = {"weight": part.flat, **_adam(model).state.get(part.flat, {})}
+        fragments.update(part.of(tensors[name], name) for name in ("weight", *MOMENTS) if name in tensors)
     return fragments
 
 
@@ -113,9 +112,8 @@ def fragment_bytes(model: TrainableModel) -> int:
 
 def load_model_state(model: TrainableModel, reader: FragmentReader, numbers: dict[str, int]) -> None:
     """Give ``model`` the state in ``reader``; collective."""
-    if numbers["adam_steps"] > 0:
-        for part in _parts(model):
-            _make_moments(_adam(model), part.flat, numbers["adam_steps"])
+    for part in _parts(model) if numbers["adam_steps"] > 0 else ():
+        _make_moments(_adam(model), part.flat, numbers["adam_steps"])
     for name, fragment in model_fragments(model).items():
         reader.read_into(name, fragment)
     _write_parameters(model)
@@ -139,16 +137,10 @@ def _parts(model: TrainableModel) -> Iterator[_Part]:
                 yield _Part(name, optimizer.fp32_partitioned_groups_flat[group], offset, start, numel)
         elif parameter._hp_mapping is not None:  # else all of it is on other ranks
             mapping = parameter._hp_mapping
-            flat = _flat_groups(optimizer)[mapping.param_group_index]
+            is_bf16 = hasattr(optimizer, "fp32_groups_flat_partition")  # DeepSpeed's optimizer for it has other names
+            flats = optimizer.fp32_groups_flat_partition if is_bf16 else optimizer.single_partition_of_fp32_groups
             address, place = mapping.hp_fragment_address, mapping.lp_fragment_address
-            yield _Part(name, flat, address.start, place.start, place.numel)
-
-
-def _flat_groups(optimizer: Any) -> list[Tensor]:
-    """This rank's float32 weights of each group, in DeepSpeed's optimizer for stages 1 and 2 or for bf16."""
-    if hasattr(optimizer, "fp32_groups_flat_partition"):
-        return optimizer.fp32_groups_flat_partition
-    return optimizer.single_partition_of_fp32_groups
+            yield _Part(name, flats[mapping.param_group_index], address.start, place.start, place.numel)
 
 
 def _adam(model: TrainableModel) -> torch.optim.Optimizer:

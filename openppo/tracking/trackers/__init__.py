@@ -1,12 +1,12 @@
 """Where metrics, samples and histograms go: console, JSON lines, report, TensorBoard, Weights & Biases."""
 
 import importlib.util
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from openppo.config import TrackingConfig
+from openppo.tracking.run_folder import numbered
 from openppo.tracking.trackers.dashboards import NEEDED, TensorBoardTracker, WandbTracker
 from openppo.tracking.trackers.local import ConsoleTracker, HealthTracker, JSONLTracker, ReportTracker
 from openppo.tracking.trackers.tracker import Tracker, Trackers
@@ -40,8 +40,7 @@ def make_trackers(
     logs = Path(save_path) / "logs"
     trackers: list[Tracker] = [ConsoleTracker(headline, total_steps, tracking.log_samples_every)]
     try:
-        trackers.append(JSONLTracker(logs))
-        trackers += [HealthTracker(logs), ReportTracker(logs)]  # they read the lines of JSONLTracker
+        trackers += [JSONLTracker(logs), HealthTracker(logs), ReportTracker(logs)]  # the first writes what they read
     except OSError as error:
         raise ValueError(f"--save_path {save_path} cannot be written ({error}): choose another folder.") from error
     if tracking.use_tensorboard is not None:
@@ -61,12 +60,8 @@ def _own_subfolder(folder: Path, name: str, kept: Path, resumed_after: int | Non
     folder.mkdir(parents=True, exist_ok=True)
     if resumed_after is not None and kept.is_file() and (known := folder / kept.read_text().strip()).is_dir():
         return known
-    for number in itertools.count():
-        mine = folder / (name.replace("/", "_") + (f".{number}" if number else ""))
-        try:
-            mine.mkdir()
-        except FileExistsError:
-            continue
-        kept.write_text(f"{mine.name}\n")
-        return mine
-    raise AssertionError("numbers do not end")
+    mine = folder / name.replace("/", "_")
+    mine = numbered(mine) if mine.exists() else mine
+    mine.mkdir()
+    kept.write_text(f"{mine.name}\n")
+    return mine

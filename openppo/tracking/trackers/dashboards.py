@@ -19,7 +19,7 @@ STEP = "global_step"
 """Axis of all curves in W&B: its own step would refuse what a resumed run writes again."""
 NEEDED = "--use_{0} needs the package {0}: run 'pip install {0}', or leave the flag out."
 _FIRST_COLUMNS = ("prompt", "response", "reward", "label", "finish_reason")
-_SECONDS_TO_FINISH = 60.0
+_SECONDS_TO_FINISH = 30.0
 
 
 class TensorBoardTracker(Tracker):
@@ -37,9 +37,7 @@ class TensorBoardTracker(Tracker):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(NEEDED.format("tensorboard")) from error
-        self._writer = SummaryWriter(
-            log_dir=str(folder), purge_step=None if resumed_after is None else resumed_after + 1
-        )
+        self._writer = SummaryWriter(str(folder), purge_step=None if resumed_after is None else resumed_after + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -72,10 +70,8 @@ class TensorBoardTracker(Tracker):
 
 def _markdown(sample: Mapping[str, Any]) -> str:
     """Each entry as a heading and a literal block, except lists of numbers."""
-    texts = {
-        key: str(value).replace("\n", "\n    ") for key, value in sample.items() if not isinstance(value, list | tuple)
-    }
-    return "\n\n".join(f"**{key}**\n\n    {text}" for key, text in texts.items())
+    shown = {key: str(value) for key, value in sample.items() if not isinstance(value, list | tuple)}
+    return "\n\n".join("**{}**\n\n    {}".format(key, text.replace("\n", "\n    ")) for key, text in shown.items())
 
 
 class WandbTracker(Tracker):
@@ -98,12 +94,9 @@ class WandbTracker(Tracker):
         self._wandb = wandb
         key = None if tracking.use_wandb == KEY_FROM_ELSEWHERE else tracking.use_wandb
         id_file = folder / "wandb_run_id"
-        settings = wandb.Settings(
-            console="off",  # printed lines stay here
-            silent=True,
-            api_key=key,  # wandb.login would store it in ~/.netrc
-            finish_timeout=_SECONDS_TO_FINISH,
-        )
+        quiet: dict[str, Any] = {"console": "off", "silent": True}  # printed lines stay here
+        # wandb.login would store the key in ~/.netrc.
+        settings = wandb.Settings(api_key=key, finish_timeout=_SECONDS_TO_FINISH, **quiet)
         try:
             with _masked_command_line(key):
                 self._run = wandb.init(
@@ -141,14 +134,13 @@ class WandbTracker(Tracker):
         self._run.log({STEP: step, name: self._wandb.Table(columns=["step", *columns], data=rows)})
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        shown = {
-            f"histograms/{name}": self._wandb.Histogram(np_histogram=(np.array(of.counts), np.array(of.edges)))
-            for name, of in histograms.items()
-        }
-        self._run.log({STEP: step, **shown})
+        def shown(of: Histogram) -> Any:
+            return self._wandb.Histogram(np_histogram=(np.array(of.counts), np.array(of.edges)))
+
+        self._run.log({STEP: step, **{f"histograms/{name}": shown(of) for name, of in histograms.items()}})
 
     def close(self) -> None:
-        """Send what is left, for a minute at most; while an exception is on its way the run counts as failed."""
+        """Send what is left, for half a minute at most; while an exception is on its way the run counts as failed."""
         self._run.finish(exit_code=None if sys.exc_info()[0] is None else 1)
 
 

@@ -140,32 +140,19 @@ class ReportTracker(Tracker):
     """Writes ``report.html`` into the folder of logs: at the first report, now and then, and at the end."""
 
     name = "the report"
+    errors = _FAILURES
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._next = 0.0  # time.monotonic()
-        self._has_warned = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         begin = time.monotonic()
         if begin >= self._next:
-            self._write(running=True)
+            write_report([self._logs], self._logs / "report.html", True)
             end = time.monotonic()
             self._next = end + max(SECONDS_BETWEEN, (end - begin) / SHARE_OF_TIME)
 
     def close(self) -> None:
-        if self._write(running=False):
-            get_logger().info("the report of this run is %s", self._logs / "report.html")
-
-    def _write(self, running: bool) -> bool:
-        """Whether it worked; the first failure is logged, and the next page is tried again."""
-        try:
-            write_report([self._logs], self._logs / "report.html", running)
-        except _FAILURES as error:
-            if not self._has_warned:
-                get_logger().warning(
-                    "the report cannot be written (%s: %s), the run continues", type(error).__name__, error
-                )
-            self._has_warned = True
-            return False
-        return True
+        write_report([self._logs], self._logs / "report.html", False)
+        get_logger().info("the report of this run is %s", self._logs / "report.html")

@@ -1,14 +1,11 @@
 """What a tracker is, and how several run although one may fail."""
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from openppo.tracking.console import get_logger
 from openppo.tracking.metrics import Histogram
-from openppo.tracking.phase import current
 
 
 class Tracker:
@@ -35,7 +32,7 @@ class Tracker:
         """Write out what is left; nothing is logged afterwards."""
 
 
-class Trackers(contextlib.AbstractContextManager["Trackers"]):
+class Trackers(Tracker):
     """Passes everything to each tracker; one that raises one of its ``errors`` is disabled with a warning.
 
     Any other exception is a bug and propagates. ``with trackers:`` closes them on this rank at the end of a run, even
@@ -46,19 +43,15 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
         self._trackers = list(trackers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step."""
         self._each(lambda tracker: tracker.log(step, metrics))
 
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Record samples of a step."""
         self._each(lambda tracker: tracker.log_samples(step, samples))
 
     def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Record the tokens of samples of a step."""
         self._each(lambda tracker: tracker.log_tokens(step, rows))
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Record distributions of a step."""
         self._each(lambda tracker: tracker.log_histograms(step, histograms))
 
     def close(self) -> None:
@@ -66,19 +59,11 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
         self._each(lambda tracker: tracker.close())
         self._trackers.clear()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        closed = False
-        if isinstance(error, Exception):
-            current.failing = (error, time.monotonic())
-        try:
-            self.close()
-            closed = True
-        finally:
-            current.failing = None
-            if error is not None and not closed:
-                raise error  # what ended the run; the failure of closing is its context
+    def __enter__(self) -> "Trackers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._trackers):

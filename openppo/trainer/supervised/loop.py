@@ -169,7 +169,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         timer.count_tokens("step", batch.n_input_tokens)
         self.global_step += 1
         skipped = {"skipped_steps": float(self.skipped.total)}
-        return metrics.reduced(self.comm) | skipped | timer.metrics(self.comm)
+        return metrics.reduced(self.comm) | skipped | timer.take_metrics(self.comm)
 
     @phase("evaluation")
     def evaluate(self, examples: Sequence[Example] | None = None) -> dict[str, float]:

@@ -479,7 +479,7 @@ def test_an_error_of_ours_and_an_error_while_running_keep_their_tracebacks(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", GOOD)
-    monkeypatch.setattr("openppo.strategy.watchdog.Watchdog._exit", lambda watch, status: watch._leaving.set())
+    monkeypatch.setattr("openppo.strategy.watchdog.Watchdog._exit", lambda watch, status: None)
 
     def build(config: TrainPPOConfig) -> Job:
         raise KeyError("ours")

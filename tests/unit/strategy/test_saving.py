@@ -33,12 +33,18 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def test_full_weights_replace_adapters_which_would_hide_them(
+def test_adapters_are_read_by_transformers_and_replaced_by_full_weights(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "out"
-    save_model(Actor(str(base), lora_rank=2).model, folder, is_main=True)
-    assert (folder / "adapter_model.safetensors").exists()
+    folder, actor = tmp_path / "out", Actor(str(base), lora_rank=2)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.5)
+    save_model(actor.model, folder, is_main=True)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    theirs = AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids).logits
+    torch.testing.assert_close(theirs, actor.model(input_ids=ids).logits, rtol=0, atol=1e-5)
     plain: Any = Actor(str(base)).model
     with torch.no_grad():
         plain.lm_head.weight.fill_(3.0)
@@ -82,18 +88,6 @@ def test_a_tensor_without_elements_is_never_saved(base: Path, tmp_path: Path, lo
     assert not (tmp_path / "out").exists()
 
 
-def test_plain_transformers_reads_adapters_with_their_base(base: Path, tmp_path: Path) -> None:
-    actor = Actor(str(base), lora_rank=2)
-    with torch.no_grad():
-        for parameter in actor.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.5)
-    save_model(actor.model, tmp_path / "out", is_main=True)
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(input_ids=ids).logits
-    torch.testing.assert_close(theirs, actor.model(input_ids=ids).logits, rtol=0, atol=1e-5)
-
-
 def test_a_frozen_model_in_bfloat16_keeps_what_is_packed_as_integers() -> None:
     module = nn.Linear(4, 4)
     module.packed = nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)
@@ -106,32 +100,26 @@ def test_zpg_that_does_not_divide_the_ranks_is_an_error() -> None:
         DeepspeedStrategy(DeepSpeedConfig(zero_stage=3, zpg=2))
 
 
-def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_file_system(tmp_path: Path) -> None:
-    """Its own writer raises a bare ``Exception`` there, which no caller could tell from a mistake in the code."""
-    core = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
-    (tmp_path / "out").write_text("a file where the folder would be")
-    with pytest.raises(OSError, match="out"):
-        save_tokenizer(tokenizer, tmp_path / "out")
-    save_tokenizer(tokenizer, tmp_path / "folder")
-    assert AutoTokenizer.from_pretrained(tmp_path / "folder").unk_token == "<unk>"
-
-
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["weights", "adapters"])
 def test_a_saved_folder_is_as_open_as_the_umask_and_the_folder_itself_say(
     base: Path, tmp_path: Path, lora: dict[str, int]
 ) -> None:
     core = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
     folder = tmp_path / "out"
     folder.mkdir()
     folder.chmod(0o2775)
     before = os.umask(0o027)
     try:
         save_model(Actor(str(base), **lora).model, folder, is_main=True)
-        save_tokenizer(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>"), folder)
+        save_tokenizer(tokenizer, folder)
     finally:
         os.umask(before)
     assert folder.stat().st_mode & 0o7777 == 0o2775
     modes = {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir() if file.is_file()}
     assert len(modes) >= 4
     assert set(modes.values()) == {0o640}
+    assert AutoTokenizer.from_pretrained(folder).unk_token == "<unk>"
+    (tmp_path / "file").write_text("where the folder would be")
+    with pytest.raises(OSError, match="file"):  # its own writer raises a bare ``Exception`` there
+        save_tokenizer(tokenizer, tmp_path / "file")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -43,15 +42,6 @@ def trained_for(steps: int, stage: int, bf16: bool, offloads: bool) -> list[torc
 def test_offloaded_moments_free_memory_and_change_no_bit(stage: int, bf16: bool) -> None:
     plain, offloaded = (trained_for(4, stage, bf16, offloads) for offloads in (False, True))
     assert all(map(torch.equal, plain, offloaded))
-
-
-@pytest.mark.parametrize(("stage", "error"), [(0, AttributeError), (3, AssertionError)])
-def test_deepspeed_offloads_no_moments_of_torchs_adam(stage: int, error: type[Exception]) -> None:
-    """Under these stages; where this fails, ``offload_adam_moments`` can be DeepSpeed's ``offload_states``."""
-    strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=stage))
-    trained = strategy.prepare(nn.Linear(8, 8), AdamConfig(), learning_rate=1e-2, total_steps=10)
-    with pytest.raises(error):
-        trained.deepspeed.offload_states(include=[OffloadStateTypeEnum.optim_states])
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from openppo.models import Actor
@@ -35,28 +34,19 @@ def adapted(model: PreTrainedModel, **lora: Any) -> Any:
     return policy
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, msg=name)
-
-
 @pytest.mark.parametrize("model", [llama(), llama(tie_word_embeddings=True), llama(attention_bias=True), gpt2()])
-def test_without_adapters_they_are_the_models_parameters(model: PreTrainedModel) -> None:
-    found = dict(merged_weights(model))
-    assert all(found[name].data_ptr() == p.data_ptr() for name, p in model.named_parameters()), "nothing is copied"
-    same(found, dict(model.named_parameters()))
-
-
-@pytest.mark.parametrize("model", [llama(), llama(tie_word_embeddings=True), llama(attention_bias=True), gpt2()])
-def test_adapters_are_added_as_peft_merges_them(model: PreTrainedModel) -> None:
+def test_weights_are_the_models_with_adapters_added_as_peft_merges_them(model: PreTrainedModel) -> None:
     names = [name for name, _ in model.named_parameters()]
+    plain = dict(merged_weights(model))
+    assert list(plain) == names
+    assert all(plain[name].data_ptr() == p.data_ptr() for name, p in model.named_parameters()), "nothing is copied"
     policy = adapted(model)
     before = {name: p.clone() for name, p in policy.named_parameters()}
     found = dict(merged_weights(policy))
     assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
     assert list(found) == names
-    same(found, dict(copy.deepcopy(policy).merge_and_unload().named_parameters()))
+    for name, tensor in copy.deepcopy(policy).merge_and_unload().named_parameters():
+        torch.testing.assert_close(found[name], tensor, msg=name)
 
 
 def test_in_bfloat16_the_sum_is_rounded_once() -> None:

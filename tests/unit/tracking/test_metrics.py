@@ -2,50 +2,20 @@
 
 import math
 import statistics
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from openppo.tracking import Metrics, Moments, histogram
 from openppo.types import SingleProcess
-
-
-class ThreadComm:
-    """``Comm`` of ranks that are threads of this process."""
-
-    def __init__(self, rank: int, world_size: int, slots: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._slots, self._barrier = slots, barrier
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        raise AssertionError("metrics gather objects only: ranks may lack names")
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._slots[self.rank] = value
-        self._barrier.wait(timeout=10)
-        gathered = list(self._slots)
-        self._barrier.wait(timeout=10)
-        return gathered
+from tests.ranks import on_ranks
 
 
 def reduced_on_all(bags: list[Metrics]) -> list[dict[str, float]]:
     """What each rank gets when every rank reduces its own bag."""
-    results: list[Any] = [None] * len(bags)
-    slots, barrier = list(results), threading.Barrier(len(bags))
-
-    def of_rank(rank: int) -> None:
-        results[rank] = bags[rank].reduced(ThreadComm(rank, len(bags), slots, barrier))
-
-    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(len(bags))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
-    return results
+    return on_ranks(len(bags), lambda comm: bags[comm.rank].reduced(comm))
 
 
 NUMBERS = [3.0, -1.5, 0.25, 8.0, 8.0, -2.0, 100.5]
@@ -107,14 +77,19 @@ def test_nan_shows_inside_the_mask_only(reduction: Any) -> None:
     assert math.isnan(found["bad"])
 
 
-def test_a_metric_of_nothing_is_left_out_and_a_zero_weight_addition_adds_nothing() -> None:
-    metrics = Metrics()
+def test_a_metric_of_nothing_is_left_out_and_numbers_are_exact() -> None:
+    metrics, parameter = Metrics(), torch.ones(3, requires_grad=True)
     metrics.add("dummy_forward", math.nan, weight=0)
     metrics.add("loss", math.nan, weight=0)
-    metrics.add("loss", 2.0, weight=5)
+    metrics.add("loss", parameter.sum(), weight=5)
     metrics.add_tensor("all_masked", torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool), reduce="max")
     metrics.add_tensor("empty", torch.ones(0), reduce="std")
-    assert metrics.reduced(SingleProcess()) == {"loss": 2.0}
+    metrics.add_tensor("clipped", torch.tensor([True, False, False, True]))
+    metrics.add_tensor("big", torch.full((4099,), 1.0, dtype=torch.bfloat16), reduce="sum")
+    metrics.add("lr", 1e-6 / 3)
+    assert not any(piece.requires_grad for pieces in metrics._pieces.values() for piece in pieces)
+    for _ in range(2):
+        assert metrics.reduced(SingleProcess()) == {"loss": 3.0, "clipped": 0.5, "big": 4099.0, "lr": 1e-6 / 3}
 
 
 def test_ranks_that_lack_names_get_the_same_dict_in_the_same_order() -> None:
@@ -123,8 +98,7 @@ def test_ranks_that_lack_names_get_the_same_dict_in_the_same_order() -> None:
     bags[0].add("a", 2.0)
     bags[1].add("c", 3.0, reduce="max")
     bags[1].add("a", 4.0)
-    results = reduced_on_all(bags)
-    assert [list(result.items()) for result in results] == [[("b", 1.0), ("a", 3.0), ("c", 3.0)]] * 3
+    assert [list(result.items()) for result in reduced_on_all(bags)] == [[("b", 1.0), ("a", 3.0), ("c", 3.0)]] * 3
 
 
 def test_one_name_has_one_reduction() -> None:
@@ -134,42 +108,6 @@ def test_one_name_has_one_reduction() -> None:
         metrics.add("x", 1.0)
     with pytest.raises(ValueError, match="std"):
         metrics.add_tensor("x", torch.ones(2), reduce="std")
-
-
-def test_metrics_hold_no_graph_and_reducing_twice_gives_the_same() -> None:
-    metrics = Metrics()
-    parameter = torch.ones(3, requires_grad=True)
-    metrics.add("loss", parameter.sum())
-    metrics.add_tensor("values", parameter * 2, reduce="std")
-    assert not any(piece.requires_grad for pieces in metrics._pieces.values() for piece in pieces)
-    assert metrics.reduced(SingleProcess()) == metrics.reduced(SingleProcess()) == {"loss": 3.0, "values": 0.0}
-
-
-def test_low_precision_booleans_and_floats_are_counted_exactly() -> None:
-    metrics = Metrics()
-    metrics.add_tensor("clipped", torch.tensor([True, False, False, True]))
-    metrics.add_tensor("big", torch.full((4099,), 1.0, dtype=torch.bfloat16), reduce="sum")
-    metrics.add("lr", 1e-6 / 3)
-    assert metrics.reduced(SingleProcess()) == {"clipped": 0.5, "big": 4099.0, "lr": 1e-6 / 3}
-
-
-class Ranks(SingleProcess):
-    """``Comm`` of one of several ranks in one process: the others' part is computed from their values."""
-
-    def __init__(self, others: list[Tensor]) -> None:
-        self.others, self.calls = others, 0
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        self.calls += 1
-        if op == "max":
-            ends = [torch.stack((-values.min(), values.max())).double() for values in self.others if len(values)]
-            self.ends = torch.stack([tensor, *ends]).amax(0)
-            return self.ends
-        total, (low, high) = tensor.clone(), (-float(self.ends[0]), float(self.ends[1]))
-        for values in self.others:
-            counts, _ = np.histogram(values.numpy(), bins=len(tensor) - 2, range=(low, high))
-            total += torch.tensor([*counts, values.double().sum(), values.double().square().sum()])
-        return total
 
 
 def test_histogram_counts_are_those_of_numpy() -> None:
@@ -184,9 +122,9 @@ def test_histogram_counts_are_those_of_numpy() -> None:
 @pytest.mark.parametrize("cut", [0, 1, 500, 1000])
 def test_a_histogram_does_not_depend_on_the_ranks_of_values(cut: int) -> None:
     values = torch.randint(-50, 50, (1000,), generator=torch.Generator().manual_seed(0)).double()
-    comm = Ranks([values[cut:]])
-    assert histogram(values[:cut], comm, bins=10) == histogram(values, SingleProcess(), bins=10)
-    assert comm.calls == 2  # and both as large as the bins at most
+    parts = (values[:cut], values[cut:])
+    found = on_ranks(2, lambda comm: histogram(parts[comm.rank], comm, bins=10))
+    assert found == [histogram(values, SingleProcess(), bins=10)] * 2
 
 
 @pytest.mark.parametrize(

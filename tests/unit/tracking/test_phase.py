@@ -1,11 +1,41 @@
-"""The current phase is the innermost one, and stays where an exception was raised."""
+"""Phases add up and ranks combine; a trace names its phases and stays small however long they last."""
 
+import gzip
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from openppo.tracking import PhaseTimer, progress_bar
-from openppo.tracking.phase import begin_step, current, phase
+from openppo.config import TrackingConfig
+from openppo.tracking import PhaseTimer, phase, profiler, progress_bar, step_tracer
+from openppo.tracking.phase import begin_step, current
+from openppo.types import SingleProcess
+from tests.ranks import on_ranks
+
+
+class FakeCUDA:
+    """The part of ``torch.cuda`` that timers use; ``hold`` allocates and frees so many GiB."""
+
+    peak = 0
+
+    def hold(self, gib: int) -> None:
+        self.peak = max(self.peak, gib << 30)
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def synchronize(self) -> None: ...
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = 0
 
 
 @pytest.fixture(autouse=True)
@@ -16,42 +46,159 @@ def restored() -> Iterator[None]:
     vars(current).update(before)
 
 
-def test_the_innermost_phase_is_current_until_it_ends() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of timers and profiler, a list whose only entry a test sets."""
+    now = [100.0]
+    monkeypatch.setattr(phase.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(profiler.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCUDA:
+    fake = FakeCUDA()
+    monkeypatch.setattr(phase.torch, "cuda", fake)
+    return fake
+
+
+def test_phases_accumulate_and_an_outer_phase_contains_its_inner_ones(clock: list[float]) -> None:
     timer = PhaseTimer()
     with timer.phase("step"):
-        with timer.phase("training"):
-            assert current.phase == "training"
-        assert current.phase == "step"
+        for seconds in (1.0, 2.0):
+            with timer.phase("generation"):
+                clock[0] += seconds
+        clock[0] += 0.5
+    timer.count_tokens("generation", 6)
+    timer.count_tokens("never", 5)  # no measured time, no speed
+    expected = {"time/generation_s": 3.0, "time/step_s": 3.5, "speed/generation_tokens_per_s": 2.0}
+    assert timer.take_metrics(SingleProcess()) == expected
+    assert timer.take_metrics(SingleProcess()) == {}
+    with pytest.raises(AssertionError, match="already running"), timer.phase("a"), timer.phase("a"):
+        pass
 
 
-def test_an_exception_keeps_the_phase_in_which_it_was_raised() -> None:
+def test_speed_is_all_tokens_over_the_slowest_rank(clock: list[float]) -> None:
+    timers = [PhaseTimer(), PhaseTimer()]
+    for timer, seconds, tokens in zip(timers, (2.0, 4.0), (100, 300), strict=True):
+        with timer.phase("generation"):
+            clock[0] += seconds
+        timer.count_tokens("generation", tokens)
+    found = on_ranks(2, lambda comm: timers[comm.rank].take_metrics(comm))
+    assert found == [{"time/generation_s": 4.0, "speed/generation_tokens_per_s": 100.0}] * 2
+
+
+def test_a_phase_that_fails_is_counted_and_leaves_its_peak(cuda: FakeCUDA, clock: list[float]) -> None:
     timer = PhaseTimer()
+    with pytest.raises(KeyError), timer.phase("train"):
+        cuda.hold(70)
+        clock[0] += 1.0
+        raise KeyError
+    assert cuda.max_memory_allocated() == 70 << 30, "for the report"
+    with timer.phase("train"):
+        clock[0] += 1.0
+    assert timer.take_metrics(SingleProcess())["time/train_s"] == 2.0
+
+
+def test_each_phase_has_its_own_peak_beside_the_estimate(cuda: FakeCUDA, clock: list[float]) -> None:
+    timer = PhaseTimer(estimated={"generation": 3 << 30, "step": 9 << 29, "loading": 1 << 30})
+    cuda.hold(50)  # while models were loaded
+    with timer.phase("step"):
+        for gib in (2, 4):
+            with timer.phase("generation"):
+                cuda.hold(gib)
+        cuda.hold(6)
+        with timer.phase("training"):
+            cuda.hold(5)
+    other = PhaseTimer()
+    with other.phase("training"):
+        cuda.hold(7)
+    found = on_ranks(2, lambda comm: (timer, other)[comm.rank].take_metrics(comm))[0]
+    assert {name: value for name, value in found.items() if name.startswith("memory/")} == {
+        "memory/generation_peak_gib": 4.0,
+        "memory/generation_estimated_gib": 3.0,
+        "memory/training_peak_gib": 7.0,  # of the other rank
+        "memory/step_peak_gib": 6.0,
+        "memory/step_estimated_gib": 4.5,
+    }
+    assert timer.take_metrics(SingleProcess()) == {}
+
+
+def test_the_innermost_phase_is_current_and_stays_after_an_exception() -> None:
+    timer = PhaseTimer()
+    with timer.step(7):
+        with timer.phase("training"):
+            assert (current.phase, current.step) == ("training", 7)
+        assert current.phase == "step"
     with pytest.raises(KeyError), timer.phase("step"), timer.phase("scoring"):
         raise KeyError
     assert current.phase == "scoring"
 
 
-def test_a_decorated_function_is_a_phase_at_each_call() -> None:
-    @phase("saving")
-    def save() -> str:
-        return current.phase
-
-    outside = current.phase
-    assert [save(), save()] == ["saving", "saving"]
-    assert current.phase == outside
-
-
-def test_phases_and_progress_bars_are_progress() -> None:
+def test_phases_functions_and_progress_bars_are_progress() -> None:
     seen: list[float] = []
     current.on_progress = lambda: seen.append(current.last_progress)
     for _ in progress_bar(3, "work", enabled=False):
         pass
-    with phase("saving"):
-        pass
+
+    @phase.phase("saving")
+    def save() -> str:
+        return current.phase
+
+    assert save() == "saving"
     assert len(seen) == 5
     assert seen == sorted(seen)
 
 
-def test_the_step_is_the_one_that_began_last() -> None:
-    begin_step(7)
-    assert current.step == 7
+def profiled(folder: Path, steps: str | None) -> PhaseTimer:
+    return PhaseTimer(step_tracer(str(folder), TrackingConfig(profile_steps=steps), rank=0))
+
+
+def events_of(folder: Path, step: int) -> list[dict[str, Any]]:
+    file = folder / "logs" / "profile" / f"step_{step:08d}_rank_0.json.gz"
+    return [event for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if event.get("ph") == "X"]
+
+
+def work(timer: PhaseTimer, steps: int, loops: int, clock: list[float]) -> None:
+    """Steps of two phases, each with ``loops`` rounds of a second in which one matrix is multiplied."""
+    matrix = torch.ones(2, 2)
+    for step in range(1, steps + 1):
+        with timer.step(step):
+            for name in ("generation", "training"):
+                with timer.phase(name):
+                    for _ in progress_bar(loops, name, enabled=False):
+                        matrix.mm(matrix)
+                        clock[0] += 1.0
+
+
+def test_of_a_long_phase_the_first_seconds_are_recorded_and_its_name_spans_it_all(
+    tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    work(profiled(tmp_path, "1"), 1, 500, clock)
+    events = events_of(tmp_path, 1)
+    multiplied = [event["ts"] for event in events if event["name"] == "aten::mm"]
+    assert len(multiplied) == 2 * profiler.RECORDED_SECONDS  # of a second each, in two phases
+    ends = {event["name"]: event["ts"] + event["dur"] for event in events}
+    begins = {event["name"]: event["ts"] for event in events}
+    assert begins["generation"] < multiplied[0] < ends["generation"] <= begins["training"] < ends["training"]
+    assert [line for line in capfd.readouterr().err.splitlines() if not line.startswith("[openppo]")] == []
+
+
+def test_nothing_is_left_running_and_nothing_is_written_after_an_error(tmp_path: Path, clock: list[float]) -> None:
+    timer = profiled(tmp_path, "1")
+    begin_step(1)
+    with pytest.raises(KeyError), timer.phase("step"), timer.phase("generation"):
+        raise KeyError
+    assert not (tmp_path / "logs").exists()
+    assert current.on_progress is None
+    work(timer, 1, 1, clock)
+    assert len(events_of(tmp_path, 1)) > 0
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "logs").write_text("a file")
+    work(profiled(tmp_path, "1"), 2, 1, clock)
+    (message,) = caplog.messages
+    assert message.startswith("--profile_steps: no trace of step 1")

@@ -1,13 +1,11 @@
 """Files that a run leaves in its folder."""
 
 import json
-import logging
 import platform
 import socket
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,16 +22,7 @@ from openppo.tracking import (
     save_environment,
     set_aside_logs,
 )
-from openppo.types import SingleProcess
-
-
-class Two(SingleProcess):
-    """Two ranks with the same values."""
-
-    world_size = 2
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value, value]
+from tests.ranks import on_ranks
 
 
 class Color(Enum):
@@ -61,7 +50,7 @@ def test_environment_names_versions_and_the_device_of_each_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_folder, "PACKAGES", ("torch", "no-such-package"))
-    save_environment(tmp_path / "logs", environment(Two()))
+    save_environment(tmp_path / "logs", on_ranks(2, environment)[0])
     found = json.loads((tmp_path / "logs" / "environment.json").read_text())
     assert (found["openppo"], found["python"]) == (__version__, platform.python_version())
     assert found["packages"] == {"torch": version("torch")}
@@ -81,6 +70,7 @@ def test_a_second_run_in_the_same_folder_keeps_the_logs_of_the_first(tmp_path: P
 
 
 LINES = "".join(json.dumps({"step": step, "reward": "ä"}) + "\n" for step in (1, 2, 2))
+OWN = "".join(f"{line}\n" for line in ('{"note": "mine"}', "no JSON", '{"step": "two"}', "[1]", "", "[" * 100_000))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +78,7 @@ LINES = "".join(json.dumps({"step": step, "reward": "ä"}) + "\n" for step in (1
     [
         (LINES + '{"step": 3}\n{"step": 1, "cut', LINES),
         (LINES + '{"step": 2}', LINES + '{"step": 2}\n'),  # only its newline is missing
+        (OWN + LINES, OWN + LINES),
         ("", ""),
     ],
 )
@@ -97,7 +88,6 @@ def test_logs_of_a_resumed_run_end_at_its_checkpoint(tmp_path: Path, text: str, 
     cut_logs(tmp_path, 2)
     assert (tmp_path / "metrics.jsonl").read_text() == kept
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl"]
-    cut_logs(tmp_path / "none", 2)
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\x0b", "\x1c", "\r", "\ud800"])
@@ -108,14 +98,3 @@ def test_a_logged_text_may_hold_any_character_that_ends_a_line_elsewhere(tmp_pat
     before = (tmp_path / "samples.jsonl").read_bytes().split(b"\n")
     cut_logs(tmp_path, 2)
     assert (tmp_path / "samples.jsonl").read_bytes().split(b"\n") == [*before[:2], b""]
-
-
-def test_lines_without_a_step_stay_and_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    own = ['{"note": "mine"}', "no JSON", '{"step": "two"}', "[1]", "", "\udcff", "[" * 100_000]
-    (tmp_path / "own.jsonl").write_text("\n".join([*own, '{"step": 2}', '{"step": 3}', ""]), errors="surrogateescape")
-    with caplog.at_level(logging.WARNING, "openppo"):
-        cut_logs(tmp_path, 2)
-    kept = (tmp_path / "own.jsonl").read_text(errors="surrogateescape")
-    assert kept == "\n".join([*own, '{"step": 2}', ""])
-    (message,) = caplog.messages
-    assert message == f"{tmp_path}/own.jsonl, line 1 and 5 more: not JSON with a number as 'step'; kept as it is"

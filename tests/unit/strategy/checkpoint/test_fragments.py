@@ -32,8 +32,7 @@ def written(folder: Path, parts: list[dict[str, Fragment]]) -> list[Path]:
     return files
 
 
-@pytest.mark.parametrize("before", [1, 2, 4, 5])
-@pytest.mark.parametrize("after", [1, 2, 3, 4])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (2, 1), (4, 3), (5, 2), (5, 4)])
 def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path, before: int, after: int) -> None:
     files = written(tmp_path, split(TENSORS, before))
     own = {name: torch.full_like(tensor, -1) for name, tensor in TENSORS.items()}
@@ -42,16 +41,6 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path, before: 
             for name, fragment in part.items():
                 reader.read_into(name, fragment)
     assert all(own[name].equal(TENSORS[name]) for name in TENSORS)
-
-
-def test_views_of_one_buffer_are_written_apart(tmp_path: Path) -> None:
-    flat = torch.arange(10.0)
-    files = written(tmp_path, [{"a": Fragment(0, flat[:4]), "b": Fragment(2, flat[4:])}])
-    read = torch.zeros(4)
-    with FragmentReader(files) as reader:
-        reader.read_into("b", Fragment(3, read))
-        assert reader.names() == {"a", "b"}
-    assert read.tolist() == [5.0, 6.0, 7.0, 8.0]
 
 
 def test_missing_elements_are_counted_in_the_error(tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ def test_a_rule_or_page_that_fails_warns_once_and_the_run_continues(
     rules, page = sorted(caplog.messages, reverse=True)
     assert rules.startswith(f"the rules of health: {type(error).__name__}")
     assert rules.endswith("; disabled; training continues.")
-    assert "the report cannot be written" in page
-    assert type(error).__name__ in page
+    assert page.startswith(f"the report: {type(error).__name__}")
+    assert page.endswith("; disabled; training continues.")
 
 
 def test_every_run_leaves_a_report_with_its_last_step(tmp_path: Path) -> None:
