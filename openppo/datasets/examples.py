@@ -186,7 +186,8 @@ def load_preferences(
 
     def render(fields: RowFields, row: SourceRow) -> PreferenceExample:
         column = next((name for name in (data.prompt_key, "prompt", "question") if name in row.row), None)
-        if fields.prompt is None and column is not None and isinstance(fields.chosen, str):  # whole texts otherwise
+        is_null = column is not None and row.row[column] is None
+        if is_null and fields.prompt is None and isinstance(fields.chosen, str):  # they would be whole texts
             raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
         sides = (fields.chosen, data.chosen_key), (fields.rejected, data.rejected_key)
         chosen, rejected = (_render_side(fields.prompt, side, tokenizer, supervised, key) for side, key in sides)

@@ -78,13 +78,13 @@ class StepEncoder:
                 "--apply_chat_template and --input_template out."
             )
         text, _ = render_prompt(prompt, self.tokenizer, input_template=template, apply_chat_template=chat)
-        between = "" if chat or template else STEP_SEPARATOR
+        whole = text + ("" if chat or template else STEP_SEPARATOR) + first_step
         if chat and first_step:  # some templates refuse an empty turn
             turns = [*as_messages(prompt, "user", template), {"role": "assistant", "content": first_step}]
             whole = render_chat(turns, self.tokenizer)
-            place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
-            between = whole[len(text) : place] if place >= 0 else ""  # a space may stand there
-        ids, _ = encode_cut(self.tokenizer, text + between + first_step, [len(text)], add_special_tokens=not chat)
+        place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
+        read = text + first_step if place < 0 else whole[: place + len(first_step)]  # a space may stand between
+        ids, _ = encode_cut(self.tokenizer, read, [len(text)], add_special_tokens=not chat)
         return ids
 
 

@@ -65,7 +65,7 @@ class RowFormat:
 
     def describe(self, task: Task) -> str:
         """Name and columns."""
-        return f"{self.name!r} ({' and '.join(' or '.join(names) for names in self.needs[task])})"
+        return f"{self.name!r} ({' and '.join(' or '.join(map(repr, names)) for names in self.needs[task])})"
 
 
 PLAIN_PROMPT = ("input", "prompt")

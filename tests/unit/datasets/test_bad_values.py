@@ -93,14 +93,6 @@ def test_any_value_in_any_column_is_read_or_an_error_naming_flag_and_row(task, c
     assert n_errors >= 5
 
 
-@pytest.mark.parametrize("task", ROWS)
-def test_half_a_surrogate_pair_is_an_error_with_its_cause(task, tokenizer):
-    good = ROWS[task][0] if task in ("documents", "steps") else {**PAIR, "margin": 0}
-    column = {"documents": "text", "steps": "input"}.get(task, "prompt")
-    with pytest.raises(ValueError, match=r"row 2 of file: .*half of a surrogate pair, U\+D83D"):
-        load(task, [good, {**good, column: "smile \ud83d"}], tokenizer)
-
-
 @pytest.mark.parametrize(
     ("task", "row", "chat", "message"),
     [
@@ -109,10 +101,14 @@ def test_half_a_surrogate_pair_is_an_error_with_its_cause(task, tokenizer):
         ("pairs", {**PAIR, "prompt": ""}, False, ".*the text is empty. Remove the row"),
         ("prompts", {"messages": [{"role": "user", "content": ""}]}, True, "all chat messages are empty"),
         ("pairs", {**PAIR, "prompt": None}, False, "the prompt in column 'prompt' is null"),
+        ("pairs", {**PAIR, "prompt": "\ud83d"}, False, r".*half of a surrogate pair, U\+D83D"),
+        ("documents", {"text": "smile \ud83d"}, False, r".*half of a surrogate pair, U\+D83D"),
+        ("prompts", {"messages": [{"role": "user", "content": "\ud83d"}]}, True, r"half of a surrogate pair, U\+D83D"),
     ],
 )
-def test_an_empty_prompt_is_an_error(task, row, chat, message, tokenizer):
-    with pytest.raises(ValueError, match=f"--flag, row 1 of file: {message}"):
+def test_an_empty_prompt_or_half_a_character_is_an_error(task, row, chat, message, tokenizer):
+    flag = "--pretrain_data" if task == "documents" else "--flag"
+    with pytest.raises(ValueError, match=f"{flag}, row 1 of file: {message}"):
         load(task, [row], tokenizer, chat)
 
 

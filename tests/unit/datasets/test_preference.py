@@ -30,6 +30,7 @@ def texts_of(row, tokenizer, columns=None, **options):
     ("row", "columns", "template", "start", "ends"),
     [
         ({"chosen": "abc", "rejected": "abd<eos>"}, {}, None, "<bos>", ("abc", "abd")),
+        ({"prompt": "x", "c": "abc", "rejected": "abd"}, {"chosen_key": "c"}, None, "<bos>", ("abc", "abd")),
         (ABC, WITH_PROMPT, "Q{}", "<bos>Qa", "bc"),
         (ABC, {}, "Q{}", "<bos>Qa", "bc"),  # a prompt column is recognized
         ({**ABC, "rejected": ""}, WITH_PROMPT, None, "<bos>a", ("b", "")),

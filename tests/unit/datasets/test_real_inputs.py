@@ -62,13 +62,6 @@ def test_examples_are_prompt_response_eos(assets, name, chat):
             assert example.token_ids == whole
 
 
-def test_mistral_chat_has_exactly_one_bos(assets):
-    tokenizer = tokenizer_of(assets, "mistral-v3")
-    text, ids = render_prompt("Say yes.", tokenizer, input_template=None, apply_chat_template=True)
-    assert tokenizer(text)["input_ids"].count(tokenizer.bos_token_id) == 2, "the trap is still there"
-    assert ids.count(tokenizer.bos_token_id) == 1
-
-
 def test_gsm8k_is_recognized_and_rendered_with_the_qwen_template(assets):
     assert len(rows_of(assets / "data/gsm8k")) == 7473
     (row, *_) = rows = rows_of(assets / "data/gsm8k", "test")

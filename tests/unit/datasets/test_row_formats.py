@@ -115,7 +115,7 @@ def test_each_source_has_a_format_of_its_own(caplog):
             {"input": "q"},
             "sft",
             "alpaca",
-            r"format 'alpaca' \(instruction and output\). Its columns are input: .*--inp",
+            r"'alpaca' \('instruction' and 'output'\). Its columns are input: .*--inp",
         ),
         ({"input": "q"}, "pairs", "alpaca", "alpaca is not for this command: use hh, preference, sharegpt"),
         ({"messages": [HUMAN]}, "sft", "auto", 'not a chat message with texts "role" and "content"'),
@@ -134,7 +134,9 @@ def test_what_cannot_be_read_is_an_error_with_columns_and_remedy(row, task, data
 def test_a_later_row_of_another_format_is_an_error():
     rows = number_rows([{"question": "q", "answer": "a"}, {"question": "q", "reply": "a"}])
     reader = RowReader(rows, "sft", "--dataset", RowsConfig())
-    message = r"not of format 'question_answer' \(question .* solution or answer\).* Its columns are question, reply"
+    message = (
+        r"not of format 'question_answer' \('question' .* 'solution' or 'answer'\).* Its columns are question, reply"
+    )
     with pytest.raises(ValueError, match=message):
         reader.read(rows[1])
     pair = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}

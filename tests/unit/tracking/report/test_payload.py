@@ -66,13 +66,10 @@ def test_samples_get_their_own_tokens() -> None:
     assert (n_steps, n_all) == (2, 2)
     found = [row["tokens"]["texts"] for row in rows]
     assert found == [[f"{step}{evaluation}{number}"] for step, evaluation, number in keys]
-
-
-def test_samples_of_steps_without_tokens_are_left_out_where_others_have_them() -> None:
-    rows, n_steps, n_all = sample_rows([line(s, 80) for s in range(10)], [line(3, 80), line(6, 80)], 10**6)
-    assert [row["step"] for row in rows] == [3, 6]
-    assert (n_steps, n_all) == (2, 10)
-    rows, n_steps, n_all = sample_rows([line(s, 80) for s in range(10)], [], 10**6)
+    of_ten = [line(s, 80) for s in range(10)]
+    rows, n_steps, n_all = sample_rows(of_ten, [line(3, 80), line(6, 80)], 10**6)
+    assert ([row["step"] for row in rows], n_steps, n_all) == ([3, 6], 2, 10), "only steps with tokens, where there are"
+    rows, n_steps, n_all = sample_rows(of_ten, [], 10**6)
     assert (len(rows), n_steps, n_all) == (10, 10, 10)
 
 
