@@ -58,6 +58,15 @@ def model_size(
     )
 
 
+def n_elements(parameter: Any) -> int:
+    """Elements of a whole parameter, also one that ZeRO-3 partitions or bitsandbytes packs."""
+    if hasattr(parameter, "ds_numel"):
+        return int(parameter.ds_numel)
+    if getattr(parameter, "quant_state", None) is not None:
+        return int(parameter.quant_state.shape.numel())
+    return int(parameter.numel())
+
+
 def cache_elements(config: PreTrainedConfig) -> int:
     """Elements of the key-value cache for one token; where layers differ, as if all were the largest."""
     text: Any = config.get_text_config()

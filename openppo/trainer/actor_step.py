@@ -14,7 +14,7 @@ from openppo.models.loss import log_ratio, policy_loss, token_weights
 from openppo.models.rollout_correction import rollout_correction
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
-from openppo.trainer.supervised.batches import TokenBatch
+from openppo.trainer.supervised.batches import StepBatch
 from openppo.types import Comm, Experience
 
 
@@ -38,7 +38,7 @@ class ActorStep:
     def train(
         self,
         batch: MiniBatch,
-        ptx_batch: TokenBatch | None,
+        ptx_batch: StepBatch | None,
         metrics: Metrics,
         kl_coef: float = 0.0,
         on_policy: bool = False,
@@ -119,11 +119,11 @@ class ActorStep:
         metrics.add_tensor("ratio_max", change.exp(), mask, reduce="max")
         metrics.add_tensor("approx_kl", change.expm1() - change, mask)  # k3
 
-    def _accumulate_ptx(self, batch: TokenBatch, metrics: Metrics) -> None:
+    def _accumulate_ptx(self, batch: StepBatch, metrics: Metrics) -> None:
         last = len(batch.micro_batches) - 1
-        for i, micro in enumerate(batch.to(self.device)):
+        for i, micro in enumerate(micro.to(self.device) for micro in batch.micro_batches):
             # a language-model loss has no sampling temperature
             log_probs = self.model(*micro[:3], temperature=1.0, position_ids=micro.position_ids)
             metrics.add_tensor("ptx_loss", -log_probs.detach(), micro.loss_mask)
-            loss = -log_probs.sum() / max(batch.n_tokens, 1)
+            loss = -log_probs.sum() / max(batch.n_targets, 1)
             self.model.backward(self.config.ppo.ptx_coef * loss * self.comm.world_size, last=i == last)

@@ -13,15 +13,15 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from openppo.config import CheckpointConfig, TrainPPOConfig, flat_dict
+from openppo.config import TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
+from openppo.models.size import n_elements
 from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
 from openppo.strategy.checkpoint.folder import MODEL
 from openppo.strategy.checkpoint.model_state import (
     Fragment,
     FragmentReader,
-    fragment_bytes,
     load_model_state,
     model_fragments,
     model_numbers,
@@ -63,13 +63,7 @@ def ensure_checkpoint_on_save_error(
     except OSError as error:
         if checkpointer is None:
             raise
-        try:
-            kept = checkpointer.kept(step) or save_checkpoint()
-        except CheckpointError as failure:
-            raise CheckpointError(
-                f"{error}. Nor could a checkpoint be written, so that what was trained since the last one is lost: "
-                f"{failure}"
-            ) from error
+        kept = checkpointer.kept(step) or save_checkpoint()
         raise OSError(
             f"{error}. All that was trained is in {kept}: make room, or choose another --save_path beside "
             f"--ckpt_path {kept.parent}, and the same command with --load_checkpoint writes the model."
@@ -90,9 +84,7 @@ class Checkpointer:
         kind: str,
         contents: dict[str, str],
     ) -> None:
-        self.options: CheckpointConfig = config.checkpoint
-        self.strategy = strategy
-        self.comm = strategy.comm
+        self.options, self.strategy, self.comm = config.checkpoint, strategy, strategy.comm
         path = self.options.ckpt_path or str(Path(config.run.save_path) / f"checkpoints_{kind}")
         flag = "--ckpt_path" if self.options.ckpt_path else "--save_path"
         folder = Path(path).resolve()
@@ -118,12 +110,16 @@ class Checkpointer:
     def attach(self, models: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None) -> None:
         """Say what to save and load, by role.
 
-        Raises ``ValueError`` if the disk has no room for one checkpoint and the trained model.
+        Raises ``ValueError`` if the disks have no room for a checkpoint or for the trained model.
         """
         self.models = {role: model for role, model in models.items() if model is not None}
         self.ema = ema
+        saved = [model for role, model in self.models.items() if role != "critic" or self.saves_critic]
+        place = next(folder for folder in (self.save_path, *self.save_path.parents) if folder.exists())
+        n_bytes, remedy = sum(map(_model_bytes, saved)), "make room, or give another --save_path"
         try:
-            self._check_space_at_start()
+            self._check_checkpoint_space()
+            self._check_space(n_bytes, remedy, "the trained model takes", ("--save_path", place))
         except CheckpointError as error:
             raise ValueError(str(error)) from error
 
@@ -144,19 +140,6 @@ class Checkpointer:
                 raise ValueError(f"--save_path: an earlier run's model cannot be set aside ({error}).") from error
 
         collective(self.comm, set_aside)
-
-    def check_space(self, n_extra: int = 0, what: str = "a checkpoint takes") -> None:
-        """Raise ``CheckpointError`` if the disk has no room for another checkpoint, ``n_extra`` bytes of it extra."""
-        n_bytes = sum(self._share(fragment_bytes(model), model) for model in self.models.values())
-        if self.ema is not None:
-            n_bytes += sum(4 * fragment.values.numel() for fragment in self.ema.fragments().values())
-        if self.options.save_hf_ckpt and self.strategy.is_main:
-            n_bytes += _model_bytes(next(iter(self.models.values())))
-        self.folder.check_space(
-            n_bytes + (n_extra if self.strategy.is_main else 0) + _SLACK_BYTES // self.comm.world_size,
-            "make room, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped",
-            what,
-        )
 
     def kept(self, step: int) -> Path | None:
         """The checkpoint of ``step`` that this session has saved or resumed from, if any."""
@@ -179,7 +162,7 @@ class Checkpointer:
         ``state`` of the trainer is JSON, the same on all ranks. ``write_model`` writes the Hugging Face folder of
         ``--save_hf_ckpt``. ``random_state`` replaces the current one.
         """
-        self.check_space()
+        self._check_checkpoint_space()
         numbers = {role: model_numbers(model) for role, model in self.models.items()}
         everyones = self.comm.all_gather_object(random_state or get_random_state())
         whole = {**self.identity, "step": step, "models": numbers, "best": self.best, "trainer": state}
@@ -214,20 +197,17 @@ class Checkpointer:
             with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
                 for name, fragment in self.ema.fragments().items():
                     reader.read_into(name, fragment)
-        self.best = self._best_of(self.state)
-        self._load_random()
+        self.best = self.state["best"]
+        if changed := measured_otherwise(self.state["options"], self.identity["options"]):
+            if self.best is not None and self.options.keep_best is not None:
+                names = ", ".join(f"--{name}" for name in changed)
+                logger.warning("%s changed: the best model is looked for anew, %.4g is forgotten", names, self.best)
+            self.best = None
+        self._load_random(self.found)
         self.last = int(self.state["step"]), self.found
         logger.info("resuming from %s", self.found)
         trainer: dict[str, Any] = self.state["trainer"]
         return trainer
-
-    def _best_of(self, state: dict[str, Any]) -> float | None:
-        """The best score of the run so far, if scores of now can be compared with it."""
-        changed = measured_otherwise(state["options"], self.identity["options"])
-        if state["best"] is not None and self.options.keep_best is not None and changed:
-            names = ", ".join(f"--{name}" for name in changed)
-            logger.warning("%s changed: the best model is looked for anew, %.4g is forgotten", names, state["best"])
-        return None if changed else state["best"]
 
     def save_if_best(self, step: int, metrics: Mapping[str, float], write_model: Callable[[Path], None]) -> None:
         """Keep the model as the best one if ``metrics`` of an evaluation say so."""
@@ -237,65 +217,52 @@ class Checkpointer:
         if name not in metrics:
             logger.warning("--keep_best %s: the evaluation has no such metric but %s", name, ", ".join(metrics))
             return
-        sign = -1 if name.endswith("loss") else 1
-        value = metrics[name]
+        sign, value = -1 if name.endswith("loss") else 1, metrics[name]
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return
-        n_bytes = _model_bytes(next(iter(self.models.values()))) + _SLACK_BYTES if self.strategy.is_main else 0
-        self.folder.check_space(n_bytes, "make room, or leave out --keep_best")
+        self._check_space(_model_bytes(next(iter(self.models.values()))), "make room, or leave out --keep_best")
         self.folder.save_best(step, write_model)
         self.best = value  # now: a signal while it was written must not leave the score without its model
         logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)
 
-    def _check_space_at_start(self) -> None:
-        """Room for a checkpoint, and for the trained model, which may go to another disk."""
-        n_bytes, place = 0, self.save_path
-        while not place.exists():
-            place = place.parent
-        if self.strategy.is_main:
-            saved = [self.models[role] for role in ("actor", "model") if role in self.models]
-            saved += [self.models["critic"]] if self.saves_critic else []
-            replaced = sum(file.stat().st_size for file in self.save_path.glob("*.safetensors") if self.found)
-            n_bytes = max(0, sum(map(_model_bytes, saved)) - replaced) + _SLACK_BYTES
-        if self.comm.all_gather_object(place.stat().st_dev == self.folder.folder.stat().st_dev)[0]:
-            self.check_space(n_bytes, "a checkpoint and the trained model take")
-            return
-        self.check_space()
-        self.folder.check_space(
-            n_bytes, "make room, or give another --save_path", "the trained model takes", ("--save_path", place)
-        )
-
     def _find(self) -> None:
-        self.found = self.folder.newest()
-        if self.found is None:
+        """Find the newest checkpoint; ``ValueError`` if this run does not match it."""
+        self.found = found = self.folder.newest()
+        if found is None:
             logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
             return
-        self.state = json.loads((self.found / _STATE).read_text(encoding="utf-8"))
-        collective(self.comm, self._check)
+        self.state = json.loads((found / _STATE).read_text(encoding="utf-8"))
 
-    def _check(self) -> None:
-        assert self.found is not None
-        if self.state["kind"] != self.identity["kind"]:
-            raise ValueError(
-                f"--load_checkpoint: {self.found} is a checkpoint of train_{self.state['kind']}, not of "
-                f"train_{self.identity['kind']}: give another --ckpt_path."
-            )
-        check_compatible(self.found, self.state, self.identity)
+        def check() -> None:
+            if self.state["kind"] != self.identity["kind"]:
+                raise ValueError(
+                    f"--load_checkpoint: {found} is a checkpoint of train_{self.state['kind']}, not of "
+                    f"train_{self.identity['kind']}: give another --ckpt_path."
+                )
+            check_compatible(found, self.state, self.identity)
+
+        collective(self.comm, check)
+
+    def _check_checkpoint_space(self) -> None:
+        first, *_ = models = list(self.models.values())
+        n_bytes = 12 * sum(map(_n_trained, models)) + 4 * _n_trained(first) * (self.ema is not None)
+        n_bytes += _model_bytes(first) * self.options.save_hf_ckpt
+        remedy = "make room, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped"
+        self._check_space(n_bytes, remedy)
+
+    def _check_space(self, n_bytes: int, remedy: str, *of_what: Any) -> None:
+        """Raise ``CheckpointError`` if the disk has no room for so many bytes of all ranks together."""
+        self.folder.check_space(n_bytes + _SLACK_BYTES if self.strategy.is_main else 0, remedy, *of_what)
 
     def _mine(self, model: TrainableModel) -> dict[str, Fragment]:
         """What this rank writes. Without ZeRO every rank has everything, so ranks share the work."""
         fragments = model_fragments(model)
         if model.deepspeed.zero_optimization_stage() > 0:
             return fragments
-        names = sorted(fragments)[self.comm.rank :: self.comm.world_size]
-        return {name: fragments[name] for name in names}
+        return {name: fragments[name] for name in sorted(fragments)[self.comm.rank :: self.comm.world_size]}
 
-    def _share(self, n_bytes: int, model: TrainableModel) -> int:
-        return n_bytes if model.deepspeed.zero_optimization_stage() > 0 else n_bytes // self.comm.world_size
-
-    def _load_random(self) -> None:
-        assert self.found is not None
-        tensors, prefix = load_file(self.found / _RANDOM), f"{self.comm.rank}/"
+    def _load_random(self, found: Path) -> None:
+        tensors, prefix = load_file(found / _RANDOM), f"{self.comm.rank}/"
         mine = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         ranks = {int(name.partition("/")[0]) for name in tensors}
         if len(ranks) != self.comm.world_size and self.strategy.is_main:
@@ -303,9 +270,8 @@ class Checkpointer:
         if mine:
             set_random_state(mine)
         else:  # a rank that was not there: a stream of its own, not the one that it would have begun with
-            self.strategy.seed_everything(
-                self.strategy.config.seed + 1 + self.comm.rank + 1_000_003 * self.state["step"]
-            )
+            seed = self.strategy.config.seed + 1 + self.comm.rank + 1_000_003 * self.state["step"]
+            self.strategy.seed_everything(seed)
 
 
 def _as_text(value: object) -> str:
@@ -314,9 +280,12 @@ def _as_text(value: object) -> str:
     return str(value)
 
 
+def _n_trained(model: TrainableModel) -> int:
+    return sum(map(n_elements, (p for p in model.module.parameters() if p.requires_grad)))
+
+
 def _model_bytes(model: TrainableModel) -> int:
     """What the model takes as a Hugging Face folder; where it has adapters, those alone are written."""
-    parameters: list[Any] = list(model.module.parameters())  # with the attributes of ZeRO-3
-    if hasattr(model.module.model, "peft_config"):
-        parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    return sum(p.element_size() * (p.ds_numel if hasattr(p, "ds_numel") else p.numel()) for p in parameters)
+    has_adapters = hasattr(model.module.model, "peft_config")
+    written = (p for p in model.module.parameters() if p.requires_grad or not has_adapters)
+    return sum(p.element_size() * n_elements(p) for p in written)

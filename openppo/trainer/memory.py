@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, flat_dict
+from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, TrainRMConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.remedies import remedies
 from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
@@ -57,9 +57,13 @@ class ModelMemory(NamedTuple):
     moments: int = 0  # Adam's part of it
     host: int = 0
     loading: int = 0  # above ``lasting`` without moments
-    backward: int = 0  # gradients of earlier micro-batches, beside activations
+    backward: int = 0  # gradients of earlier micro-batches, beside activations; counted even if there are none
     update: int = 0  # gradients, their bucket and copies in an optimizer step
     gathered: int = 0  # whole weights under ZeRO-3
+
+    def live(self, machine: Machine) -> int:
+        """What a pass holds of the gathered weights."""
+        return min(self.gathered, machine.element * _LIVE)
 
 
 def frozen_memory(size: ModelSize, machine: Machine) -> ModelMemory:
@@ -70,15 +74,15 @@ def frozen_memory(size: ModelSize, machine: Machine) -> ModelMemory:
     return ModelMemory(machine.share(whole), loading=whole, gathered=whole * (machine.n_ranks > 1))
 
 
-def trained_memory(size: ModelSize, machine: Machine, lora: LoRAConfig, accumulates: bool = True) -> ModelMemory:
-    """A model with AdamW by ZeRO stage; ``accumulates``: an optimizer step has several micro-batches."""
+def trained_memory(size: ModelSize, machine: Machine, lora: LoRAConfig) -> ModelMemory:
+    """A model with AdamW by ZeRO stage."""
     s, options, n = machine.element, machine.options, size.n_trained(lora.lora_rank)
     quantized = size.n_quantized if lora.load_in_4bit else 0
     frozen = round(_NF4 * quantized) + s * (size.n_parameters - quantized) if lora.lora_rank > 0 else 0
     stage = max(options.zero_stage, 1) if options.bf16 else options.zero_stage  # as DeepspeedStrategy has it
     weights, share, bucket = frozen + s * n, machine.share(n), 4 * min(n, LARGEST_BUCKET)
     if stage == 0:
-        return ModelMemory(weights + 8 * n, 8 * n, backward=4 * n * accumulates, update=4 * n + bucket)
+        return ModelMemory(weights + 8 * n, 8 * n, backward=4 * n, update=4 * n + bucket)
     adam, moments, host = 12 * share, 8 * share, 0  # master weights and two moments
     if options.adam_offload:
         adam, moments, host = 0, 0, 20 * share  # with gradients twice
@@ -90,7 +94,7 @@ def trained_memory(size: ModelSize, machine: Machine, lora: LoRAConfig, accumula
         return ModelMemory(weights + 6 * n + adam, moments, loading=s * n)
     kept = 4 * (n if stage == 1 else share)
     copies = bucket // 2 + bucket * (machine.n_ranks > 1) if options.bf16 else bucket + 4 * share
-    return ModelMemory(weights + adam, moments, host, s * n, kept * accumulates, kept + copies)
+    return ModelMemory(weights + adam, moments, host, s * n, kept, kept + copies)
 
 
 def pass_bytes(size: ModelSize, machine: Machine, rows: int, length: int, scored: int, saving: int = 0) -> int:
@@ -128,7 +132,7 @@ class Estimate:
     @property
     def peak(self) -> int:
         """Bytes of the highest peak."""
-        return max(self.phases.values())
+        return self.phases[self.largest]
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -147,8 +151,8 @@ class Estimate:
 
     def summary(self) -> str:
         """The models and the highest peak in a line."""
-        where = f" on each of {self.machine.n_ranks} ranks" if self.machine.n_ranks > 1 else ""
         roles = ", ".join(f"{role} {format_bytes(total)}" for role, total in self.roles.items())
+        where = f" on each of {self.machine.n_ranks} ranks" if self.machine.n_ranks > 1 else ""
         return f"estimated memory{where}: {roles}; at most {format_bytes(self.peak)}, in {self.largest}"
 
     def table(self) -> list[str]:
@@ -181,16 +185,19 @@ class Lengths(NamedTuple):
 
 def estimate_ppo(config: TrainPPOConfig, sizes: dict[str, ModelSize], lengths: Lengths, machine: Machine) -> Estimate:
     """Memory of a train_ppo run; ``sizes`` has its models by role in the order of loading."""
-    ppo, batch, share = config.ppo, config.batch, machine.share(config.batch.train_batch_size)
+    ppo, batch = config.ppo, config.batch
     samples = machine.share(ppo.rollout_batch_size) * ppo.n_samples_per_prompt
     longest = lengths.longest_prompt + config.generation.generate_max_len
     scored, length = longest - lengths.shortest_prompt, max(longest, lengths.document)
     rows = min(samples, _rows(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, longest))
-    train_rows = min(share, _rows(batch.micro_train_batch_size, ppo.micro_train_tokens, length))
-    accumulates = share > train_rows or lengths.document > 0
-    loras = {role: lora for role, lora in _loras(config).items() if role in sizes}
+    train_rows = min(
+        machine.share(batch.train_batch_size), _rows(batch.micro_train_batch_size, ppo.micro_train_tokens, length)
+    )
+    rank = config.lora.lora_rank if config.model.critic_lora_rank is None else config.model.critic_lora_rank
+    critic = replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
+    loras = {role: lora for role, lora in {"critic": critic, "actor": config.lora}.items() if role in sizes}
     models = {
-        role: trained_memory(size, machine, loras[role], accumulates) if role in loras else frozen_memory(size, machine)
+        role: trained_memory(size, machine, loras[role]) if role in loras else frozen_memory(size, machine)
         for role, size in sizes.items()
     }
     trained = {role: sizes[role].n_trained(lora.lora_rank) for role, lora in loras.items()}
@@ -201,8 +208,7 @@ def estimate_ppo(config: TrainPPOConfig, sizes: dict[str, ModelSize], lengths: L
     lasting = sum(model.lasting for model in models.values()) + host * machine.on_cpu
     resident = lasting - resting * (not machine.on_cpu)
     inference = max(
-        pass_bytes(size, machine, rows, longest, scored) + _gathered(models[role], machine)
-        for role, size in sizes.items()
+        pass_bytes(size, machine, rows, longest, scored) + models[role].live(machine) for role, size in sizes.items()
     )
     work = train_rows, length, max(scored, lengths.document)
     training = max(_training(sizes[role], models[role], machine, *work) for role in loras)
@@ -221,9 +227,8 @@ def estimate_supervised(
     config: SupervisedCommand, size: ModelSize, machine: Machine, longest: int, rows_per_sample: int, scored: int
 ) -> Estimate:
     """Memory of a run that trains one model on rows of ``longest`` tokens with logits at ``scored`` places."""
-    share = machine.share(config.batch.train_batch_size)
-    rows = min(share, config.batch.micro_train_batch_size)
-    model = trained_memory(size, machine, config.lora, accumulates=share > rows)
+    rows = min(machine.share(config.batch.train_batch_size), config.batch.micro_train_batch_size)
+    model = trained_memory(size, machine, config.lora)
     training = _training(size, model, machine, rows_per_sample * rows, longest, scored)
     phases = {"loading": _loading([model]), "training": model.lasting + model.host * machine.on_cpu + training}
     checkpoint = 12 * size.n_trained(config.lora.lora_rank)
@@ -232,17 +237,6 @@ def estimate_supervised(
 
 def _rows(rows: int, tokens: int | None, length: int) -> int:
     return rows if tokens is None else max(1, tokens // length)
-
-
-def _loras(config: TrainPPOConfig) -> dict[str, LoRAConfig]:
-    """How models are trained, by role, the critic first."""
-    rank = config.lora.lora_rank if config.model.critic_lora_rank is None else config.model.critic_lora_rank
-    critic = replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
-    return {"critic": critic, "actor": config.lora}
-
-
-def _gathered(model: ModelMemory, machine: Machine) -> int:
-    return min(model.gathered, machine.element * _LIVE)
 
 
 def _loading(models: Iterable[ModelMemory]) -> int:
@@ -258,7 +252,7 @@ def _training(size: ModelSize, model: ModelMemory, machine: Machine, rows: int, 
     """The larger of a backward pass and an optimizer step."""
     saving = 1 if machine.options.gradient_checkpointing else size.layers
     backward = pass_bytes(size, machine, rows, length, scored, saving) + model.backward
-    return max(backward, model.update) + _gathered(model, machine)
+    return max(backward, model.update) + model.live(machine)
 
 
 def _generation(
@@ -311,18 +305,13 @@ def log_ppo_memory(
 
 
 def log_supervised_memory(
-    config: SupervisedCommand,
-    scalar: bool,
-    rows: list[list[int]],
-    strategy: DeepspeedStrategy,
-    rows_per_sample: int = 1,
-    most_scored: int | None = None,
+    config: SupervisedCommand, longest: int, rows_per_sample: int, most_scored: int, strategy: DeepspeedStrategy
 ) -> Estimate | None:
-    """Estimate a supervised run and ``_log`` it; ``most_scored``: most logits of an example (None: all)."""
-    options, longest = config.supervised, min(max(map(len, rows)), config.supervised.max_len)
-    scored = longest if most_scored is None else min(longest, most_scored * config.batch.micro_train_batch_size)
+    """Estimate a supervised run and ``_log`` it; ``most_scored``: most logits of an example."""
+    options, scored = config.supervised, min(longest, most_scored * config.batch.micro_train_batch_size)
 
     def estimate(machine: Machine) -> Estimate:
+        scalar = isinstance(config, TrainRMConfig)
         size = _size("--pretrain", options.pretrain, scalar, config.lora, options.trust_remote_code)
         return estimate_supervised(config, size, machine, longest, rows_per_sample, scored)
 
@@ -330,10 +319,11 @@ def log_supervised_memory(
 
 
 def _size(flag: str, name: str, scalar: bool, lora: LoRAConfig, trust: bool) -> ModelSize:
+    config = check_model(name, flag, trust)
     try:
-        return model_size(check_model(name, flag, trust), scalar, lora.target_modules, trust)
+        return model_size(config, scalar, lora.target_modules, trust)
     except ValueError as error:
-        raise ValueError(str(error) if str(error).startswith(flag) else f"{flag} {name}: {error}") from error
+        raise ValueError(f"{flag} {name}: {error}") from error
 
 
 def _log(
@@ -343,21 +333,21 @@ def _log(
 
     None, with a warning, where a model cannot be counted.
     """
-    machine = _machine(config, strategy)
+    machine, dry_run = _machine(config, strategy), config.run.dry_run
     try:
         estimate = estimate_on(machine)
     except ValueError as error:
-        if config.run.dry_run:
+        if dry_run:
             raise
         logger.warning("no estimate of memory: %s", error)
         return None
     if strategy.is_main:
-        for line in estimate.table() if config.run.dry_run or not estimate.fits else [estimate.summary()]:
+        for line in estimate.table() if dry_run or not estimate.fits else [estimate.summary()]:
             logger.info("%s", line)
         if not estimate.fits:
             flags = remedies(estimate.largest, flat_dict(config), machine.on_cpu)
             logger.warning("the estimate exceeds the device's memory; what lowers it: %s", ", ".join(flags))
-    if config.run.dry_run:
+    if dry_run:
         strategy.close()
         raise SystemExit(0)
     return estimate
@@ -366,7 +356,6 @@ def _log(
 def _machine(config: TrainPPOConfig | SupervisedCommand, strategy: DeepspeedStrategy) -> Machine:
     """The ranks and devices of this run, or those that --dry_run_ranks and --dry_run_memory name."""
     run, on_cpu = config.run, strategy.device.type == "cpu" and config.run.dry_run_memory is None
-    n_ranks = run.dry_run_ranks or strategy.comm.world_size
     if run.dry_run_memory is not None:
         memory = round(run.dry_run_memory * 2**30)
     elif on_cpu:
@@ -374,4 +363,4 @@ def _machine(config: TrainPPOConfig | SupervisedCommand, strategy: DeepspeedStra
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
     else:
         memory = torch.cuda.get_device_properties(strategy.device).total_memory
-    return Machine(config.deepspeed, n_ranks, on_cpu, memory)
+    return Machine(config.deepspeed, run.dry_run_ranks or strategy.comm.world_size, on_cpu, memory)

@@ -4,12 +4,11 @@ All numbers are those of the experience itself; only the KL is computed again, b
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import KLConfig
@@ -18,13 +17,13 @@ from openppo.experience.replay_buffer import join_rows
 from openppo.experience.token_rewards import kl_penalty
 from openppo.models.supervised_loss import IGNORE_INDEX
 from openppo.tracking.console import escape_control, log_lines, table_lines
-from openppo.trainer.supervised.batches import TokenMicroBatch
 from openppo.types import Experience
 
 logger = logging.getLogger("openppo")
 
 _SAMPLES, _SEGMENTS, _LONGEST, _LONGEST_TOKEN = 2, 6, 240, 16
 _BEFORE, _ENDS = 2, 3  # tokens shown before the first action, and at both ends of the actions
+_CONTEXT = 6  # tokens that the text of the next may depend on: a leading blank, the bytes of one character
 _TINY = 1e-5  # what float32 leaves of rewards of about 1 when the KL penalty is taken out again
 _HINT = "(--no_self_check leaves it out)"
 
@@ -47,11 +46,10 @@ def check_samples(
     cut = [i for i, item in enumerate(items) if item.truncated[0]]
     chosen = sorted([*ended[:1], *cut[:1], *ended[1:2], *cut[1:2]][:_SAMPLES])
     both = join_rows([items[i].to("cpu") for i in chosen])  # padded as a micro-batch is
-    eos, penalty = set(eos_token_ids), 0.0 if kl.use_kl_loss else kl_coef
     lines, faults = [f"self-check of step {step}: two samples as they are trained on {_HINT}", ""], []
     for row in range(len(both)):
-        sample = _Sample(both, row, tokenizer, eos, kl, penalty)
-        lines += [f"sample {row + 1}: {sample.summary()}", *sample.table(), ""]
+        sample = _Sample(both, row, set(eos_token_ids), kl, 0.0 if kl.use_kl_loss else kl_coef)
+        lines += [f"sample {row + 1}: {sample.summary()}", *sample.table(tokenizer), ""]
         faults += [f"sample {row + 1}: {fault}" for fault in sample.faults(one_score)]
     log_lines("\n".join(lines).split("\n"))
     for fault in faults:
@@ -62,44 +60,30 @@ def check_samples(
 
 
 class _Sample:
-    """One row of a batch, as lists with an entry for each token."""
+    """One row of a batch, with an entry for each token."""
 
-    def __init__(
-        self,
-        batch: Experience,
-        row: int,
-        tokenizer: PreTrainedTokenizerBase,
-        eos: set[int],
-        kl: KLConfig,
-        penalty: float,
-    ) -> None:
+    def __init__(self, batch: Experience, row: int, eos: set[int], kl: KLConfig, penalty: float) -> None:
         assert batch.rewards is not None and batch.scores is not None, "the experience is complete"
-        self.tokenizer, self.eos = tokenizer, eos
         self.ids: list[int] = batch.sequences[row].tolist()
-        self.attended: list[bool] = batch.attention_mask[row].tolist()
-        self.trained: list[bool] = batch.action_mask[row].tolist()
-        self.truncated, self.reward = bool(batch.truncated[row]), float(batch.scores[row])
-        self.actions = [i for i, action in enumerate(self.trained) if action]
-        rewards, per_token = batch.rewards[row].double(), torch.zeros(len(self.ids), dtype=torch.float64)
-        if batch.ref_log_probs is not None:
-            given = batch.old_or_rollout_log_probs[row], batch.ref_log_probs[row], batch.action_mask[row]
-            per_token = kl_penalty(*given, kl.kl_estimator).double()
-        rest = rewards + penalty * per_token  # of a reward, without the KL penalty
-        scale = max(1.0, float(rest.abs().max()))
-        self.score: list[float] = torch.where(rest.abs() > _TINY * scale, rest, 0.0).tolist()
-        self.scored = [i for i, score in enumerate(self.score) if score != 0]
-        columns: dict[str, Tensor | None] = {
-            "log-prob": batch.old_or_rollout_log_probs[row],
-            "KL": None if batch.ref_log_probs is None else per_token,
+        self.attended, self.trained = batch.attention_mask[row].bool(), batch.action_mask[row].bool()
+        self.actions: list[int] = self.trained.nonzero()[:, 0].tolist()
+        self.truncated, self.reward, self.eos = bool(batch.truncated[row]), float(batch.scores[row]), eos
+        log_probs, reference = batch.old_or_rollout_log_probs[row], batch.ref_log_probs
+        columns = {
+            "log-prob": log_probs,
+            "KL": None if reference is None else kl_penalty(log_probs, reference[row], self.trained, kl.kl_estimator),
             "value": None if batch.values is None else batch.values[row],
             "reward": batch.rewards[row],
             "advantage": None if batch.advantages is None else batch.advantages[row],
         }
-        self.columns = {name: column.tolist() for name, column in columns.items() if column is not None}
+        self.columns = {name: column.double() for name, column in columns.items() if column is not None}
+        self.score = self.columns["reward"] + penalty * self.columns.get("KL", torch.zeros(1))  # without the penalty
+        self.score[self.score.abs() <= _TINY * max(1.0, float(self.score.abs().max()))] = 0.0
+        self.scored: list[int] = self.score.nonzero()[:, 0].tolist()
 
     def summary(self) -> str:
         """Places of actions, EOS and score in words; tokens count from 0."""
-        n = sum(self.attended)
+        n = int(self.attended.sum())
         if not self.actions:
             return f"{n} tokens, none of them trained on"
         first, last = self.actions[0], self.actions[-1]
@@ -113,105 +97,96 @@ class _Sample:
         """Claims that hold for any experience and not for this one; none of a sample left out of training."""
         if not self.actions:
             return []
-        n, outside = len(self.ids), [i for i, action in enumerate(self.trained) if not action]
-        claims: list[tuple[str, Callable[[int], bool], Iterable[int]]] = [
-            ("is trained on but is padding", lambda i: self.attended[i], self.actions),
-            ("is real but comes after padding", lambda i: not self.attended[i] or all(self.attended[:i]), range(n)),
-            ("is trained on but has a log-prob above 0", lambda i: self.columns["log-prob"][i] <= 0, self.actions),
-        ]
-        found = [f"token {i} {fault}" for fault, holds, places in claims for i in places if not holds(i)][:3]
+        places = {
+            "is trained on but is padding": self.trained & ~self.attended,
+            "is real but comes after padding": self.attended & (self.attended.long().cumprod(0) == 0),
+            "is trained on but has a log-prob above 0": self.trained & ~(self.columns["log-prob"] <= 0),  # also NaN
+        }
         for name, column in self.columns.items():
-            found += [f"token {i} is not trained on but has {name}" for i in outside if column[i] != 0][:1]
+            places[f"is not trained on but has {name}"] = ~self.trained & (column != 0)
+        found = [f"token {int(where.nonzero()[0])} {fault}" for fault, where in places.items() if where.any()]
         if not self.truncated and self.ids[self.actions[-1]] not in self.eos:
             found.append(f"it ended by itself, but token {self.actions[-1]}, the last trained on, is not EOS")
         if one_score and self.scored not in ([], self.actions[-1:]):
             found.append(f"the score lies at token {self.scored[0]}, not only at the last one that is trained on")
         return found
 
-    def table(self) -> list[str]:
+    def table(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Both ends of the actions, scored tokens, and where padding begins."""
+        n, real = len(self.ids), int(self.attended.sum())
+        first = self.actions[0] if self.actions else _BEFORE
+        shown = {*range(max(0, first - _BEFORE), first), *self.actions[:_ENDS], *self.actions[-_ENDS:]}
+        shown |= {*self.scored[-_ENDS:], *range(real, min(n, real + 1))}
         rows: list[list[str]] = [["", "token", "id", "attention", "action", *self.columns, ""]]
         before = -1
-        for i in [*self._shown(), len(self.ids)]:
+        for i in [*sorted(shown), n]:
             if i > before + 1:
                 rows.append(["", f"... {i - before - 1} more"])
-            if i < len(self.ids):
+            if i < n:
+                text = escape_control(token_texts(self.ids[: i + 1], tokenizer, first=i)[0][:_LONGEST_TOKEN])
                 masks = [str(int(mask[i])) for mask in (self.attended, self.trained)]
-                numbers = [_number(column[i]) if self.trained[i] else "" for column in self.columns.values()]
-                rows.append([str(i), self._text(i), str(self.ids[i]), *masks, *numbers, self._notes(i)])
+                numbers = [_number(float(column[i])) if self.trained[i] else "" for column in self.columns.values()]
+                rows.append([str(i), f"'{text}'", str(self.ids[i]), *masks, *numbers, self._notes(i)])
             before = i
         return table_lines(rows, right=[0, *range(2, 5 + len(self.columns))])
 
-    def _shown(self) -> list[int]:
-        n, real = len(self.ids), sum(self.attended)
-        if not self.actions:
-            return list(range(min(n, _BEFORE + _ENDS)))
-        first = self.actions[0]
-        shown = {*range(max(0, first - _BEFORE), first), *self.actions[:_ENDS], *self.actions[-_ENDS:]}
-        return sorted(shown | set(self.scored[-_ENDS:]) | set(range(real, min(n, real + 1))))
-
     def _notes(self, i: int) -> str:
-        notes = [] if self.attended[i] else ["padding"]
-        if self.actions and i == self.actions[0]:
-            notes.append("first action")
-        if self.trained[i] and self.ids[i] in self.eos:
-            notes.append("EOS")
-        if self.score[i] != 0:
-            notes.append(f"score {self.score[i]:+.4g}")
-        return ", ".join(notes)
-
-    def _text(self, i: int) -> str:
-        """The token with its blanks, which some tokenizers leave out when they decode it alone."""
-        piece: str | None = self.tokenizer.convert_ids_to_tokens([self.ids[i]])[0]
-        text = str(self.tokenizer.decode([self.ids[i]]))
-        if piece is None or "\ufffd" in text or not text:
-            text = piece or ""
-        elif piece.startswith("\u2581") and not text.startswith(" "):
-            text = " " + text
-        return f"'{escape_control(text[:_LONGEST_TOKEN])}'"
+        notes = {
+            "padding": not self.attended[i],
+            "first action": i in self.actions[:1],
+            "EOS": self.trained[i] and self.ids[i] in self.eos,
+            f"score {self.score[i]:+.4g}": self.score[i] != 0,
+        }
+        return ", ".join(note for note, holds in notes.items() if holds)
 
 
 def _number(value: float) -> str:
     return f"{value:.4f}".replace("-0.0000", "0.0000") if abs(value) < 1000 else f"{value:.3g}"
 
 
-def show_examples(micro_batch: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log the first examples of a micro-batch of ``SupervisedTrainer``: what is read, and what the loss is of."""
+def token_texts(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, first: int = 0) -> list[str]:
+    """The text that each token from ``first`` on adds; joined, they are the text.
+
+    A token that only begins a character (byte-level BPE) adds nothing; the one that ends it adds all of it.
+    """
+    texts, read = [], first
+    for end in range(first + 1, len(token_ids) + 1):
+        start = max(0, read - _CONTEXT)
+        before, after = (
+            str(tokenizer.decode(list(token_ids[start:stop]), clean_up_tokenization_spaces=False))
+            for stop in (read, end)
+        )
+        complete = not after.endswith("\ufffd") or end - read >= _CONTEXT or end == len(token_ids)
+        texts.append(after[len(before) :] if complete else "")
+        if complete:
+            read = end
+    return texts
+
+
+def show_examples(examples: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log the first of the ``examples`` of a supervised step: what is read, and what the loss is of."""
     rows = []
-    for number, parts in zip(range(1, _SAMPLES + 1), _examples(micro_batch, tokenizer), strict=False):
-        for part, text in parts:
+    for number, example in enumerate(examples[:_SAMPLES], 1):
+        for part, text in _parts(example, tokenizer):
             shown = escape_control(text, _LONGEST, keep="end" if part == "read" else "start")
             rows.append((f"{number} {part}", shown))
-    if rows:
-        log_lines([f"self-check: what the first step trains on {_HINT}", "", *table_lines(rows), ""])
+    log_lines([f"self-check: what the first step trains on {_HINT}", "", *table_lines(rows), ""])
 
 
-def _examples(micro_batch: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[tuple[str, str]]]:
-    """Each example in parts: what a part is, and its text."""
-    if isinstance(micro_batch, TokenMicroBatch):
-        for ids, attended, trained in zip(*(tensor.tolist() for tensor in micro_batch[:3]), strict=True):
-            n = sum(attended)
-            yield _segments(ids[:n], [False, *trained[1:n]], tokenizer)
-        return
-    for example in micro_batch:
-        if isinstance(example, PreferenceExample):
-            sides = {"chosen": example.chosen_ids, "rejected": example.rejected_ids}
-            yield [
-                (side, f"score at token {len(ids) - 1}, '{tokenizer.decode(ids[-1:])}', of: {tokenizer.decode(ids)}")
-                for side, ids in sides.items()
-            ]
-        elif isinstance(example, ProcessExample):
-            judged = [(i, label) for i, label in enumerate(example.labels) if label != IGNORE_INDEX]
-            shown = [f"{x:.2f}" if isinstance(x, float) else str(tokenizer.decode([x])) for _, x in judged]
-            places = ", ".join(f"{label} at {i}" for label, (i, _) in zip(shown, judged, strict=True))
-            yield [("read", str(tokenizer.decode(example.token_ids))), ("judged", f"{len(judged)} steps: {places}")]
-
-
-def _segments(ids: Sequence[int], trained: Sequence[bool], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
-    """Text in turns of reading and training; of many turns the last."""
-    lines = []
-    for is_trained, group in groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1]):
-        tokens = [token for token, _ in group]
-        text = f"{tokenizer.decode(tokens)} ({len(tokens)} tokens)"
-        lines.append(("trained on" if is_trained else "read", text))
-    return lines[-_SEGMENTS:]
+def _parts(example: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """Names and texts of an example's parts: of token examples the last turns of reading and training."""
+    if isinstance(example, PreferenceExample):
+        return [
+            (side, f"score at token {len(ids) - 1}, '{tokenizer.decode(ids[-1:])}', of: {tokenizer.decode(ids)}")
+            for side, ids in (("chosen", example.chosen_ids), ("rejected", example.rejected_ids))
+        ]
+    if isinstance(example, ProcessExample):
+        judged = {i: label for i, label in enumerate(example.labels) if label != IGNORE_INDEX}
+        shown = [f"{x:.2f}" if isinstance(x, float) else str(tokenizer.decode([x])) for x in judged.values()]
+        places = ", ".join(f"{label} at {i}" for label, i in zip(shown, judged, strict=True))
+        return [("read", str(tokenizer.decode(example.token_ids))), ("judged", f"{len(judged)} steps: {places}")]
+    pairs = zip(
+        ("read", *("trained on" if x else "read" for x in example.loss_mask[1:])), example.token_ids, strict=True
+    )
+    turns = [(part, [i for _, i in turn]) for part, turn in groupby(pairs, key=lambda pair: pair[0])]
+    return [(part, f"{tokenizer.decode(ids)} ({len(ids)} tokens)") for part, ids in turns[-_SEGMENTS:]]

@@ -13,6 +13,7 @@ from torch import nn
 
 from openppo.config import TrainPPOConfig, mask_credentials
 from openppo.models.adapters import AdapterOffReference
+from openppo.models.size import n_elements
 from openppo.rewards.model import ModelScorer
 from openppo.rewards.process import ProcessScorer
 from openppo.rewards.scoring import CombinedScorer, Scorer
@@ -29,19 +30,11 @@ Facts = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One global step on ``n_prompts`` prompts, over all ranks unless a field says otherwise."""
+    """One global step on ``n_prompts`` prompts, over all ranks."""
 
     n_prompts: int
-    n_samples: int
-    """Responses that are trained on."""
-    most_on_a_rank: int
-    """Sampled responses of the busiest rank."""
-    forwards: int | None
-    """Passes of each model on that rank to make experience, at least; None with ``--micro_rollout_tokens``."""
-    mini_batches: int
-    """Optimizer steps of actor and critic in each epoch."""
-    micro_batches: int | None
-    """Passes of a full mini-batch on each rank, at least; None with ``--micro_train_tokens``."""
+    n_samples: int  # responses that are trained on
+    mini_batches: int  # optimizer steps of actor and critic in each epoch
     optimizer_steps: int
 
 
@@ -51,8 +44,7 @@ class BatchPlan:
 
     episodes: int
     steps: list[StepPlan]
-    max_steps: int | None = None
-    """``--max_steps``, which may end the last episode early."""
+    max_steps: int | None = None  # of --max_steps, which may end the last episode early
 
     @property
     def n_steps(self) -> int:
@@ -70,31 +62,21 @@ def batch_plan(config: TrainPPOConfig, n_prompts: int, world_size: int, n_steps:
 
     A source without prompts has ``n_steps`` steps, each planned as one of full batches.
     """
+    size, episodes = config.ppo.rollout_batch_size, config.ppo.num_episodes
+    sizes = [min(size, n_prompts - start) for start in range(0, n_prompts, size)]
     if n_steps is not None:
-        full_batch = _step_plan(config, config.ppo.rollout_batch_size, world_size)
-        return BatchPlan(1, [full_batch] * n_steps, config.ppo.max_steps)
-    full, rest = divmod(n_prompts, config.ppo.rollout_batch_size)
-    sizes = [config.ppo.rollout_batch_size] * full + [rest] * (rest > 0)
-    steps = [_step_plan(config, size, world_size) for size in sizes]
-    return BatchPlan(config.ppo.num_episodes, steps, config.ppo.max_steps)
+        sizes, episodes = [size] * n_steps, 1
+    plans = {size: _step_plan(config, size, world_size) for size in set(sizes)}
+    return BatchPlan(episodes, [plans[size] for size in sizes], config.ppo.max_steps)
 
 
 def _step_plan(config: TrainPPOConfig, n_prompts: int, world_size: int) -> StepPlan:
     ppo, batch = config.ppo, config.batch
     bounds = [rank * n_prompts // world_size for rank in range(world_size + 1)]  # as prompts are dealt out
     on_ranks = [(end - start) * ppo.n_samples_per_prompt for start, end in itertools.pairwise(bounds)]
-    n_samples = sum(min(n, ppo.buffer_limit) if ppo.buffer_limit > 0 else n for n in on_ranks)
+    n_samples = sum(min(n, ppo.buffer_limit or n) for n in on_ranks)
     mini_batches = -(-n_samples // batch.train_batch_size)
-    share = -(-min(n_samples, batch.train_batch_size) // world_size)
-    return StepPlan(
-        n_prompts=n_prompts,
-        n_samples=n_samples,
-        most_on_a_rank=max(on_ranks),
-        forwards=None if ppo.micro_rollout_tokens else -(-max(on_ranks) // ppo.micro_rollout_batch_size),
-        mini_batches=mini_batches,
-        micro_batches=None if ppo.micro_train_tokens else -(-share // batch.micro_train_batch_size),
-        optimizer_steps=batch.max_epochs * mini_batches,
-    )
+    return StepPlan(n_prompts, n_samples, mini_batches, batch.max_epochs * mini_batches)
 
 
 class Role(NamedTuple):
@@ -111,7 +93,7 @@ class Role(NamedTuple):
 def model_role(name: str, model: str, module: nn.Module, strategy: DeepspeedStrategy, is_trained: bool) -> Role:
     """The role of ``module``, which ``DeepspeedStrategy`` may have wrapped and partitioned."""
     parameters: list[Any] = list(module.parameters())
-    trained = sum(_elements(p) for p in parameters if p.requires_grad)
+    trained = sum(n_elements(p) for p in parameters if p.requires_grad)
     stage = strategy.zero_stage if is_trained or strategy.zero_stage == 3 else 0
     n_ranks, device = strategy.comm.world_size, strategy.device.type
     place = f"{device if n_ranks == 1 else f'{n_ranks} x {device}'}, {f'ZeRO-{stage}' if stage > 0 else 'whole'}"
@@ -119,16 +101,7 @@ def model_role(name: str, model: str, module: nn.Module, strategy: DeepspeedStra
     dtype = ", ".join(_DTYPES.get(name, name) for name in names)
     if is_trained and strategy.config.bf16:
         dtype += " + fp32 master"
-    return Role(name, model, trained, sum(map(_elements, parameters)) - trained, dtype, place)
-
-
-def _elements(parameter: Any) -> int:
-    """Elements of a whole parameter, also one that ZeRO-3 partitions or bitsandbytes packs."""
-    if hasattr(parameter, "ds_numel"):
-        return int(parameter.ds_numel)
-    if getattr(parameter, "quant_state", None) is not None:
-        return int(parameter.quant_state.shape.numel())
-    return int(parameter.numel())
+    return Role(name, model, trained, sum(map(n_elements, parameters)) - trained, dtype, place)
 
 
 def _scorer_roles(scorer: Scorer, sources: dict[str, str], strategy: DeepspeedStrategy) -> Iterator[Role]:
@@ -150,16 +123,9 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
 
     ``critic`` is what the critic starts from; ``done`` counts the global steps of earlier sessions.
     """
-    if not components.strategy.is_main:
+    strategy, pretrain, rewards = components.strategy, config.model.pretrain, config.rewards
+    if not strategy.is_main:
         return
-    facts = _ppo_facts(config, plan, len(components.prompts), components.strategy.comm.world_size)
-    if done > 0:
-        facts.append(("resumes", f"after step {done:,} of {plan.n_steps:,}"))
-    _log(_ppo_roles(config, components, critic), facts, components.estimate)
-
-
-def _ppo_roles(config: TrainPPOConfig, components: PPOComponents, critic: str) -> list[Role]:
-    strategy, pretrain, source = components.strategy, config.model.pretrain, config.rewards
     roles = [model_role("actor", pretrain, components.actor.module, strategy, is_trained=True)]
     if components.critic is not None:
         roles.append(model_role("critic", critic, components.critic.module, strategy, is_trained=True))
@@ -170,12 +136,15 @@ def _ppo_roles(config: TrainPPOConfig, components: PPOComponents, critic: str) -
         name = config.model.ref_pretrain or pretrain
         roles.append(model_role("reference", name, reference, strategy, is_trained=False))
     sources = {
-        "reward_pretrain": source.reward_pretrain or "",
-        "prm_pretrain": source.prm_pretrain or "",
-        "remote_rm_url": mask_credentials(source.remote_rm_url or ""),
-        "verifiable_reward": " ".join(source.verifiable_reward),
+        "reward_pretrain": rewards.reward_pretrain or "",
+        "prm_pretrain": rewards.prm_pretrain or "",
+        "remote_rm_url": mask_credentials(rewards.remote_rm_url or ""),
+        "verifiable_reward": " ".join(rewards.verifiable_reward),
     }
-    return roles if components.scorer is None else [*roles, *_scorer_roles(components.scorer, sources, strategy)]
+    if components.scorer is not None:
+        roles += _scorer_roles(components.scorer, sources, strategy)
+    facts = _ppo_facts(config, plan, len(components.prompts), strategy.comm.world_size)
+    _log(roles, facts, components.estimate, done, plan.n_steps)
 
 
 def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, n_prompts: int, ranks: int) -> Facts:
@@ -186,20 +155,21 @@ def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, n_prompts: int, ranks: i
     responses = count(ppo.n_samples_per_prompt, "response")
     samples = f"{count(first.n_prompts, 'prompt')} x {responses} = {sampled:,} samples"
     kept = f", {first.n_samples:,} kept by --buffer_limit" if first.n_samples < sampled else ""
-    passes = _pieces(first.forwards, "passes", f"{ppo.micro_rollout_batch_size} samples", ppo.micro_rollout_tokens)
-    micro = _pieces(first.micro_batches, "micro-batches", str(batch.micro_train_batch_size), ppo.micro_train_tokens)
+    rows = ppo.micro_rollout_batch_size, batch.micro_train_batch_size
+    bounds = zip(rows, (ppo.micro_rollout_tokens, ppo.micro_train_tokens), strict=True)
+    passes, micro = (f"up to {bound:,} tokens" if bound else f"up to {size:,} samples" for size, bound in bounds)
     mini = count(first.mini_batches, "mini-batch", "mini-batches")
-    size = min(batch.train_batch_size, first.n_samples)
+    mini += f" of {min(batch.train_batch_size, first.n_samples):,} samples"
     rest = f", the last of {last.n_prompts:,}" if last.n_prompts < first.n_prompts else ""
-    batches = f"{count(len(plan.steps), 'batch', 'batches')}{rest}"
+    in_all = f"{count(plan.episodes, 'episode')} of {n_prompts:,} prompts in "
+    in_all += f"{count(len(plan.steps), 'batch', 'batches')}{rest}"
     total = count(plan.optimizer_steps(), "optimizer step")
-    if (frozen := config.ppo.frozen_actor_steps) > 0:
-        total += f", {plan.optimizer_steps(without=frozen):,} of them of the actor"
-    in_all = f"{count(plan.episodes, 'episode')} of {n_prompts:,} prompts in {batches}"
+    if ppo.frozen_actor_steps > 0:
+        total += f", {plan.optimizer_steps(without=ppo.frozen_actor_steps):,} of them of the actor"
     return [
         *([("each step", f"{most}{samples}{kept}")] if n_prompts else []),
-        ("experience", passes + each),
-        ("training", f"{count(batch.max_epochs, 'epoch')} of {mini} of {size:,} samples, in {micro}{each}"),
+        ("experience", f"passes of {passes}{each}"),
+        ("training", f"{count(batch.max_epochs, 'epoch')} of {mini}, in micro-batches of {micro}{each}"),
         ("in all", in_all if n_prompts else "trajectories of the given source"),
         ("", f"{most}{count(plan.n_steps, 'step')}, {total}"),
     ]
@@ -223,16 +193,15 @@ def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
     ]
     if components.eval_examples:
         facts.append(("held out", count(len(components.eval_examples), "sample")))
-    if trainer.global_step > 0:
-        facts.append(("resumes", f"after step {trainer.global_step:,} of {trainer.total_steps:,}"))
-    role = model_role(
-        "model", config.supervised.pretrain, components.model.module, components.strategy, is_trained=True
-    )
-    _log([role], facts, components.estimate)
+    name, module = config.supervised.pretrain, components.model.module
+    role = model_role("model", name, module, components.strategy, is_trained=True)
+    _log([role], facts, components.estimate, trainer.global_step, trainer.total_steps)
 
 
-def _log(roles: Sequence[Role], facts: Facts, estimate: Estimate | None) -> None:
-    """Log versions, the table of roles, and ``facts`` with the estimated memory."""
+def _log(roles: Sequence[Role], facts: Facts, estimate: Estimate | None, done: int, total: int) -> None:
+    """Log versions, the table of roles, and ``facts`` with steps ``done`` before and the estimated memory."""
+    if done > 0:
+        facts = [*facts, ("resumes", f"after step {done:,} of {total:,}")]
     if estimate is not None:
         memory = estimate.machine.memory
         room = "" if memory is None else f"; there are {format_bytes(memory)}"
@@ -247,11 +216,6 @@ def _log(roles: Sequence[Role], facts: Facts, estimate: Estimate | None) -> None
         table.append((role.name, model, *counts, role.dtype, role.place))
     versions = f"{libraries}, Python {platform.python_version()}"
     log_lines(["", versions, "", *table_lines(table, right=(2, 3)), "", *table_lines(facts), ""])
-
-
-def _pieces(n: int | None, what: str, size: str, tokens: int | None) -> str:
-    """``n`` or more pieces, since batches are split further where that saves padding; None: bounded by ``tokens``."""
-    return f"{what} of up to {tokens:,} tokens" if n is None else f"{n:,} or more {what} of up to {size}"
 
 
 def count(n: int, one: str, many: str = "") -> str:

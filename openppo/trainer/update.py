@@ -19,7 +19,7 @@ from openppo.tracking import Metrics, progress_bar
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, CriticUpdate
-from openppo.trainer.supervised.batches import TokenBatch, token_batch
+from openppo.trainer.supervised.batches import StepBatch, token_batch
 from openppo.types import Comm
 
 logger = logging.getLogger("openppo")
@@ -182,7 +182,7 @@ class Update:
         models = self.components.actor, self.components.critic
         return [model for model in models if model is not None] if self.config.ppo.offload_idle else []
 
-    def _document_batches(self) -> Iterator[TokenBatch]:
+    def _document_batches(self) -> Iterator[StepBatch]:
         """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
         documents, batch, start = self.components.documents, self.config.batch, self.state.document_batches
         pad, pack_to = pad_token_id(self.components.tokenizer), self.components.pack_documents_to
@@ -213,7 +213,7 @@ def _tensors(batch: MiniBatch) -> dict[str, Tensor]:
     return {f"{i}/{name}": tensor for i, micro in micro_batches for name, tensor in micro.tensors().items()}
 
 
-def _document_tensors(documents: TokenBatch | None) -> dict[str, Tensor]:
+def _document_tensors(documents: StepBatch | None) -> dict[str, Tensor]:
     """This rank's micro-batches of --pretrain_data, by number and field."""
     micro_batches = enumerate(documents.micro_batches) if documents is not None else ()
     fields = {f"documents/{i}/{name}": value for i, micro in micro_batches for name, value in micro._asdict().items()}

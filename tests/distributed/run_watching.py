@@ -28,7 +28,7 @@ def count_calls(trainer: PPOTrainer) -> list[dict[str, Any]]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if name == "prompts":
-                steps.append({"prompts": len(args[0]), "forwards": 0, "micro_batches": 0, "optimizer_steps": 0})
+                steps.append({"prompts": len(args[0]), "optimizer_steps": 0})
             else:
                 steps[-1][name] += 1
             return original(*args, **kwargs)
@@ -36,8 +36,6 @@ def count_calls(trainer: PPOTrainer) -> list[dict[str, Any]]:
         setattr(owner, method, call)
 
     counted(trainer.source, "rollout", "prompts")
-    counted(trainer.maker, "_forward", "forwards")
-    counted(trainer.components.actor, "backward", "micro_batches")
     counted(trainer.components.actor, "step", "optimizer_steps")
     return steps
 

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from openppo.strategy.trainable_model import MOMENTS, TrainableModel
 
-_BYTES_PER_ELEMENT = 4 * (1 + len(MOMENTS))
-
 
 @dataclass(frozen=True)
 class Fragment:
@@ -103,11 +101,6 @@ def model_numbers(model: TrainableModel) -> dict[str, int]:
     most = torch.tensor(max(steps, default=0))  # a rank may hold no fragment
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return {"adam_steps": int(most), "schedule_steps": model.scheduler.last_epoch}
-
-
-def fragment_bytes(model: TrainableModel) -> int:
-    """Size of this rank's fragments on disk, moments included."""
-    return _BYTES_PER_ELEMENT * sum(part.numel for part in _parts(model))
 
 
 def load_model_state(model: TrainableModel, reader: FragmentReader, numbers: dict[str, int]) -> None:

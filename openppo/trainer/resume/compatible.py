@@ -26,43 +26,43 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
     ``contents`` are fingerprints by flag of what options name: a folder that has moved is the same, another one under
     an old name is not. Raises ``ValueError`` naming every option that contradicts the checkpoint in ``path``.
     """
-    old, new = (json.loads(json.dumps(identity["options"])) for identity in (saved, now))  # tuples become lists
-    must_match = set(training_options(lambda rules: rules.resume == "must match"))
-    moved = {name for name in new if f"--{name}" in now["contents"]}
-    differ = {name: (old.get(name), value) for name, value in new.items() if name in old and old[name] != value}
-    wrong = [f"--{name} was {a}, is {b}" for name, (a, b) in differ.items() if name in must_match - moved]
-    for flag, fingerprint in now["contents"].items():
-        before, name = saved["contents"].get(flag), flag.removeprefix("--")
-        if before == fingerprint or (before is None and name not in differ):  # not read then: --ptx_coef was 0
+    must_match = training_options(lambda rules: rules.resume == "must match")
+    differ = _differences(saved["options"], now["options"])
+    said = {name: f"--{name} was {old}, is {new}" for name, (old, new) in differ.items()}
+    wrong = [said[name] for name in differ if name in must_match and f"--{name}" not in now["contents"]]
+    for flag, fingerprint in now["contents"].items():  # where a model or data lies may differ
+        before, data = saved["contents"].get(flag), flag.removeprefix("--")
+        if before == fingerprint or (before is None and data not in differ):  # not read then: --ptx_coef was 0
             continue
-        shaping = [option for option in _options_of_rows(name) if option in differ]
-        if name in differ:
-            wrong.append(f"{flag} was {old.get(name)}, is {new[name]}")
+        shaping = [name for name in _options_of_rows(data) if name in differ]
+        if data in differ:
+            wrong.append(said[data])
         elif not shaping:
-            wrong.append(f"{flag} {new[name]} has other contents")
-        for option in shaping:
-            said = f"--{option} was {differ[option][0]}, is {differ[option][1]}"
-            if said not in wrong:
-                wrong.append(f"{said}, which gives other rows of {flag}")
+            wrong.append(f"{flag} {now['options'][data]} has other contents")
+        wrong += [f"{said[name]}, which gives other rows of {flag}" for name in shaping if said[name] not in wrong]
     if wrong:
         raise ValueError(
             f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(wrong)}. Restore these "
             "options, or choose another --ckpt_path."
         )
-    allowed = [f"--{name} {a} -> {b}" for name, (a, b) in differ.items() if name not in ("load_checkpoint",)]
-    if allowed:
+    if allowed := [f"--{name} {old} -> {new}" for name, (old, new) in differ.items() if name != "load_checkpoint"]:
         logger.info("options that differ from the checkpoint's, in force from now on: %s", ", ".join(allowed))
+
+
+def measured_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The options that make scores of evaluations under ``now`` no match for those under ``saved``."""
+    return [name for name in training_options(lambda rules: rules.measures) if name in _differences(saved, now)]
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Old and new value of each option that has changed."""
+    old, new = (json.loads(json.dumps(options)) for options in (saved, now))  # tuples become lists
+    return {name: (old[name], value) for name, value in new.items() if name in old and old[name] != value}
 
 
 def _options_of_rows(data: str) -> list[str]:
     """Options that decide which rows are read from the same files."""
     return training_options(lambda rules: data in rules.rows_of)
-
-
-def measured_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The options that make scores of evaluations under ``now`` no match for those under ``saved``."""
-    old, new = (json.loads(json.dumps(options)) for options in (saved, now))  # tuples become lists
-    return [name for name in training_options(lambda rules: rules.measures) if old.get(name) != new.get(name)]
 
 
 def model_fingerprint(name: str) -> str:
@@ -87,16 +87,12 @@ def model_fingerprint(name: str) -> str:
 
 def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:
     """Of token ids and labels, in their order."""
-    return _fingerprint([prompt.token_ids, repr(prompt.label)] for prompt in prompts)
+    return examples_fingerprint([prompt.token_ids, repr(prompt.label)] for prompt in prompts)
 
 
 def examples_fingerprint(examples: Iterable[object]) -> str:
     """Of everything that they hold, in their order: dataclasses of plain values."""
-    return _fingerprint(examples)
-
-
-def _fingerprint(rows: Iterable[object]) -> str:
     digest = hashlib.sha256()
-    for row in rows:
-        digest.update(repr(row).encode())
+    for example in examples:
+        digest.update(repr(example).encode())
     return digest.hexdigest()

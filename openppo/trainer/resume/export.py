@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from openppo.config import (
     CheckpointModelConfig,
@@ -33,7 +31,7 @@ from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.tracking.run_folder import holds_model
 from openppo.trainer.build import critic_start, load_actor, load_critic
 from openppo.trainer.resume.compatible import model_fingerprint
-from openppo.trainer.supervised.build import load_language_model, load_reward_model
+from openppo.trainer.supervised.build import load_model
 
 logger = logging.getLogger("openppo")
 
@@ -41,7 +39,6 @@ _KINDS: dict[str, type] = {"ppo": TrainPPOConfig, "sft": TrainSFTConfig, "rm": T
 _OF_FOLDER = re.compile("[0-9a-f]{64}")
 """A fingerprint of what lies in a local folder; that of a name on the hub names a commit."""
 _STEP = re.compile(r"step_(\d+)")
-_WEIGHT = "weight/"
 
 
 class Export:
@@ -51,15 +48,18 @@ class Export:
     """
 
     def __init__(self, options: CheckpointModelConfig) -> None:
-        self.options = options
-        self.folder = Path(options.folder)
+        self.options, self.folder = options, Path(options.folder)
         self.checkpoint = find_checkpoint(Path(options.checkpoint))
         self.state: dict[str, Any] = json.loads((self.checkpoint / "state.json").read_text(encoding="utf-8"))
-        self.saved = self._saved()
-        self.run = self._run()
-        self._check_starts()
-        self.is_adapted = self._lora_rank() > 0
-        if options.merge and not self.is_adapted:
+        self.run, critic_flag = self._run()
+        self.is_supervised, is_critic = isinstance(self.run, SupervisedCommand), options.role == "critic"
+        pretrain = self.run.supervised.pretrain if self.is_supervised else self.run.model.pretrain
+        self.start = critic_start(self.run)[1] if is_critic else pretrain
+        self._check_start("--pretrain", pretrain, "--pretrain")
+        if is_critic:
+            self._check_start(critic_flag, self.start, "--critic_pretrain")
+        own_rank = self.run.model.critic_lora_rank if is_critic else None
+        if options.merge and (self.run.lora.lora_rank if own_rank is None else own_rank) == 0:
             raise ValueError("--merge: the run trained all weights, which are written as they are; leave it out.")
         if self.checkpoint.parent in self.folder.resolve().parents:
             raise ValueError(f"FOLDER {self.folder} lies among the checkpoints, which runs remove: choose another.")
@@ -69,18 +69,20 @@ class Export:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"FOLDER {self.folder}: cannot be written ({error}).") from error
-        name, trust = self._pretrain(), options.trust_remote_code
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(name, "--pretrain", trust_remote_code=trust)
+        self.tokenizer = load_tokenizer(pretrain, "--pretrain", trust_remote_code=options.trust_remote_code)
         self.module = self._module()
         self._fill()
 
     def fit(self) -> None:
-        """Write model and tokenizer."""
-        model: Any = self.module.model
-        if self.options.merge:
-            self._write_merged(model)
+        """Write model and tokenizer; merged weights by way of merge_lora."""
+        options, model = self.options, self.module.model
+        if options.merge:
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".adapters_") as adapters:
+                self._write(model, Path(adapters))
+                more = {"bf16": options.bf16, "trust_remote_code": options.trust_remote_code}
+                LoRAMerge(MergeConfig(adapters, options.folder, pretrain=self.start, **more)).fit()
         else:
-            if self.options.bf16:
+            if options.bf16:
                 to_bf16(model)
             self._write(model, self.folder)
         logger.info("wrote the model of step %d of %s to %s", self.state["step"], self.checkpoint, self.folder)
@@ -88,100 +90,73 @@ class Export:
     def close(self) -> None:
         """There is no process group to leave."""
 
-    def _saved(self) -> Any:
-        """The options of the run."""
-        if self.state["kind"] not in _KINDS:
-            raise ValueError(f"CHECKPOINT {self.checkpoint} is of train_{self.state['kind']}, unknown to this version.")
+    def _run(self) -> tuple[Any, str]:
+        """Options of the run with the models' present paths, and the flag that named its critic's start."""
+        kind, given = self.state["kind"], self.options
+        if kind not in _KINDS:
+            raise ValueError(f"CHECKPOINT {self.checkpoint} is of train_{kind}, unknown to this version.")
         try:
-            run: Any = from_options(_KINDS[self.state["kind"]], **self.state["options"])
+            run: Any = from_options(_KINDS[kind], **self.state["options"])
         except ValueError as error:
             raise ValueError(f"CHECKPOINT {self.checkpoint} is of another version of OpenPPO: {error}") from error
-        if self.options.role == "critic" and not _has_critic(run):
+        has_critic = kind == "ppo" and ESTIMATORS[run.advantage.advantage_estimator].uses_critic
+        if given.role == "critic" and not has_critic:
             raise ValueError(f"--role critic: the run of {self.checkpoint} had none; leave it out.")
-        return dataclasses.replace(run, lora=dataclasses.replace(run.lora, load_in_4bit=False))
+        group = "model" if kind == "ppo" else "supervised"
+        names = getattr(run, group)
+        now: dict[str, Any] = {"trust_remote_code": given.trust_remote_code, "flash_attn": False}
+        now["pretrain"] = given.pretrain or names.pretrain
+        if kind == "ppo":
+            now["critic_pretrain"] = given.critic_pretrain or names.critic_pretrain
+        whole = dataclasses.replace(run.lora, load_in_4bit=False)
+        present = dataclasses.replace(run, lora=whole, **{group: dataclasses.replace(names, **now)})
+        return present, critic_start(run)[0] if has_critic else ""
 
-    def _run(self) -> Any:
-        """Options of the run with the models' present paths."""
-        run, base, critic = self.saved, self.options.pretrain, self.options.critic_pretrain
-        now: dict[str, Any] = {"trust_remote_code": self.options.trust_remote_code, "flash_attn": False}
-        if isinstance(run, SupervisedCommand):
-            supervised = dataclasses.replace(run.supervised, pretrain=base or run.supervised.pretrain, **now)
-            return dataclasses.replace(run, supervised=supervised)
-        now |= {"pretrain": base or run.model.pretrain, "critic_pretrain": critic or run.model.critic_pretrain}
-        return dataclasses.replace(run, model=dataclasses.replace(run.model, **now))
+    def _check_start(self, flag: str, name: str, remedy: str) -> None:
+        """Refuse a missing or changed model that the run started from."""
+        refuse_overwriting({flag: name}, {"FOLDER": self.options.folder})
+        try:
+            check_model(name, flag, self.options.trust_remote_code)
+        except ValueError as error:
+            raise ValueError(f"{error} The run started from it: say where it is now with {remedy}.") from error
+        before = str(self.state["contents"].get(flag))
+        if Path(name).is_dir() and _OF_FOLDER.fullmatch(before) and model_fingerprint(name) != before:
+            raise ValueError(f"{flag} {name} is not what the run started from: say where that is with {remedy}.")
 
-    def _pretrain(self) -> str:
-        return str(self.run.supervised.pretrain if isinstance(self.run, SupervisedCommand) else self.run.model.pretrain)
-
-    def _start(self) -> str:
-        """The model that the exported one started from."""
-        return critic_start(self.run)[1] if self.options.role == "critic" else self._pretrain()
-
-    def _check_starts(self) -> None:
-        """Refuse missing or changed models that the run started from."""
-        starts = [("--pretrain", self._pretrain(), "--pretrain")]
-        if self.options.role == "critic":
-            starts.append((critic_start(self.saved)[0], self._start(), "--critic_pretrain"))
-        for flag, name, remedy in starts:
-            refuse_overwriting({flag: name}, {"FOLDER": self.options.folder})
-            try:
-                check_model(name, flag, self.options.trust_remote_code)
-            except ValueError as error:
-                raise ValueError(f"{error} The run started from it: say where it is now with {remedy}.") from error
-            before = str(self.state["contents"].get(flag))
-            if Path(name).is_dir() and _OF_FOLDER.fullmatch(before) and model_fingerprint(name) != before:
-                raise ValueError(f"{flag} {name} is not what the run started from: say where that is with {remedy}.")
-
-    def _lora_rank(self) -> int:
-        rank: int = self.run.lora.lora_rank
-        if self.options.role == "critic" and self.run.model.critic_lora_rank is not None:
-            return int(self.run.model.critic_lora_rank)
-        return rank
-
-    def _module(self) -> nn.Module:
-        run = self.run
-        if isinstance(run, TrainPPOConfig):
-            return load_critic(run) if self.options.role == "critic" else load_actor(run)
-        if isinstance(run, TrainRMConfig):
-            model = load_reward_model(run, self.tokenizer)
+    def _module(self) -> Any:
+        """The model as it was before training."""
+        if not self.is_supervised:
+            return load_critic(self.run) if self.options.role == "critic" else load_actor(self.run)
+        module: Any = load_model(self.run, self.tokenizer)
+        if isinstance(self.run, TrainRMConfig):
             for name in ("mean", "std"):  # of another model's scores, where it has some
-                model.model.config.__dict__.pop(name, None)
+                module.model.config.__dict__.pop(name, None)
             logger.warning("mean and std of its scores, for --normalize_reward, are not in a checkpoint: left out")
-            return model
-        return load_language_model(run)
+        return module
 
     @torch.no_grad()
     def _fill(self) -> None:
         """Load the checkpoint's weights into the trained parameters."""
-        role = "model" if isinstance(self.run, SupervisedCommand) else self.options.role
+        role = "model" if self.is_supervised else self.options.role
         averaged = role == "actor" and self.run.ppo.enable_ema
-        files = sorted(self.checkpoint.glob(f"{'ema' if averaged else role}-*.safetensors"))
-        prefix = "" if averaged else _WEIGHT
+        files, prefix = (f"{'ema' if averaged else role}-*.safetensors", "" if averaged else "weight/")
         trained = {f"{prefix}{name}": p for name, p in self.module.named_parameters() if p.requires_grad}
         try:
-            with FragmentReader(files) as reader:
-                found = {name for name in reader.names() if name.startswith(prefix)}
+            with FragmentReader(sorted(self.checkpoint.glob(files))) as reader:
+                found = {name: reader.size(name) for name in reader.names() if name.startswith(prefix)}
                 sizes = {name: parameter.numel() for name, parameter in trained.items()}
-                if odd := [name for name in sorted(found | sizes.keys()) if not _fits(reader, name, sizes)]:
+                if odd := sorted(name for name, _ in found.items() ^ sizes.items()):
                     raise ValueError(f"{odd[0].removeprefix(prefix)} is missing in one of them, or of another size")
                 for name, parameter in trained.items():
                     values = torch.empty(parameter.numel())
                     reader.read_into(name, Fragment(0, values))
                     parameter.copy_(values.view_as(parameter))
         except (ValueError, SafetensorError) as error:
-            raise ValueError(f"CHECKPOINT {self.checkpoint} does not fit {self._start()}: {error}") from error
+            raise ValueError(f"CHECKPOINT {self.checkpoint} does not fit {self.start}: {error}") from error
 
     def _write(self, model: Any, folder: Path) -> None:
         save_model(model, folder, is_main=True)
         save_tokenizer(self.tokenizer, folder)
-
-    def _write_merged(self, model: Any) -> None:
-        """Write merged weights by way of merge_lora."""
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".adapters_") as adapters:
-            self._write(model, Path(adapters))
-            base, trust = self._start(), self.options.trust_remote_code
-            bf16, folder = self.options.bf16, str(self.folder)
-            LoRAMerge(MergeConfig(adapters, folder, pretrain=base, bf16=bf16, trust_remote_code=trust)).fit()
 
 
 def find_checkpoint(given: Path) -> Path:
@@ -199,11 +174,3 @@ def find_checkpoint(given: Path) -> Path:
     if damage is not None:
         raise ValueError(f"CHECKPOINT {found} is damaged ({damage}): give another.")
     return found
-
-
-def _has_critic(run: Any) -> bool:
-    return isinstance(run, TrainPPOConfig) and ESTIMATORS[run.advantage.advantage_estimator].uses_critic
-
-
-def _fits(reader: FragmentReader, name: str, sizes: dict[str, int]) -> bool:
-    return name in reader.names() and sizes.get(name) == reader.size(name)

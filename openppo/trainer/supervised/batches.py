@@ -1,4 +1,4 @@
-"""Token examples to one rank's micro-batches, for SFT and the PTX loss; rows that are packed where that is exact.
+"""Examples to one rank's micro-batches, for supervised training and the PTX loss; rows are packed where that is exact.
 
 Several documents may share a row, and several samples an unpadded one: less padding, the same log-probs.
 """
@@ -6,9 +6,9 @@ Several documents may share a row, and several samples an unpadded one: less pad
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,20 +45,14 @@ class TokenMicroBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenBatch:
-    """Micro-batches, equally many on all ranks; ``n_tokens`` counts the targets of the whole step."""
+class StepBatch:
+    """One rank's share of an optimizer step: equally many micro-batches on all ranks, some perhaps without examples."""
 
-    micro_batches: list[TokenMicroBatch]
-    n_tokens: int
-
-    @property
-    def n_input_tokens(self) -> int:
-        """Real tokens of this rank."""
-        return sum(int(micro.attention_mask.sum()) for micro in self.micro_batches)
-
-    def to(self, device: torch.device) -> Iterator[TokenMicroBatch]:
-        """The micro-batches, each moved to ``device`` when it is its turn."""
-        return (micro.to(device) for micro in self.micro_batches)
+    micro_batches: list[Any]
+    n_targets: int
+    """Target tokens, pairs or judged steps of all ranks, over which the loss is a mean."""
+    n_input_tokens: int
+    """Real tokens of this rank."""
 
 
 def token_batch(
@@ -67,10 +61,10 @@ def token_batch(
     pad_token_id: int,
     comm: Comm,
     pack_to: int | None = None,
-) -> TokenBatch:
+) -> StepBatch:
     """This rank's share of a step's ``examples``, given alike on all ranks; those without a target are left out.
 
-    A micro-batch has ``micro_batch_size`` rows. A row is one example, or as many as fit into ``pack_to`` tokens. The
+    A ``TokenMicroBatch`` has ``micro_batch_size`` rows: an example each, or as many as fit into ``pack_to`` tokens. The
     first token of an example is never a target.
     """
     examples = [example for example in examples if any(example.loss_mask[1:])]
@@ -79,15 +73,15 @@ def token_batch(
         _micro_batch(micro or [[_IDLE]], pad_token_id, with_positions=pack_to is not None)
         for micro in equal_micro_batches(rows, micro_batch_size, comm)
     ]
-    return TokenBatch(micro_batches, n_tokens=sum(sum(example.loss_mask[1:]) for example in examples))
+    n_input_tokens = sum(int(micro.attention_mask.sum()) for micro in micro_batches)
+    return StepBatch(micro_batches, sum(sum(example.loss_mask[1:]) for example in examples), n_input_tokens)
 
 
 def equal_micro_batches(examples: Sequence, micro_batch_size: int, comm: Comm) -> list[list]:
     """This rank's share of ``examples`` in micro-batches, with empty ones where other ranks have more."""
     mine = shard(examples, comm.rank, comm.world_size)
     largest = -(-len(examples) // comm.world_size)
-    starts = range(0, max(largest, 1), micro_batch_size)
-    return [list(mine[start : start + micro_batch_size]) for start in starts]
+    return [mine[start : start + micro_batch_size] for start in range(0, max(largest, 1), micro_batch_size)]
 
 
 def pack(examples: Sequence[TokenExample], max_len: int) -> list[list[TokenExample]]:
@@ -99,13 +93,12 @@ def pack(examples: Sequence[TokenExample], max_len: int) -> list[list[TokenExamp
     room: list[int] = []
     for example in sorted(examples, key=lambda example: len(example.token_ids), reverse=True):
         length = len(example.token_ids)
-        row = next((i for i, left in enumerate(room) if length <= left), None)
-        if row is None:
-            rows.append([example])
-            room.append(max_len - length)
-        else:
-            rows[row].append(example)
-            room[row] -= length
+        row = next((i for i, left in enumerate(room) if length <= left), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(max_len)
+        rows[row].append(example)
+        room[row] -= length
     return rows
 
 
@@ -128,16 +121,16 @@ def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool
     ``model`` is called like ``Actor.forward``, by all ranks together. transformers separates documents where position
     ids restart, but not for every architecture and attention.
     """
-    document, end = [2, 0, 1, 3], slice(3, 7)
+    document = [2, 0, 1, 3]
     sequences = torch.tensor([[0, 1, 2, *document], [3, 1, 0, *document], [*document, 0, 1, 2]], device=device)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1, 2]], device=device)
-    try:
+
+    def compare() -> tuple[Tensor, Tensor]:
         log_probs = model(sequences, torch.ones_like(sequences, dtype=torch.bool), position_ids=positions)
-    except TypeError as error:
-        logger.warning("documents are not packed: the model takes no position ids (%s)", error)
-        return False
-    after, after_another, first = log_probs[0, end], log_probs[1, end], log_probs[2, :4]
-    return _is_exact("documents are not packed", (after - after_another)[1:], (after - first)[1:])
+        after, after_another, first = log_probs[0, 4:], log_probs[1, 4:], log_probs[2, 1:4]
+        return after - after_another, after - first
+
+    return _is_exact("documents are not packed", compare)
 
 
 @torch.no_grad()
@@ -153,43 +146,39 @@ def pack_where_exact(
     others = torch.tensor([[3, 1, 0, 2, 0], [2, 0, 1, 3, 3]], device=device)
     mask = torch.tensor([[True, True, True, True, False], [True] * 5], device=device)
     padded = forward(rows, mask)
-    module.packs_rows = True
-    try:
+
+    def compare() -> tuple[Tensor, Tensor]:
         packed, beside_another = forward(rows, mask), forward(others, mask)
+        return (packed - beside_another)[1], (packed - padded) / max(1.0, float(padded.abs().max()))
+
+    module.packs_rows = True
+    module.packs_rows = _is_exact(f"samples of the {name} are padded", compare)
+
+
+def _is_exact(otherwise: str, compare: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+    """Whether differences are rounding: by other rows or documents, and by padding or place in the row."""
+    try:
+        leak, shift = (float(difference.abs().max()) for difference in compare())
     except TypeError as error:
-        logger.warning("samples of the %s are padded: the model takes no position ids (%s)", name, error)
-        module.packs_rows = False
-        return
-    scale = max(1.0, float(padded.abs().max()))
-    leak = (packed - beside_another)[1]
-    module.packs_rows = _is_exact(f"samples of the {name} are padded", leak, packed - padded, scale)
-
-
-def _is_exact(otherwise: str, leak: Tensor, shift: Tensor, scale: float = 1.0) -> bool:
-    """Whether differences are rounding: by other documents (``leak``), and by padding or place (``shift``)."""
-    most_leak, most_shift = float(leak.abs().max()), float(shift.abs().max())
-    exact = most_leak <= _LEAK and most_shift <= _NOISE * scale
+        logger.warning("%s: the model takes no position ids (%s)", otherwise, error)
+        return False
+    exact = leak <= _LEAK and shift <= _NOISE
     if not exact:
-        logger.warning(
-            "%s: in one row they change each other's outputs by %.2g, and their own by their place by %.2g",
-            *(otherwise, most_leak, most_shift),
-        )
+        said = "%s: in one row they change each other's outputs by %.2g, and their own by their place by %.2g"
+        logger.warning(said, otherwise, leak, shift)
     return exact
 
 
 def _micro_batch(rows: Sequence[Sequence[TokenExample]], pad_token_id: int, with_positions: bool) -> TokenMicroBatch:
-    sequences, attention_mask = pad_right([_joined([e.token_ids for e in row]) for row in rows], pad_token_id)
-    loss_mask, _ = pad_right([_joined([[False, *e.loss_mask[1:]] for e in row]) for row in rows], 0)
+    sequences, attention_mask = pad_right([[i for e in row for i in e.token_ids] for row in rows], pad_token_id)
+    targets = [[is_target for e in row for is_target in (False, *e.loss_mask[1:])] for row in rows]
+    loss_mask = pad_right(targets, 0)[0].bool()
     if not with_positions:
-        return TokenMicroBatch(sequences, attention_mask, loss_mask.bool())
+        return TokenMicroBatch(sequences, attention_mask, loss_mask)
     position_ids = torch.arange(sequences.shape[1]).repeat(len(rows), 1)
     for row, documents in zip(position_ids, rows, strict=True):
         start = 0
         for document in documents:  # padding continues the last document, for causal attention's fast path
             row[start:] = torch.arange(len(row) - start)
             start += len(document.token_ids)
-    return TokenMicroBatch(sequences, attention_mask, loss_mask.bool(), position_ids)
-
-
-def _joined(lists: Sequence[Sequence[int]]) -> list[int]:
-    return [item for items in lists for item in items]
+    return TokenMicroBatch(sequences, attention_mask, loss_mask, position_ids)

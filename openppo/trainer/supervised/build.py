@@ -1,37 +1,26 @@
 """From options to trainers of causal language models, reward models and process reward models."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig
 from openppo.config.commands import SupervisedCommand
-from openppo.datasets import (
-    load_mixed_rows,
-    load_preferences,
-    load_process_examples,
-    load_sft_examples,
-)
+from openppo.datasets import load_mixed_rows, load_preferences, load_process_examples, load_sft_examples
 from openppo.models.actor import Actor
 from openppo.models.loading import load_options, model_error_context
 from openppo.models.pretrained import check_model, check_token_ids, context_length, rescaled_positions
-from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel, get_llm_for_sequence_regression
+from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
 from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.signals import SignalStop
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.memory import log_supervised_memory
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
-from openppo.trainer.startup import (
-    check_options,
-    load_policy_tokenizer,
-    log_dropped,
-    start_trackers,
-    tokenizing,
-)
+from openppo.trainer.startup import check_options, load_policy_tokenizer, log_dropped, start_trackers, tokenizing
 from openppo.trainer.summary import log_supervised_start
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer, total_optimizer_steps
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer, SFTTrainer
@@ -43,22 +32,17 @@ Trainer = TypeVar("Trainer", bound=SupervisedTrainer[Any])
 
 def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None = None) -> SFTTrainer:
     """A trainer of a causal language model, ready for ``fit()``; ``ValueError`` names the flag to change."""
-    return _build(config, strategy, SFTTrainer, load_sft_examples, lambda _: load_language_model(config))
+    return _build(config, strategy, SFTTrainer, load_sft_examples)
 
 
 def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None = None) -> RewardModelTrainer:
     """A trainer of a reward model on preference pairs; errors as in ``build_sft_trainer``."""
-    load_model = partial(load_reward_model, config)
-    return _build(config, strategy, RewardModelTrainer, load_preferences, load_model, scalar=True)
+    return _build(config, strategy, RewardModelTrainer, load_preferences)
 
 
 def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None = None) -> ProcessRewardTrainer:
     """A trainer of a process reward model; errors as in ``build_sft_trainer``."""
-
-    def load_model(_: PreTrainedTokenizerBase) -> ProcessRewardModel:
-        return ProcessRewardModel(load_language_model(config).model)
-
-    return _build(config, strategy, ProcessRewardTrainer, load_process_examples, load_model)
+    return _build(config, strategy, ProcessRewardTrainer, load_process_examples)
 
 
 def _build(
@@ -66,27 +50,34 @@ def _build(
     strategy: DeepspeedStrategy | None,
     trainer_class: type[Trainer],
     load_examples: Callable[..., Any],
-    load_model: Callable[[PreTrainedTokenizerBase], nn.Module],
-    scalar: bool = False,
 ) -> Trainer:
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
-    tokenizer, model_config = _check_and_load_tokenizer(config, strategy)
-    load = partial(load_examples, tokenizer=tokenizer, supervised=options, data=config.data)
-    train, held_out = load_train_and_eval(config, strategy.comm, load)
-    examples = [*train, *held_out]
-    rows = [row for example in examples for row in trainer_class.rows_of(example)]
-    _check_rows(config, rows, model_config, tokenizer)
-    most_scored = max((n for n in map(trainer_class.n_scored, examples) if n is not None), default=None)
-    estimate = log_supervised_memory(config, scalar, rows, strategy, len(rows) // len(examples), most_scored)
-    contents = {"--pretrain": model_fingerprint(options.pretrain), "--dataset": examples_fingerprint(train)}
+    comm, name, trust = strategy.comm, options.pretrain, options.trust_remote_code
+    check_options(config, comm)
+    model_config = collective(comm, lambda: check_model(name, "--pretrain", trust))
+    load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)  # what they need is installed
+    tokenizer = load_policy_tokenizer(name, trust, options.chat_template_kwargs)
+    make = partial(load_examples, tokenizer=tokenizer, supervised=options, data=config.data)
+    train, held_out = load_train_and_eval(config, comm, make)
+    rows = [row for example in (*train, *held_out) for row in trainer_class.rows_of(example)]
+    longest, context = max(map(len, rows)), context_length(model_config)
+    if context is not None and longest > context:
+        raise ValueError(
+            f"--max_len {options.max_len}: the longest row has {longest} tokens, and --pretrain {name} reads "
+            f"{context}. Lower --max_len to {context}: longer rows are left out.{rescaled_positions(model_config)}"
+        )
+    check_token_ids(model_config, f"--pretrain {name}", tokenizer, rows)
+    most_scored = max(map(trainer_class.n_scored, (*train, *held_out)))
+    estimate = log_supervised_memory(config, longest, len(trainer_class.rows_of(train[0])), most_scored, strategy)
+    contents = {"--pretrain": model_fingerprint(name), "--dataset": examples_fingerprint(train)}
     checkpointer = Checkpointer(config, strategy, trainer_class.kind, contents)
     n_steps = total_optimizer_steps(config, len(train))
-    model = strategy.prepare(load_model(tokenizer), config.adam, options.learning_rate, n_steps)
+    model = strategy.prepare(load_model(config, tokenizer), config.adam, options.learning_rate, n_steps)
     checkpointer.attach({"model": model})
     trackers = start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step)
-    stop = SignalStop(strategy.comm)
+    data = train, held_out
     components = SupervisedComponents(
-        strategy, tokenizer, model, train, held_out, trackers, checkpointer, stop, estimate
+        strategy, tokenizer, model, *data, trackers, checkpointer, SignalStop(comm), estimate
     )
     trainer = trainer_class(config, components)
     if checkpointer.found is not None:
@@ -97,65 +88,21 @@ def _build(
     return trainer
 
 
-def load_language_model(config: SupervisedCommand) -> Actor:
-    """Language model of train_sft and train_prm before training."""
-    name = config.supervised.pretrain
-    with model_error_context("--pretrain", name):
-        return Actor(name, **_model_options(config))
-
-
-def load_reward_model(config: TrainRMConfig, tokenizer: PreTrainedTokenizerBase) -> ScalarHeadModel:
-    """Reward model of train_rm before training."""
-    name, prefix = config.supervised.pretrain, config.data.value_head_prefix
-    with model_error_context("--pretrain", name):
+def load_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """The model of a supervised command before training."""
+    options = config.supervised
+    given = {"bf16": config.deepspeed.bf16, "flash_attn": options.flash_attn, **vars(config.lora)}
+    given["trust_remote_code"] = options.trust_remote_code
+    with model_error_context("--pretrain", options.pretrain):
+        if not isinstance(config, TrainRMConfig):
+            actor = Actor(options.pretrain, **given)
+            return ProcessRewardModel(actor.model) if isinstance(config, TrainPRMConfig) else actor
+        prefix = config.data.value_head_prefix
         model = get_llm_for_sequence_regression(
-            name, "reward", value_head_prefix=prefix, init_value_head=True, **_model_options(config)
+            options.pretrain, "reward", value_head_prefix=prefix, init_value_head=True, **given
         )
     model.model.config.pad_token_id = tokenizer.pad_token_id  # plain transformers finds the score through it
     return model
-
-
-def _check_and_load_tokenizer(
-    config: SupervisedCommand, strategy: DeepspeedStrategy
-) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
-    """Check what needs neither data nor weights; tokenizer and config."""
-    check_options(config, strategy.comm)
-    options = config.supervised
-    model_config = collective(
-        strategy.comm, lambda: check_model(options.pretrain, "--pretrain", options.trust_remote_code)
-    )
-    load_options(config.deepspeed.bf16, options.flash_attn, config.lora.load_in_4bit)
-    tokenizer = load_policy_tokenizer(options.pretrain, options.trust_remote_code, options.chat_template_kwargs)
-    return tokenizer, model_config
-
-
-def _check_rows(
-    config: SupervisedCommand,
-    rows: Sequence[Sequence[int]],
-    model_config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """``ValueError`` for rows that the model cannot read."""
-    options, longest = config.supervised, max(map(len, rows))
-    context = context_length(model_config)
-    if context is not None and longest > context:
-        raise ValueError(
-            f"--max_len {options.max_len}: the longest row has {longest} tokens, and --pretrain {options.pretrain} "
-            f"reads {context}. Lower --max_len to {context}: longer rows are left out."
-            f"{rescaled_positions(model_config)}"
-        )
-    check_token_ids(model_config, f"--pretrain {options.pretrain}", tokenizer, rows)
-
-
-def _model_options(config: SupervisedCommand) -> dict[str, Any]:
-    """How weights are loaded, and which are trained."""
-    options = config.supervised
-    return {
-        "bf16": config.deepspeed.bf16,
-        "flash_attn": options.flash_attn,
-        "trust_remote_code": options.trust_remote_code,
-        **vars(config.lora),
-    }
 
 
 def load_train_and_eval(

@@ -2,10 +2,11 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from openppo.trainer.callbacks import StopConditions
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.memory import Estimate
 from openppo.trainer.self_check import show_examples
+from openppo.trainer.supervised.batches import StepBatch, equal_micro_batches
 from openppo.trainer.update import SkippedSteps
 from openppo.types import Interrupted, NeverStops, StopCheck
 
@@ -27,18 +29,6 @@ logger = logging.getLogger("openppo")
 
 Example = TypeVar("Example")
 ModelCall = Callable[..., Tensor]
-
-
-class StepBatch(Protocol):
-    """One rank's share of an optimizer step: equally many micro-batches on all ranks, as ``loss`` takes them."""
-
-    @property
-    def micro_batches(self) -> Sequence[Any]: ...
-
-    @property
-    def n_input_tokens(self) -> int:
-        """Real tokens that this rank feeds to the model."""
-        ...
 
 
 @dataclass
@@ -71,21 +61,18 @@ class SupervisedTrainer(ABC, Generic[Example]):
     """Metrics to show first."""
 
     def __init__(self, config: SupervisedCommand, components: SupervisedComponents[Example]) -> None:
-        self.config = config
-        self.components = components
-        self.comm = components.strategy.comm
-        self.device = components.strategy.device
-        self.sampler = BatchSampler(
-            len(components.train_examples), config.batch.train_batch_size, config.deepspeed.seed
-        )
-        self.total_steps = total_optimizer_steps(config, len(components.train_examples))
+        self.config, self.components = config, components
+        self.comm, self.device = components.strategy.comm, components.strategy.device
+        n_examples = len(components.train_examples)
+        self.sampler = BatchSampler(n_examples, config.batch.train_batch_size, config.deepspeed.seed)
+        self.total_steps = total_optimizer_steps(config, n_examples)
         self.global_step = 0
         self.skipped = SkippedSteps(config.run, self.comm)
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
         self.stopping = StopConditions(config.run.stop_conditions)
         self.stopped_by: str | None = None  # the condition that has ended the run
         self.traced = step_tracer(config.run.save_path, config.tracking, self.comm.rank)
-        self._has_checked = not config.tracking.self_check or self.comm.rank != 0
+        self._shows_next = config.tracking.self_check and self.comm.rank == 0
 
     @staticmethod
     def rows_of(example: Any) -> list[list[int]]:
@@ -93,16 +80,18 @@ class SupervisedTrainer(ABC, Generic[Example]):
         return [example.token_ids]
 
     @staticmethod
-    def n_scored(example: Any) -> int | None:
-        """Tokens of an example that get logits, for the memory estimate; None: any."""
-        return None
+    def n_scored(example: Any) -> int:
+        """Most tokens of an example that get logits: its targets, where ``make_batch`` is not overridden."""
+        return len(example.token_ids)
 
-    @abstractmethod
     def make_batch(self, examples: Sequence[Example]) -> StepBatch:
-        """This rank's ``StepBatch`` of the ``examples`` of the whole step."""
+        """This rank's share of the ``examples`` of the whole step."""
+        micro_batches = equal_micro_batches(examples, self.config.batch.micro_train_batch_size, self.comm)
+        n_tokens = sum(len(row) for micro in micro_batches for example in micro for row in self.rows_of(example))
+        return StepBatch(micro_batches, sum(map(self.n_scored, examples)), n_tokens)
 
     @abstractmethod
-    def loss(self, model: ModelCall, batch: Any, micro: Any, metrics: Metrics, prefix: str) -> Tensor:
+    def loss(self, model: ModelCall, batch: StepBatch, micro: Any, metrics: Metrics, prefix: str) -> Tensor:
         """A scalar whose sum over all micro-batches and ranks is the step's mean loss; adds ``prefix``ed metrics."""
 
     def fit(self) -> None:
@@ -116,26 +105,24 @@ class SupervisedTrainer(ABC, Generic[Example]):
                 self._train_all_epochs()
                 self.save()
             except Interrupted as signal:
-                self._save_interrupted(str(signal))
+                if self.components.checkpointer is None:
+                    logger.warning("stopped by %s; without a checkpointer nothing is saved", signal)
+                else:
+                    logger.info(stopped(str(signal), self.global_step, self.total_steps, self.save_checkpoint()))
 
     def _train_all_epochs(self) -> None:
         with progress_bar(self.total_steps, "training", enabled=self.components.strategy.is_main) as bar:
             bar.update(self.global_step)
             if self.unreported is not None:
                 self.report(self.unreported)
-            for indices in self._batches():
+            first, start = divmod(self.global_step, len(self.sampler))
+            epochs = range(first, self.config.batch.max_epochs)
+            for indices in chain.from_iterable(self.sampler.batches(e, start * (e == first)) for e in epochs):
+                if self.global_step == self.total_steps or self.stopped_by is not None:
+                    break
                 self.components.stop()
                 self.report(self.step([self.components.train_examples[i] for i in indices]))
                 bar.update()
-
-    def _batches(self) -> Iterator[list[int]]:
-        """Indices of the examples of each step to come; none after an early stop."""
-        while True:
-            epoch, start = divmod(self.global_step, len(self.sampler))
-            for indices in self.sampler.batches(epoch, start):
-                if self.global_step == self.total_steps or self.stopped_by is not None:
-                    return
-                yield indices
 
     def close(self) -> None:
         """Leave the process group; the trainer is of no use afterwards."""
@@ -157,7 +144,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
             model.train()
             metrics.add("learning_rate", model.learning_rate, reduce="max")
             batch = self.make_batch(examples)
-            self._check(batch)
+            if self._shows_next:
+                self._shows_next = False
+                show_examples(examples, self.components.tokenizer)
             for i, micro in enumerate(batch.micro_batches):
                 loss = self.loss(model, batch, micro, metrics, prefix="")
                 model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
@@ -235,19 +224,6 @@ class SupervisedTrainer(ABC, Generic[Example]):
             self.stopped_by = state["stopped_by"]
             logger.info("the run had stopped early: its model is saved, and it does not resume")
         self.skipped.load_state_dict(state["skipped"])
-
-    def _check(self, batch: StepBatch) -> None:
-        """Show on rank 0 the first examples of a session."""
-        if not self._has_checked:
-            self._has_checked = True
-            show_examples(batch.micro_batches[0], self.components.tokenizer)
-
-    def _save_interrupted(self, signal: str) -> None:
-        if self.components.checkpointer is None:
-            logger.warning("stopped by %s; without a checkpointer nothing is saved", signal)
-            return
-        path = self.save_checkpoint()
-        logger.info(stopped(signal, self.global_step, self.total_steps, path))
 
     def write_model(self, folder: Path) -> None:
         """Write the model in Hugging Face format to ``folder``, on all ranks together."""

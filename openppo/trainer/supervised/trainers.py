@@ -3,9 +3,8 @@
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,31 +15,14 @@ from openppo.models.loss import IGNORE_INDEX, LogExpLoss, PairWiseLoss, PRMLoss
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics
-from openppo.trainer.supervised.batches import TokenBatch, TokenMicroBatch, equal_micro_batches, token_batch
+from openppo.trainer.supervised.batches import StepBatch, TokenMicroBatch, token_batch
 from openppo.trainer.supervised.loop import ModelCall, SupervisedComponents, SupervisedTrainer
 from openppo.types import NeverStops
 
 logger = logging.getLogger("openppo")
-Example = TypeVar("Example")
 
-_MOST_PAIRS_FOR_STATISTICS = 1024
-_SMALLEST_STD = 1e-8
 _IDLE_PAIR = PreferenceExample(chosen_ids=[0, 0], rejected_ids=[0, 0], margin=0.0)
 _IDLE_STEPS = ProcessExample(token_ids=[0, 0], labels=[IGNORE_INDEX, IGNORE_INDEX])
-
-
-@dataclass(frozen=True)
-class ExampleBatch(Generic[Example]):
-    """Micro-batches of examples, equally many on all ranks; empty where a rank has no examples left."""
-
-    micro_batches: list[list[Example]]
-    n_judged: int
-    """Pairs, or judged steps, of the whole batch."""
-    n_input_tokens: int
-
-
-PairBatch = ExampleBatch[PreferenceExample]
-ProcessBatch = ExampleBatch[ProcessExample]
 
 
 class SFTTrainer(SupervisedTrainer[TokenExample]):
@@ -49,19 +31,17 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
     kind = "sft"
     headline = ("loss", "eval_loss", "grad_norm", "learning_rate", "time/step_s")
 
-    def make_batch(self, examples: Sequence[TokenExample]) -> TokenBatch:
+    def make_batch(self, examples: Sequence[TokenExample]) -> StepBatch:
         """This rank's micro-batches."""
         pad = pad_token_id(self.components.tokenizer)
         return token_batch(examples, self.config.batch.micro_train_batch_size, pad, self.comm)
 
-    def loss(
-        self, model: ModelCall, batch: TokenBatch, micro: TokenMicroBatch, metrics: Metrics, prefix: str
-    ) -> Tensor:
+    def loss(self, model: ModelCall, batch: StepBatch, micro: TokenMicroBatch, metrics: Metrics, prefix: str) -> Tensor:
         """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
         micro = micro.to(self.device)
         log_probs = model(micro.sequences, micro.attention_mask, micro.loss_mask)
         metrics.add_tensor(f"{prefix}loss", -log_probs.detach(), micro.loss_mask)
-        return -log_probs.sum() / max(batch.n_tokens, 1)
+        return -log_probs.sum() / max(batch.n_targets, 1)
 
 
 class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
@@ -80,17 +60,13 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         """Both sides."""
         return [example.chosen_ids, example.rejected_ids]
 
-    def make_batch(self, examples: Sequence[PreferenceExample]) -> PairBatch:
-        """This rank's micro-batches."""
-        return _example_batch(self, examples, len(examples))
+    @staticmethod
+    def n_scored(example: PreferenceExample) -> int:
+        """A pair."""
+        return 1
 
     def loss(
-        self,
-        model: ModelCall,
-        batch: PairBatch,
-        micro: list[PreferenceExample],
-        metrics: Metrics,
-        prefix: str,
+        self, model: ModelCall, batch: StepBatch, micro: list[PreferenceExample], metrics: Metrics, prefix: str
     ) -> Tensor:
         """Summed loss of this micro-batch's pairs over the pairs of the step; both sides in one forward."""
         pairs = micro or [_IDLE_PAIR]
@@ -108,7 +84,7 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         metrics.add_tensor(f"{prefix}rejected_reward", rejected.detach())
         metrics.add_tensor(f"{prefix}reward_mean", scores)
         metrics.add_tensor(f"{prefix}reward_std", scores, reduce="std")
-        return loss * len(pairs) / batch.n_judged
+        return loss * len(pairs) / batch.n_targets
 
     def write_model(self, folder: Path) -> None:
         """Write the model; its config gets ``mean`` and ``std`` of its scores, which ``--normalize_reward`` reads.
@@ -116,20 +92,16 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         They are measured on both sides of the held-out pairs, or else of up to 1024 training pairs; ``std`` is
         unbiased, as in OpenRLHF.
         """
-        pairs = self.components.eval_examples or spread(self.components.train_examples, _MOST_PAIRS_FOR_STATISTICS)
+        train = self.components.train_examples
+        pairs = self.components.eval_examples or train[:: -(-len(train) // 1024)]  # neighbours may be of one source
         metrics = self._measure(pairs, NeverStops())  # a checkpoint upon a signal is written whole
         n = 2 * len(pairs)
         model: Any = self.components.model.module.model
         config = model.config
         config.mean = metrics["eval_reward_mean"]
-        config.std = max(metrics["eval_reward_std"] * math.sqrt(n / (n - 1)), _SMALLEST_STD)
+        config.std = max(metrics["eval_reward_std"] * math.sqrt(n / (n - 1)), 1e-8)
         logger.info("scores of %d texts: mean %.4g, std %.4g; stored in the model's config", n, config.mean, config.std)
         super().write_model(folder)
-
-
-def spread(pairs: Sequence[PreferenceExample], most: int) -> Sequence[PreferenceExample]:
-    """At most ``most`` pairs at equal distances, since neighbours may come from one source."""
-    return pairs[:: -(-len(pairs) // most)]
 
 
 class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
@@ -153,17 +125,8 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
         """Judged steps."""
         return sum(label != IGNORE_INDEX for label in example.labels)
 
-    def make_batch(self, examples: Sequence[ProcessExample]) -> ProcessBatch:
-        """This rank's micro-batches."""
-        return _example_batch(self, examples, sum(map(self.n_scored, examples)))
-
     def loss(
-        self,
-        model: ModelCall,
-        batch: ProcessBatch,
-        micro: list[ProcessExample],
-        metrics: Metrics,
-        prefix: str,
+        self, model: ModelCall, batch: StepBatch, micro: list[ProcessExample], metrics: Metrics, prefix: str
     ) -> Tensor:
         """Summed cross entropy of this micro-batch's steps over the steps of the batch."""
         sequences, labels = (tensor.to(self.device) for tensor in self._tensors(micro or [_IDLE_STEPS]))
@@ -172,7 +135,7 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
         loss, accuracy = self.step_loss(sequences[judged][None], logits[None], labels[judged][None], return_acc=True)
         metrics.add(f"{prefix}loss", loss.detach(), weight=len(logits))
         metrics.add(f"{prefix}accuracy", accuracy, weight=len(logits))
-        return loss * len(logits) / max(batch.n_judged, 1)
+        return loss * len(logits) / max(batch.n_targets, 1)
 
     def _tensors(self, examples: Sequence[ProcessExample]) -> tuple[Tensor, Tensor]:
         """Sequences int64 and labels int64 (hard) or float32 (soft), both (B, L)."""
@@ -180,11 +143,3 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
         width = sequences.shape[1]
         padded = [[*example.labels, *[IGNORE_INDEX] * (width - len(example.labels))] for example in examples]
         return sequences, torch.tensor(padded)
-
-
-def _example_batch(
-    trainer: SupervisedTrainer[Example], examples: Sequence[Example], n_judged: int
-) -> ExampleBatch[Example]:
-    micro_batches = equal_micro_batches(examples, trainer.config.batch.micro_train_batch_size, trainer.comm)
-    rows = [row for micro in micro_batches for example in micro for row in trainer.rows_of(example)]
-    return ExampleBatch(micro_batches, n_judged, sum(map(len, rows)))

@@ -17,7 +17,7 @@ from openppo.experience.replay_buffer import MiniBatch, idle_experience, join_ro
 from openppo.models import Actor, GPTLMLoss
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep
-from openppo.trainer.supervised.batches import TokenBatch, token_batch
+from openppo.trainer.supervised.batches import StepBatch, token_batch
 from openppo.types import Experience, SingleProcess
 
 EngineOf = Callable[[nn.Module], Any]
@@ -47,7 +47,7 @@ def mini_batch(rows: list[Experience], micro: int) -> MiniBatch:
     return batch
 
 
-def documents(micro: int, comm: Any = None) -> TokenBatch:
+def documents(micro: int, comm: Any = None) -> StepBatch:
     return token_batch(DOCUMENTS, micro, 0, comm or SingleProcess())
 
 
@@ -65,7 +65,7 @@ def widened(batch: MiniBatch, by: int) -> MiniBatch:
 
 
 def trained(
-    engine: Any, batch: MiniBatch, ptx: TokenBatch | None, config: TrainPPOConfig = CONFIG, comm: Any = None
+    engine: Any, batch: MiniBatch, ptx: StepBatch | None, config: TrainPPOConfig = CONFIG, comm: Any = None
 ) -> tuple[list[Tensor], dict[str, float]]:
     """Gradient and metrics of one step."""
     metrics = Metrics()

@@ -4,9 +4,10 @@ import dataclasses
 import datetime
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from openppo.config import TrainPPOConfig, from_options
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.tracking import JSONLTracker
-from openppo.trainer.sample_log import MAX_TOKENS, SampleLog, choose, sample_row, token_row, token_texts
+from openppo.trainer.sample_log import MAX_TOKENS, StepDiagnostics, choose, sample_row, token_row
+from openppo.trainer.self_check import token_texts
 from openppo.types import Experience, FinishReason, Prompt, SingleProcess, Trajectory
 
 
@@ -53,7 +56,7 @@ def experience_of(t: Trajectory, **fields: list[float]) -> Experience:
     return made.with_fields(**({"log_probs": rollout} | numbers))
 
 
-def test_the_same_prompts_are_chosen_whatever_else_is_in_the_batch_and_wherever_they_stand() -> None:
+def test_the_same_prompts_are_chosen_from_any_batch() -> None:
     prompts = [[i, i + 1] for i in range(40)]
     first = [response_to(prompt, group) for group, prompt in enumerate(prompts)]
     other = [response_to(prompt, 100 + group) for group, prompt in enumerate(reversed(prompts))]
@@ -66,47 +69,27 @@ def test_the_same_prompts_are_chosen_whatever_else_is_in_the_batch_and_wherever_
 
 def test_of_groups_two_responses_each_are_chosen() -> None:
     groups = [response_to([group], group) for group in range(6) for _ in range(8)]
-    numbers = [groups[i].group for i in choose(groups)]
-    assert len(numbers) == 4
-    assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
+    first, second, third, fourth = (groups[i].group for i in choose(groups))
+    assert first == second != third == fourth
     assert choose([]) == []
     assert choose([response_to([1], 0)]) == [0]
 
 
-@pytest.mark.parametrize(
-    "label",
-    [
-        "text",
-        {"a": [1, 2.5, None, True]},
-        datetime.date(2026, 11, 22),
-        datetime.datetime(2026, 11, 22, 4, 5, tzinfo=datetime.UTC),
-        Decimal("1.10"),
-        b"\xff",
-        (1, {datetime.date(2026, 1, 1): math.nan, 2: "b"}),
-    ],
-)
-def test_a_label_of_any_type_is_json(label: Any, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    trajectory = response_to([1, 2], 0)
-    trajectory = dataclasses.replace(trajectory, prompt=dataclasses.replace(trajectory.prompt, label=label))
-    sample = sample_row(trajectory, byte_tokenizer, {})
-    assert json.loads(json.dumps(sample)) == sample
-    tracker = JSONLTracker(tmp_path)
-    tracker.log_samples(1, [sample, sample | {"label": label}])
-    logged, raw = map(json.loads, (tmp_path / "samples.jsonl").read_text().split("\n")[:-1])
-    assert logged["label"] == raw["label"]
+def test_a_label_of_any_type_is_json(byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    day, tracker = datetime.date(2026, 11, 22), JSONLTracker(tmp_path)
+    for label in ("text", {"a": [1, 2.5, None, True]}, day, Decimal("1.10"), b"\xff", (1, {day: math.nan, 2: "b"})):
+        prompt = Prompt("p", [1, 2], label=label)
+        sample = sample_row(dataclasses.replace(response_to([1, 2], 0), prompt=prompt), byte_tokenizer, {})
+        assert json.loads(json.dumps(sample)) == sample
+        tracker.log_samples(1, [sample, sample | {"label": label}])
+    lines = [json.loads(line)["label"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert lines[::2] == lines[1::2]
 
 
-def test_token_texts_put_together_are_the_text_and_half_characters_wait_for_their_end(
-    byte_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_bytes_wait_for_the_end_of_their_character(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     ids = byte_tokenizer("aé€b")["input_ids"]
     assert token_texts(ids, byte_tokenizer) == ["a", "", "é", "", "", "€", "b"]
     assert token_texts(ids, byte_tokenizer, first=3) == ["", "", "€", "b"]
-
-
-def test_bytes_that_never_become_a_character_are_shown(
-    byte_tokenizer: PreTrainedTokenizerFast,
-) -> None:
     ids = byte_tokenizer("€")["input_ids"]
     assert token_texts(ids[:2], byte_tokenizer) == ["", "\ufffd"]  # the response ends within the character
     broken = [ids[0], *byte_tokenizer("ab")["input_ids"]]
@@ -138,23 +121,20 @@ def test_each_token_has_its_numbers_and_untrained_ones_have_none(byte_tokenizer:
         returns=[0.0, 0.0, 1.99, 0.0, 2.0],
     )
     row = token_row(t, byte_tokenizer, experience)
-    assert row["first"] == 2
-    assert row["n_tokens"] == 3
-    assert row["ids"] == [7, 8, 9]
-    assert row["trained"] == [1, 0, 1]
-    assert row["log_prob"] == [-1.0, None, -0.25]
-    assert row["kl"] == [0.5, None, -0.125]  # k1: log-prob less the reference's
-    assert row["value"] == [0.5, None, 0.333333]
-    assert row["reward"] == [-0.01, None, 2.0]
-    assert row["advantage"] == [-1.25, None, 1.5]
-    assert row["return"] == [1.99, None, 2.0]
-    assert "entropy" not in row
-
-
-def test_what_a_run_does_not_have_is_left_out(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    t = response_to([1], group=0)
-    row = token_row(t, byte_tokenizer, experience_of(t, rewards=[0.0, 0.0, 1.0], advantages=[0.0, 1.0, 1.0]))
-    assert {"kl", "value", "return"} & row.keys() == set()
+    assert {name: value for name, value in row.items() if name != "texts"} == {
+        "first": 2,
+        "n_tokens": 3,
+        "ids": [7, 8, 9],
+        "trained": [1, 0, 1],
+        "log_prob": [-1.0, None, -0.25],
+        "kl": [0.5, None, -0.125],  # k1: log-prob less the reference's
+        "value": [0.5, None, 0.333333],
+        "reward": [-0.01, None, 2.0],
+        "advantage": [-1.25, None, 1.5],
+        "return": [1.99, None, 2.0],
+    }
+    without = token_row(t, byte_tokenizer, experience_of(t, rewards=[0.0] * 5, advantages=[0.0] * 5))
+    assert {"kl", "value", "return"} & without.keys() == set(), "what a run does not have is left out"
 
 
 def test_of_a_long_response_both_ends_are_kept(byte_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -168,20 +148,6 @@ def test_of_a_long_response_both_ends_are_kept(byte_tokenizer: PreTrainedTokeniz
     assert len(row["texts"]) == len(row["ids"]) == len(row["trained"]) == MAX_TOKENS
 
 
-class Recorded:
-    """Trackers that keep what they get."""
-
-    def __init__(self) -> None:
-        self.samples: list[dict[str, Any]] = []
-        self.tokens: list[dict[str, Any]] = []
-
-    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        self.samples += [{"step": step} | sample for sample in samples]
-
-    def log_tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
-        self.tokens += [{"step": step} | row for row in rows]
-
-
 class Ranks(SingleProcess):
     """Rank ``rank`` of several; ``others`` is what the last of them hands over in each gathering."""
 
@@ -193,9 +159,41 @@ class Ranks(SingleProcess):
         return [value, self.others.pop(0)] if self.others else [value]
 
 
-def sample_log(tokenizer: Any, total_steps: int, comm: Ranks | None = None) -> tuple[SampleLog, Recorded]:
-    logged = Recorded()
-    return SampleLog(comm or Ranks(), logged, tokenizer, {"a": 0.5}, total_steps), logged  # type: ignore[arg-type]
+class View(StepDiagnostics):
+    """Keeps what it logs."""
+
+    def __init__(self, tokenizer: Any, total_steps: int, comm: Any) -> None:
+        self.samples: list[dict[str, Any]] = []
+        self.tokens: list[dict[str, Any]] = []
+        trackers = SimpleNamespace(
+            log_samples=lambda step, rows: self.samples.extend({"step": step} | row for row in rows),
+            log_tokens=lambda step, rows: self.tokens.extend({"step": step} | row for row in rows),
+        )
+        parts: Any = SimpleNamespace(
+            strategy=SimpleNamespace(comm=comm), tokenizer=tokenizer, trackers=trackers, state=SimpleNamespace()
+        )
+        given = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "self_check": False}
+        super().__init__(from_options(TrainPPOConfig, **given), parts, total_steps)
+        self.weights = {"a": 0.5}
+
+    def train_on(
+        self, step: int, items: Sequence[Experience], change: float = 0.0, entropy: float | None = 1.5
+    ) -> None:
+        """Forwards that find each token e^change times as likely as before."""
+        self.components.state.global_step = step - 1
+        for item in items:
+            now = torch.where(item.action_mask, item.old_or_rollout_log_probs + change, 0.0)
+            self.observe(item, now, None if entropy is None else torch.full_like(now, entropy))
+
+    def show(self, step: int, trajectories: list[Trajectory], buffer: ReplayBuffer) -> None:
+        self.trained_on = trajectories
+        self.show_step(step, buffer, {})
+
+
+@pytest.fixture
+def view_of(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., View]:
+    """The view of a run of so many steps."""
+    return lambda total_steps=3, comm=None: View(byte_tokenizer, total_steps, comm or Ranks())
 
 
 def filled(trajectories: list[Trajectory], limit: int = 0, **fields: list[float]) -> ReplayBuffer:
@@ -206,22 +204,14 @@ def filled(trajectories: list[Trajectory], limit: int = 0, **fields: list[float]
     return buffer
 
 
-def train_on(log: SampleLog, step: int, items: Sequence[Experience], change: float, entropy: float | None) -> None:
-    """Forwards that find each token e^change times as likely as before."""
-    for item in items:
-        now = torch.where(item.action_mask, item.old_or_rollout_log_probs + change, 0.0)
-        log.observe(step, item, now, None if entropy is None else torch.full_like(now, entropy))
-
-
-def test_ratio_and_entropy_are_of_the_last_training_forward(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    log, logged = sample_log(byte_tokenizer, total_steps=3)
-    trajectories = [response_to([i], group=i) for i in range(9)]
+def test_ratio_and_entropy_are_of_the_last_training_forward(view_of: Callable[..., View]) -> None:
+    view, trajectories = view_of(), [response_to([i], group=i) for i in range(9)]
     buffer = filled(trajectories)
     for change, entropy in ((0.25, 2.0), (0.5, 1.5)):
-        train_on(log, 1, buffer.items, change, entropy)
-    log.write(1, trajectories, buffer)
-    assert len(logged.samples) == len(logged.tokens) == 4
-    for number, (sample, tokens) in enumerate(zip(logged.samples, logged.tokens, strict=True)):
+        view.train_on(1, buffer.items, change, entropy)
+    view.show(1, trajectories, buffer)
+    assert len(view.samples) == len(view.tokens) == 4
+    for number, (sample, tokens) in enumerate(zip(view.samples, view.tokens, strict=True)):
         group = int(sample["prompt"].split("[")[1].rstrip("]"))
         assert sample["sample"] == tokens["sample"] == number
         assert (sample["reward"], sample["rewards"], sample["response_length"]) == (1.0, {"a": 2.0}, 2)
@@ -231,65 +221,49 @@ def test_ratio_and_entropy_are_of_the_last_training_forward(byte_tokenizer: PreT
         assert tokens["entropy"] == [1.5, 1.5]
 
 
-def test_what_training_does_not_compute_is_left_out(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_training_does_not_compute_is_left_out(view_of: Callable[..., View]) -> None:
     """Without an entropy bonus the entropy of the forward before training stands, if there was one."""
-    log, logged = sample_log(byte_tokenizer, total_steps=3)
-    t = response_to([1], group=1)
+    view, t, before = view_of(), response_to([1], group=1), response_to([2], group=2)
+    view.train_on(1, filled([before, t]).items)  # a step that a loop of one's own never reports
     for buffer in (filled([t]), filled([t], entropy=[0.0, 0.5, 0.25])):
-        train_on(log, 1, buffer.items, 0.0, None)
-        log.write(1, [t], buffer)
-    log.write(1, [t], filled([t]))  # the actor was not trained
-    without, known, frozen = logged.tokens
+        view.train_on(3, buffer.items, entropy=None)
+        view.show(3, [t], buffer)
+    view.show(3, [t], filled([t]))  # the actor was not trained
+    without, known, frozen = view.tokens
     assert "entropy" not in without
     assert without["ratio"] == [1.0, 1.0]
     assert known["entropy"] == [0.5, 0.25]
     assert "ratio" not in frozen
 
 
-def test_steps_that_are_never_written_leave_nothing(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    """Of a loop of one's own that does not report."""
-    log, logged = sample_log(byte_tokenizer, total_steps=3)
-    before, t = response_to([2], group=2), response_to([1], group=1)
-    train_on(log, 1, filled([before]).items, 0.0, None)
-    train_on(log, 2, filled([t]).items, 0.0, None)
-    assert len(log._trained) == 1
-    log.write(2, [t, before], filled([t, before]))
-    assert sum("ratio" in row for row in logged.tokens) == 1
-
-
-def test_forwards_of_other_ranks_are_collected(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_forwards_of_other_ranks_are_collected(view_of: Callable[..., View]) -> None:
     t = response_to([1], group=1)
-    elsewhere = {tuple(t.token_ids): {"ratio": [1.0, 2.0, 3.0]}}
-    log, logged = sample_log(byte_tokenizer, 3, Ranks(others=[[], elsewhere]))
-    log.write(1, [t], filled([t]))
-    assert logged.tokens[0]["ratio"] == [2.0, 3.0]
-    other, logged = sample_log(byte_tokenizer, 3, Ranks(rank=1))
-    other.write(1, [t], filled([t]))
-    assert (logged.samples, logged.tokens) == ([], [])
+    elsewhere = {tuple(t.token_ids): {"ratio": torch.tensor([1.0, 2.0, 3.0])}}
+    view, other = view_of(comm=Ranks(others=[[], elsewhere])), view_of(comm=Ranks(rank=1))
+    for each in (view, other):
+        each.show(1, [t], filled([t]))
+    assert view.tokens[0]["ratio"] == [2.0, 3.0]
+    assert (other.samples, other.tokens) == ([], [])
 
 
-def test_tokens_are_of_a_hundred_steps_of_a_long_run_and_samples_of_all(
-    byte_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    log, logged = sample_log(byte_tokenizer, total_steps=995)
-    t = response_to([1], group=1)
+def test_tokens_are_of_a_hundred_steps_and_samples_of_all(view_of: Callable[..., View]) -> None:
+    view, t = view_of(total_steps=995), response_to([1], group=1)
     for step in range(1, 996):
-        log.write(step, [t], filled([t]))
-    assert [row["step"] for row in logged.tokens] == [1, *range(10, 995, 10), 995]
-    assert len(logged.samples) == 995
+        view.show(step, [t], filled([t]))
+    assert [row["step"] for row in view.tokens] == [1, *range(10, 995, 10), 995]
+    assert len(view.samples) == 995
 
 
-def test_samples_that_the_buffer_has_dropped_are_not_logged(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    log, logged = sample_log(byte_tokenizer, total_steps=3)
-    trajectories = [response_to([i], group=i) for i in range(9)]
-    log.write(1, trajectories, filled(trajectories, limit=2))
-    assert sorted(row["advantage"][0] for row in logged.tokens) == [7.0, 8.0]
+def test_samples_that_the_buffer_has_dropped_are_not_logged(view_of: Callable[..., View]) -> None:
+    view, trajectories = view_of(), [response_to([i], group=i) for i in range(9)]
+    view.show(1, trajectories, filled(trajectories, limit=2))
+    assert sorted(row["advantage"][0] for row in view.tokens) == [7.0, 8.0]
 
 
-def test_held_out_samples_have_the_engines_log_probs(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    log, logged = sample_log(byte_tokenizer, total_steps=3)
-    log.write_evaluation(5, [response_to([1], group=0)])
-    (sample,), (tokens,) = logged.samples, logged.tokens
+def test_held_out_samples_have_the_engines_log_probs(view_of: Callable[..., View]) -> None:
+    view = view_of()
+    view.show_evaluation(5, [response_to([1], group=0)])
+    (sample,), (tokens,) = view.samples, view.tokens
     assert sample["evaluation"] is tokens["evaluation"] is True
     assert sample["step"] == tokens["step"] == 5
     assert tokens["log_prob"] == [-0.5, -0.5]

@@ -39,22 +39,34 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "model_role", lambda *_, **__: summary.Role("model", "m"))
 
 
-def test_the_last_step_of_an_epoch_may_be_small(caplog: pytest.LogCaptureFixture) -> None:
-    found = lines(caplog, 10, 6, train_batch_size=4, micro_train_batch_size=2, max_epochs=2)
-    assert found == {
-        "each step": "4 samples, in 2 micro-batches of up to 2",
-        "in all": "2 epochs of 10 samples, 6 steps",
-    }
-
-
-def test_max_steps_ends_a_run_before_its_epochs(caplog: pytest.LogCaptureFixture) -> None:
-    options = {"train_batch_size": 4, "max_epochs": 2, "max_steps": 5}
-    found = lines(caplog, 10, 5, done=3, **options)
-    assert found["in all"] == "2 epochs of 10 samples, 6 steps; --max_steps ends it after 5"
-    assert found["resumes"] == "after step 3 of 5"
-
-
-def test_ranks_share_a_step(caplog: pytest.LogCaptureFixture) -> None:
-    found = lines(caplog, 3, 1, ranks=2, train_batch_size=8, micro_train_batch_size=1)
-    assert found["each step"] == "3 samples, in 2 micro-batches of up to 1 on each of 2 ranks"
-    assert found["in all"] == "1 epoch of 3 samples, 1 step"
+@pytest.mark.parametrize(
+    ("run", "options", "said"),
+    [
+        (
+            {"n": 10, "total_steps": 6},
+            {"train_batch_size": 4, "micro_train_batch_size": 2, "max_epochs": 2},
+            {"each step": "4 samples, in 2 micro-batches of up to 2", "in all": "2 epochs of 10 samples, 6 steps"},
+        ),
+        (
+            {"n": 10, "total_steps": 5, "done": 3},
+            {"train_batch_size": 4, "max_epochs": 2, "max_steps": 5},
+            {
+                "each step": "4 samples, in 1 micro-batch of up to 4",
+                "in all": "2 epochs of 10 samples, 6 steps; --max_steps ends it after 5",
+                "resumes": "after step 3 of 5",
+            },
+        ),
+        (
+            {"n": 3, "total_steps": 1, "ranks": 2},
+            {"train_batch_size": 8, "micro_train_batch_size": 1},
+            {
+                "each step": "3 samples, in 2 micro-batches of up to 1 on each of 2 ranks",
+                "in all": "1 epoch of 3 samples, 1 step",
+            },
+        ),
+    ],
+)
+def test_the_table_counts_small_last_steps_max_steps_and_ranks(
+    caplog: pytest.LogCaptureFixture, run: dict[str, int], options: dict[str, int], said: dict[str, str]
+) -> None:
+    assert lines(caplog, **run, **options) == said

@@ -29,31 +29,27 @@ def identity(contents: dict[str, str] | None = None, **options: Any) -> dict[str
     return {"options": flat_dict(config), "contents": known | (contents or {})}
 
 
+def refused(then: dict[str, Any], now: dict[str, Any]) -> str:
+    """Why ``now`` does not resume from ``then``."""
+    with pytest.raises(ValueError, match=f"--load_checkpoint: this run contradicts its checkpoint {PATH}: ") as error:
+        check_compatible(PATH, then, now)
+    assert "another --ckpt_path" in str(error.value)
+    return str(error.value)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"lora_rank": 8}, "--lora_rank was 0, is 8"),
-        ({"lora_alpha": 32}, "--lora_alpha was 16, is 32"),
-        ({"target_modules": ("q_proj",)}, "--target_modules was ['all-linear'], is ['q_proj']"),
-        ({"advantage_estimator": "rloo"}, "--advantage_estimator was gae, is rloo"),
-        ({"seed": 1}, "--seed was 42, is 1"),
-        ({"ref_pretrain": "r"}, "--ref_pretrain was None, is r"),
-        ({"rollout_batch_size": 64}, "--rollout_batch_size was 512, is 64"),
-        ({"enable_ema": True}, "--enable_ema was False, is True"),
-        ({"prompt_data_probs": "1"}, "--prompt_data_probs was None, is 1"),
+        ({"lora_rank": 8, "seed": 1}, ["--lora_rank was 0, is 8", "--seed was 42, is 1"]),
+        ({"target_modules": ("q_proj",)}, ["--target_modules was ['all-linear'], is ['q_proj']"]),
+        ({"advantage_estimator": "rloo"}, ["--advantage_estimator was gae, is rloo"]),
+        ({"ref_pretrain": "r"}, ["--ref_pretrain was None, is r"]),
+        ({"enable_ema": True}, ["--enable_ema was False, is True"]),
     ],
 )
-def test_what_contradicts_a_checkpoint_is_named(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match="--load_checkpoint: this run contradicts its checkpoint") as error:
-        check_compatible(PATH, identity(), identity(**changed))
-    assert said in str(error.value)
-    assert str(PATH) in str(error.value)
-    assert "another --ckpt_path" in str(error.value)
-
-
-def test_all_contradictions_are_named_at_once() -> None:
-    with pytest.raises(ValueError, match="--lora_rank was 0, is 8; --seed was 42, is 1|--seed .*; --lora_rank"):
-        check_compatible(PATH, identity(), identity(lora_rank=8, seed=1))
+def test_all_that_contradicts_a_checkpoint_is_named(changed: dict[str, Any], said: list[str]) -> None:
+    error = refused(identity(), identity(**changed))
+    assert all(part in error for part in said)
 
 
 def test_harmless_differences_are_listed(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,41 +63,34 @@ def test_harmless_differences_are_listed(caplog: pytest.LogCaptureFixture) -> No
     assert "--load_checkpoint" not in caplog.text
 
 
-def test_a_folder_that_has_moved_is_the_same_and_another_under_its_name_is_not() -> None:
-    check_compatible(PATH, identity(), identity(pretrain="elsewhere/m"))
-    with pytest.raises(ValueError, match="--pretrain m has other contents"):
-        check_compatible(PATH, identity(), identity({"--pretrain": "other weights"}))
-    with pytest.raises(ValueError, match="--prompt_data was d, is e"):
-        check_compatible(PATH, identity(), identity({"--prompt_data": "other rows"}, prompt_data="e"))
-    with pytest.raises(ValueError, match="--reward_pretrain was None, is r"):
-        check_compatible(PATH, identity(), identity({"--reward_pretrain": "reward"}, reward_pretrain="r"))
+def test_a_folder_that_has_moved_is_the_same() -> None:
+    then = identity()
+    check_compatible(PATH, then, identity(pretrain="elsewhere/m"))
+    assert "--pretrain m has other contents" in refused(then, identity({"--pretrain": "other weights"}))
+    other = identity({"--prompt_data": "other rows"}, prompt_data="e")
+    assert "--prompt_data was d, is e" in refused(then, other)
+    new = identity({"--reward_pretrain": "reward"}, reward_pretrain="r")
+    assert "--reward_pretrain was None, is r" in refused(then, new)
 
 
 def test_options_that_give_other_rows_of_the_same_data_are_named() -> None:
     """Not the data, which nobody has touched."""
-    other, same = {"--prompt_data": "other rows"}, identity()
-    with pytest.raises(ValueError, match="contradicts") as error:
-        check_compatible(PATH, same, identity(other, apply_chat_template=True, prompt_max_len=8, gamma=0.5))
-    assert "--apply_chat_template was False, is True, which gives other rows of --prompt_data" in str(error.value)
-    assert "--prompt_max_len was 1024, is 8, which gives other rows of --prompt_data" in str(error.value)
-    assert "other contents" not in str(error.value)
-    assert "gamma" not in str(error.value)
-    check_compatible(PATH, same, identity(apply_chat_template=True, prompt_max_len=2048))  # the same rows all the same
-    with pytest.raises(ValueError, match="--chat_template_kwargs was None, is {}, which gives other rows"):
-        check_compatible(PATH, same, identity(other, chat_template_kwargs="{}"))
-    with pytest.raises(ValueError, match="contradicts") as error:
-        check_compatible(PATH, same, identity(other, max_samples=5))
-    assert str(error.value).count("--max_samples") == 1
-    with pytest.raises(ValueError, match="--pretrain m has other contents; --input_template was None, is Q: {}, which"):
-        check_compatible(PATH, same, identity(other | {"--pretrain": "other"}, input_template="Q: {}"))
+    other, then = {"--prompt_data": "other rows"}, identity()
+    said = refused(then, identity(other, apply_chat_template=True, prompt_max_len=8, gamma=0.5))
+    assert "--apply_chat_template was False, is True, which gives other rows of --prompt_data" in said
+    assert "--prompt_max_len was 1024, is 8, which gives other rows of --prompt_data" in said
+    assert "other contents" not in said and "gamma" not in said
+    check_compatible(PATH, then, identity(apply_chat_template=True, prompt_max_len=2048))  # the same rows all the same
+    assert refused(then, identity(other, max_samples=5)).count("--max_samples") == 1
+    said = refused(then, identity(other | {"--pretrain": "other"}, input_template="Q: {}"))
+    assert "--pretrain m has other contents; --input_template was None, is Q: {}, which" in said
 
 
 def test_documents_that_were_not_read_before_may_come_in() -> None:
     with_documents = identity({"--pretrain_data": "texts"}, pretrain_data="t", ptx_coef=0.05)
     check_compatible(PATH, identity(pretrain_data="t", ptx_coef=0.0), with_documents)
     check_compatible(PATH, with_documents, identity(pretrain_data="t", ptx_coef=0.0))
-    with pytest.raises(ValueError, match="--pretrain_data was None, is t"):
-        check_compatible(PATH, identity(), with_documents)
+    assert "--pretrain_data was None, is t" in refused(identity(), with_documents)
 
 
 def test_a_models_fingerprint_is_that_of_its_weights(tmp_path: Path) -> None:
@@ -112,7 +101,8 @@ def test_a_models_fingerprint_is_that_of_its_weights(tmp_path: Path) -> None:
     (tmp_path / "copy" / "README.md").write_text("moved")
     prints = {name: model_fingerprint(str(tmp_path / name)) for name in ("a", "copy", "other")}
     assert prints["a"] == prints["copy"] != prints["other"]
-    assert model_fingerprint("owner/model") == "owner/model"
+    for missing in ("owner/model", str(tmp_path / "none")):
+        assert model_fingerprint(missing) == missing, "left to those who load it"
 
 
 def test_fingerprints_of_data_know_their_order_and_labels() -> None:
@@ -137,12 +127,8 @@ def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> 
     assert later == "owner/model@9c01"
 
 
-def test_a_folder_that_is_not_there_is_left_to_those_who_load_it(tmp_path: Path) -> None:
-    assert model_fingerprint(str(tmp_path / "none")) == str(tmp_path / "none")
-
-
 @pytest.mark.parametrize("place", [0.0, 0.1, 0.37, 0.5, 0.83, 1.0])
-def test_a_matrix_that_was_changed_anywhere_in_large_weights_is_another_model(tmp_path: Path, place: float) -> None:
+def test_a_matrix_changed_anywhere_makes_another_model(tmp_path: Path, place: float) -> None:
     """As by the merge of a LoRA of some modules: a hundredth of the file."""
     whole = zeros(24 * 2**20, dtype=uint8)
     start = int(place * (len(whole) - len(whole) // 100))

@@ -31,17 +31,13 @@ def loaded(dataset: str, seed: int = 42, **options: Any) -> tuple[list[str], lis
     return load_train_and_eval(config, SingleProcess(), texts)
 
 
-def test_each_tokenized_row_is_progress(sources: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shares_all_rows_of_all_sources_are_read(sources: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[None] = []
     monkeypatch.setattr(current, "on_progress", lambda: seen.append(None))
-    loaded(sources)
-    assert len(seen) == 60, "the watchdog ends a rank without progress"
-
-
-def test_without_shares_all_rows_of_all_sources_are_trained_on(sources: str) -> None:
     train, held_out = loaded(sources, max_samples=30)
     assert train == [f"a{i}" for i in range(30)] + [f"b{i}" for i in range(20)]
     assert held_out == []
+    assert len(seen) == 50, "the watchdog ends a rank without progress"
 
 
 def test_with_shares_sources_are_mixed_by_the_seed_and_held_out_data_are_not(sources: str) -> None:
