@@ -1,5 +1,6 @@
-"""The loop that supervised training shares: what is left of its logs when it fails."""
+"""What supervised training shares: the data it reads, and what is left of a run that ends early."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,10 @@ from typing import Any
 import pytest
 
 from openppo.config import BatchConfig, RunConfig, SupervisedConfig, TrainSFTConfig
+from openppo.datasets import ShowRows, SourceRow
 from openppo.tracking import Trackers
+from openppo.tracking.phase import current
+from openppo.trainer.supervised.build import load_train_and_eval
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
 from openppo.types import Interrupted, SingleProcess
 
@@ -66,3 +70,20 @@ def test_a_signal_lets_the_step_finish() -> None:
     trainer.components.checkpointer = SimpleNamespace(due=lambda *_: False)  # type: ignore[assignment]
     trainer.fit()
     assert calls == [1, 1, "closed"]
+
+
+def test_only_training_rows_are_mixed_and_each_row_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, n in (("a", 40), ("b", 20)):
+        rows = [{"text": f"{name}{i}"} for i in range(n)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sources, seen = f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", []
+    monkeypatch.setattr(current, "on_progress", lambda: seen.append(None))
+
+    def texts(rows: list[SourceRow], *, flag: str, show: ShowRows) -> tuple[list[str], int]:
+        return [row.row["text"] for row in show(rows)], 0
+
+    config = TrainSFTConfig(SupervisedConfig("model", sources, dataset_probs="3,1", eval_dataset=sources))
+    train, held_out = load_train_and_eval(config, SingleProcess(), texts)
+    assert held_out == [f"a{i}" for i in range(40)] + [f"b{i}" for i in range(20)]
+    assert len(train) < 60 and train[:40] != held_out[:40]
+    assert len(seen) == len(train) + 60, "the watchdog ends a rank without progress"
