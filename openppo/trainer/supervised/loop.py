@@ -161,12 +161,11 @@ class SupervisedTrainer(ABC, Generic[Example]):
         return metrics.reduced(self.comm) | skipped | timer.take_metrics(self.comm)
 
     @phase("evaluation")
-    def evaluate(self, examples: Sequence[Example] | None = None) -> dict[str, float]:
-        """Metrics of ``examples``, the same on all ranks (default: all held-out ones), with the prefix ``eval_``."""
-        return self._measure(self.components.eval_examples if examples is None else examples, self.components.stop)
-
     @torch.no_grad()
-    def _measure(self, examples: Sequence[Example], stop: StopCheck) -> dict[str, float]:
+    def evaluate(self, examples: Sequence[Example] | None = None, stop: StopCheck | None = None) -> dict[str, float]:
+        """Metrics of ``examples``, the same on all ranks (default: all held-out ones), with the prefix ``eval_``."""
+        examples = self.components.eval_examples if examples is None else examples
+        stop = stop or self.components.stop
         metrics, size = Metrics(), self.config.batch.train_batch_size
         self.components.model.train(False)
         starts = range(0, len(examples), size)

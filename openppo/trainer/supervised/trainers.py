@@ -94,7 +94,7 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         """
         train = self.components.train_examples
         pairs = self.components.eval_examples or train[:: -(-len(train) // 1024)]  # neighbours may be of one source
-        metrics = self._measure(pairs, NeverStops())  # a checkpoint upon a signal is written whole
+        metrics = self.evaluate(pairs, NeverStops())  # a checkpoint upon a signal is written whole
         n = 2 * len(pairs)
         model: Any = self.components.model.module.model
         config = model.config
@@ -129,17 +129,14 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
         self, model: ModelCall, batch: StepBatch, micro: list[ProcessExample], metrics: Metrics, prefix: str
     ) -> Tensor:
         """Summed cross entropy of this micro-batch's steps over the steps of the batch."""
-        sequences, labels = (tensor.to(self.device) for tensor in self._tensors(micro or [_IDLE_STEPS]))
+        examples = micro or [_IDLE_STEPS]
+        rows, _ = pad_right([example.token_ids for example in examples], pad_token_id(self.components.tokenizer))
+        width = rows.shape[1]
+        padded = [[*example.labels, *[IGNORE_INDEX] * (width - len(example.labels))] for example in examples]
+        sequences, labels = rows.to(self.device), torch.tensor(padded, device=self.device)  # hard labels or soft
         judged = labels != IGNORE_INDEX
         logits = model(sequences, judged)  # (N, V)
         loss, accuracy = self.step_loss(sequences[judged][None], logits[None], labels[judged][None], return_acc=True)
         metrics.add(f"{prefix}loss", loss.detach(), weight=len(logits))
         metrics.add(f"{prefix}accuracy", accuracy, weight=len(logits))
         return loss * len(logits) / max(batch.n_targets, 1)
-
-    def _tensors(self, examples: Sequence[ProcessExample]) -> tuple[Tensor, Tensor]:
-        """Sequences int64 and labels int64 (hard) or float32 (soft), both (B, L)."""
-        sequences, _ = pad_right([example.token_ids for example in examples], pad_token_id(self.components.tokenizer))
-        width = sequences.shape[1]
-        padded = [[*example.labels, *[IGNORE_INDEX] * (width - len(example.labels))] for example in examples]
-        return sequences, torch.tensor(padded)
