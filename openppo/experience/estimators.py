@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,37 +16,22 @@ from openppo.experience.advantages import (
 from openppo.experience.token_rewards import StepRewards
 from openppo.models.loss import POLICY_LOSSES
 
-Rewards = Callable[[Tensor, StepRewards | None, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+Rewarded = tuple[Tensor, Tensor | None]
+Rewards = Callable[[Tensor, StepRewards | None, Tensor, Tensor | None], Rewarded]
 """``rewards(scores, steps, groups, greedy)``: each trajectory's score, rewards of its steps (None without any), the id
 of its prompt int64, and the reward of the greedy response to it (None unless ``needs_greedy``), all (B,) in any order.
 Returns what replaces scores (B,) and rewards of steps (B, L)."""
 Baseline = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """``baseline(totals, groups, greedy)``: what to subtract from whole rewards, and what to divide by; (B,) each."""
+Advantages = Callable[[Tensor, Tensor | None, Tensor, AdvantageConfig, float | None], tuple[Tensor, Tensor]]
+"""``advantages(rewards, values, action_mask, config, lambd_critic)``: from token rewards after the KL penalty to
+advantages and returns, all (B, L) and 0 outside ``action_mask``. ``values`` where there is a critic; ``lambd_critic``,
+unless it is None, replaces the option of that name."""
 _EPS = 1e-9
 _EQUAL = 1e-6
 
 
-class Advantages(Protocol):
-    """From token rewards after the KL penalty to advantages and returns."""
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        values: Tensor | None,
-        action_mask: Tensor,
-        config: AdvantageConfig,
-        lambd_critic: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Advantages and returns, all (B, L) and 0 outside ``action_mask``; ``values`` where there is a critic.
-
-        ``lambd_critic`` replaces the option of that name.
-        """
-        ...
-
-
-def plain_rewards(
-    scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def plain_rewards(scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None) -> Rewarded:
     """Scores and rewards of steps as they are."""
     return scores, None if steps is None else steps.rewards
 
@@ -55,9 +39,7 @@ def plain_rewards(
 def centred(baseline: Baseline) -> Rewards:
     """Whole rewards less a baseline; each action has the advantage of its trajectory."""
 
-    def rewards(
-        scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def rewards(scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None) -> Rewarded:
         totals = scores if steps is None else steps.added_to(scores)
         subtracted, divisor = baseline(totals, groups, greedy)
         return (totals - subtracted) / divisor, None
@@ -66,11 +48,7 @@ def centred(baseline: Baseline) -> Rewards:
 
 
 def rewards_to_go(
-    rewards: Tensor,
-    values: Tensor | None,
-    action_mask: Tensor,
-    config: AdvantageConfig,
-    lambd_critic: float | None = None,
+    rewards: Tensor, values: Tensor | None, action_mask: Tensor, config: AdvantageConfig, lambd_critic: float | None
 ) -> tuple[Tensor, Tensor]:
     """Discounted rewards to go, which are the returns too."""
     returns = get_cumulative_returns(rewards, action_mask, config.gamma)
@@ -78,20 +56,15 @@ def rewards_to_go(
 
 
 def generalized_advantages(
-    rewards: Tensor,
-    values: Tensor | None,
-    action_mask: Tensor,
-    config: AdvantageConfig,
-    lambd_critic: float | None = None,
+    rewards: Tensor, values: Tensor | None, action_mask: Tensor, config: AdvantageConfig, lambd_critic: float | None
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, with another lambda for the critic's targets where options ask for it."""
     assert values is not None, "this estimator needs the critic's values"
     lambd: float | Tensor = config.lambd
+    for_critic = lambd_critic if lambd_critic is not None else config.lambd_critic
     if config.adaptive_lambd_alpha is not None:
         lambd = length_adaptive_lambda(action_mask, config.adaptive_lambd_alpha)
-    for_critic = lambd_critic if lambd_critic is not None else config.lambd_critic
-    if for_critic is None and config.adaptive_lambd_alpha is not None:
-        for_critic = config.lambd
+        for_critic = config.lambd if for_critic is None else for_critic
     return get_advantages_and_returns(values, rewards, action_mask, config.gamma, lambd, for_critic)
 
 
@@ -148,13 +121,11 @@ def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tupl
     return greedy.to(totals), torch.ones_like(totals)
 
 
-def normalized_by_group(
-    scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def normalized_by_group(scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None) -> Rewarded:
     """Scores, and rewards of steps, normalized by those of the prompt (GRPO, arXiv 2402.03300)."""
-    if steps is not None:
-        return normalize_steps(scores, steps, groups)
-    return centred(group_mean_and_std)(scores, steps, groups, greedy)
+    if steps is None:
+        return centred(group_mean_and_std)(scores, steps, groups, greedy)
+    return normalize_steps(scores, steps, groups)
 
 
 def normalize_steps(scores: Tensor, steps: StepRewards, groups: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck,
 
 Model = Callable[..., Any]
 OldLogProbsFrom = Literal["recompute", "rollout", "training"]
+_STATEFUL = ("kl_controller", "moments", "step_moments")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ class ExperienceMaker:
         self.hooks = hooks or Hooks()
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
         self.weights = config.rewards.weights()
-        self._frozen_actor_steps = config.ppo.frozen_actor_steps
         self.moments, self.step_moments = RunningMoments(), RunningMoments()
         kl = config.kl
         self.kl_controller = (
@@ -92,57 +92,35 @@ class ExperienceMaker:
         measure_staleness(trajectories, version, metrics)
         return self._completed(batch, metrics, n_done)
 
-    @torch.no_grad()
-    def run_models(
-        self, trajectories: Sequence[Trajectory], *, old_log_probs: OldLogProbsFrom = "recompute", values: bool = True
-    ) -> list[Experience]:
-        """Log-probs of actor and reference, entropy and values; needs no scores. Equally many forwards on all ranks.
-
-        ``old_log_probs`` "rollout" takes the trajectories' own for the actor's, "training" leaves them to the forward
-        that is trained on; then there is no entropy either. Without ``values`` the critic does not run.
-        """
-        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
-        batches = micro_batches(lengths, forward_size(self.config))
-        n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
-        made: dict[int, Experience] = {}
-        with self.hooks.uncompiled():
-            for rows in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
-                batch = collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device)
-                made.update(zip(rows, split_rows(self._forward(batch, old_log_probs, values)), strict=True))
-            for _ in range(n_forwards - len(batches)):
-                self._forward(idle_experience().to(self.device), old_log_probs, values)
-        return [made[i] for i in range(len(trajectories))]
-
     def count(self, samples: Sequence[object]) -> int:
         """Number of samples over all ranks."""
         return int(self.comm.all_reduce(torch.tensor(len(samples))))
 
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` takes, as JSON."""
-        kept = {"kl_controller": self.kl_controller, "moments": self.moments, "step_moments": self.step_moments}
-        return {name: each.state_dict() for name, each in kept.items()}
+        return {name: getattr(self, name).state_dict() for name in _STATEFUL}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the KL coefficient and the statistics of rewards."""
-        self.kl_controller.load_state_dict(state["kl_controller"])
-        self.moments.load_state_dict(state["moments"])
-        self.step_moments.load_state_dict(state["step_moments"])
+        for name in _STATEFUL:
+            getattr(self, name).load_state_dict(state[name])
 
     def _rewarded(
         self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int, version: int, values: bool = True
     ) -> Experience | None:
-        """One batch with token rewards; None on a rank without trajectories."""
+        """One batch with token rewards; None on a rank without trajectories. Without ``values`` no critic runs."""
         unscored = trajectories.unscored if isinstance(trajectories, Rollout) else trajectories
-        with self.hooks.timer.phase("experience"):
+        timer, shaping = self.hooks.timer, self.config.shaping
+        with timer.phase("experience"):
             source = self._old_log_probs_from(trajectories, unscored, n_done, version)
-            experiences = self.run_models(unscored, old_log_probs=source, values=values)
-        self.hooks.timer.count_tokens("experience", sum(len(t.token_ids) for t in unscored))
-        with self.hooks.timer.phase("scoring"):
+            experiences = self._run_models(unscored, source, values)
+        timer.count_tokens("experience", sum(len(t.token_ids) for t in unscored))
+        with timer.phase("scoring"):
             wait_for_scores(trajectories, self.hooks.stop)
         if isinstance(trajectories, Rollout):
             metrics.merge(trajectories.metrics)
-        with self.hooks.timer.phase("experience"):
-            if self._normalizes_scores:
+        with timer.phase("experience"):
+            if shaping.normalize_reward and shaping.reward_normalizer == "running":
                 self.moments.update(self._total_scores(unscored), self.comm)
                 self.step_moments.update(torch.tensor([r for t in unscored for r in t.step_rewards]), self.comm)
             if not experiences:
@@ -150,20 +128,6 @@ class ExperienceMaker:
             measure_scores(unscored, self.weights, metrics)
             earned = torch.tensor([t.total_reward(self.weights) for t in unscored], device=self.device)
             return self._add_rewards(join_rows(experiences).with_fields(scores=earned), unscored, metrics)
-
-    def _old_log_probs_from(
-        self, given: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int, version: int
-    ) -> OldLogProbsFrom:
-        """Source of the old policy's log-probs, the same on all ranks."""
-        foreign = not isinstance(given, Rollout)  # not sampled by this run's engine
-        stale = any(
-            v != version for t in unscored for v, sampled in zip(t.versions, t.action_mask, strict=True) if sampled
-        )
-        counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
-        n_samples, n_foreign, n_stale = counts.tolist()
-        single_update = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
-        trains_actor = n_done >= self._frozen_actor_steps
-        return old_log_probs_from(self.config, single_update and trains_actor, by_engine=n_foreign == 0)
 
     def _completed(self, batch: Experience | None, metrics: Metrics, n_done: int) -> list[Experience]:
         """The rows of a batch with rewards (and values), with advantages and returns."""
@@ -176,14 +140,35 @@ class ExperienceMaker:
                 batch = batch.with_fields(action_mask=overlong_mask(batch.action_mask, batch.truncated))
             return list(split_rows(batch))
 
-    def _add_returns(self, batch: Experience, n_done: int) -> Experience:
-        """Add advantages and returns: those of a Monte-Carlo rollout while only the critic learns its values."""
-        assert batch.rewards is not None
-        lambd_critic = 1.0 if n_done < self.config.ppo.value_pretrain_steps else None
-        advantages, returns = self.estimator.advantages(
-            batch.rewards, batch.values, batch.action_mask, self.config.advantage, lambd_critic
+    def _old_log_probs_from(
+        self, given: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int, version: int
+    ) -> OldLogProbsFrom:
+        """Source of the old policy's log-probs, the same on all ranks."""
+        foreign = not isinstance(given, Rollout)  # not sampled by this run's engine
+        stale = any(
+            v != version for t in unscored for v, sampled in zip(t.versions, t.action_mask, strict=True) if sampled
         )
-        return batch.with_fields(advantages=advantages, returns=returns)
+        counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
+        n_samples, n_foreign, n_stale = counts.tolist()
+        single_update = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
+        trains_actor = n_done >= self.config.ppo.frozen_actor_steps
+        return old_log_probs_from(self.config, single_update and trains_actor, by_engine=n_foreign == 0)
+
+    @torch.no_grad()
+    def _run_models(
+        self, trajectories: Sequence[Trajectory], old_log_probs: OldLogProbsFrom, values: bool
+    ) -> list[Experience]:
+        """Log-probs of actor and reference, entropy and values. Equally many forwards on all ranks."""
+        batches = micro_batches([len(t.token_ids) for t in trajectories], forward_size(self.config))
+        n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
+        made: dict[int, Experience] = {}
+        with self.hooks.uncompiled():
+            for rows in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
+                batch = collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device)
+                made.update(zip(rows, split_rows(self._forward(batch, old_log_probs, values)), strict=True))
+            for _ in range(n_forwards - len(batches)):
+                self._forward(idle_experience().to(self.device), old_log_probs, values)
+        return [made[i] for i in range(len(trajectories))]
 
     def _forward(self, batch: Experience, old_log_probs: OldLogProbsFrom, values: bool) -> Experience:
         inputs = batch.sequences, batch.attention_mask, batch.action_mask
@@ -196,56 +181,48 @@ class ExperienceMaker:
             batch = batch.with_fields(values=torch.where(batch.action_mask, self.critic(*inputs[:2]), 0.0))
         return batch if self.reference is None else batch.with_fields(ref_log_probs=self.reference(*inputs))
 
-    @property
-    def _normalizes_scores(self) -> bool:
-        return self.config.shaping.normalize_reward and self.config.shaping.reward_normalizer == "running"
-
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
         """Add token rewards: KL penalty, scores and steps after the baseline."""
-        shaped, steps = self._shaped_scores(trajectories), self._step_rewards(trajectories)
-        metrics.add_tensor("shaped_reward", shaped if steps is None else steps.added_to(shaped))
+        scores, steps = self._shaped(trajectories)
+        metrics.add_tensor("shaped_reward", scores if steps is None else steps.added_to(scores))
+        greedy = None
+        if self.estimator.needs_greedy:
+            of_greedy, steps_of_greedy = self._shaped([t.greedy for t in trajectories if t.greedy is not None])
+            greedy = of_greedy if steps_of_greedy is None else steps_of_greedy.added_to(of_greedy)
+            assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
         groups = torch.tensor([t.group for t in trajectories], device=self.device)
-        scores, token_rewards = self.estimator.rewards(shaped, steps, groups, self._greedy_totals(trajectories))
-        kl_coef = 0.0 if self.config.kl.use_kl_loss else self.kl_controller.value
-        rewards = compute_reward(scores, self._kl(batch), batch.action_mask, kl_coef, token_rewards=token_rewards)
-        return batch.with_fields(rewards=rewards)
+        scores, token_rewards = self.estimator.rewards(scores, steps, groups, greedy)
+        kl, mask, options = None, batch.action_mask, self.config.kl
+        if batch.ref_log_probs is not None:
+            kl = kl_penalty(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask, options.kl_estimator)
+        kl_coef = 0.0 if options.use_kl_loss else self.kl_controller.value
+        return batch.with_fields(rewards=compute_reward(scores, kl, mask, kl_coef, token_rewards=token_rewards))
 
-    def _kl(self, batch: Experience) -> Tensor | None:
-        if batch.ref_log_probs is None:
-            return None
-        return kl_penalty(
-            batch.old_or_rollout_log_probs, batch.ref_log_probs, batch.action_mask, self.config.kl.kl_estimator
+    def _add_returns(self, batch: Experience, n_done: int) -> Experience:
+        """Add advantages and returns: those of a Monte-Carlo rollout while only the critic learns its values."""
+        assert batch.rewards is not None
+        lambd_critic = 1.0 if n_done < self.config.ppo.value_pretrain_steps else None
+        advantages, returns = self.estimator.advantages(
+            batch.rewards, batch.values, batch.action_mask, self.config.advantage, lambd_critic
         )
+        return batch.with_fields(advantages=advantages, returns=returns)
 
     def _total_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
         return torch.tensor([t.total_score(self.weights) for t in trajectories], dtype=torch.float32)
 
-    def _shaped_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        """Scores (B,) normalized, penalized and clipped as the options say."""
+    def _shaped(self, trajectories: Sequence[Trajectory]) -> tuple[Tensor, StepRewards | None]:
+        """Scores (B,) normalized, penalized and clipped as options say; rewards of steps by the same divisor."""
         scores, shaping = self._total_scores(trajectories), self.config.shaping
-        if self._normalizes_scores:
+        steps = collect_step_rewards(trajectories, self.device)
+        if shaping.normalize_reward and shaping.reward_normalizer == "running":
             scores = self.moments.normalize(scores, self.step_moments.variance)
+            if steps is not None:
+                normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
+                steps = StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)
         truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])
         lengths = torch.tensor([sum(t.action_mask) for t in trajectories])
         max_len = self.config.generation.generate_max_len
-        return shape_scores(scores, truncated, lengths, shaping, max_len).to(self.device)
-
-    def _step_rewards(self, trajectories: Sequence[Trajectory]) -> StepRewards | None:
-        """Step rewards, normalized with the same divisor as the scores."""
-        steps = collect_step_rewards(trajectories, self.device)
-        if steps is None or not self._normalizes_scores:
-            return steps
-        normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
-        return StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)
-
-    def _greedy_totals(self, trajectories: Sequence[Trajectory]) -> Tensor | None:
-        """Reward of the greedy response to each trajectory's prompt, (B,); None where the estimator needs none."""
-        if not self.estimator.needs_greedy:
-            return None
-        greedy = [t.greedy for t in trajectories if t.greedy is not None]
-        assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
-        shaped, steps = self._shaped_scores(greedy), self._step_rewards(greedy)
-        return shaped if steps is None else steps.added_to(shaped)
+        return shape_scores(scores, truncated, lengths, shaping, max_len).to(self.device), steps
 
 
 def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: bool = True) -> OldLogProbsFrom:

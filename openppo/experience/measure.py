@@ -10,6 +10,8 @@ from openppo.models.loss import policy_ratio
 from openppo.tracking import Histogram, Metrics, histogram
 from openppo.types import Comm, Experience, Trajectory
 
+_PER_TOKEN = ("kl", "values", "returns", "advantages")
+
 
 def measure_scores(trajectories: Sequence[Trajectory], weights: Mapping[str, float], metrics: Metrics) -> None:
     """Each named reward as ``reward/<name>``, before weights; nothing where the total says it all."""
@@ -23,14 +25,10 @@ def measure_scores(trajectories: Sequence[Trajectory], weights: Mapping[str, flo
 
 def measure_staleness(trajectories: Sequence[Trajectory], policy_version: int, metrics: Metrics) -> None:
     """Versions by which action tokens are behind the policy that is trained on them, as mean and maximum."""
-    behind = [
-        float(policy_version - version)
-        for trajectory in trajectories
-        for version, is_action in zip(trajectory.versions, trajectory.action_mask, strict=True)
-        if is_action
-    ]
-    metrics.add_tensor("staleness", torch.tensor(behind))
-    metrics.add_tensor("staleness_max", torch.tensor(behind), reduce="max")
+    tokens = (token for t in trajectories for token in zip(t.versions, t.action_mask, strict=True))
+    behind = torch.tensor([float(policy_version - version) for version, is_action in tokens if is_action])
+    metrics.add_tensor("staleness", behind)
+    metrics.add_tensor("staleness_max", behind, reduce="max")
 
 
 def measure_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, metrics: Metrics) -> None:
@@ -43,7 +41,7 @@ def measure_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor,
     metrics.add_tensor("rollout_kl", compute_approx_kl(rollout_log_probs, log_probs, mask, "k3"), mask)
     metrics.add_tensor("rollout_kl_k1", compute_approx_kl(rollout_log_probs, log_probs, mask, "k1"), mask)
     metrics.add_tensor("rollout_ratio_max", policy_ratio(log_probs, rollout_log_probs, mask), mask, reduce="max")
-    gap = torch.where(mask, (log_probs - rollout_log_probs).abs(), 0.0)
+    gap = (log_probs - rollout_log_probs).abs()
     metrics.add_tensor("rollout_log_prob_gap", gap, mask)
     metrics.add_tensor("rollout_log_prob_gap_max", gap, mask, reduce="max")
 
@@ -85,21 +83,15 @@ def experience_histograms(samples: Sequence[Experience], comm: Comm) -> dict[str
 
     What no sample has is left out. All ranks call this together.
     """
-    found: dict[str, list[Tensor]] = {
-        name: [] for name in ("reward", "response_length", "kl", "values", "returns", "advantages")
-    }
+    found: dict[str, list[Tensor]] = {name: [] for name in ("reward", "response_length", *_PER_TOKEN)}
     for sample in samples:
         mask, tensors = sample.action_mask, sample.tensors()
         if sample.ref_log_probs is not None:
             tensors["kl"] = compute_approx_kl(sample.old_or_rollout_log_probs, sample.ref_log_probs, mask)
-        for name in ("kl", "values", "returns", "advantages"):
-            if name in tensors:
-                found[name].append(tensors[name][mask])
+        tensors = {name: tensors[name][mask] for name in _PER_TOKEN if name in tensors}
         if sample.scores is not None:
-            found["reward"].append(sample.scores)
-        found["response_length"].append(mask.sum(-1))
-    of_ranks = {
-        name: histogram(torch.cat([torch.zeros(0), *(part.cpu() for part in parts)]), comm)
-        for name, parts in found.items()
-    }
+            tensors["reward"] = sample.scores
+        for name, tensor in {**tensors, "response_length": mask.sum(-1)}.items():
+            found[name].append(tensor.cpu())
+    of_ranks = {name: histogram(torch.cat([torch.zeros(0), *parts]), comm) for name, parts in found.items()}
     return {name: made for name, made in of_ranks.items() if made is not None}

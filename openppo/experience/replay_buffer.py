@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from openppo.config import TrainPPOConfig
 from openppo.models.padding import MicroBatchSize, micro_batches, pad_right, split_overhead
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, Experience, FinishReason, SingleProcess, Trajectory
 
-_EPS = 1e-8
 PER_ROW_FIELDS = ("scores", "truncated", "weight")
 """Fields of shape (B,); all others are (B, L)."""
 
@@ -22,9 +22,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience
     """Right-padded tensors of the trajectories' tokens; masks come from lengths, never from token ids."""
     sequences, attention_mask = pad_right([t.token_ids for t in trajectories], pad_token_id)
     action_mask, _ = pad_right([t.action_mask for t in trajectories], 0)
-    log_probs = torch.zeros(sequences.shape)
-    for row, trajectory in enumerate(trajectories):
-        log_probs[row, : len(trajectory.log_probs)] = torch.tensor(trajectory.log_probs)
+    log_probs = pad_sequence([torch.tensor(t.log_probs) for t in trajectories], batch_first=True)
     return Experience(
         sequences=sequences,
         attention_mask=attention_mask,
@@ -37,39 +35,30 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience
 
 def split_rows(experience: Experience) -> Iterator[Experience]:
     """One experience per row, its padding cut off; copies, so that no row keeps the whole batch in memory."""
-    lengths = experience.attention_mask.sum(-1).tolist()
-    tensors = experience.tensors()
-    for row, length in enumerate(lengths):
-        yield Experience(
-            **{
-                name: (tensor[row : row + 1] if name in PER_ROW_FIELDS else tensor[row : row + 1, :length]).clone()
-                for name, tensor in tensors.items()
-            }
-        )
+    for row, length in enumerate(experience.attention_mask.sum(-1).tolist()):
+        parts = {name: tensor[row : row + 1] for name, tensor in experience.tensors().items()}
+        cut = {name: part if name in PER_ROW_FIELDS else part[:, :length] for name, part in parts.items()}
+        yield Experience(**{name: part.clone() for name, part in cut.items()})
 
 
 def join_rows(rows: Sequence[Experience]) -> Experience:
     """Rows (or batches) padded on the right to the longest; padding is 0 and False everywhere, ids included."""
     width = max(row.sequences.shape[1] for row in rows)
-
-    def joined(name: str, tensors: list[Tensor]) -> Tensor:
-        if name in PER_ROW_FIELDS:
-            return torch.cat(tensors)
-        return torch.cat([F.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors])
-
-    names = rows[0].tensors()
-    return Experience(**{name: joined(name, [row.tensors()[name] for row in rows]) for name in names})
+    joined: dict[str, Tensor] = {}
+    for name in rows[0].tensors():
+        parts = [row.tensors()[name] for row in rows]
+        joined[name] = torch.cat([p if name in PER_ROW_FIELDS else F.pad(p, (0, width - p.shape[1])) for p in parts])
+    return Experience(**joined)
 
 
 def idle_experience(like: Experience | None = None) -> Experience:
     """One row of two tokens without any action, for a rank that has less to do than others."""
-    shape, device = (1, 2), torch.device("cpu") if like is None else like.sequences.device
-    shapes = {field.name: shape[:1] if field.name in PER_ROW_FIELDS else shape for field in fields(Experience)}
-    made = {name: torch.zeros(of_field, device=device) for name, of_field in shapes.items()}
+    names = [field.name for field in fields(Experience)]
+    made = {name: torch.zeros((1,) if name in PER_ROW_FIELDS else (1, 2)) for name in names}
     made["sequences"] = made["sequences"].long()
-    made["attention_mask"] = torch.ones(shape, dtype=torch.bool, device=device)
-    made |= {name: made[name].bool() for name in ("action_mask", "truncated")}
-    return Experience(**made)
+    made |= {name: made[name].bool() for name in ("attention_mask", "action_mask", "truncated")}
+    made["attention_mask"] = ~made["attention_mask"]
+    return Experience(**made).to("cpu" if like is None else like.sequences.device)
 
 
 @dataclass(frozen=True)
@@ -116,10 +105,8 @@ class ReplayBuffer:
 
     def append(self, experience: Experience) -> None:
         """Add every row of a batch."""
-        for row in split_rows(experience):
-            self.items.append(row.to("cpu") if self.cpu_offload else row)
-        if self.limit > 0:
-            self.items = self.items[-self.limit :]
+        self.items += [row.to("cpu") if self.cpu_offload else row for row in split_rows(experience)]
+        self.items = self.items[-self.limit :]  # all of them if it is 0
 
     def extend(self, experiences: Iterable[Experience]) -> None:
         """Add every row of several batches."""
@@ -128,7 +115,7 @@ class ReplayBuffer:
 
     def fill(self, experiences: Iterable[Experience]) -> None:
         """Replace the samples by those of a new rollout. All ranks call this together."""
-        self.clear()
+        self.items = []
         self.extend(experiences)
         if self.normalizes:
             self.normalize("advantages")
@@ -142,24 +129,17 @@ class ReplayBuffer:
 
         Mean and (biased) variance are taken in float64. All ranks call this together.
         """
-        kept = [item.tensors()[name][item.action_mask].double().cpu() for item in self.items]
+        tensors = [item.tensors()[name] for item in self.items]
+        kept = [tensor[item.action_mask].double().cpu() for tensor, item in zip(tensors, self.items, strict=True)]
         moments = Moments.of(torch.cat([torch.zeros(0, dtype=torch.float64), *kept]), self.comm)
-        scale = math.sqrt(moments.variance + _EPS)
-
-        def normalized(tensor: Tensor, mask: Tensor) -> Tensor:
-            return torch.where(mask, ((tensor.double() - moments.mean) / scale).to(tensor.dtype), 0.0)
-
-        self.items = [
-            item.with_fields(**{name: normalized(item.tensors()[name], item.action_mask)}) for item in self.items
-        ]
+        scale = math.sqrt(moments.variance + 1e-8)
+        for i, tensor in enumerate(tensors):
+            normalized = ((tensor.double() - moments.mean) / scale).to(tensor.dtype)
+            masked = torch.where(self.items[i].action_mask, normalized, 0.0)
+            self.items[i] = self.items[i].with_fields(**{name: masked})
 
     def mini_batches(
-        self,
-        batch_size: int,
-        micro_batch_size: int,
-        epochs: int,
-        seed: int,
-        micro_tokens: int | None = None,
+        self, batch_size: int, micro_batch_size: int, epochs: int, seed: int, micro_tokens: int | None = None
     ) -> Iterator[MiniBatch]:
         """All ranks' samples, shuffled anew for each epoch from ``seed``, ``batch_size`` of them per optimizer step.
 
@@ -167,7 +147,11 @@ class ReplayBuffer:
         ``micro_tokens`` as many as fit into that number of tokens with padding. All ranks call this together, with the
         same arguments.
         """
-        items = self._everyones()
+        items = self.items
+        if self.comm.world_size > 1:
+            packed = self.comm.all_gather_object(_pack(items))
+            device = items[0].sequences.device if items else torch.device("cpu")
+            items = [row.to(device) for of_rank in packed for row in _unpack(*of_rank)]
         generator = torch.Generator().manual_seed(seed)
         orders = (torch.randperm(len(items), generator=generator).tolist() for _ in range(epochs))
         steps = (order[i : i + batch_size] for order in orders for i in range(0, len(order), batch_size))
@@ -175,15 +159,12 @@ class ReplayBuffer:
             yield self._share({i: items[i] for i in step}, micro_batch_size, micro_tokens)
 
     def _share(self, step: dict[int, Experience], size: int, tokens: int | None) -> MiniBatch:
-        """This rank's micro-batches of a step, whose samples come with their places.
-
-        Ranks' shares differ by one sample at most, and little in tokens.
-        """
+        """This rank's micro-batches of a step, whose samples come with their places among all ranks'."""
         world, lengths = self.comm.world_size, {place: item.sequences.shape[1] for place, item in step.items()}
         ordered = sorted(step, key=lambda place: lengths[place], reverse=True)
         rounds = [ordered[start : start + world] for start in range(0, len(ordered), world)]
         shares: list[list[int]] = [[] for _ in range(world)]
-        for i, dealt in enumerate(rounds):  # to and fro, so that shares differ little
+        for i, dealt in enumerate(rounds):  # to and fro, so that shares differ by one sample and few tokens
             for rank, place in enumerate(dealt):
                 shares[rank if i % 2 == 0 else world - 1 - rank].append(place)
         limit = MicroBatchSize(size, tokens, self.split_overhead)
@@ -198,14 +179,6 @@ class ReplayBuffer:
         n_sequences = sum(weight for weight, n in zip(weights, actions, strict=True) if n > 0)
         return MiniBatch(joined, n_tokens, n_sequences, places=mine + [[]] * n_idle)
 
-    def _everyones(self) -> list[Experience]:
-        """All ranks' samples in rank order."""
-        if self.comm.world_size == 1:
-            return self.items
-        packed = self.comm.all_gather_object(_pack(self.items))
-        device = self.items[0].sequences.device if self.items else torch.device("cpu")
-        return [Experience(**row).to(device) for rank in packed for row in _unpack(rank)]
-
 
 def mini_batches(buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int) -> Iterator[MiniBatch]:
     """The optimizer steps of the global step after ``n_done`` of them, with their samples."""
@@ -216,18 +189,12 @@ def mini_batches(buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int) -> I
 
 def _pack(items: list[Experience]) -> tuple[list[int], dict[str, Tensor]]:
     """Lengths and one flat CPU tensor per field: far fewer objects to send than one per sample and field."""
-    lengths, tensors = [item.sequences.shape[1] for item in items], [item.tensors() for item in items]
-    names = tensors[0] if items else ()
-    return lengths, {name: torch.cat([of_item[name].flatten() for of_item in tensors]).cpu() for name in names}
+    tensors = [item.tensors() for item in items]
+    flat = {name: torch.cat([row[name].flatten() for row in tensors]).cpu() for name in (tensors[0] if items else ())}
+    return [item.sequences.shape[1] for item in items], flat
 
 
-def _unpack(packed: tuple[list[int], dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The fields of each sample."""
-    lengths, flat = packed
-    parts: dict[str, list[Tensor]] = {}
-    for name, tensor in flat.items():
-        if name in PER_ROW_FIELDS:
-            parts[name] = list(tensor.split(1))  # (1,) each
-        else:
-            parts[name] = [piece[None] for piece in tensor.split(lengths)]  # (1, L) each
-    return [{name: pieces[i] for name, pieces in parts.items()} for i in range(len(lengths))]
+def _unpack(lengths: list[int], flat: dict[str, Tensor]) -> Iterator[Experience]:
+    parts = {name: tensor.split(1 if name in PER_ROW_FIELDS else lengths) for name, tensor in flat.items()}
+    for i in range(len(lengths)):
+        yield Experience(**{n: pieces[i] if n in PER_ROW_FIELDS else pieces[i][None] for n, pieces in parts.items()})

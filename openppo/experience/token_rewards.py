@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -97,9 +97,8 @@ def shape_scores(
     if config.missing_eos_penalty is not None:
         scores = scores - config.missing_eos_penalty * truncated.to(scores.dtype)
     if config.overlong_buffer_len is not None:
-        scores = scores + soft_overlong_penalty(
-            lengths, max_len, config.overlong_buffer_len, config.overlong_penalty_factor
-        )
+        buffer = config.overlong_buffer_len, config.overlong_penalty_factor
+        scores = scores + soft_overlong_penalty(lengths, max_len, *buffer)
     return scores.clamp(*config.reward_clip_range)
 
 
@@ -114,9 +113,8 @@ def one_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     ``rewards`` (B,) and ``groups`` int64 (B,), in any order; bool (B,) (dynamic sampling, arXiv 2503.14476).
     """
     ids, index = groups.unique(return_inverse=True)
-    start = torch.zeros(len(ids), dtype=rewards.dtype, device=rewards.device)
-    low = start.scatter_reduce(0, index, rewards, "amin", include_self=False)
-    high = start.scatter_reduce(0, index, rewards, "amax", include_self=False)
+    start = rewards.new_zeros(len(ids))
+    low, high = (start.scatter_reduce(0, index, rewards, which, include_self=False) for which in ("amin", "amax"))
     return (low == high)[index]
 
 
@@ -133,11 +131,11 @@ class RunningMoments(Moments):
 
     def state_dict(self) -> dict[str, float]:
         """What ``load_state_dict`` takes."""
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from the moments of an earlier run."""
-        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+        vars(self).update(state)
 
 
 class FixedKLController:
@@ -157,11 +155,11 @@ class FixedKLController:
         """Ignore the coefficient of an earlier run."""
 
 
-class AdaptiveKLController:
+class AdaptiveKLController(FixedKLController):
     """Moves the coefficient until the measured KL is ``target`` (arXiv 1909.08593, section 2.2)."""
 
     def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
-        self.value = init_kl_coef
+        super().__init__(init_kl_coef)
         self.target = target
         self.horizon = horizon
 
@@ -170,14 +168,9 @@ class AdaptiveKLController:
 
         ``current`` is the KL per action token that was measured on them. One that is not finite says nothing.
         """
-        if not math.isfinite(current):
-            return
-        error = min(max(current / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        """The coefficient."""
-        return {"value": self.value}
+        if math.isfinite(current):
+            error = min(max(current / self.target - 1, -0.2), 0.2)
+            self.value *= 1 + error * n_steps / self.horizon
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from the coefficient of an earlier run."""

@@ -9,12 +9,8 @@ if TYPE_CHECKING:
     from openppo.models.loss import (
         POLICY_LOSSES as POLICY_LOSSES,
         CISPOLoss as CISPOLoss,
-        GPTLMLoss as GPTLMLoss,
         GSPOLoss as GSPOLoss,
-        LogExpLoss as LogExpLoss,
-        PairWiseLoss as PairWiseLoss,
         PolicyLoss as PolicyLoss,
-        PRMLoss as PRMLoss,
         ValueLoss as ValueLoss,
         policy_loss as policy_loss,
         token_weights as token_weights,
@@ -23,6 +19,12 @@ if TYPE_CHECKING:
     from openppo.models.scalar_head import (
         ScalarHeadModel as ScalarHeadModel,
         get_llm_for_sequence_regression as get_llm_for_sequence_regression,
+    )
+    from openppo.models.supervised_loss import (
+        GPTLMLoss as GPTLMLoss,
+        LogExpLoss as LogExpLoss,
+        PairWiseLoss as PairWiseLoss,
+        PRMLoss as PRMLoss,
     )
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -74,54 +74,33 @@ class Actor(nn.Module):
         token of each must not be in ``action_mask``.
         """
         wanted = attention_mask.bool() if action_mask is None else action_mask.bool()
+        wanted = F.pad(wanted[:, 1:], (1, 0))  # (B, L)
         temperature = self.temperature if temperature is None else temperature
-        if self.packs_rows and position_ids is None:
-            return self._packed_forward(sequences, attention_mask, wanted, temperature, return_entropy)
-        positions = wanted[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token positions + 1
-        if len(positions) == 0:  # a row without any action still takes part in the forward
-            positions = positions.new_zeros(1)
         # No attention mask: padding is on the right, and a causal model never looks there. SDPA then keeps its
         # fast causal kernel.
-        if position_ids is None:
-            inputs = {"input_ids": pad_width(sequences, self.model)}
+        if self.packs_rows and position_ids is None:
+            rows = pack_rows(sequences, attention_mask)
+            places = wanted.flatten().nonzero()[:, 0]  # (K,): of the tokens in the flat batch
+            places = places if len(places) > 0 else places.new_ones(1)
+            inputs, kept = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}, rows.places[places - 1]
+            labels, dim = sequences.flatten()[places], 0  # (K,)
         else:
-            inputs = {"input_ids": sequences, "position_ids": position_ids}
-        logits = self.model(**inputs, logits_to_keep=positions, use_cache=False).logits
-        tokens = (positions + 1).clamp(max=sequences.shape[1] - 1)  # a row of one token has none after its first
-        if not return_entropy:
-            return _place(log_probs_from_logits(logits, sequences[:, tokens], temperature), tokens, wanted)  # (B, K)
-        both = log_probs_and_entropy(logits, sequences[:, tokens], temperature)
-        return _place(both[0], tokens, wanted), _place(both[1], tokens, wanted)
+            kept = wanted[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token kept + 1
+            kept = kept if len(kept) > 0 else kept.new_zeros(1)  # a row without any action still takes part
+            places = (kept + 1).clamp(max=sequences.shape[1] - 1)  # a row of one token has none after its first
+            if position_ids is None:
+                inputs = {"input_ids": pad_width(sequences, self.model)}
+            else:
+                inputs = {"input_ids": sequences, "position_ids": position_ids}
+            labels, dim = sequences[:, places], 1  # (B, K)
+        logits = self.model(**inputs, logits_to_keep=kept, use_cache=False).logits.view(*labels.shape, -1)
 
-    def _packed_forward(
-        self, sequences: Tensor, attention_mask: Tensor, wanted: Tensor, temperature: float, return_entropy: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        rows = pack_rows(sequences, attention_mask)
-        wanted = F.pad(wanted[:, 1:], (1, 0)).flatten()  # (B x L,)
-        wanted_at = wanted.nonzero()[:, 0]  # (K,)
-        if len(wanted_at) == 0:
-            wanted_at = wanted_at.new_ones(1)
-        logits = self.model(
-            input_ids=rows.input_ids,
-            position_ids=rows.position_ids,
-            logits_to_keep=rows.places[wanted_at - 1],
-            use_cache=False,
-        ).logits[0]  # (K, V)
-        labels = sequences.flatten()[wanted_at]
-
-        def place(values: Tensor) -> Tensor:
-            placed = torch.zeros(wanted.shape, dtype=values.dtype, device=values.device).index_copy(
-                0, wanted_at, values
-            )
-            return torch.where(wanted, placed, 0.0).view(sequences.shape)
+        def placed(values: Tensor) -> Tensor:
+            """``values`` at their places of a (B, L) tensor, 0 elsewhere."""
+            empty = torch.zeros(wanted.flatten(dim).shape, dtype=values.dtype, device=values.device)
+            return torch.where(wanted, empty.index_copy(dim, places, values).view(wanted.shape), 0.0)
 
         if not return_entropy:
-            return place(log_probs_from_logits(logits, labels, temperature))
+            return placed(log_probs_from_logits(logits, labels, temperature))
         log_probs, entropy = log_probs_and_entropy(logits, labels, temperature)
-        return place(log_probs), place(entropy)
-
-
-def _place(values: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-    """``values`` (B, K) put at ``positions`` (K,) of a (B, L) tensor, 0 where not ``wanted`` and at token 0."""
-    placed = torch.zeros(wanted.shape, dtype=values.dtype, device=values.device).index_copy(1, positions, values)
-    return torch.where(F.pad(wanted[:, 1:], (1, 0)), placed, 0.0)
+        return placed(log_probs), placed(entropy)

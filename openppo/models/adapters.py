@@ -30,12 +30,11 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
     """
     from peft import LoraConfig, get_peft_model  # heavy, and needed with LoRA only
 
-    layers: list[Any] = list(model.modules())
-    for layer in layers:
+    for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             # On some CPUs bitsandbytes repacks 4-bit weights at the first forward in evaluation mode, for a kernel that
             # has no gradient: silently wrong gradients from then on.
-            layer.support_avx512bf16_for_cpu = False
+            vars(layer)["support_avx512bf16_for_cpu"] = False
     given: str | Sequence[str] = lora.target_modules
     targets = [given] if isinstance(given, str) else list(given)
     config = LoraConfig(
@@ -115,12 +114,12 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     config = PeftConfig.from_pretrained(folder)
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{folder}: its adapters are of type {config.peft_type}; only LoRA adapters can be merged.")
-    if config.task_type == HEAD_TASK and not _is_classifier(model):
+    is_classifier = hasattr(model, "score")
+    if config.task_type == HEAD_TASK and not is_classifier:
         raise ValueError(f"{folder} holds the adapters of a reward model or critic; give those of a language model.")
     if config.megatron_config is not None:  # names a module that some releases of peft import
         raise ValueError(f"{folder}: its adapters name code of Megatron, which is not run here.")
-    config.task_type = None
-    config.inference_mode = True
+    config.task_type, config.inference_mode = None, True
     try:
         with quiet_peft():
             adapted = PeftModel(model, config)
@@ -128,10 +127,10 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         with forbid_remote_code(folder):
             weights = load_peft_weights(folder, device="cpu")
         result: Any = set_peft_model_state_dict(adapted, weights)
-        missing = [key for key in result.missing_keys if ".lora_" in key]
-        homeless = [key for key in result.unexpected_keys if not (_is_classifier(model) and ".lm_head." in key)]
-        if missing or homeless:
-            raise ValueError(f"weights are missing or have no place, such as {(missing + homeless)[0]}")
+        wrong = [key for key in result.missing_keys if ".lora_" in key]
+        wrong += [key for key in result.unexpected_keys if not (is_classifier and ".lm_head." in key)]
+        if wrong:
+            raise ValueError(f"weights are missing or have no place, such as {wrong[0]}")
         merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     except UntrustedModelError:
         raise
@@ -156,7 +155,3 @@ def has_head(folder: str) -> bool:
     from peft import load_peft_weights
 
     return any(key.endswith(".score.weight") for key in load_peft_weights(folder, device="cpu"))
-
-
-def _is_classifier(model: PreTrainedModel) -> bool:
-    return hasattr(model, "score")

@@ -13,9 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-_CPU_NAME = "openppo_cpu"
-_GPU_NAME = "openppo_cuda"
-_OLDEST_WITH_FLASH = (8, 0)
+_CPU_NAME, _GPU_NAME = "openppo_cpu", "openppo_cuda"
 _BLOCK = 64
 """Queries at a time; of the keys after them nothing is computed."""
 _LONGEST = 1024
@@ -24,31 +22,41 @@ _LONGEST_WITH_AMX = 512
 """There SDPA in bfloat16 is as fast for longer ones."""
 _SCORES = 1 << 20
 """Scores at a time, about: 4 MiB in float32."""
-
 Capability = tuple[int, int]
 
 
-def use_cpu_attention(model: PreTrainedModel) -> None:
-    """Replace SDPA in a model on CPUs."""
-    if not torch.cuda.is_available() and model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(_CPU_NAME, _attend_on_cpu)
-        AttentionMaskInterface.register(_CPU_NAME, sdpa_mask)
-        model.set_attn_implementation(_CPU_NAME)
+def use_fast_attention(model: PreTrainedModel) -> None:
+    """Replace SDPA in a model on CPUs, and on GPUs if its dtype and the GPU need it."""
+    if model.config._attn_implementation != "sdpa":
+        return
+    name, attend = _CPU_NAME, _attend_on_cpu
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if not repeats_keys(model.dtype, capability, masked=False):
+            return
+        name, attend = _GPU_NAME, partial(_attend_on_gpu, capability)
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
 
 
 def _attend_on_cpu(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Heads (B, H, L, D) to outputs (B, L, H, D), as transformers calls it."""
-    decodes = query.shape[2] == 1
-    scale = options.get("scaling") or query.shape[-1] ** -0.5
-    if decodes and query.dtype is torch.float32 and _is_plain(options) and _is_of_columns(attention_mask):
+    decodes, scale = query.shape[2] == 1, options.get("scaling") or query.shape[-1] ** -0.5
+    unused = ("position_bias", "softcap", "cache")  # where nothing is asked for but a softmax
+    is_plain = not options.get("dropout") and all(options.get(name) is None for name in unused)
+    of_columns = attention_mask is None or (attention_mask.dtype is torch.bool and attention_mask.shape[1] == 1)
+    if decodes and query.dtype is torch.float32 and is_plain and of_columns:
         return _attend_once(query, key, value, attention_mask, scale), None
     if not decodes and query.dtype is torch.bfloat16:
-        if attention_mask is None and _is_plain(options) and _is_causal(module, query, key, value, options):
+        has_amx = bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+        fits = query.shape[2] == key.shape[2] <= (_LONGEST_WITH_AMX if has_amx else _LONGEST)
+        if attention_mask is None and is_plain and _is_causal(module, options) and fits and key.shape == value.shape:
             learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
             return causal_attention(query, key, value, scale, learns)[0], None
-        if not _has_amx():
+        if not has_amx:
             inputs = query.float(), key.float(), value.float()
             if attention_mask is not None and attention_mask.is_floating_point():  # added to scores, so of their dtype
                 attention_mask = attention_mask.float()
@@ -56,31 +64,10 @@ def _attend_on_cpu(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
-def _has_amx() -> bool:
-    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
-
-
-def _longest() -> int:
-    return _LONGEST_WITH_AMX if _has_amx() else _LONGEST
-
-
-def _is_plain(options: dict[str, Any]) -> bool:
-    """Whether nothing is asked for but a softmax."""
-    return not options.get("dropout") and all(
-        options.get(name) is None for name in ("position_bias", "softcap", "cache")
-    )
-
-
-def _is_causal(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether tokens see themselves and those before them, and are not too many to keep the weights."""
+def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether tokens see only themselves and those before them."""
     causal = options.get("is_causal")
-    asked = bool(getattr(module, "is_causal", True) if causal is None else causal)
-    return asked and query.shape[2] == key.shape[2] <= _longest() and key.shape == value.shape
-
-
-def _is_of_columns(mask: Tensor | None) -> bool:
-    """Whether a mask says no more than which keys a row sees, (B, 1, 1, L)."""
-    return mask is None or (mask.dtype is torch.bool and mask.shape[1] == 1)
+    return bool(getattr(module, "is_causal", True) if causal is None else causal)
 
 
 def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -102,20 +89,22 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, le
     dtype, and for the backward pass, if it ``learns``, the weights block by block, else an empty tensor.
     """
     n_rows, heads, length, _ = query.shape
-    return causal_operator(query, key, value, scale, _n_weights(n_rows, heads, length) if learns else 0)
+    n_blocks, block = _blocks(length)
+    n_weights = n_rows * heads * block * block * n_blocks * (n_blocks + 1) // 2  # of all blocks, at most
+    return causal_operator(query, key, value, scale, n_weights if learns else 0)
 
 
 @torch.library.custom_op("openppo::causal_attention", mutates_args=())
 def causal_operator(query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int) -> tuple[Tensor, Tensor]:
     """As above. Compiled graphs are cached on disk, for later releases too: what they rely on is an argument."""
     n_rows, heads, length, width = query.shape
-    dtype = _accumulation(query)
-    output = query.new_empty(n_rows, length, heads, width)
-    kept = query.new_empty(n_kept)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    output, kept = query.new_empty(n_rows, length, heads, width), query.new_empty(n_kept)
     for rows, start, end, place in _pieces(query):
         queries = _queries(query, key, rows, start, end).to(dtype) * scale
         scores = torch.bmm(queries, _keys(key, rows, end).to(dtype).transpose(1, 2))
-        scores.view(-1, end - start, end)[..., start:].add_(_later(end - start, scores))
+        later = torch.full((end - start, end - start), -torch.inf, dtype=dtype).triu_(1)  # keys after their query
+        scores.view(-1, end - start, end)[..., start:].add_(later)
         if n_kept > 0:
             weights = kept[place].view(scores.shape)
             weights.copy_(torch.softmax(scores, -1))
@@ -134,7 +123,8 @@ def _backward(
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     grad = grad.transpose(1, 2)  # (B, H, L, D)
     # The mean gradient of a query's weights, (B, H, L, 1)
-    mean = (grad.to(_accumulation(query)) * output.transpose(1, 2)).sum(-1, keepdim=True).to(query.dtype)
+    products = grad.to(torch.promote_types(query.dtype, torch.float32)) * output.transpose(1, 2)
+    mean = products.sum(-1, keepdim=True).to(query.dtype)
     for rows, start, end, place in _pieces(query):
         gradients = _queries(grad, key, rows, start, end)
         weights = kept[place].view(len(gradients), -1, end)
@@ -152,12 +142,6 @@ def _blocks(length: int) -> tuple[int, int]:
     """How many blocks of queries, and the size of all but the last."""
     n_blocks = (length + _BLOCK - 1) // _BLOCK
     return n_blocks, (length + n_blocks - 1) // n_blocks
-
-
-def _n_weights(n_rows: int, heads: int, length: int) -> int:
-    """Elements of all blocks' weights, at most."""
-    n_blocks, block = _blocks(length)
-    return n_rows * heads * block * block * n_blocks * (n_blocks + 1) // 2
 
 
 def _pieces(query: Tensor) -> Iterator[tuple[slice, int, int, slice]]:
@@ -185,15 +169,6 @@ def _keys(tensor: Tensor, rows: slice, end: int) -> Tensor:
     return tensor[rows, :, :end].flatten(0, 1)
 
 
-def _later(n: int, like: Tensor) -> Tensor:
-    """(n, n), -inf for keys after their query."""
-    return torch.full((n, n), -torch.inf, dtype=like.dtype).triu_(1)
-
-
-def _accumulation(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 @causal_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int) -> tuple[Tensor, Tensor]:
     n_rows, heads, length, width = query.shape
@@ -219,25 +194,13 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, T
 causal_operator.register_autograd(_differentiate, setup_context=_keep)
 
 
-def use_cuda_attention(model: PreTrainedModel) -> None:
-    """Replace SDPA in a model on GPUs, if its dtype and the GPU need it."""
-    if not torch.cuda.is_available() or model.config._attn_implementation != "sdpa":
-        return
-    capability = torch.cuda.get_device_capability()
-    if repeats_keys(model.dtype, capability, masked=False):
-        AttentionInterface.register(_GPU_NAME, partial(_attend_on_gpu, capability))
-        AttentionMaskInterface.register(_GPU_NAME, sdpa_mask)
-        model.set_attn_implementation(_GPU_NAME)
-
-
 def repeats_keys(dtype: torch.dtype, capability: Capability, masked: bool) -> bool:
     """Whether grouped heads need repeated keys for a fast kernel.
 
     Only FlashAttention takes grouped heads: in half precision, from sm_80 on, and without a mask. Under a mask
     transformers does what is needed by itself.
     """
-    in_flash = dtype in (torch.bfloat16, torch.float16) and capability >= _OLDEST_WITH_FLASH
-    return not masked and not in_flash
+    return not masked and not (dtype in (torch.bfloat16, torch.float16) and capability >= (8, 0))
 
 
 def _attend_on_gpu(
@@ -256,8 +219,7 @@ def _attend_on_gpu(
     if query.shape[2] == 1:  # under a mask, even of nothing, the queries of a group share their keys without a copy
         all_keys = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=key.device)
         return sdpa_attention_forward(module, query, key, value, all_keys, **options)
-    if options.get("is_causal") is None:
-        options["is_causal"] = bool(getattr(module, "is_causal", True))
+    options["is_causal"] = _is_causal(module, options)
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     no_module: Any = None  # its groups would reach SDPA
     return sdpa_attention_forward(no_module, query, key, value, None, **options)

@@ -19,7 +19,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIER
 HEAD = "score"
 _OTHER_HEADS = ("ctrl", "modernbert-decoder")
 """Causal families whose classifier in transformers has a head of another kind."""
-_OTHER_HEADS_OF_DECODERS = ("bert", "electra", "ernie", "megatron-bert", "rembert")
+_DECODERS = ("bert", "electra", "ernie", "megatron-bert", "rembert")
 """Families of encoders, of which the same is true where the config says ``is_decoder``."""
 
 
@@ -60,7 +60,7 @@ def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
     """
     config = copy.deepcopy(config)
     config.num_labels = 1
-    decodes = config.model_type in _OTHER_HEADS_OF_DECODERS and vars(config)["is_decoder"]
+    decodes = config.model_type in _DECODERS and vars(config)["is_decoder"]
     has_own = type(config) in CLASSIFIERS and config.model_type not in _OTHER_HEADS and not decodes
     if has_own or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForSequenceClassification, config

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from openppo.models.adapters import merge_adapters
-from openppo.models.attention import use_cpu_attention, use_cuda_attention
+from openppo.models.attention import use_fast_attention
 from openppo.models.pretrained import base_model_of, forbid_remote_code, is_peft_folder, load_config
 
 logger = logging.getLogger("openppo")
@@ -25,23 +25,21 @@ def attention_implementation(flash_attn: bool, bf16: bool) -> str | None:
         return None
     if not bf16:
         raise ValueError("--flash_attn needs --bf16: FlashAttention-2 does not compute in float32.")
-    if importlib.util.find_spec("flash_attn") is None:
-        raise ValueError(
-            "--flash_attn needs the package flash-attn, which is not installed: "
-            "pip install flash-attn --no-build-isolation, or omit the flag to use PyTorch's SDPA."
-        )
+    _require("flash_attn", "--flash_attn", "pip install flash-attn --no-build-isolation")
     return "flash_attention_2"
+
+
+def _require(module: str, flag: str, remedy: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        package = module.replace("_", "-")
+        raise ValueError(f"{flag} needs the package {package}, which is not installed: {remedy}, or omit the flag.")
 
 
 def quantization(load_in_4bit: bool, bf16: bool) -> BitsAndBytesConfig | None:
     """Weights, except heads, in 4 bits (NF4, quantized scales, arXiv 2305.14314); None without ``load_in_4bit``."""
     if not load_in_4bit:
         return None
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "--load_in_4bit needs the package bitsandbytes, which is not installed: pip install bitsandbytes, or omit "
-            "the flag."
-        )
+    _require("bitsandbytes", "--load_in_4bit", "pip install bitsandbytes")
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -77,14 +75,12 @@ def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTr
             base or base_model_of(name), config=config, output_loading_info=True, **load
         )
     model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:
+    if report["missing_keys"]:
         raise ValueError(
-            f"{name} is not a whole causal language model: it lacks {', '.join(missing[:5])}, which would be random. "
-            "Give a checkpoint that has them."
+            f"{name} is not a whole causal language model: it lacks {', '.join(sorted(report['missing_keys'])[:5])}, "
+            "which would be random. Give a checkpoint that has them."
         )
-    use_cpu_attention(model)
-    use_cuda_attention(model)
+    use_fast_attention(model)
     return merge_adapters(model, name) if is_peft_folder(name) else model
 
 
@@ -110,17 +106,13 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if getattr(module, "router_jitter_noise", 0) > 0:
             # Phi-MoE draws among the experts within that margin, which it has in evaluation mode too: it stays there.
-            module.eval()
-            vars(module)["train"] = partial(_same, module)
+            vars(module.eval())["train"] = partial(_keep_mode, module)
         for name, value in vars(module).items():
-            if isinstance(value, float) and name != "router_jitter_noise" and _is_random(name):
+            is_random = any(word in name for word in ("dropout", "pdrop", "layerdrop", "jitter"))
+            if isinstance(value, float) and is_random and name != "router_jitter_noise":
                 setattr(module, name, 0.0)
 
 
-def _is_random(attribute: str) -> bool:
-    return any(word in attribute for word in ("dropout", "pdrop", "layerdrop", "jitter"))
-
-
-def _same(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Replacement for a module's ``train`` that does not change its mode."""
+def _keep_mode(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Stand for a module's ``train``."""
     return module

@@ -15,8 +15,7 @@ _LEAST = -1e4
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    most = CHUNK_ELEMENTS_ON_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS
-    rows = max(1, most // logits.shape[-1])
+    rows = max(1, (CHUNK_ELEMENTS_ON_CPU if logits.device.type == "cpu" else CHUNK_ELEMENTS) // logits.shape[-1])
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
 
 
@@ -28,7 +27,7 @@ class _SelectedLogProbs(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         """``logits`` (N, V), ``labels`` (N,); returns log-probs and entropy, float32 (N,), empty if not wanted."""
-        n, dtype = logits.shape[0], _accumulation(logits)
+        n, dtype = logits.shape[0], torch.promote_types(logits.dtype, torch.float32)
         chosen = torch.empty(n, dtype=dtype, device=logits.device)
         entropy = torch.empty(n if with_entropy else 0, dtype=dtype, device=logits.device)
         for rows in _chunks(logits):
@@ -48,7 +47,7 @@ class _SelectedLogProbs(torch.autograd.Function):
         scale, entropy_scale = (gradient / ctx.temperature for gradient in grad_outputs)
         grad = torch.empty_like(logits)
         for rows in _chunks(logits):
-            scaled = _scaled(logits[rows], ctx.temperature, _accumulation(logits))
+            scaled = _scaled(logits[rows], ctx.temperature, torch.promote_types(logits.dtype, torch.float32))
             part = grad[rows] if grad.dtype == scaled.dtype else torch.empty_like(scaled)
             if len(entropy) == 0:
                 torch.softmax(scaled, dim=-1, out=part).mul_(-scale[rows, None])
@@ -65,10 +64,6 @@ class _SelectedLogProbs(torch.autograd.Function):
 def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
     """May be ``logits`` themselves: not to be written into."""
     return logits.to(dtype) if temperature == 1 else logits.to(dtype) / temperature
-
-
-def _accumulation(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -90,9 +85,7 @@ def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 def masked_sum(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
     """Sum of the elements where ``mask`` (same shape, bool or 0/1) is set; ``mask`` None counts all."""
-    if mask is not None:
-        tensor = torch.where(mask.bool(), tensor, 0.0)
-    return tensor.sum() if dim is None else tensor.sum(dim)
+    return (tensor if mask is None else torch.where(mask.bool(), tensor, 0.0)).sum(dim)
 
 
 def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
@@ -101,9 +94,8 @@ def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> 
     With ``dim=-1`` on (B, L) the result is one mean per sequence, (B,).
     """
     if mask is None:
-        return tensor.mean() if dim is None else tensor.mean(dim)
-    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
-    return masked_sum(tensor, mask, dim) / count.clamp(min=1)
+        return tensor.mean(dim)
+    return masked_sum(tensor, mask, dim) / mask.bool().sum(dim).clamp(min=1)
 
 
 def compute_approx_kl(

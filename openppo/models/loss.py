@@ -15,32 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from openppo.models.log_probs import masked_mean
-from openppo.models.supervised_loss import IGNORE_INDEX, GPTLMLoss, LogExpLoss, PairWiseLoss, PRMLoss
+from openppo.models.supervised_loss import GPTLMLoss, LogExpLoss, PairWiseLoss, PRMLoss  # noqa: F401
 
 if TYPE_CHECKING:
     from openppo.config import LossAggregation, LossConfig
 
-__all__ = [
-    "IGNORE_INDEX",
-    "POLICY_LOSSES",
-    "CISPOLoss",
-    "ClippedLoss",
-    "GPTLMLoss",
-    "GSPOLoss",
-    "LogExpLoss",
-    "PRMLoss",
-    "PairWiseLoss",
-    "PolicyLoss",
-    "ValueLoss",
-    "policy_loss",
-    "token_weights",
-]
-
 logger = logging.getLogger("openppo")
 
 Reduction = Literal["sequence_mean", "token_mean", "none"]
-_MAX_LOG_RATIO = 20.0
-_WIDE_FOR_GSPO = 0.02
 
 
 class ClippedLoss(Protocol):
@@ -55,15 +37,13 @@ class ClippedLoss(Protocol):
         rollout_log_probs: Tensor | None = None,
         /,
     ) -> Tensor:
-        """Loss of each token, (B, L) as all inputs, 0 outside the mask; or a scalar, by the loss's ``reduction``.
+        """Loss of each token, (B, L) float as all inputs, 0 outside the mask; or a scalar, by its ``reduction``.
 
         ``rollout_log_probs`` are those under which the engine sampled, for policy losses that correct for it.
         """
-        ...
 
     def clipped(self, new: Tensor, old: Tensor, action_mask: Tensor | None = None, /) -> Tensor:
         """Tokens whose change from ``old`` to ``new`` reached a bound, bool (B, L)."""
-        ...
 
 
 def token_weights(
@@ -94,10 +74,7 @@ def token_weights(
 
 
 def reduce_loss(loss: Tensor, action_mask: Tensor | None, reduction: Reduction) -> Tensor:
-    """Losses of tokens (B, L) to a mean over this batch, or with "none" to themselves, 0 outside the mask.
-
-    Rows without actions count as sequences of loss 0.
-    """
+    """Losses of tokens (B, L) to a mean over this batch (a row without actions has loss 0), or to themselves."""
     if reduction not in ("sequence_mean", "token_mean", "none"):
         raise ValueError(f"reduction must be sequence_mean, token_mean or none, got {reduction!r}")
     mask = torch.ones_like(loss, dtype=torch.bool) if action_mask is None else action_mask.bool()
@@ -110,7 +87,7 @@ def reduce_loss(loss: Tensor, action_mask: Tensor | None, reduction: Reduction) 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
     """log_probs - old_log_probs clamped to +-20; 0 outside the mask. Shape (B, L)."""
-    difference = (log_probs - old_log_probs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    difference = (log_probs - old_log_probs).clamp(-20.0, 20.0)
     return difference if action_mask is None else torch.where(action_mask.bool(), difference, 0.0)
 
 
@@ -168,9 +145,8 @@ class PolicyLoss(nn.Module):
 class GSPOLoss(PolicyLoss):
     """Clipped surrogate of one ratio per sequence (arXiv 2507.18071, eq. 5): the geometric mean of its token ratios.
 
-    Each token gets the sequence's ratio and the gradient of its own log-prob (GSPO-token, eq. 13), so advantages
-    may differ from token to token. Where they are equal, the mean over a sequence has the gradient of eq. 5.
-    The ratio is near 1, hence the narrow clip range.
+    Each token gets the sequence's ratio, near 1, and the gradient of its own log-prob (GSPO-token, eq. 13), so
+    advantages may differ from token to token. Where they are equal, the mean over a sequence has the gradient of eq. 5.
     """
 
     def __init__(
@@ -248,18 +224,16 @@ class ValueLoss(nn.Module):
 
 @dataclass(frozen=True)
 class PolicyLossEntry:
-    """One entry of ``POLICY_LOSSES``.
-
-    ``make`` builds a loss of single tokens from options; ``loss_agg`` is how they add up unless an option says
-    otherwise (None: as the advantage estimator wants).
-    """
+    """One entry of ``POLICY_LOSSES``."""
 
     make: Callable[[LossConfig], ClippedLoss]
+    """Builds a loss of single tokens from options."""
     loss_agg: LossAggregation | None = None
+    """How they add up unless an option says otherwise (None: as the advantage estimator wants)."""
 
 
 def _gspo(config: LossConfig) -> GSPOLoss:
-    if config.eps_clip > _WIDE_FOR_GSPO:
+    if config.eps_clip > 0.02:
         logger.warning(
             "--policy_loss_type gspo with --eps_clip %g clips next to nothing, since a response's mean log-ratio is "
             "small: the paper has --eps_clip 3e-4 --eps_clip_high 4e-4",

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openppo.config import MergeConfig
 from openppo.models.adapters import HEAD_TASK
-from openppo.models.loading import load_causal_lm
+from openppo.models.loading import load_causal_lm, model_error_context
 from openppo.models.pretrained import check_model, is_peft_folder, load_tokenizer, task_of
 from openppo.models.scalar_head import load_classifier
 
@@ -21,26 +20,29 @@ class LoRAMerge:
     """Loads adapters and base model; ``fit()`` writes their sum, taken in float32. ``ValueError`` names the flag."""
 
     def __init__(self, config: MergeConfig) -> None:
-        self.config = config
         self.folder = Path(config.save_path)
-        if not is_peft_folder(config.lora_path):
-            raise ValueError(
-                f"--lora_path {config.lora_path}: this is not a PEFT folder; it has no adapter_config.json."
-            )
-        if config.pretrain is None:
-            check_model(config.lora_path, "--lora_path", config.trust_remote_code)
+        name, base, trust = config.lora_path, config.pretrain, config.trust_remote_code
+        if not is_peft_folder(name):
+            raise ValueError(f"--lora_path {name}: this is not a PEFT folder; it has no adapter_config.json.")
+        if base is None:
+            check_model(name, "--lora_path", trust)
         else:
-            check_model(config.pretrain, "--pretrain", config.trust_remote_code)
-            if is_peft_folder(config.pretrain):
-                raise ValueError(f"--pretrain {config.pretrain} is a PEFT folder; give a base model with full weights.")
+            check_model(base, "--pretrain", trust)
+            if is_peft_folder(base):
+                raise ValueError(f"--pretrain {base} is a PEFT folder; give a base model with full weights.")
         if is_peft_folder(config.save_path):
-            raise ValueError(f"--save_path {config.save_path} holds adapters, which would hide it: choose another.")
+            raise ValueError(f"--save_path {self.folder} holds adapters, which would hide it: choose another.")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"--save_path {config.save_path}: cannot be written ({error}).") from error
-        self.tokenizer = self._tokenizer()
-        self.model = self._merged()
+            raise ValueError(f"--save_path {self.folder}: cannot be written ({error}).") from error
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        try:
+            self.tokenizer = load_tokenizer(name, "--lora_path", base, trust)
+        except ValueError as error:
+            logger.warning("no tokenizer is written: %s", error)
+        with model_error_context("--lora_path", name):
+            self.model = _merged(name, base, trust)
         if config.bf16:
             to_bf16(self.model)
 
@@ -54,26 +56,14 @@ class LoRAMerge:
     def close(self) -> None:
         """There is no process group to leave."""
 
-    def _merged(self) -> PreTrainedModel:
-        name, base, trust = self.config.lora_path, self.config.pretrain, self.config.trust_remote_code
-        try:
-            if task_of(name) != HEAD_TASK:
-                return load_causal_lm(name, base, bf16=False, flash_attn=False, trust_remote_code=trust)
-            model, headless = load_classifier(name, base=base, dtype=torch.float32, trust_remote_code=trust)
-        except (OSError, SafetensorError, ValueError) as error:
-            named = str(error) if str(error).startswith(name) else f"{name}: {error}"
-            raise ValueError(f"--lora_path {named}") from error
-        if headless:
-            raise ValueError(f"--lora_path {name}: neither it nor its base model has a scalar head 'score.weight'.")
-        return model
 
-    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
-        try:
-            config = self.config
-            return load_tokenizer(config.lora_path, "--lora_path", config.pretrain, config.trust_remote_code)
-        except ValueError as error:
-            logger.warning("no tokenizer is written: %s", error)
-            return None
+def _merged(name: str, base: str | None, trust: bool) -> PreTrainedModel:
+    if task_of(name) != HEAD_TASK:
+        return load_causal_lm(name, base, bf16=False, flash_attn=False, trust_remote_code=trust)
+    model, headless = load_classifier(name, base=base, dtype=torch.float32, trust_remote_code=trust)
+    if headless:
+        raise ValueError(f"{name}: neither it nor its base model has a scalar head 'score.weight'.")
+    return model
 
 
 def to_bf16(model: Any) -> None:

@@ -7,25 +7,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from openppo.models.pretrained import context_length
-
-SPLIT_OVERHEAD = 1 / 8
-"""Overhead of an extra micro-batch, as a fraction of a full one; split only if that much padding is saved."""
-
-
-def split_overhead(zero_stage: int) -> float:
-    """Overhead of an extra micro-batch. Under ZeRO-3 each pass gathers all weights, so none is split off."""
-    return 1.0 if zero_stage == 3 else SPLIT_OVERHEAD
 
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """Limit of one forward: ``rows``, or as many as fit into ``tokens``, padding included."""
+    """Limit of one forward: ``rows``, or as many as fit into ``tokens``, padding included.
+
+    ``overhead`` of an extra micro-batch is a fraction of a full one; split only if that much padding is saved.
+    """
 
     rows: int
     tokens: int | None = None
-    overhead: float = SPLIT_OVERHEAD
+    overhead: float = 1 / 8
+
+
+def split_overhead(zero_stage: int) -> float:
+    """Overhead of an extra micro-batch. Under ZeRO-3 each pass gathers all weights, so none is split off."""
+    return 1.0 if zero_stage == 3 else MicroBatchSize.overhead
 
 
 def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int]]:
@@ -54,11 +55,8 @@ def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int
 def pad_right(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Sequences int64 (B, L) padded on the right, and the mask of real tokens, bool (B, L)."""
     lengths = torch.tensor([len(row) for row in rows])
-    width = int(lengths.max())
-    sequences = torch.full((len(rows), width), pad_token_id)
-    for i, row in enumerate(rows):
-        sequences[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
-    return sequences, torch.arange(width) < lengths[:, None]
+    sequences = pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], True, pad_token_id)
+    return sequences, torch.arange(sequences.shape[1]) < lengths[:, None]
 
 
 def rounded_width(length: int) -> int:

@@ -10,18 +10,12 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger("openppo")
 
 _ADAPTER_CONFIG = "adapter_config.json"
-_HUB_TIMEOUT_SECONDS = 10
 _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
 """Numbers of positions; not ``seq_length``, which of BLOOM is what it was trained on."""
@@ -94,24 +88,25 @@ def _read_adapter_config(folder: str) -> Any:
 
 def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Config of ``name``; ``ValueError`` naming ``flag`` without such a model, or base model of a PEFT folder."""
-    if is_peft_folder(name):
-        try:
-            check_model(base_model_of(name), f"{flag} {name}: its base model", trust_remote_code)
-        except ValueError as error:
-            raise ValueError(str(error) if str(error).startswith(flag) else f"{flag} {error}") from error
-    elif Path(name).is_dir():
-        if not (Path(name) / "config.json").is_file():
-            raise ValueError(f"{flag} {name}: this folder has no config.json, so it is not a Hugging Face model.")
-    elif Path(name).is_file():
-        raise ValueError(f"{flag} {name}: this is a file; give the folder that holds config.json and the weights.")
-    else:
-        _check_on_hub(name, flag)
+    named, path = f"{flag} {name}", Path(name)
+    if path.is_file():
+        raise ValueError(f"{named}: this is a file; give the folder that holds config.json and the weights.")
+    if path.is_dir() and not is_peft_folder(name) and not (path / "config.json").is_file():
+        raise ValueError(f"{named}: this folder has no config.json, so it is not a Hugging Face model.")
+    if not path.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"{named}: no such local folder, and no hub name of the form owner/model. Check the path.")
+    try:
+        base = base_model_of(name)
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from error
+    if base != name:
+        check_model(base, f"{named}: its base model", trust_remote_code)
     try:
         return load_config(name, trust_remote_code=trust_remote_code)
     except UntrustedModelError as error:
         raise ValueError(f"{flag} {error}") from error
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{flag} {name}: its config cannot be read: {error}") from error
+        raise ValueError(f"{named}: its config cannot be read: {error}") from error
 
 
 def load_config(
@@ -123,26 +118,6 @@ def load_config(
     with forbid_remote_code(name):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **changes)
     return config
-
-
-def _check_on_hub(name: str, flag: str) -> None:
-    """Fail at once where transformers would retry for half a minute. Answers of the hub are left to transformers."""
-    nowhere = f"{flag} {name}: no such local folder, and "
-    try:
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise HFValidationError
-        if try_to_load_from_cache(name, "config.json") is not None:
-            return
-    except HFValidationError as error:
-        raise ValueError(nowhere + "this is not a hub name of the form owner/model. Check the path.") from error
-    if HF_HUB_OFFLINE:
-        raise ValueError(nowhere + "HF_HUB_OFFLINE is set and the model is not in the local cache.")
-    try:
-        urlopen(ENDPOINT, timeout=_HUB_TIMEOUT_SECONDS).close()
-    except HTTPError:
-        return  # it answered
-    except OSError as error:
-        raise ValueError(nowhere + f"the hub cannot be reached ({error}). Check the path.") from error
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
@@ -186,7 +161,11 @@ def load_tokenizer(
     try:
         with forbid_remote_code(name):
             source = name if has_tokenizer else base or base_model_of(name)
-            _check_tokenizer_files(Path(source))
+            if Path(source).is_dir() and not any(any(Path(source).glob(pattern)) for pattern in _TOKENIZER_FILES):
+                raise ValueError(  # transformers would invent a tokenizer
+                    "the folder has no tokenizer files, such as tokenizer.json. Copy those of the model that it was "
+                    "made from."
+                )
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except UntrustedModelError as error:
         raise UntrustedModelError(f"{flag} {error}") from error
@@ -199,28 +178,18 @@ def load_tokenizer(
     return tokenizer
 
 
-def _check_tokenizer_files(folder: Path) -> None:
-    """Refuse a folder without tokenizer files: transformers would invent a tokenizer."""
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise ValueError(
-            "the folder has no tokenizer files, such as tokenizer.json. Copy those of the model that it was made from."
-        )
-
-
 def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, model: str, template_kwargs: Mapping[str, Any]) -> None:
     """Refuse reserved arguments, and those the chat template does not use."""
     taken = {"messages", *signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
     templates = str(tokenizer.chat_template or "")
     for argument in template_kwargs:
         if argument in taken:
-            raise ValueError(
-                f"--chat_template_kwargs: {argument!r} is not an argument of chat templates. Leave it out."
-            )
-        if templates and not re.search(rf"\b{re.escape(argument)}\b", templates):
-            raise ValueError(
-                f"--chat_template_kwargs: the chat template of {model} does not use {argument!r}. Correct the name, or "
-                "leave it out."
-            )
+            says = f"{argument!r} is not an argument of chat templates. Leave it out."
+        elif templates and not re.search(rf"\b{re.escape(argument)}\b", templates):
+            says = f"the chat template of {model} does not use {argument!r}. Correct the name, or leave it out."
+        else:
+            continue
+        raise ValueError(f"--chat_template_kwargs: {says}")
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -249,24 +218,21 @@ def check_token_ids(
 def known_eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """``eos_token_ids`` that the model can sample; a warning names the others."""
     found, n_embeddings = eos_token_ids(model, tokenizer), model.config.get_text_config().vocab_size
-    outside = [token_id for token_id in found if token_id >= n_embeddings]
-    if outside:
+    known = [token_id for token_id in found if token_id < n_embeddings]
+    if known != found:
         logger.warning(
             "EOS ids outside the model's vocabulary of %d tokens: %s. No response can end with them; correct "
             "eos_token_id in config.json, generation_config.json or the tokenizer.",
             n_embeddings,
-            ", ".join(map(str, outside)),
+            ", ".join(map(str, found[len(known) :])),  # sorted, so the others are the last
         )
-    return [token_id for token_id in found if token_id < n_embeddings]
+    return known
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
     """Every id that ends a response: those of the generation config, the model config and the tokenizer."""
-    found: set[int] = set()
-    configs = model.generation_config, model.config, model.config.get_text_config()
-    sources = [getattr(part, "eos_token_id", None) for part in configs]  # of images and text it may be in one only
-    if tokenizer is not None:
-        sources.append(tokenizer.eos_token_id)
-    for source in sources:
-        found.update([source] if isinstance(source, int) else source or [])
+    found: set[int] = set()  # of images and text it may be in one only
+    for source in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
     return sorted(found)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from openppo.config import LoRAConfig
 from openppo.models.adapters import add_adapters, has_head, merge_adapters, refuse_stacked_adapters
-from openppo.models.attention import use_cpu_attention, use_cuda_attention
+from openppo.models.attention import use_fast_attention
 from openppo.models.classifier import HEAD, classifier_of
 from openppo.models.loading import disable_dropout, load_options
 from openppo.models.padding import pack_rows, pad_width
@@ -79,11 +79,9 @@ class ProcessRewardModel(nn.Module):
         that some row asks for. Without any place the model runs all the same, as partitioned weights demand.
         """
         columns = places.any(0).nonzero()[:, 0]  # (K,)
-        # Without attention mask for the reason given in Actor.forward.
-        inputs = pad_width(sequences, self.model)
-        logits = self.model(input_ids=inputs, logits_to_keep=columns, use_cache=False).logits  # (B, K, V)
-        chosen: Tensor = logits[places[:, columns]]
-        return chosen
+        inputs = pad_width(sequences, self.model)  # without attention mask for the reason given in Actor.forward
+        logits: Tensor = self.model(input_ids=inputs, logits_to_keep=columns, use_cache=False).logits  # (B, K, V)
+        return logits[places[:, columns]]
 
 
 def get_llm_for_sequence_regression(
@@ -113,15 +111,13 @@ def get_llm_for_sequence_regression(
     model, headless = load_classifier(name, value_head_prefix, **load)
     disable_dropout(model)
     if headless:
-        may_init = role == "critic" if init_value_head is None else init_value_head
-        if not may_init:
+        if not (role == "critic" if init_value_head is None else init_value_head):
             raise ValueError(
                 f"{name} has no scalar head '{value_head_prefix}.weight', so as a reward model it would give random "
                 "scores. Train one with openppo.cli.train_rm, or name its head with --value_head_prefix."
             )
-        hidden_size = model.config.get_text_config().hidden_size
-        head: Any = model.get_submodule(HEAD)
-        nn.init.normal_(head.weight, mean=0.0, std=1 / (hidden_size + 1) ** 0.5)
+        hidden_size, head = model.config.get_text_config().hidden_size, model.get_submodule(HEAD)
+        nn.init.normal_(head.get_parameter("weight"), mean=0.0, std=1 / (hidden_size + 1) ** 0.5)
         logger.info("%s: fresh scalar head for the %s, normal(0, 1/sqrt(%d + 1))", name, role, hidden_size)
     return ScalarHeadModel(model, role, options)
 
@@ -147,8 +143,7 @@ def load_classifier(
             **load,
         )
     _check_head(name, model, report, value_head_prefix)
-    use_cpu_attention(model)
-    use_cuda_attention(model)
+    use_fast_attention(model)
     headless = f"{HEAD}.weight" in report["missing_keys"]
     if is_peft_folder(name):
         return merge_adapters(model, name), headless and not has_head(name)
@@ -164,8 +159,7 @@ def _check_head(name: str, model: PreTrainedModel, report: dict[str, set], value
     mismatched = [key for key, *_ in report["mismatched_keys"]]
     if f"{HEAD}.weight" in mismatched:
         raise ValueError(
-            f"{name}: its head '{value_head_prefix}' has several labels; a reward model needs exactly one "
-            "(num_labels=1). Train one with openppo.cli.train_rm."
+            f"{name}: its head '{value_head_prefix}' has several labels; exactly one is needed (num_labels=1)."
         )
     broken = sorted(mismatched) + sorted(key for key in report["missing_keys"] if not key.startswith(f"{HEAD}."))
     if broken:

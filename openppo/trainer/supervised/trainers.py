@@ -11,9 +11,9 @@ from torch import Tensor
 
 from openppo.config import TrainPRMConfig, TrainRMConfig
 from openppo.datasets import PreferenceExample, ProcessExample, TokenExample, single_token_id
-from openppo.models.loss import IGNORE_INDEX, LogExpLoss, PairWiseLoss, PRMLoss
 from openppo.models.padding import pad_right
 from openppo.models.pretrained import pad_token_id
+from openppo.models.supervised_loss import IGNORE_INDEX, LogExpLoss, PairWiseLoss, PRMLoss
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import StepBatch, TokenMicroBatch, token_batch
 from openppo.trainer.supervised.loop import ModelCall, SupervisedComponents, SupervisedTrainer

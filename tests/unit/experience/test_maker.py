@@ -1,12 +1,10 @@
 """The experience maker: what each model contributes, and that batching and ranks leave no trace."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
@@ -14,48 +12,40 @@ from openppo.experience import ExperienceMaker
 from openppo.models import Actor, ScalarHeadModel
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
-from openppo.types import Experience, FinishReason, SingleProcess, Trajectory
+from openppo.types import FinishReason, SingleProcess
 
-Make = Callable[..., Trajectory]
-OnRanks = Callable[[int, Callable[[Any], Any]], list[Any]]
-SIZES = {
-    "vocab_size": 20,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "initializer_range": 0.3,
-}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+MODEL = LlamaConfig(vocab_size=20, num_labels=1, pad_token_id=None, initializer_range=0.3, **SIZES)
 END = 2
 TIGHT = 1e-6
 KL_COEF, GAMMA, LAMBD = 0.2, 0.9, 0.8
+WIDE = (-10.0, 10.0)
 CONFIG = from_options(
     TrainPPOConfig,
-    pretrain="m",
-    prompt_data="d",
-    reward_fn="f.py",
-    init_kl_coef=KL_COEF,
-    gamma=GAMMA,
-    lambd=LAMBD,
-    reward_clip_range=(-1.0, 1.5),
-    micro_rollout_batch_size=2,
-    generate_max_len=8,
+    **{"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "init_kl_coef": KL_COEF, "gamma": GAMMA},
+    **{"lambd": LAMBD, "reward_clip_range": (-1.0, 1.5), "micro_rollout_batch_size": 2, "generate_max_len": 8},
     old_log_probs="recompute",
 )
 
 
-def causal(seed: int) -> LlamaForCausalLM:
+def made_with_seed(kind, seed):
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).double().eval()
+    return kind(MODEL).double().eval()
 
 
-def scalar(seed: int) -> LlamaForSequenceClassification:
-    torch.manual_seed(seed)
-    return LlamaForSequenceClassification(LlamaConfig(num_labels=1, pad_token_id=None, **SIZES)).double().eval()
+POLICY, CRITIC, REFERENCE = (
+    made_with_seed(kind, seed)
+    for seed, kind in ((1, LlamaForCausalLM), (2, LlamaForSequenceClassification), (3, LlamaForCausalLM))
+)
+MODELS: dict[str, Any] = {
+    "actor": Actor(POLICY, temperature=0.7),
+    "critic": ScalarHeadModel(CRITIC, "critic"),
+    "reference": Actor(REFERENCE, temperature=0.7),
+}
 
 
 @pytest.fixture
-def trajectories(trajectory: Make) -> list[Trajectory]:
+def trajectories(trajectory):
     """Of different lengths, not in order of length; with holes, cut by length, ended at once."""
     return [
         trajectory([5, END], [6, 7, END], score=0.75),
@@ -66,324 +56,257 @@ def trajectories(trajectory: Make) -> list[Trajectory]:
     ]
 
 
-def maker(config: TrainPPOConfig = CONFIG, comm: Any = None, **models: Any) -> ExperienceMaker:
-    chosen = {
-        "actor": Actor(causal(1), temperature=0.7),
-        "critic": ScalarHeadModel(scalar(2), "critic"),
-        "reference": Actor(causal(3), temperature=0.7),
-        **models,
-    }
-    return ExperienceMaker(
-        **chosen, config=config, comm=comm or SingleProcess(), device=torch.device("cpu"), pad_token_id=END
-    )
-
-
-def changed(**options: Any) -> TrainPPOConfig:
+def changed(**options):
     return from_options(TrainPPOConfig, **(flat_dict(CONFIG) | options))
 
 
-def plain_log_probs(model: LlamaForCausalLM, row: Trajectory) -> list[float]:
-    """Of every token but the first, at the sampling temperature; 0 where no action is."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([row.token_ids])).logits[0] / 0.7
-    distributions = torch.log_softmax(logits, -1)
-    places = range(1, len(row.token_ids))
-    return [0.0] + [distributions[t - 1, row.token_ids[t]].item() if row.action_mask[t] else 0.0 for t in places]
+def maker(comm=None, models=None, **options):
+    chosen = MODELS | (models or {})
+    cpu = torch.device("cpu")
+    return ExperienceMaker(
+        **chosen, config=changed(**options), comm=comm or SingleProcess(), device=cpu, pad_token_id=END
+    )
 
 
-def plain_values(model: LlamaForSequenceClassification, row: Trajectory) -> list[float]:
-    with torch.no_grad():
-        outputs = model.score(model.base_model(input_ids=torch.tensor([row.token_ids])).last_hidden_state)[0, :, 0]
-    return [outputs[t - 1].item() if row.action_mask[t] else 0.0 for t in range(len(row.token_ids))]
+def make(rows, models=None, **options):
+    """Experiences, and the metrics."""
+    metrics = Metrics()
+    made = maker(models=models, **options).make(rows, metrics)
+    return made, metrics.reduced(SingleProcess())
 
 
-def kl_by_hand(x: float, estimator: str) -> float:
+def actions_of(row):
+    return [t for t, is_action in enumerate(row.action_mask) if is_action]
+
+
+def kl_by_hand(x, estimator):
     return {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[estimator]
 
 
-def expected_fields(row: Trajectory, estimator: str) -> dict[str, list[float]]:
+@torch.no_grad()
+def expected_fields(row, estimator="k1"):
     """Everything the maker adds, one token after the other, in float64."""
-    log_probs, reference = plain_log_probs(causal(1), row), plain_log_probs(causal(3), row)
-    values, n = plain_values(scalar(2), row), len(row.token_ids)
-    actions = [t for t in range(n) if row.action_mask[t]]
+    ids, n, actions = torch.tensor([row.token_ids]), len(row.token_ids), actions_of(row)
+    named = {name: [0.0] * n for name in ("log_probs", "ref_log_probs", "values", "entropy")}
+    named |= {name: [0.0] * n for name in ("rewards", "advantages", "returns")}
+    distributions = {
+        "log_probs": (POLICY(input_ids=ids).logits[0] / 0.7).log_softmax(-1),
+        "ref_log_probs": (REFERENCE(input_ids=ids).logits[0] / 0.7).log_softmax(-1),
+    }
+    outputs = CRITIC.score(CRITIC.base_model(input_ids=ids).last_hidden_state)[0, :, 0]
     score = max(-1.0, min(1.5, row.scores["score"]))
-    rewards, advantages, returns = [0.0] * n, [0.0] * n, [0.0] * n
     for t in actions:
-        kl = kl_by_hand(log_probs[t] - reference[t], estimator)
-        rewards[t] = -KL_COEF * (min(kl, 10.0) if estimator == "k3" else kl) + score * (t == actions[-1])
+        for name, distribution in distributions.items():
+            named[name][t] = distribution[t - 1, row.token_ids[t]].item()
+        named["values"][t] = outputs[t - 1].item()
+        named["entropy"][t] = torch.distributions.Categorical(logits=distributions["log_probs"][t - 1]).entropy().item()
+        kl = kl_by_hand(named["log_probs"][t] - named["ref_log_probs"][t], estimator)
+        named["rewards"][t] = -KL_COEF * (min(kl, 10.0) if estimator == "k3" else kl) + score * (t == actions[-1])
     next_value = next_advantage = 0.0
     for t in reversed(actions):
-        next_advantage = rewards[t] + GAMMA * next_value - values[t] + GAMMA * LAMBD * next_advantage
-        advantages[t], returns[t], next_value = next_advantage, next_advantage + values[t], values[t]
-    named = {"log_probs": log_probs, "ref_log_probs": reference, "values": values}
-    return {**named, "rewards": rewards, "advantages": advantages, "returns": returns}
+        value = named["values"][t]
+        next_advantage = named["rewards"][t] + GAMMA * next_value - value + GAMMA * LAMBD * next_advantage
+        named["advantages"][t], named["returns"][t], next_value = next_advantage, next_advantage + value, value
+    return named
 
 
-def assert_same(found: Experience, expected: Experience) -> None:
-    assert found.tensors().keys() == expected.tensors().keys()
-    for name, tensor in expected.tensors().items():
-        torch.testing.assert_close(found.tensors()[name], tensor, rtol=0, atol=TIGHT, msg=name)
+def assert_same(made, wanted):
+    for found, expected in zip(made, wanted, strict=True):
+        assert found.tensors().keys() == expected.tensors().keys()
+        for name, tensor in expected.tensors().items():
+            torch.testing.assert_close(found.tensors()[name], tensor, rtol=0, atol=TIGHT, msg=name)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_every_field_equals_a_loop_over_tokens(trajectories: list[Trajectory], estimator: str) -> None:
-    made = maker(changed(kl_estimator=estimator)).make(trajectories, Metrics())
+def test_every_field_equals_a_loop_over_tokens(trajectories, estimator):
+    made, _ = make(trajectories, kl_estimator=estimator)
     for row, experience in zip(trajectories, made, strict=True):
+        tensors = experience.tensors()
+        assert not any(tensor.requires_grad for tensor in tensors.values())
         for name, expected in expected_fields(row, estimator).items():
-            assert experience.tensors()[name][0].tolist() == pytest.approx(expected, abs=2 * TIGHT), name
+            assert tensors[name][0].tolist() == pytest.approx(expected, abs=2 * TIGHT), name
+        assert (tensors["sequences"].tolist(), tensors["action_mask"].tolist()) == ([row.token_ids], [row.action_mask])
+        assert (tensors["rollout_log_probs"][0].tolist(), tensors["scores"].tolist()) == (
+            row.log_probs,
+            [row.scores["score"]],
+        )
+        assert tensors["truncated"].tolist() == [row.finish_reason is FinishReason.LENGTH]
 
 
-def test_experiences_come_in_the_order_of_the_trajectories(trajectories: list[Trajectory]) -> None:
-    for row, experience in zip(trajectories, maker().make(trajectories, Metrics()), strict=True):
-        assert experience.sequences.tolist() == [row.token_ids]
-        assert experience.action_mask.tolist() == [row.action_mask]
-        assert experience.rollout_log_probs[0].tolist() == row.log_probs
-        assert experience.scores.tolist() == [row.scores["score"]]
-        assert experience.truncated.tolist() == [row.finish_reason is FinishReason.LENGTH]
+def test_metrics_are_means_over_tokens_or_over_responses(trajectories):
+    _, found = make(trajectories)
+    pairs = [(row, expected_fields(row)) for row in trajectories]
+    kls = [[f["log_probs"][t] - f["ref_log_probs"][t] for t in actions_of(row)] for row, f in pairs]
+    gaps = [abs(f["log_probs"][t] - row.log_probs[t]) for row, f in pairs for t in actions_of(row)]
+    n_tokens = len(gaps)
+    expected = {
+        "kl": sum(map(sum, kls)) / n_tokens,
+        "kl_per_response": sum(map(sum, kls)) / 5,
+        "kl_k3": sum(kl_by_hand(x, "k3") for kl in kls for x in kl) / n_tokens,
+        "reward": (0.75 + 3.0 - 2.0 + 0.5 + 1.0) / 5,
+        "response_length": n_tokens / 5,
+        "truncated_fraction": 2 / 5,
+        "rollout_log_prob_gap": sum(gaps) / n_tokens,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=TIGHT)
 
 
-def test_entropy_is_that_of_the_actor_at_the_sampling_temperature(trajectories: list[Trajectory]) -> None:
-    row = trajectories[0]
-    entropy = maker().make([row], Metrics())[0].entropy[0]
-    with torch.no_grad():
-        logits = causal(1)(input_ids=torch.tensor([row.token_ids])).logits[0] / 0.7
-    expected = torch.distributions.Categorical(logits=logits).entropy().tolist()
-    assert entropy.tolist() == pytest.approx([0.0, 0.0, *expected[1:-1]], abs=TIGHT)
-
-
-@pytest.mark.parametrize("size", [1, 3, 5, 100])
-def test_the_size_of_a_forward_pass_does_not_matter(trajectories: list[Trajectory], size: int) -> None:
-    expected_metrics, metrics = Metrics(), Metrics()
-    expected = maker(changed(micro_rollout_batch_size=2)).make(trajectories, expected_metrics)
-    made = maker(changed(micro_rollout_batch_size=size)).make(trajectories, metrics)
-    for found, wanted in zip(made, expected, strict=True):
-        assert_same(found, wanted)
-    assert metrics.reduced(SingleProcess()) == pytest.approx(expected_metrics.reduced(SingleProcess()), abs=TIGHT)
-
-
-def test_without_a_reference_there_is_no_kl(trajectories: list[Trajectory]) -> None:
-    metrics = Metrics()
-    made = maker(reference=None).make(trajectories, metrics)
-    for row, experience in zip(trajectories, made, strict=True):
-        assert experience.ref_log_probs is None
-        last = max(t for t, is_action in enumerate(row.action_mask) if is_action)
-        expected = [max(-1.0, min(1.5, row.scores["score"])) if t == last else 0.0 for t in range(len(row.token_ids))]
-        assert experience.rewards[0].tolist() == expected
-    assert not {"kl", "kl_k3", "kl_per_response"} & set(metrics.reduced(SingleProcess()))
-
-
-def test_a_reference_equal_to_the_actor_has_kl_zero(trajectories: list[Trajectory]) -> None:
-    metrics = Metrics()
-    made = maker(reference=Actor(causal(1), temperature=0.7)).make(trajectories, metrics)
-    assert all(torch.equal(e.log_probs, e.ref_log_probs) for e in made)
-    assert metrics.reduced(SingleProcess())["kl"] == 0.0
-
-
-def test_metrics_are_means_over_tokens_or_over_responses(trajectories: list[Trajectory]) -> None:
-    metrics = Metrics()
-    maker().make(trajectories, metrics)
-    found = metrics.reduced(SingleProcess())
-    fields = [expected_fields(row, "k1") for row in trajectories]
-    kls = [
-        [f["log_probs"][t] - f["ref_log_probs"][t] for t, is_action in enumerate(row.action_mask) if is_action]
-        for row, f in zip(trajectories, fields, strict=True)
-    ]
-    n_tokens = sum(map(len, kls))
-    assert found["kl"] == pytest.approx(sum(map(sum, kls)) / n_tokens, abs=TIGHT)
-    assert found["kl_per_response"] == pytest.approx(sum(map(sum, kls)) / 5, abs=TIGHT)
-    assert found["kl_k3"] == pytest.approx(sum(kl_by_hand(x, "k3") for k in kls for x in k) / n_tokens, abs=TIGHT)
-    assert found["reward"] == pytest.approx((0.75 + 3.0 - 2.0 + 0.5 + 1.0) / 5)
-    assert found["response_length"] == n_tokens / 5
-    assert found["truncated_fraction"] == pytest.approx(2 / 5)
-    gaps = [abs(f["log_probs"][t] - row.log_probs[t]) for row, f in zip(trajectories, fields, strict=True)
-            for t in range(len(row.token_ids)) if row.action_mask[t]]  # fmt: skip
-    assert found["rollout_log_prob_gap"] == pytest.approx(sum(gaps) / n_tokens, abs=TIGHT)
-
-
-def test_nothing_is_differentiated(trajectories: list[Trajectory]) -> None:
-    for experience in maker().make(trajectories, Metrics()):
-        assert not any(tensor.requires_grad for tensor in experience.tensors().values())
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_the_size_of_a_forward_pass_does_not_matter(trajectories, size):
+    expected, expected_metrics = make(trajectories)
+    made, metrics = make(trajectories, micro_rollout_batch_size=size)
+    assert_same(made, expected)
+    assert metrics == pytest.approx(expected_metrics, abs=TIGHT)
 
 
 @pytest.mark.parametrize("split", [0, 1, 4])
-def test_ranks_run_equally_many_forwards_and_make_what_one_rank_would(
-    trajectories: list[Trajectory], split: int, on_ranks: OnRanks
-) -> None:
-    def work(comm: Any) -> tuple[list[Experience], list[int]]:
-        calls = [0, 0, 0]
+def test_ranks_run_equally_many_forwards_and_make_what_one_rank_would(trajectories, split, on_ranks):
+    def work(comm):
+        calls = dict.fromkeys(MODELS, 0)
 
-        def counted(place: int, model: torch.nn.Module) -> Callable[..., Tensor]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                calls[place] += 1
-                return model(*args, **kwargs)
+        def counted(name):
+            def call(*args, **kwargs):
+                calls[name] += 1
+                return MODELS[name](*args, **kwargs)
 
             return call
 
-        models = {
-            "actor": counted(0, Actor(actor, temperature=0.7)),
-            "critic": counted(1, ScalarHeadModel(critic, "critic")),
-            "reference": counted(2, Actor(reference, temperature=0.7)),
-        }
         mine = trajectories[:split] if comm.rank == 0 else trajectories[split:]
-        return maker(comm=comm, **models).make(mine, Metrics()), calls
+        return maker(comm, {name: counted(name) for name in MODELS}).make(mine, Metrics()), calls
 
-    actor, critic, reference = causal(1), scalar(2), causal(3)  # before the threads: seeds are global
     (first, calls), (second, calls_of_second) = on_ranks(2, work)
     assert calls == calls_of_second
-    assert len(set(calls)) == 1
+    assert len(set(calls.values())) == 1
     assert (len(first), len(second)) == (split, 5 - split)
-    for found, expected in zip(first + second, maker().make(trajectories, Metrics()), strict=True):
-        assert_same(found, expected)
+    assert_same(first + second, make(trajectories)[0])
 
 
-GROUPED = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2, "reward_clip_range": (-10.0, 10.0), "gamma": 1.0}
+def test_without_a_reference_there_is_no_kl(trajectories):
+    made, metrics = make(trajectories, {"reference": None})
+    for row, experience in zip(trajectories, made, strict=True):
+        assert experience.ref_log_probs is None
+        expected = [0.0] * len(row.token_ids)
+        expected[actions_of(row)[-1]] = max(-1.0, min(1.5, row.scores["score"]))
+        assert experience.rewards[0].tolist() == expected
+    assert not {"kl", "kl_k3", "kl_per_response"} & set(metrics)
 
 
-def in_groups(rows: list[Trajectory], groups: list[int]) -> list[Trajectory]:
+def in_groups(rows, groups):
     for row, group in zip(rows, groups, strict=True):
         row.group = group
     return rows
 
 
-def critic_free(comm: Any = None, **options: Any) -> ExperienceMaker:
-    return maker(changed(**(GROUPED | options)), comm=comm, critic=None)
+def critic_free(rows, estimator="rloo", **options):
+    options = {"advantage_estimator": estimator, "n_samples_per_prompt": 2, "gamma": 1.0} | options
+    return make(rows, {"critic": None}, **({"reward_clip_range": WIDE} | options))[0]
 
 
-def rewards_without_kl(made: list[Experience], row: Trajectory, i: int, kl_coef: float = KL_COEF) -> list[float]:
-    found = made[i]
-    kl = found.log_probs - found.ref_log_probs
-    return (found.rewards + kl_coef * kl)[0][torch.tensor(row.action_mask)].tolist()
+def rewards_without_kl(experience, kl_coef=KL_COEF):
+    """Of the actions."""
+    kl = experience.log_probs - experience.ref_log_probs
+    return (experience.rewards + kl_coef * kl)[experience.action_mask].tolist()
 
 
-def test_without_a_critic_the_advantage_is_the_reward_to_go_of_score_less_baseline(
-    trajectories: list[Trajectory],
-) -> None:
-    rows = in_groups(trajectories, [7, 3, 7, 3, 7])  # 7: 0.75, -2, 1; 3: 3, 0.5
-    made = critic_free().make(rows, Metrics())
+def test_without_a_critic_the_advantage_is_the_reward_to_go_of_score_less_baseline(trajectories):
+    made = critic_free(in_groups(trajectories, [7, 3, 7, 3, 7]))  # 7: 0.75, -2, 1; 3: 3, 0.5
     centred = [0.75 - (-2.0 + 1.0) / 2, 3.0 - 0.5, -2.0 - (0.75 + 1.0) / 2, 0.5 - 3.0, 1.0 - (0.75 - 2.0) / 2]
-    for i, (row, experience, last) in enumerate(zip(rows, made, centred, strict=True)):
-        n = sum(row.action_mask)
-        assert rewards_without_kl(made, row, i) == pytest.approx([0.0] * (n - 1) + [last], abs=1e-5)
-        to_go = experience.rewards.flip(-1).cumsum(-1).flip(-1)
-        expected = torch.where(experience.action_mask, to_go, 0.0)
-        torch.testing.assert_close(experience.advantages, expected, rtol=0, atol=1e-5)
+    for experience, last in zip(made, centred, strict=True):
+        rewards = rewards_without_kl(experience)
+        assert rewards == pytest.approx([0.0] * (len(rewards) - 1) + [last], abs=1e-5)
+        to_go = torch.where(experience.action_mask, experience.rewards.flip(-1).cumsum(-1).flip(-1), 0.0)
+        torch.testing.assert_close(experience.advantages, to_go, rtol=0, atol=1e-5)
         assert torch.equal(experience.returns, experience.advantages)
         assert experience.values is None
 
 
-def test_the_kl_penalty_is_neither_centred_nor_divided(trajectories: list[Trajectory]) -> None:
-    rows = in_groups(trajectories, [0, 1, 0, 1, 0])
-    made = critic_free(advantage_estimator="group_norm").make(rows, Metrics())
+def test_the_kl_penalty_is_neither_centred_nor_divided(trajectories):
+    made = critic_free(in_groups(trajectories, [0, 1, 0, 1, 0]), "group_norm")
     scores = torch.tensor([3.0, 0.5])
     expected = ((scores - scores.mean()) / (scores.std() + 1e-9)).tolist()
-    for i, score in zip((1, 3), expected, strict=True):
-        assert rewards_without_kl(made, rows[i], i)[-1] == pytest.approx(score, abs=1e-5)
+    assert [rewards_without_kl(made[i])[-1] for i in (1, 3)] == pytest.approx(expected, abs=1e-5)
 
 
-def test_with_a_kl_loss_the_rewards_hold_no_kl(trajectories: list[Trajectory]) -> None:
-    made = maker(changed(use_kl_loss=True, kl_estimator="k3")).make(trajectories, Metrics())
-    assert rewards_without_kl(made, trajectories[0], 0, kl_coef=0.0) == [0.0, 0.0, 0.75]
+def test_with_a_kl_loss_the_rewards_hold_no_kl(trajectories):
+    made, _ = make(trajectories, use_kl_loss=True, kl_estimator="k3")
+    assert rewards_without_kl(made[0], kl_coef=0.0) == [0.0, 0.0, 0.75]
     assert made[0].ref_log_probs is not None
 
 
-def test_an_unlikely_token_cannot_blow_up_the_rewards(trajectory: Make) -> None:
-    row, metrics = trajectory([5], [6, END], score=1.0), Metrics()
+def test_an_unlikely_token_cannot_blow_up_the_rewards(trajectory):
+    row = trajectory([5], [6, END], score=1.0)
     row.log_probs = [0.0, -14.0, -1.0]
-    options = {"kl_estimator": "k3", "reward_clip_range": (-10.0, 10.0), "old_log_probs": "rollout"}
-    made = maker(changed(**options), reference=lambda *_: torch.tensor([[0.0, -0.1, -1.0]])).make([row], metrics)
+    options = {"kl_estimator": "k3", "reward_clip_range": WIDE, "old_log_probs": "rollout"}
+    made, metrics = make([row], {"reference": lambda *_: torch.tensor([[0.0, -0.1, -1.0]])}, **options)
     assert made[0].rewards[0].tolist() == pytest.approx([0.0, -10 * KL_COEF, 1.0])
-    assert metrics.reduced(SingleProcess())["kl_k3"] > 5e5  # the metric is the plain estimate
+    assert metrics["kl_k3"] > 5e5  # the metric is the plain estimate
 
 
-def test_named_scores_are_weighted_and_logged_one_by_one(trajectory: Make) -> None:
+def test_named_scores_are_weighted_and_logged_one_by_one(trajectory):
     rows = [trajectory([5], [6, END], right=1.0, brief=4.0), trajectory([5], [7, END], right=0.0, brief=2.0)]
-    metrics = Metrics()
-    made = maker(changed(reward_weights=("brief=-0.25",))).make(rows, metrics)
-    assert [rewards_without_kl(made, row, i)[-1] for i, row in enumerate(rows)] == pytest.approx([0.0, -0.5], abs=1e-6)
-    found = metrics.reduced(SingleProcess())
-    assert found["reward"] == pytest.approx((0.0 - 0.5) / 2)
-    assert (found["reward/right"], found["reward/brief"]) == (0.5, 3.0)
+    made, found = make(rows, reward_weights=("brief=-0.25",))
+    assert [rewards_without_kl(e)[-1] for e in made] == pytest.approx([0.0, -0.5], abs=1e-6)
+    assert (found["reward"], found["reward/right"], found["reward/brief"]) == (pytest.approx(-0.25), 0.5, 3.0)
 
 
-def test_rewards_of_single_tokens_join_the_score_at_the_last_action(trajectory: Make) -> None:
-    rows = [trajectory([5], [6, 7, END], score=1.0), trajectory([5], [8, END], score=0.0)]
-    rows[0].token_rewards = [0.0, 0.5, 0.25, 0.0]
-    made = critic_free(advantage_estimator="reinforce_baseline").make(rows, Metrics())
-    mean = (1.75 + 0.0) / 2
-    assert rewards_without_kl(made, rows[0], 0) == pytest.approx([0.0, 0.0, 1.75 - mean], abs=1e-5)
-    assert rewards_without_kl(made, rows[1], 1) == pytest.approx([0.0, 0.0 - mean], abs=1e-5)
-
-
-def test_the_baseline_of_remax_is_the_shaped_score_of_the_greedy_response(trajectory: Make) -> None:
+def test_the_baseline_of_remax_is_the_shaped_score_of_the_greedy_response(trajectory):
     rows = [trajectory([5], [6, END], score=3.0), trajectory([5], [7, END], score=-1.0)]
-    greedy = trajectory([5], [8, 9], reason=FinishReason.LENGTH, score=2.0)
     for row in rows:
-        row.greedy = greedy
-    made = critic_free(advantage_estimator="remax", missing_eos_penalty=0.5).make(rows, Metrics())
-    assert rewards_without_kl(made, rows[0], 0)[-1] == pytest.approx(3.0 - 1.5, abs=1e-6)
-    assert rewards_without_kl(made, rows[1], 1)[-1] == pytest.approx(-1.0 - 1.5, abs=1e-6)
+        row.greedy = trajectory([5], [8, 9], reason=FinishReason.LENGTH, score=2.0)
+    made = critic_free(rows, "remax", missing_eos_penalty=0.5)
+    assert [rewards_without_kl(e)[-1] for e in made] == pytest.approx([3.0 - 1.5, -1.0 - 1.5], abs=1e-6)
 
 
-def test_responses_that_were_cut_off_are_penalized_and_left_out_of_the_losses(trajectories: list[Trajectory]) -> None:
-    metrics = Metrics()
-    options = {"overlong_filter": True, "missing_eos_penalty": 0.25, "reward_clip_range": (-9.0, 9.0)}
-    made = maker(changed(**options)).make(trajectories, metrics)
+def test_responses_that_were_cut_off_are_penalized_and_left_out_of_the_losses(trajectories):
+    made, found = make(trajectories, overlong_filter=True, missing_eos_penalty=0.25, reward_clip_range=WIDE)
     for row, experience in zip(trajectories, made, strict=True):
         truncated = row.finish_reason is FinishReason.LENGTH
         assert experience.action_mask.tolist() == [[False] * len(row.token_ids) if truncated else row.action_mask]
-    last = max(t for t, is_action in enumerate(trajectories[1].action_mask) if is_action)
-    assert metrics.reduced(SingleProcess())["shaped_reward"] == pytest.approx((0.75 + 3.0 - 2.0 + 0.5 + 1.0 - 0.5) / 5)
+    last = actions_of(trajectories[1])[-1]
     kl = (made[1].log_probs - made[1].ref_log_probs)[0, last].item()
     assert made[1].rewards[0, last].item() == pytest.approx(3.0 - 0.25 - KL_COEF * kl, abs=1e-6)
-    assert metrics.reduced(SingleProcess())["response_length"] == sum(sum(t.action_mask) for t in trajectories) / 5
+    assert found["shaped_reward"] == pytest.approx((0.75 + 3.0 - 2.0 + 0.5 + 1.0 - 0.5) / 5)
+    assert found["response_length"] == sum(sum(t.action_mask) for t in trajectories) / 5
 
 
-def test_running_normalization_uses_the_scores_of_all_ranks_and_steps(
-    trajectories: list[Trajectory], on_ranks: OnRanks
-) -> None:
-    options = {"normalize_reward": True, "reward_normalizer": "running", "reward_clip_range": (-9.0, 9.0)}
-
-    def work(comm: Any) -> list[float]:
+def test_running_normalization_uses_the_scores_of_all_ranks_and_steps(trajectories, on_ranks):
+    def work(comm):
         mine = trajectories[:2] if comm.rank == 0 else trajectories[2:]
-        ours = maker(changed(**options), comm=comm, **models)
+        ours = maker(comm, normalize_reward=True, reward_normalizer="running", reward_clip_range=WIDE)
         ours.make(mine, Metrics())
-        made = ours.make(mine, Metrics())
-        return [rewards_without_kl(made, row, i)[-1] for i, row in enumerate(mine)]
+        return [rewards_without_kl(e)[-1] for e in ours.make(mine, Metrics())]
 
-    models = {"actor": Actor(causal(1), temperature=0.7), "critic": ScalarHeadModel(scalar(2), "critic"),
-              "reference": Actor(causal(3), temperature=0.7)}  # fmt: skip
     scores = torch.tensor([row.scores["score"] for row in trajectories])
-    expected = ((scores - scores.mean()) / scores.std(correction=0)).tolist()
     first, second = on_ranks(2, work)
-    assert first + second == pytest.approx(expected, abs=1e-5)
+    assert first + second == pytest.approx(((scores - scores.mean()) / scores.std(correction=0)).tolist(), abs=1e-5)
 
 
-def test_monte_carlo_returns_do_not_depend_on_values(trajectories: list[Trajectory]) -> None:
-    """While only the critic learns its values."""
-    made = maker(changed(gamma=1.0, value_pretrain_steps=1)).make(trajectories, Metrics(), n_done=0)
-    for experience in made:
+def test_monte_carlo_returns_while_only_the_critic_learns(trajectories):
+    ours = maker(gamma=1.0, value_pretrain_steps=1)
+    before, after = (ours.make(trajectories, Metrics(), n_done=n) for n in (0, 1))
+    for experience in before:
         to_go = torch.where(experience.action_mask, experience.rewards.flip(-1).cumsum(-1).flip(-1), 0.0)
         torch.testing.assert_close(experience.returns, to_go, rtol=0, atol=1e-5)
-    after = maker(changed(gamma=1.0, value_pretrain_steps=1)).make(trajectories, Metrics(), n_done=1)
-    assert not torch.equal(after[0].returns, made[0].returns)
+    assert not torch.equal(after[0].returns, before[0].returns)
 
 
-def test_the_engines_log_probs_stand_for_the_actors_where_asked(trajectories: list[Trajectory]) -> None:
+def test_the_engines_log_probs_stand_for_the_actors_where_asked(trajectories):
     """No forward of the actor: KL, advantages and an estimate of the entropy follow from the engine's log-probs."""
-    calls: list[int] = []
-    metrics, config = Metrics(), changed(old_log_probs="rollout")
-    made = maker(config, actor=lambda *_, **__: calls.append(1)).make(trajectories, metrics)
-    assert not calls
-    for row, experience in zip(trajectories, made, strict=True):
-        masked = [p if action else 0.0 for p, action in zip(row.log_probs, row.action_mask, strict=True)]
-        assert experience.log_probs[0].tolist() == pytest.approx(masked)
-        assert experience.entropy is None
-    recomputed = maker().make(trajectories, Metrics())
-    assert all(torch.equal(a.values, b.values) for a, b in zip(made, recomputed, strict=True))
-    found = metrics.reduced(SingleProcess())
-    sampled = [p for row in trajectories for p, action in zip(row.log_probs, row.action_mask, strict=True) if action]
+    made, found = make(trajectories, {"actor": lambda *_, **__: pytest.fail("it runs")}, old_log_probs="rollout")
+    sampled = [row.log_probs[t] for row in trajectories for t in actions_of(row)]
+    assert torch.cat([e.log_probs[e.action_mask] for e in made]).tolist() == pytest.approx(sampled)
+    assert all(e.entropy is None and not e.log_probs[~e.action_mask].any() for e in made)
+    assert all(torch.equal(a.values, b.values) for a, b in zip(made, make(trajectories)[0], strict=True))
     assert found["entropy"] == pytest.approx(-sum(sampled) / len(sampled))
     assert not [name for name in found if name.startswith("rollout_")], "no mismatch is claimed"
+
+
+def fake_models(calls):
+    def actor(ids, mask, actions, **_):
+        calls.append("actor")
+        return actions * -2.0, actions * 1.0
+
+    return {"actor": actor, "reference": None, "critic": lambda ids, mask: mask * 1.0}
 
 
 @pytest.mark.parametrize(
@@ -402,46 +325,32 @@ def test_the_engines_log_probs_stand_for_the_actors_where_asked(trajectories: li
         (4, {"bf16": True, "lora_rank": 2, "lora_dropout": 0.1}, "recompute"),
     ],
 )
-def test_where_old_log_probs_come_from(n_samples: int, options: dict[str, Any], source: str, trajectory: Make) -> None:
-    calls: list[int] = []
-
-    def actor(ids: Tensor, mask: Tensor, actions: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        calls.append(1)
-        return actions * -2.0, actions * 1.0
-
-    sizes = {"rollout_batch_size": 4, "train_batch_size": 4, "old_log_probs": "auto"}
+def test_where_old_log_probs_come_from(n_samples, options, source, trajectory):
+    calls: list[str] = []
     rows = [trajectory([5], [6, END], score=1.0) for _ in range(n_samples)]
-    one = maker(changed(**sizes | options), actor=actor, reference=None, critic=lambda ids, mask: mask * 1.0)
+    sizes = {"rollout_batch_size": 4, "train_batch_size": 4, "old_log_probs": "auto"}
+    one = maker(models=fake_models(calls), **sizes | options)
     made = one.make(Rollout(rows, Metrics()), Metrics())
     assert bool(calls) == (source == "recompute")
     log_probs = {"rollout": [0.0, -0.625, -0.75], "recompute": [0.0, -2.0, -2.0], "training": None}[source]
     assert [e.log_probs if e.log_probs is None else e.log_probs[0].tolist() for e in made] == [log_probs] * n_samples
-    of_others = one.make(rows, Metrics())
-    assert [e.log_probs[0].tolist() for e in of_others] == [[0.0, -2.0, -2.0]] * n_samples, "recomputed"
+    others = [one.make(rows, Metrics())]
     if source == "training":
-        stale = one.make(Rollout(rows, Metrics()), Metrics(), version=1)
-        assert [e.log_probs[0].tolist() for e in stale] == [[0.0, -2.0, -2.0]] * n_samples, "recomputed"
+        others.append(one.make(Rollout(rows, Metrics()), Metrics(), version=1))  # stale
+    for made in others:
+        assert [e.log_probs[0].tolist() for e in made] == [[0.0, -2.0, -2.0]] * n_samples, "recomputed"
 
 
-def test_scores_under_way_are_awaited_after_the_models_have_run(trajectory: Make) -> None:
+def test_scores_under_way_are_awaited_after_the_models_have_run(trajectory):
     events: list[str] = []
-    row = trajectory([5], [6, END])
+    row, measured, metrics = trajectory([5], [6, END]), Metrics(), Metrics()
 
-    def actor(ids: Tensor, mask: Tensor, actions: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        events.append("actor")
-        return actions * -2.0, actions * 1.0
-
-    def write() -> None:
+    def write():
         events.append("scores")
         row.scores["score"] = 1.0
         measured.add("reward_errors", 3, reduce="sum")
 
-    measured, metrics = Metrics(), Metrics()
-    made = maker(actor=actor, reference=None, critic=lambda ids, mask: mask * 1.0).make(
-        Rollout([row], measured, write), metrics
-    )
+    made = maker(models=fake_models(events)).make(Rollout([row], measured, write), metrics)
     assert events == ["actor", "scores"]
     assert made[0].scores.tolist() == [1.0]
-    assert metrics.reduced(SingleProcess())["reward_errors"] == 3, (
-        "what the source has measured is in the step's metrics"
-    )
+    assert metrics.reduced(SingleProcess())["reward_errors"] == 3, "what the source has measured is in the metrics"

@@ -10,12 +10,13 @@ from openppo.experience import ReplayBuffer, compute_reward, get_advantages_and_
 from openppo.experience.measure import measure_staleness
 from openppo.experience.replay_buffer import collate
 from openppo.experience.token_rewards import collect_step_rewards
-from openppo.models.loss import PolicyLoss, ValueLoss, token_weights
+from openppo.models.loss import PolicyLoss, token_weights
 from openppo.rollout.rollout import write_scores
 from openppo.tracking import Metrics
 from openppo.types import FinishReason, Prompt, Score, SingleProcess, Span, Trajectory
 
 GAMMA, LAMBDA, KL_COEF = 0.9, 0.8, 0.1
+AGGREGATIONS = pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
 
 
 def episode(**changes):
@@ -38,18 +39,13 @@ def single():
     return Trajectory(*lists, FinishReason.STOP, Prompt("a", [3]), group=1)
 
 
-def test_spans_are_the_runs_of_action_tokens():
-    assert episode().spans == [Span(2, 4), Span(7, 9)]
-    assert episode().action_ids == [5, 6, 10, 1]
-    assert episode(action_mask=[False] * 9).spans == []
-
-
-def test_rewards_are_per_token_id_and_those_of_the_environment_do_not_count():
+def test_spans_and_rewards_are_those_of_action_tokens():
     sample = episode()
+    assert (sample.spans, sample.action_ids) == ([Span(2, 4), Span(7, 9)], [5, 6, 10, 1])
+    assert episode(action_mask=[False] * 9).spans == []
     write_scores([sample], [Score({"game": 2.0}, token_rewards=[9.0, 0, 0, 0.5, 9.0, 0, 0, 0.25, 0])])
     assert sample.token_rewards == [0, 0, 0, 0.5, 0, 0, 0, 0.25, 0]
-    assert sample.total_reward({}) == 2.75
-    assert sample.step_rewards == [0, 0.5, 0.25, 0]
+    assert (sample.total_reward({}), sample.step_rewards) == (2.75, [0, 0.5, 0.25, 0])
     with pytest.raises(ValueError, match="zip"):
         write_scores([sample], [Score(token_rewards=[1.0] * 4)])
 
@@ -57,23 +53,21 @@ def test_rewards_are_per_token_id_and_those_of_the_environment_do_not_count():
 def test_advantages_cross_the_environments_tokens_without_discount_kl_or_value():
     sample = episode()
     write_scores([sample], [Score({"game": 2.0}, token_rewards=[0, 0, 0, 0.5, 0, 0, 0, 0, 0])])
-    batch = collate([sample], pad_token_id=0)
+    mask = collate([sample], pad_token_id=0).action_mask
     steps = collect_step_rewards([sample], torch.device("cpu"))
     assert steps is not None
     kl = torch.tensor([[9.0, 9, 0.1, 0.2, 9, 9, 9, 0.3, 0.4]])  # 9: must not be read
     values = torch.tensor([[9.0, 9, 1, 2, 9, 9, 9, 3, 4]])
-    rewards = compute_reward(torch.tensor([2.0]), kl, batch.action_mask, KL_COEF, token_rewards=steps.rewards)
+    rewards = compute_reward(torch.tensor([2.0]), kl, mask, KL_COEF, token_rewards=steps.rewards)
     r = [-0.01, -0.02 + 0.5, -0.03, -0.04 + 2.0]
     assert rewards[0].tolist() == pytest.approx([0, 0, r[0], r[1], 0, 0, 0, r[2], r[3]])
-    advantages, returns = get_advantages_and_returns(values, rewards, batch.action_mask, GAMMA, LAMBDA)
+    advantages, returns = get_advantages_and_returns(values, rewards, mask, GAMMA, LAMBDA)
     v, expected = [1, 2, 3, 4, 0], [0.0] * 5
     for t in reversed(range(4)):
         expected[t] = r[t] + GAMMA * v[t + 1] - v[t] + GAMMA * LAMBDA * expected[t + 1]
-    assert advantages[0, batch.action_mask[0]].tolist() == pytest.approx(expected[:4])
-    assert returns[0, batch.action_mask[0]].tolist() == pytest.approx(
-        [a + b for a, b in zip(expected, v, strict=True)][:4]
-    )
-    assert bool((advantages[~batch.action_mask] == 0).all())
+    assert advantages[mask].tolist() == pytest.approx(expected[:4])
+    assert returns[mask].tolist() == pytest.approx([expected[t] + v[t] for t in range(4)])
+    assert bool((advantages[~mask] == 0).all())
 
 
 @pytest.mark.parametrize("n_tokens", [1, 7, 500])
@@ -87,71 +81,53 @@ def test_more_tokens_of_the_environment_change_no_advantage(n_tokens):
     assert advantages_of(n_tokens) == advantages_of(0)
 
 
-def weighted_losses(batch, loss_agg, n_tokens, n_sequences):
-    log_probs = (batch.rollout_log_probs + 0.1).requires_grad_()
-    per_token = PolicyLoss(reduction="none")(
-        log_probs, batch.rollout_log_probs, torch.ones_like(log_probs), batch.action_mask
-    )
-    weights = token_weights(batch.action_mask, loss_agg, n_tokens, n_sequences, 5, batch.weight)  # type: ignore[arg-type]
+def weighted_loss(batch, loss_agg, n_tokens, n_sequences):
+    """Loss, and its gradient by log-probs."""
+    old = batch.rollout_log_probs
+    log_probs = (old + 0.1).requires_grad_()
+    per_token = PolicyLoss(reduction="none")(log_probs, old, torch.ones_like(old), batch.action_mask)
+    weights = token_weights(batch.action_mask, loss_agg, n_tokens, n_sequences, 5, batch.weight)
     loss = (per_token * weights).sum()
-    loss.backward()
-    assert log_probs.grad is not None
-    return loss.detach(), log_probs.grad
+    return loss.item(), *torch.autograd.grad(loss, log_probs)
 
 
-def test_weights_enter_the_loss_as_by_hand():
-    batch = collate([episode(weight=0.5), single()], pad_token_id=0)
-    r = math.exp(0.1)  # loss of each token: -r, as advantages are 1; 4 tokens of weight 0.5, 2 of weight 1
-    for loss_agg, numerator, denominator in (
-        ("token_mean", 0.5 * 4 + 2, 0.5 * 4 + 2),
-        ("sequence_mean", 0.5 + 1, 0.5 + 1),
-        ("constant", 0.5 * 4 + 2, (0.5 + 1) * 5),
-    ):
-        loss, gradient = weighted_losses(batch, loss_agg, n_tokens=4.0, n_sequences=1.5)
-        assert loss.item() == pytest.approx(-r * numerator / denominator, rel=1e-6)
-        share = {"token_mean": 1 / 4, "sequence_mean": 1 / 1.5 / 2, "constant": 1 / 7.5}[loss_agg]
-        assert gradient[1, 1].item() == pytest.approx(-r * share, rel=1e-6), "of the row of weight 1"
-        of_half = share / 4 if loss_agg == "sequence_mean" else share / 2
-        assert gradient[0, 2].item() == pytest.approx(-r * of_half, rel=1e-6), "of the row of weight 0.5"
+@pytest.mark.parametrize(
+    ("loss_agg", "expected", "share", "of_half"),
+    [  # 4 tokens of weight 0.5, 2 of weight 1
+        ("token_mean", (0.5 * 4 + 2) / (0.5 * 4 + 2), 1 / 4, 1 / 8),
+        ("sequence_mean", (0.5 + 1) / (0.5 + 1), 1 / 1.5 / 2, 1 / 1.5 / 8),
+        ("constant", (0.5 * 4 + 2) / ((0.5 + 1) * 5), 1 / 7.5, 1 / 15),
+    ],
+)
+def test_weights_enter_the_loss_as_by_hand(loss_agg, expected, share, of_half):
+    batch, r = collate([episode(weight=0.5), single()], pad_token_id=0), math.exp(0.1)
+    loss, gradient = weighted_loss(batch, loss_agg, n_tokens=4.0, n_sequences=1.5)
+    assert loss == pytest.approx(-r * expected, rel=1e-6)  # loss of each token: -r, as advantages are 1
+    assert (gradient[1, 1].item(), gradient[0, 2].item()) == pytest.approx((-r * share, -r * of_half), rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
-def test_weights_of_one_give_the_same_bits_as_none(loss_agg):
-    mask = torch.rand(7, 11, generator=torch.Generator().manual_seed(0)) > 0.4
-    n = int(mask.sum())
-    assert torch.equal(
-        token_weights(mask, loss_agg, float(n), 7.0, 9, torch.ones(7)), token_weights(mask, loss_agg, n, 7, 9)
-    )
-
-
-@pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
+@AGGREGATIONS
 @pytest.mark.parametrize("micro", [1, 2, 5])
 def test_the_split_into_micro_batches_does_not_matter_with_weights(loss_agg, micro):
     rows = [episode(weight=0.25), single(), episode(weight=0.75), episode(), episode(weight=0.0)]
     buffer = ReplayBuffer()
     buffer.append(collate(rows, pad_token_id=0))
     [step] = buffer.mini_batches(5, micro, epochs=1, seed=0)
-    assert (step.n_tokens, step.n_sequences) == (0.25 * 4 + 2 + 0.75 * 4 + 4, 3.0)
-    whole, _ = weighted_losses(collate(rows, 0), loss_agg, step.n_tokens, step.n_sequences)
-    parts = [weighted_losses(part, loss_agg, step.n_tokens, step.n_sequences)[0] for part in step.micro_batches]
-    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)
+    counts = step.n_tokens, step.n_sequences
+    assert counts == (0.25 * 4 + 2 + 0.75 * 4 + 4, 3.0)
+    parts = [weighted_loss(part, loss_agg, *counts)[0] for part in step.micro_batches]
+    assert sum(parts) == pytest.approx(weighted_loss(collate(rows, 0), loss_agg, *counts)[0], rel=1e-6)
 
 
-def test_an_episode_cut_into_two_parts_counts_once():
-    """The halves of an episode, each of weight 1/2, count as one sequence beside another episode."""
+def test_the_halves_of_an_episode_count_as_one_sequence_beside_another():
     halves = [episode(action_mask=[False, False, True, True, *[False] * 5], weight=0.5)]
     halves.append(episode(action_mask=[*[False] * 7, True, True], weight=0.5))
-    values = torch.ones(3, 9)
     batch = collate([*halves, single()], pad_token_id=0)
-    loss = ValueLoss(reduction="none")(values, values, torch.zeros(3, 9), batch.action_mask)  # 0.5 each
     weights = token_weights(batch.action_mask, "sequence_mean", 4.0, 2.0, 5, batch.weight)
     assert weights.sum(-1).tolist() == pytest.approx([0.25, 0.25, 0.5])
-    assert (loss * weights).sum().item() == pytest.approx(0.5)
 
 
 def test_staleness_is_in_versions_of_action_tokens():
     metrics = Metrics()
     measure_staleness([episode(), single()], 6, metrics)
-    assert metrics.reduced(SingleProcess()) == pytest.approx(
-        {"staleness": (2 + 2 + 1 + 0 + 0 + 0) / 6, "staleness_max": 2.0}
-    )
+    assert metrics.reduced(SingleProcess()) == {"staleness": pytest.approx(5 / 6), "staleness_max": 2.0}

@@ -1,26 +1,59 @@
-"""The reward of each token, worked out by hand."""
+"""The reward of each token, penalties, filters, running moments and KL coefficients, worked out by hand."""
 
 import math
+import statistics
 
 import pytest
 import torch
 
-from openppo.experience import compute_reward
-from openppo.experience.token_rewards import kl_penalty
+from openppo.config import RewardShapingConfig
+from openppo.experience import AdaptiveKLController, FixedKLController, compute_reward
+from openppo.experience.token_rewards import (
+    RunningMoments,
+    kl_penalty,
+    one_reward_groups,
+    overlong_mask,
+    shape_scores,
+    soft_overlong_penalty,
+)
+from openppo.types import SingleProcess
 
 KL = torch.tensor([[0.5, 0.25, -1.0, 2.0, 4.0, 8.0]])
+EXTRA = torch.tensor([[9.0, 9.0, 0.5, 0.0, -7.0, 9.0]])
 
 
-def rewards_of(actions: list[int], score: float, kl: torch.Tensor | None = KL, **options: object) -> list[float]:
+@pytest.mark.parametrize(
+    ("actions", "score", "options", "expected"),
+    [  # prompt of two tokens, response of three that ends with the end of sequence, one place of padding
+        ([0, 0, 1, 1, 1, 0], 3.0, {}, [0, 0, 0.1, -0.2, 3.0 - 0.4, 0]),
+        ([0, 1, 0, 1, 0, 0], 3.0, {}, [0, -0.025, 0, 3.0 - 0.2, 0, 0]),  # the environment wrote more
+        ([0, 0, 0, 1, 1, 1], -2.0, {}, [0, 0, 0, -0.2, -0.4, -2.0 - 0.8]),  # cut by length
+        ([0, 0, 1, 0, 0, 0], 3.0, {}, [0, 0, 3.1, 0, 0, 0]),  # ended at once
+        ([1, 0, 0, 0, 0, 0], 3.0, {}, [3.0 - 0.05, 0, 0, 0, 0, 0]),
+        ([0] * 6, 3.0, {}, [0] * 6),
+        ([0, 0, 1, 1, 1, 0], 3.0, {"kl": None}, [0, 0, 0, 0, 3.0, 0]),
+        # the score is clipped, KL and rewards of single tokens are not
+        ([0, 0, 0, 0, 1, 1], 3.0, {"kl": 100 * KL, "reward_clip_range": (-2.0, 1.5)}, [0, 0, 0, 0, -40, 1.5 - 80]),
+        ([0, 0, 0, 0, 1, 1], -3.0, {"kl": 100 * KL, "reward_clip_range": (-2.0, 1.5)}, [0, 0, 0, 0, -40, -2.0 - 80]),
+        ([0, 0, 1, 1, 1, 0], 3.0, {"token_rewards": EXTRA}, [0, 0, 0.5 + 0.1, -0.2, 3.0 - 7.0 - 0.4, 0]),
+    ],
+)
+def test_token_rewards_by_hand(actions, score, options, expected):
     mask = torch.tensor([actions]).bool()
-    rewards = compute_reward(torch.tensor([score]), kl, mask, 0.1, **options)
-    assert rewards.dtype == torch.float32
-    return rewards[0].tolist()
+    options = {"kl": KL} | options
+    found = compute_reward(torch.tensor([score]), action_mask=mask, kl_coef=0.1, **options)
+    assert found.dtype == torch.float32
+    assert found[0].tolist() == pytest.approx(expected, abs=1e-5)
+    for strange in (math.nan, math.inf):
+        per_token = {n: torch.where(mask, x, strange) for n, x in options.items() if isinstance(x, torch.Tensor)}
+        again = compute_reward(torch.tensor([score]), action_mask=mask, kl_coef=0.1, **options | per_token)
+        assert torch.equal(again, found), "nothing outside the mask is read"
 
 
-def test_every_action_pays_for_its_kl_and_the_last_one_gets_the_score() -> None:
-    # prompt of two tokens, response of three that ends with the end of sequence, one place of padding
-    assert rewards_of([0, 0, 1, 1, 1, 0], 3.0) == pytest.approx([0, 0, 0.1, -0.2, 3.0 - 0.4, 0], abs=1e-6)
+def test_rows_have_their_own_last_action_and_scores_may_be_whole_numbers():
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 1, 0]]).bool()
+    rewards = compute_reward(torch.tensor([1, 2, 3]), None, mask, 0.1, (-1.0, 2.5))
+    assert rewards.tolist() == [[0, 0, 1.0], [0, 0, 0], [0, 2.5, 0]]
 
 
 @pytest.mark.parametrize(
@@ -33,68 +66,93 @@ def test_every_action_pays_for_its_kl_and_the_last_one_gets_the_score() -> None:
         (-1.0, -3.0, math.exp(-2) + 1),
     ],
 )
-def test_k3_as_a_penalty_is_at_most_ten(log_prob: float, reference: float, penalty: float) -> None:
+def test_k3_as_a_penalty_is_at_most_ten(log_prob, reference, penalty):
     given = torch.tensor([[log_prob]]), torch.tensor([[reference]]), torch.tensor([[True]])
     assert kl_penalty(*given, "k3").item() == pytest.approx(penalty, rel=1e-6)
     assert kl_penalty(*given, "k1").item() == pytest.approx(log_prob - reference)
     assert kl_penalty(*given, "k2").item() == pytest.approx((log_prob - reference) ** 2 / 2)
 
 
-def test_the_score_is_on_the_last_action_though_the_environment_wrote_more() -> None:
-    assert rewards_of([0, 1, 0, 1, 0, 0], 3.0) == pytest.approx([0, -0.025, 0, 3.0 - 0.2, 0, 0], abs=1e-6)
+def test_the_overlong_penalty_is_a_ramp():
+    lengths = torch.tensor([0, 15, 16, 17, 18, 20, 25])
+    assert soft_overlong_penalty(lengths, max_len=20, buffer_len=4).tolist() == [0, 0, 0, -0.25, -0.5, -1, -1]
+    assert soft_overlong_penalty(lengths, 20, 4, factor=2.0).tolist() == [0, 0, 0, -0.5, -1, -2, -2]
+    assert soft_overlong_penalty(torch.tensor([0, 5, 20]), 20, 20).tolist() == [0, -0.25, -1]  # the longest buffer
 
 
-def test_a_response_cut_by_length_is_scored_at_its_last_token() -> None:
-    assert rewards_of([0, 0, 0, 1, 1, 1], -2.0) == pytest.approx([0, 0, 0, -0.2, -0.4, -2.0 - 0.8], abs=1e-6)
+RAMP = {"overlong_buffer_len": 4}
 
 
-def test_a_response_that_ends_at_once_has_score_and_kl_on_one_token() -> None:
-    assert rewards_of([0, 0, 1, 0, 0, 0], 3.0) == pytest.approx([0, 0, 3.1, 0, 0, 0], abs=1e-6)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1, 1, -3, 10]),  # clipped at 10 by default
+        ({"missing_eos_penalty": 0.5}, [1, 0.5, -3.5, 10]),
+        (RAMP, [1, 0, -4, 10]),
+        ({**RAMP, "overlong_penalty_factor": 3.0, "reward_clip_range": (-5.0, 50.0)}, [1, -2, -5, 18.5]),
+        ({**RAMP, "missing_eos_penalty": 0.5}, [1, -0.5, -4.5, 10]),
+    ],
+)
+def test_scores_are_penalized_and_then_clipped(options, expected):
+    scores, truncated = torch.tensor([1.0, 1.0, -3.0, 20.0]), torch.tensor([False, True, True, False])
+    shaped = shape_scores(scores, truncated, torch.tensor([10, 20, 20, 18]), RewardShapingConfig(**options), 20)
+    assert shaped.tolist() == pytest.approx(expected)
 
 
-def test_a_row_without_actions_has_no_reward() -> None:
-    assert rewards_of([0] * 6, 3.0) == [0.0] * 6
+def test_filters_by_hand():
+    mask = overlong_mask(torch.tensor([[0, 1, 1], [0, 1, 0]]), torch.tensor([False, True]))
+    assert mask.tolist() == [[False, True, True], [False, False, False]]
+    rewards, groups = torch.tensor([1.0, 0.0, 1.0, -2.0, -0.1, 1.0, -0.1]), torch.tensor([70, 3, 70, 3, -5, 3, -5])
+    assert one_reward_groups(rewards, groups).tolist() == [True, False, True, False, True, False, True]
+    assert one_reward_groups(torch.zeros(0), torch.zeros(0).long()).tolist() == []
 
 
-def test_an_action_at_the_very_first_place_can_hold_the_score() -> None:
-    assert rewards_of([1, 0, 0, 0, 0, 0], 3.0) == pytest.approx([3.0 - 0.05, 0, 0, 0, 0, 0], abs=1e-6)
+BATCHES = [[1.0, 2.0, 4.0, 1e4], [1e4 + 1], [], [-5.0, 0.5, 1e4 + 2]]
 
 
-def test_without_a_reference_only_the_score_is_left() -> None:
-    assert rewards_of([0, 0, 1, 1, 1, 0], 3.0, kl=None) == [0, 0, 0, 0, 3.0, 0]
+def moments_of(batches, comm, start=None):
+    moments = RunningMoments()
+    if start is not None:
+        moments.load_state_dict(start)
+    for batch in batches:
+        moments.update(torch.tensor(batch)[comm.rank :: comm.world_size], comm)
+    return moments
 
 
-@pytest.mark.parametrize(("score", "clipped"), [(3.0, 1.5), (-3.0, -2.0), (0.75, 0.75)])
-def test_the_score_is_clipped_and_the_kl_is_not(score: float, clipped: float) -> None:
-    large_kl = 100 * KL
-    found = rewards_of([0, 0, 0, 0, 1, 1], score, large_kl, reward_clip_range=(-2.0, 1.5))
-    assert found == pytest.approx([0, 0, 0, 0, -40.0, clipped - 80.0], abs=1e-5)
+def test_running_moments_are_those_of_all_scores_of_all_ranks_at_once(on_ranks):
+    alone, everything = moments_of(BATCHES, SingleProcess()), [score for batch in BATCHES for score in batch]
+    mean, deviation = statistics.fmean(everything), statistics.pstdev(everything)
+    assert (alone.count, alone.mean) == (len(everything), pytest.approx(mean, rel=1e-12))
+    normalized = alone.normalize(torch.tensor([mean, mean + deviation, mean - 2 * deviation], dtype=torch.float64))
+    assert normalized.tolist() == pytest.approx([0, 1, -2], abs=1e-9)
+    for together in on_ranks(3, lambda comm: moments_of(BATCHES, comm).state_dict()):
+        assert together == pytest.approx(alone.state_dict(), rel=1e-12)
+    resumed = moments_of(BATCHES[2:], SingleProcess(), moments_of(BATCHES[:2], SingleProcess()).state_dict())
+    assert resumed.state_dict() == alone.state_dict()
+    assert moments_of([[3.0]], SingleProcess()).normalize(torch.tensor([3.0])).tolist() == [0.0]
 
 
-@pytest.mark.parametrize("strange", [math.nan, math.inf])
-def test_a_kl_outside_the_mask_is_never_read(strange: float) -> None:
-    kl = torch.where(torch.tensor([0, 0, 1, 1, 0, 0]).bool(), KL, strange)
-    assert rewards_of([0, 0, 1, 1, 0, 0], 1.0, kl) == pytest.approx([0, 0, 0.1, 0.8, 0, 0], abs=1e-6)
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (6.6, 0.5 * (1 + 0.1 * 0.25)),  # 10 % above the target, a quarter of the horizon
+        (5.7, 0.5 * (1 - 0.05 * 0.25)),
+        (600.0, 0.5 * (1 + 0.2 * 0.25)),  # the error is clipped to 20 %
+        (-3.0, 0.5 * (1 - 0.2 * 0.25)),  # k1 may be negative
+        *((strange, 0.5) for strange in (6.0, math.nan, math.inf, -math.inf)),  # one spoiled sample spoils nothing
+    ],
+)
+def test_the_adaptive_coefficient_follows_the_error_and_a_fixed_one_stays(measured, expected):
+    adaptive, fixed = AdaptiveKLController(init_kl_coef=0.5, target=6.0, horizon=1000), FixedKLController(0.5)
+    for controller in (adaptive, fixed):
+        controller.update(measured, n_steps=250)
+    assert (adaptive.value, fixed.value) == (pytest.approx(expected, rel=1e-12), 0.5)
 
 
-def test_rows_have_their_own_last_action_and_score() -> None:
-    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 1, 0]]).bool()
-    rewards = compute_reward(torch.tensor([1.0, 2.0, 3.0]), None, mask, 0.1)
-    assert rewards.tolist() == [[0, 0, 1.0], [0, 0, 0], [0, 3.0, 0]]
-
-
-def test_scores_of_whole_numbers_are_fine() -> None:
-    mask = torch.tensor([[False, True]])
-    assert compute_reward(torch.tensor([2]), None, mask, 0.0, (-1.0, 1.0)).tolist() == [[0.0, 1.0]]
-
-
-def test_rewards_of_single_tokens_are_added_and_not_clipped() -> None:
-    extra = torch.tensor([[9.0, 9.0, 0.5, 0.0, -7.0, 9.0]])
-    found = rewards_of([0, 0, 1, 1, 1, 0], 3.0, reward_clip_range=(-1.0, 1.0), token_rewards=extra)
-    assert found == pytest.approx([0, 0, 0.5 + 0.1, -0.2, 1.0 - 7.0 - 0.4, 0], abs=1e-6)
-
-
-def test_a_token_reward_outside_the_mask_is_never_read() -> None:
-    extra = torch.tensor([[math.nan, math.nan, 0.5, 0.25, math.inf, math.nan]])
-    found = rewards_of([0, 0, 1, 1, 0, 0], 1.0, kl=None, token_rewards=extra)
-    assert found == [0, 0, 0.5, 1.25, 0, 0]
+def test_an_adaptive_coefficient_resumes_and_a_fixed_one_keeps_its_option():
+    adaptive, fixed = AdaptiveKLController(0.1, 6.0, 1000), FixedKLController(0.1)
+    for controller in (adaptive, fixed):
+        controller.load_state_dict(AdaptiveKLController(0.4, 6.0, 1000).state_dict())
+    assert (adaptive.value, fixed.value) == (0.4, 0.1)
+    adaptive.load_state_dict(fixed.state_dict())  # a run may change from one to the other
+    assert adaptive.value == 0.1

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of logits against the definitions in float64, and what the backward pass keeps in memory."""
+"""Log-probs, entropy, masked means and KL estimates against definitions in float64 and numbers worked out by hand."""
 
 import math
 
@@ -7,11 +7,18 @@ import torch
 from torch import Tensor
 
 from openppo.models import log_probs as module
-from openppo.models.log_probs import entropy_from_logits, log_probs_and_entropy, log_probs_from_logits
+from openppo.models.log_probs import (
+    compute_approx_kl,
+    entropy_from_logits,
+    log_probs_and_entropy,
+    log_probs_from_logits,
+    masked_mean,
+    masked_sum,
+)
 
 ROWS, VOCAB = 7, 11
-CHUNKS = [1, 3 * VOCAB, 1 << 24]  # elements: a row at a time, three rows at a time, all at once
-TEMPERATURES = [1.0, 0.5, 1.7]
+TEMPERATURES = pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
+NOT_FINITE = [math.nan, math.inf, -math.inf]
 
 
 def random_logits(dtype, scale=4.0):
@@ -25,33 +32,38 @@ def by_definition(logits, labels, temperature):
     return torch.stack([row[label] for row, label in zip(log_probs, labels.tolist(), strict=True)])
 
 
-def gradient(function, logits, weights):
-    leaf = logits.clone().requires_grad_()
-    (function(leaf).double() * weights).sum().backward()
-    assert leaf.grad is not None
-    return leaf.grad
-
-
-@pytest.fixture(params=CHUNKS)
+@pytest.fixture(params=[1, 3 * VOCAB, 1 << 24])  # elements: a row at a time, three rows at a time, all at once
 def chunked(request, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS_ON_CPU", request.param)
 
 
-def test_log_probs_of_logits_made_from_known_probabilities():
-    logits = torch.tensor([[1.0, 2.0, 5.0]]).log() + 3.0  # probabilities 1/8, 2/8, 5/8
-    for label, probability in enumerate([0.125, 0.25, 0.625]):
-        found = log_probs_from_logits(logits, torch.tensor([label]))
-        assert found.item() == pytest.approx(math.log(probability), abs=1e-6)
+@pytest.mark.usefixtures("chunked")
+@TEMPERATURES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_log_probs_entropy_and_gradient_equal_the_definition_in_float64(dtype, temperature):
+    logits, labels = random_logits(dtype)
+    leaf, exact_leaf = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    found, exact = log_probs_from_logits(leaf, labels, temperature), by_definition(exact_leaf, labels, temperature)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(found.double(), exact, rtol=5e-7, atol=1e-6)
+    entropy = entropy_from_logits(logits, temperature)
+    expected = torch.distributions.Categorical(logits=logits.double() / temperature).entropy()
+    torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=1e-6)
+    weights = torch.linspace(-2, 3, ROWS, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((found.double() * weights).sum(), leaf)
+    (exact_gradient,) = torch.autograd.grad((exact * weights).sum(), exact_leaf)
+    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-6  # half a unit in the last place of the gradient's own dtype
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient.double(), exact_gradient, rtol=rounding, atol=1e-6)
 
 
 @pytest.mark.usefixtures("chunked")
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_log_probs_equal_the_definition_in_float64(dtype, temperature):
-    logits, labels = random_logits(dtype)
-    found = log_probs_from_logits(logits, labels, temperature)
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(found.double(), by_definition(logits, labels, temperature), rtol=5e-7, atol=1e-6)
+@TEMPERATURES
+def test_gradcheck_agrees_with_log_probs_and_entropy(temperature):
+    logits, labels = random_logits(torch.float64, scale=1.0)
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: log_probs_from_logits(x, labels, temperature), logits)
+    assert torch.autograd.gradcheck(lambda x: log_probs_and_entropy(x, labels, temperature), logits)
 
 
 def test_leading_dimensions_are_kept():
@@ -61,47 +73,29 @@ def test_leading_dimensions_are_kept():
     assert entropy_from_logits(logits[:6].view(2, 3, VOCAB)).shape == (2, 3)
 
 
-@pytest.mark.usefixtures("chunked")
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_equals_that_of_the_definition_in_float64(dtype, temperature):
-    logits, labels = random_logits(dtype)
-    weights = torch.linspace(-2, 3, ROWS, dtype=torch.float64)
-    found = gradient(lambda x: log_probs_from_logits(x, labels, temperature), logits, weights)
-    exact = gradient(lambda x: by_definition(x, labels, temperature), logits.double(), weights)
-    assert found.dtype == dtype
-    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-6  # half a unit in the last place of the gradient's own dtype
-    torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=1e-6)
-
-
-@pytest.mark.usefixtures("chunked")
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_gradcheck_agrees_with_log_probs_and_entropy(temperature):
-    logits, labels = random_logits(torch.float64, scale=1.0)
-    logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: log_probs_from_logits(x, labels, temperature), logits)
-    assert torch.autograd.gradcheck(lambda x: entropy_from_logits(x, temperature), logits)
-    assert torch.autograd.gradcheck(lambda x: log_probs_and_entropy(x, labels, temperature), logits)
-
-
-def test_probabilities_of_all_labels_sum_to_one_even_for_huge_logits():
+def test_huge_logits_and_minus_infinity_stay_exact():
     logits = torch.tensor([1e4, 1e4 - 1, -1e4, 0.0]).expand(4, 4)  # their exponentials overflow
     log_probs = log_probs_from_logits(logits, torch.arange(4))
-    assert bool(log_probs.isfinite().all())
     assert log_probs.exp().sum().item() == pytest.approx(1.0, abs=1e-3)  # float32 has steps of 1e-3 at 1e4
-
-
-def test_a_logit_of_minus_infinity_is_a_token_that_cannot_be_sampled():
     logits = torch.tensor([[0.0, -math.inf, math.log(3.0)]] * 2, requires_grad=True)
     found = log_probs_from_logits(logits, torch.tensor([2, 1]))
     assert found.tolist() == pytest.approx([math.log(0.75), -math.inf], abs=1e-6)
-    found[0].backward()
-    assert logits.grad is not None
-    assert logits.grad[0].tolist() == pytest.approx([-0.25, 0.0, 0.25], abs=1e-6)
+    (gradient,) = torch.autograd.grad(found[0], logits)
+    assert gradient[0].tolist() == pytest.approx([-0.25, 0.0, 0.25], abs=1e-6)
+
+
+@pytest.mark.parametrize("unlikely", [-math.inf, -200.0])
+def test_entropy_and_its_gradient_by_hand_beside_tokens_of_probability_zero(unlikely):
+    logits = torch.tensor([[0.0, math.log(3.0), unlikely]], requires_grad=True)  # e^-200 is 0 in float32
+    found = entropy_from_logits(logits)
+    entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    slopes = [-p * (math.log(p) + entropy) for p in (0.25, 0.75)]  # dH / d logit_i = -p_i (log p_i + H)
+    assert found.item() == pytest.approx(entropy, abs=1e-6)
+    assert torch.autograd.grad(found, logits)[0][0].tolist() == pytest.approx([*slopes, 0.0], abs=1e-6)
 
 
 @pytest.mark.parametrize("function", [log_probs_from_logits, log_probs_and_entropy])
-def test_the_backward_pass_keeps_the_logits_themselves_and_nothing_else_of_their_size(function):
+def test_the_backward_pass_keeps_the_logits_and_nothing_else_of_their_size(function):
     logits, labels = random_logits(torch.bfloat16)
     logits.requires_grad_()
     saved: list[Tensor] = []
@@ -113,29 +107,61 @@ def test_the_backward_pass_keeps_the_logits_themselves_and_nothing_else_of_their
     assert small == (0 if function is log_probs_from_logits else ROWS)  # the entropy
 
 
-def test_entropy_equals_numbers_worked_out_by_hand():
-    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, math.log(3.0), -math.inf, -math.inf], [5.0, -math.inf, 0, 0]])
-    logits[2, 2:] = -math.inf
-    two = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    assert entropy_from_logits(logits).tolist() == pytest.approx([math.log(4), two, 0.0], abs=1e-6)
+NUMBERS = torch.tensor([[1.0, 2.0, 6.0], [10.0, 20.0, 40.0], [3.0, 4.0, 5.0]])
+MASK = torch.tensor([[True, False, True], [False, True, False], [False, False, False]])
 
 
-@pytest.mark.usefixtures("chunked")
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_entropy_equals_that_of_a_torch_categorical_in_float64(dtype, temperature):
-    logits, _ = random_logits(dtype)
-    found = entropy_from_logits(logits, temperature)
-    exact = torch.distributions.Categorical(logits=logits.double() / temperature).entropy()
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-6)
+@pytest.mark.parametrize("mask", [MASK, MASK.long(), MASK.float()])
+def test_masked_sums_and_means_by_hand(mask):
+    assert (masked_mean(NUMBERS, mask).item(), masked_sum(NUMBERS, mask).item()) == (9.0, 27.0)  # (1 + 6 + 20) / 3
+    assert masked_mean(NUMBERS, mask, dim=-1).tolist() == [3.5, 20.0, 0.0]  # of nothing: 0
+    assert masked_sum(NUMBERS, mask, dim=-1).tolist() == [7.0, 20.0, 0.0]
+    assert masked_mean(NUMBERS, torch.zeros_like(mask)).item() == 0.0
+    assert masked_mean(NUMBERS, None).item() == pytest.approx(91 / 9)
+    assert masked_mean(NUMBERS, None, dim=-1).tolist() == pytest.approx([3.0, 70 / 3, 4.0])
 
 
-@pytest.mark.parametrize("unlikely", [-math.inf, -200.0])
-def test_the_gradient_of_entropy_is_finite_and_right_beside_tokens_of_probability_zero(unlikely):
-    logits = torch.tensor([[0.0, math.log(3.0), unlikely]], requires_grad=True)  # e^-200 is 0 in float32
-    entropy_from_logits(logits).sum().backward()
-    entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    slopes = [-p * (math.log(p) + entropy) for p in (0.25, 0.75)]  # dH / d logit_i = -p_i (log p_i + H)
-    assert logits.grad is not None
-    assert logits.grad[0].tolist() == pytest.approx([*slopes, 0.0], abs=1e-6)
+@pytest.mark.parametrize("strange", NOT_FINITE)
+def test_what_lies_outside_the_mask_reaches_neither_mean_nor_gradient(strange):
+    numbers = torch.where(MASK, NUMBERS, strange).requires_grad_()
+    mean = masked_mean(numbers, MASK)
+    assert mean.item() == 9.0
+    torch.testing.assert_close(torch.autograd.grad(mean, numbers)[0], MASK / 3)
+
+
+KL = {  # log-probs -1, -2, -3 against -1.5, -1, -3: estimates and slopes
+    "k1": ([0.5, -1.0, 0.0], [1.0, 1.0, 1.0]),
+    "k2": ([0.125, 0.5, 0.0], [0.5, -1.0, 0.0]),
+    "k3": ([math.exp(-0.5) - 0.5, math.e - 2, 0.0], [1 - math.exp(-0.5), 1 - math.e, 0.0]),
+}
+
+
+@pytest.mark.parametrize("strange", NOT_FINITE)
+@pytest.mark.parametrize("estimator", KL)
+def test_kl_estimates_and_slopes_by_hand_and_zero_outside_the_mask(estimator, strange):
+    log_probs = torch.tensor([[-1.0, -2.0, -3.0, strange]], requires_grad=True)
+    mask = torch.tensor([[True, True, True, False]])
+    estimate = compute_approx_kl(log_probs, torch.tensor([[-1.5, -1.0, -3.0, -1.0]]), mask, estimator)
+    values, slopes = KL[estimator]
+    assert estimate[0].tolist() == pytest.approx([*values, 0.0], abs=1e-6)
+    (gradient,) = torch.autograd.grad(estimate.sum(), log_probs)
+    assert gradient[0].tolist() == pytest.approx([*slopes, 0.0], abs=1e-6)
+
+
+def test_kl_estimates_keep_their_digits():
+    tiny = compute_approx_kl(torch.tensor([[0.0]]), torch.tensor([[-1e-4]]), kl_estimator="k3")
+    assert tiny.item() == pytest.approx(5e-9, rel=5e-3)
+    log_probs, reference = torch.tensor([[-1.0], [-0.0009765625]], dtype=torch.bfloat16)[:, None]
+    estimate = compute_approx_kl(log_probs, reference)  # would be lost if the difference were bfloat16
+    assert (estimate.dtype, estimate.item()) == (torch.float32, -0.9990234375)
+
+
+def test_the_expectation_of_k1_and_of_k3_is_the_exact_kl():
+    policy, reference = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.4, 0.1]], dtype=torch.float64)
+    exact = sum(p * math.log(p / q) for p, q in zip(policy.tolist(), reference.tolist(), strict=True))
+    for estimator, is_unbiased, lowest in (("k1", True, -1.0), ("k2", False, 0.0), ("k3", True, 0.0)):
+        estimates = compute_approx_kl(policy.log()[None], reference.log()[None], kl_estimator=estimator)[0]
+        assert ((estimates * policy).sum().item() == pytest.approx(exact, abs=1e-6)) == is_unbiased
+        assert estimates.min() >= lowest
+    with pytest.raises(ValueError, match="k1, k2 or k3, got 'k4'"):
+        compute_approx_kl(torch.zeros(1, 1), torch.zeros(1, 1), kl_estimator="k4")

@@ -11,61 +11,33 @@ from openppo.models.rollout_correction import rollout_correction
 from openppo.tracking import Metrics
 from openppo.types import SingleProcess
 
-K = torch.tensor([[0.4, 0.6, 1.0, 1.9, 2.5, 6.0, 3.0]], dtype=torch.float64)  # pi_old / pi_rollout
+K = torch.tensor([[0.4, 0.49, 0.51, 1.9, 2.5, 6.0, 3.0]], dtype=torch.float64)  # pi_old / pi_rollout
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 0]]).bool()
 ROLLOUT = torch.full_like(K, -1.5)
 LOG_PROBS = ROLLOUT + K.log()
 
 
-def weights(method, low=None, high=None):
-    return rollout_correction(LOG_PROBS, ROLLOUT, MASK, method, low, high)[0].tolist()
-
-
 @pytest.mark.parametrize(
-    ("method", "expected"),
+    ("method", "low", "high", "expected"),
     [
-        ("none", [1, 1, 1, 1, 1, 1, 0]),
-        ("tis", [0.4, 0.6, 1, 1.9, 2, 2, 0]),
-        ("mis", [0, 0.6, 1, 1.9, 0, 0, 0]),
-        ("icepop", [0, 0.6, 1, 1.9, 2.5, 0, 0]),
+        ("none", None, None, [1, 1, 1, 1, 1, 1, 0]),
+        ("tis", None, None, [0.4, 0.49, 0.51, 1.9, 2, 2, 0]),
+        ("mis", None, None, [0, 0, 0.51, 1.9, 0, 0, 0]),
+        ("icepop", None, None, [0, 0, 0.51, 1.9, 2.5, 0, 0]),
+        ("tis", None, 1.5, [0.4, 0.49, 0.51, 1.5, 1.5, 1.5, 0]),
+        ("mis", 0.3, 7.0, [0.4, 0.49, 0.51, 1.9, 2.5, 6, 0]),
     ],
 )
-def test_weights_with_the_default_thresholds(method, expected):
-    assert weights(method) == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_default_ranges():
-    def range_of(method):
-        """Smallest and largest weight of a fine grid of ratios."""
-        grid = torch.linspace(-4, 4, 8001, dtype=torch.float64)[None]
-        found = rollout_correction(grid, torch.zeros_like(grid), torch.ones_like(grid).bool(), method)
-        return found[found > 0].min().item(), found.max().item()
-
-    assert range_of("tis") == pytest.approx((math.exp(-4), 2.0), abs=1e-2)
-    assert range_of("mis") == pytest.approx((0.5, 2.0), abs=1e-2)
-    assert range_of("icepop") == pytest.approx((0.5, 5.0), abs=1e-2)
-
-
-def test_thresholds_can_be_chosen():
-    assert weights("tis", high=1.5) == pytest.approx([0.4, 0.6, 1, 1.5, 1.5, 1.5, 0])
-    assert weights("mis", 0.3, 7.0) == pytest.approx([0.4, 0.6, 1, 1.9, 2.5, 6, 0])
-
-
-@pytest.mark.parametrize("method", ["none", "tis", "mis", "icepop"])
-def test_weights_carry_no_gradient_and_ignore_what_lies_outside_the_mask(method):
+def test_weights_by_hand_without_gradient_or_what_lies_outside_the_mask(method, low, high, expected):
     log_probs = torch.where(MASK, LOG_PROBS, math.nan).requires_grad_()
-    rollout = torch.where(MASK, ROLLOUT, math.inf)
-    found = rollout_correction(log_probs, rollout, MASK, method)
+    found = rollout_correction(log_probs, torch.where(MASK, ROLLOUT, math.inf), MASK, method, low, high)
+    assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
     assert not found.requires_grad
-    assert torch.equal(found, rollout_correction(LOG_PROBS, ROLLOUT, MASK, method))
 
 
-def test_a_huge_ratio_is_a_finite_weight():
+def test_a_huge_ratio_is_a_finite_weight_and_an_unknown_method_is_refused():
     far = torch.tensor([[900.0]])
     assert rollout_correction(far, torch.zeros(1, 1), torch.ones(1, 1).bool(), "tis").item() == 2.0
-
-
-def test_an_unknown_method_is_refused_by_name():
     with pytest.raises(ValueError, match="none, tis, mis, icepop, got 'clip'"):
         rollout_correction(LOG_PROBS, ROLLOUT, MASK, "clip")  # type: ignore[arg-type]
 

@@ -3,14 +3,11 @@
 import json
 import os
 import pickle
-import shutil
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
@@ -37,6 +34,13 @@ def mark(tmp_path):
     return tmp_path / "executed"
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a config and without weights."""
+    CONFIG.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
 def load_policy(folder):
     """As the commands do."""
     with model_error_context("--pretrain", str(folder)):
@@ -44,47 +48,41 @@ def load_policy(folder):
 
 
 def load_reward_model(folder):
-    """As the commands do."""
-    with model_error_context("--reward_pretrain", str(folder)):
+    with model_error_context("--pretrain", str(folder)):
         return get_llm_for_sequence_regression(str(folder), "reward")
 
 
-def test_the_pickles_of_these_tests_do_run_code(mark, tmp_path):
-    torch.save({"a": Evil(mark)}, tmp_path / "evil.bin")
-    torch.load(tmp_path / "evil.bin", weights_only=False)
-    assert mark.exists()
-
-
-@pytest.mark.parametrize(
-    ("load", "flag", "kind"),
+BOTH = pytest.mark.parametrize(
+    ("load", "kind", "task"),
     [
-        (load_policy, "--pretrain", LlamaForCausalLM),
-        (load_reward_model, "--reward_pretrain", LlamaForSequenceClassification),
+        (load_policy, LlamaForCausalLM, "CAUSAL_LM"),
+        (load_reward_model, LlamaForSequenceClassification, "SEQ_CLS"),
     ],
 )
+
+
+@BOTH
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "plain pickle"])
-def test_a_pickle_with_code_is_refused_with_flag_and_reason(load, flag, kind, zipped, mark, tmp_path):
-    folder = tmp_path / "model"
-    CONFIG.save_pretrained(folder)
-    content = {**kind(CONFIG).state_dict(), "extra": Evil(mark)}
+def test_a_pickle_with_code_is_refused_with_flag_and_reason(load, kind, task, zipped, mark, folder):
+    file = folder / "pytorch_model.bin"
     if zipped:
-        torch.save(content, folder / "pytorch_model.bin")
+        torch.save({**kind(CONFIG).state_dict(), "extra": Evil(mark)}, file)
     else:
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(mark)))
-    with pytest.raises(ValueError, match=f"^{flag} {folder}: its weights are a pickle file .* Use weights in"):
+        file.write_bytes(pickle.dumps(Evil(mark)))
+    with pytest.raises(ValueError, match=f"^--pretrain {folder}: its weights are a pickle file .* Use weights in"):
         load(folder)
     assert not mark.exists()
+    if zipped:
+        torch.load(file, weights_only=False)
+        assert mark.exists(), "else this test claims nothing"
 
 
-@pytest.mark.parametrize("load", [load_policy, load_reward_model])
-def test_adapters_in_a_pickle_with_code_are_refused(load, mark, tmp_path):
+@BOTH
+def test_adapters_in_a_pickle_with_code_are_refused(load, kind, task, mark, tmp_path):
     base, folder = tmp_path / "base", tmp_path / "adapters"
-    kind, task = (LlamaForCausalLM, "CAUSAL_LM") if load is load_policy else (LlamaForSequenceClassification, "SEQ_CLS")
-    model = kind(CONFIG)
-    model.save_pretrained(base)
-    get_peft_model(model, LoraConfig(task_type=task, target_modules="all-linear")).save_pretrained(folder)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    kind(CONFIG).save_pretrained(base)
+    options = LoraConfig(task_type=task, target_modules="all-linear")
+    get_peft_model(kind.from_pretrained(base), options).save_pretrained(folder)
     load(folder)
     (folder / "adapter_model.safetensors").unlink()
     torch.save({"a": Evil(mark)}, folder / "adapter_model.bin")
@@ -93,33 +91,22 @@ def test_adapters_in_a_pickle_with_code_are_refused(load, mark, tmp_path):
     assert not mark.exists()
 
 
-def test_a_pickle_of_tensors_alone_is_read(tmp_path):
-    model = LlamaForCausalLM(CONFIG)
-    CONFIG.save_pretrained(tmp_path / "model")
-    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
-    loaded = load_policy(tmp_path / "model").model.state_dict()
+def test_a_pickle_of_tensors_is_read_unless_it_is_cut_off_or_safetensors_are_there(folder, mark):
+    file, model = folder / "pytorch_model.bin", LlamaForCausalLM(CONFIG)
+    torch.save(model.state_dict(), file)
+    loaded = load_policy(folder).model.state_dict()
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(loaded[name], weight)
-
-
-def test_safetensors_are_preferred_to_a_pickle_beside_them(mark, tmp_path):
-    LlamaForCausalLM(CONFIG).save_pretrained(tmp_path / "model")
-    torch.save({"a": Evil(mark)}, tmp_path / "model" / "pytorch_model.bin")
-    load_policy(tmp_path / "model")
+    whole = file.read_bytes()
+    for n_bytes in (0, 10, 1000):
+        file.write_bytes(whole[:n_bytes])
+        with pytest.raises(ValueError, match=f"^--pretrain {folder}: "):
+            load_policy(folder)
+    torch.save({"a": Evil(mark)}, file)
+    model.save_pretrained(folder)
+    load_policy(folder)
     assert not mark.exists()
 
-
-@pytest.mark.parametrize("n_bytes", [0, 10, 1000])
-def test_a_pickle_that_is_cut_off_is_an_error_with_its_flag(n_bytes, tmp_path):
-    folder = tmp_path / "model"
-    CONFIG.save_pretrained(folder)
-    torch.save(LlamaForCausalLM(CONFIG).state_dict(), folder / "pytorch_model.bin")
-    (folder / "pytorch_model.bin").write_bytes((folder / "pytorch_model.bin").read_bytes()[:n_bytes])
-    with pytest.raises(ValueError, match=f"^--pretrain {folder}: "):
-        load_policy(folder)
-
-
-# Code of its own
 
 CODE = """
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
@@ -155,52 +142,35 @@ OWN = {
 }
 
 
-@pytest.fixture
-def own(tmp_path, monkeypatch):
-    """A folder of a model with code of its own."""
+def change(file, **changes):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, LlamaForSequenceClassification])
+def test_code_of_a_model_or_tokenizer_runs_with_the_flag_only(kind, make_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"it asks {prompt}"))
     folder = tmp_path / "own_model"
-    LlamaForSequenceClassification(CONFIG).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": OWN}))
+    kind(CONFIG).save_pretrained(folder)
+    change(folder / "config.json", model_type="own", auto_map=OWN)
     (folder / "own.py").write_text(CODE)
-    return folder
+    make_tokenizer().save_pretrained(folder)
+    auto_map = {"AutoTokenizer": [None, "own.OwnTokenizer"]}
+    change(folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=auto_map)
+    name = str(folder)
 
+    def load_model(trust):
+        if kind is LlamaForCausalLM:
+            return Actor(name, trust_remote_code=trust)
+        return get_llm_for_sequence_regression(name, "reward", trust_remote_code=trust)
 
-def never_asks(prompt=""):
-    pytest.fail(f"it asks {prompt}")
-
-
-def test_code_of_a_model_runs_with_the_flag_only(own, monkeypatch):
-    monkeypatch.setattr("builtins.input", never_asks)
-    message = f"{own}: it brings Python code of its own .* if you trust it, pass --trust_remote_code"
-    for load in (
-        lambda trust: check_model(str(own), "--pretrain", trust),
-        lambda trust: get_llm_for_sequence_regression(str(own), "reward", trust_remote_code=trust),
+    for load, error in (
+        (lambda trust: check_model(name, "--pretrain", trust), ValueError),
+        (lambda trust: load_tokenizer(name, "--pretrain", trust_remote_code=trust), UntrustedModelError),
+        (load_model, UntrustedModelError),
     ):
-        with pytest.raises(ValueError, match=message):
+        message = f"{name}: it brings Python code of its own .* if you trust it, pass --trust_remote_code"
+        with pytest.raises(error, match=message):
             load(False)
-        assert "Own" in str(load(True))
-
-
-def test_a_policy_with_code_of_its_own_is_loaded_with_the_flag(own):
-    shutil.rmtree(own)
-    LlamaForCausalLM(CONFIG).save_pretrained(own)
-    config = json.loads((own / "config.json").read_text())
-    (own / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": OWN}))
-    (own / "own.py").write_text(CODE)
-    with pytest.raises(UntrustedModelError, match=f"^{own}: it brings Python code of its own"):
-        Actor(str(own))
-    assert type(Actor(str(own), trust_remote_code=True).model).__name__ == "OwnModel"
-
-
-def test_code_of_a_tokenizer_runs_with_the_flag_only(own, monkeypatch):
-    monkeypatch.setattr("builtins.input", never_asks)
-    core = Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?").save_pretrained(own)
-    config = json.loads((own / "tokenizer_config.json").read_text())
-    changes = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
-    (own / "tokenizer_config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(UntrustedModelError, match=f"^--pretrain {own}: it brings Python code of its own"):
-        load_tokenizer(str(own), "--pretrain")
-    assert type(load_tokenizer(str(own), "--pretrain", trust_remote_code=True)).__name__ == "OwnTokenizer"
+        loaded = load(True)
+        assert "Own" in f"{type(loaded).__name__} {loaded}"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.models.actor import Actor
-from openppo.models.attention import use_cpu_attention
+from openppo.models.attention import use_fast_attention
 from openppo.rollout.decode_graphs import Forward
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
@@ -59,7 +59,7 @@ class Weights:
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(tiny_config(name, **changes)).to(dtype).eval()
-    use_cpu_attention(model)
+    use_fast_attention(model)
     return model
 
 

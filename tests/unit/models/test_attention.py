@@ -1,0 +1,248 @@
+"""Attention in blocks on CPUs and repeated keys on GPUs are attention: the outputs and gradients of torch's own."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, LlamaForCausalLM
+
+from openppo.models import attention
+from openppo.models.actor import Actor
+from openppo.models.attention import causal_attention, repeats_keys
+from openppo.models.loading import load_causal_lm
+from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.rollout.hf_engine import HFEngine
+from openppo.types import SamplingParams
+
+SCALE = 0.3
+H100, A100, T4, V100 = (9, 0), (8, 0), (7, 5), (7, 0)
+IDS = torch.randint(0, 40, (3, 20), generator=torch.Generator().manual_seed(0))
+GROUPED = pytest.mark.parametrize(("queries", "keys"), [(4, 4), (6, 2), (4, 1)])
+BF16 = pytest.mark.parametrize("bf16", [False, True])
+
+
+def heads(rows, queries, keys, length, width, dtype):
+    """Queries, keys and values as models hand them over: views of (B, L, H, D)."""
+    generator = torch.Generator().manual_seed(length)
+    return [
+        torch.randn(rows, length, n, width, generator=generator).to(dtype).transpose(1, 2).requires_grad_()
+        for n in (queries, keys, keys)
+    ]
+
+
+def outputs_and_gradients(output, inputs):
+    weights = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, inputs, weights)]
+
+
+@pytest.mark.parametrize("length", [2, 31, 128, 129, 300])
+@GROUPED
+def test_outputs_and_gradients_are_those_of_torch(length, queries, keys):
+    inputs = heads(3, queries, keys, length, 8, torch.float32)
+    ours = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
+    plain = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=SCALE, enable_gqa=queries != keys)
+    torch.testing.assert_close(ours, outputs_and_gradients(plain.transpose(1, 2), inputs), rtol=1e-4, atol=2e-5)
+
+
+def test_pieces_of_a_batch_change_nothing(monkeypatch):
+    inputs = heads(5, 4, 2, 40, 8, torch.float64)
+    whole = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
+    monkeypatch.setattr(attention, "_BLOCK", 7)
+    monkeypatch.setattr(attention, "_SCORES", 4 * 7 * 40 * 2)  # two rows at a time, and one is left
+    pieces = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
+    torch.testing.assert_close(whole, pieces, rtol=1e-10, atol=1e-12)
+
+
+def test_weights_are_kept_for_the_backward_pass_only():
+    inputs = heads(2, 4, 2, 128, 8, torch.float32)
+    assert len(causal_attention(*inputs, SCALE, False)[1]) == 0
+    assert len(causal_attention(*inputs, SCALE, True)[1]) == 2 * 4 * (64 * 64 + 64 * 128), "two blocks of 64 queries"
+
+
+@pytest.fixture
+def saved(llama, tmp_path, monkeypatch):
+    """A Llama with grouped heads, on a machine without GPU and AMX."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    llama(num_key_value_heads=2, initializer_range=0.1).save_pretrained(tmp_path / "saved")
+    return str(tmp_path / "saved")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Of torch's own attention: the dtype, heads of queries and of keys, and whether it is to group them."""
+    seen: list[tuple[torch.dtype, int, int, bool]] = []
+    sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
+
+    def spy(query, key, *rest, **options):
+        seen.append((query.dtype, query.shape[1], key.shape[1], options.get("enable_gqa", False)))
+        return sdpa(query, key, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    return seen
+
+
+def dtypes(calls):
+    return [dtype for dtype, *_ in calls]
+
+
+def attend(model, inputs, mask, **asked):
+    """As transformers calls it."""
+    attention = AttentionInterface()[model.config._attn_implementation]
+    return attention(model.model.layers[0].self_attn, *inputs, mask, scaling=SCALE, **asked)[0]
+
+
+def test_models_in_bfloat16_are_about_as_exact_with_it(saved, calls):
+    ours = load_causal_lm(saved, bf16=True, flash_attn=False)
+    plain = LlamaForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
+    exact = LlamaForCausalLM.from_pretrained(saved)
+    for mine, theirs in zip(exact.parameters(), ours.parameters(), strict=True):
+        mine.data.copy_(theirs.data)  # rounded to bfloat16
+    gradients, outputs = [], []
+    for model in (ours, plain, exact):
+        logits = model(input_ids=IDS).logits.float()
+        logits.logsumexp(-1).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
+        outputs.append(logits.detach())
+    assert dtypes(calls) == [torch.bfloat16] * 2 + [torch.float32] * 2, "not of the first model"
+    for mine, other, truth in (outputs, gradients):
+        assert (mine - truth).norm() <= 1.2 * (other - truth).norm()
+
+
+def test_in_bfloat16_decode_steps_and_padded_prompts_go_to_torch(saved, calls):
+    model, mask = load_causal_lm(saved, bf16=True, flash_attn=False), torch.ones(3, 20, dtype=torch.int64)
+    cache = model(input_ids=IDS, use_cache=True).past_key_values
+    assert calls == []
+    model(input_ids=IDS[:, :1], past_key_values=cache)
+    mask[0, :5] = 0
+    model(input_ids=IDS, attention_mask=mask)
+    assert dtypes(calls) == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
+@pytest.mark.parametrize("asked", [{"is_causal": False}, {"dropout": 0.5}, {"position_bias": torch.zeros(1, 4, 1, 20)}])
+@BF16
+def test_what_more_is_asked_for_goes_to_torch(saved, calls, asked, bf16):
+    model = load_causal_lm(saved, bf16=bf16, flash_attn=False)
+    query, key, value = heads(2, 4, 2, 20, 16, torch.bfloat16 if bf16 else torch.float32)
+    attend(model, [query if bf16 else query[:, :, :1], key, value], None, **asked)
+    assert dtypes(calls) == ([] if not bf16 and "is_causal" in asked else [torch.float32])
+
+
+@pytest.mark.parametrize(("amx", "limit"), [(False, "_LONGEST"), (True, "_LONGEST_WITH_AMX")])
+def test_long_rows_go_to_torch_which_keeps_no_weights(saved, calls, monkeypatch, amx, limit):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
+    monkeypatch.setattr(attention, limit, 19)
+    model = load_causal_lm(saved, bf16=True, flash_attn=False)
+    model(input_ids=IDS[:, :19])
+    assert calls == []
+    model(input_ids=IDS)
+    assert dtypes(calls) == [torch.bfloat16 if amx else torch.float32] * 2
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@GROUPED
+def test_decode_steps_in_float32_are_those_of_torch(saved, calls, queries, keys, masked):
+    """Over keys and values that are a part of larger buffers, as in the engine's cache."""
+    model = load_causal_lm(saved, bf16=False, flash_attn=False)
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 1, queries, 8).transpose(1, 2), *torch.randn(2, 5, keys, 30, 8)[:, :4, :, 3:20]]
+    mask = torch.arange(17)[None, None, None] >= torch.tensor([0, 3, 16, 5])[:, None, None, None]  # (B, 1, 1, L)
+    given = mask if masked else None
+    ours = attend(model, inputs, given)
+    assert calls == []
+    theirs = F.scaled_dot_product_attention(*inputs, attn_mask=given, scale=SCALE, enable_gqa=True)
+    torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_in_float32_reads_bit_for_bit_as_with_torch(saved):
+    mask = torch.ones(3, 20, dtype=torch.int64)
+    mask[0, :5] = 0
+    outputs = []
+    for model in (load_causal_lm(saved, bf16=False, flash_attn=False), LlamaForCausalLM.from_pretrained(saved)):
+        read = model(input_ids=IDS[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
+        decoded = model(input_ids=IDS[:, -1:], attention_mask=mask, past_key_values=read.past_key_values)
+        outputs.append((read.logits[1:], decoded.logits))
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    torch.testing.assert_close(outputs[0][1], outputs[1][1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Calls a loader as on a GPU of this capability; the model stays on the CPU."""
+
+    def load(loader, *arguments, capability=H100, **options):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.cuda, "is_available", lambda: True)
+            patched.setattr(torch.cuda, "get_device_capability", lambda: capability)
+            return loader(*arguments, **options)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "masked", "repeats"),
+    [
+        (torch.float32, H100, False, True),
+        (torch.float32, H100, True, False),  # transformers repeats or packs
+        (torch.bfloat16, A100, False, False),  # FlashAttention
+        (torch.bfloat16, T4, False, True),
+        (torch.float16, V100, False, True),
+        (torch.bfloat16, T4, True, False),
+        (torch.float64, A100, False, True),
+    ],
+)
+def test_keys_are_repeated_where_no_fast_kernel_shares_them(dtype, capability, masked, repeats):
+    assert repeats_keys(dtype, capability, masked) == repeats
+
+
+def run_actor(model):
+    return Actor(model)(IDS, torch.ones_like(IDS).bool())
+
+
+def run_engine(model):
+    """Prompts alike, which need no mask, and prompts of different lengths."""
+    drawn = [HFEngine(model, [], 0, 4).generate(p, SamplingParams(3), [1, 2]) for p in ([[5, 9]] * 2, [[5, 9], [7]])]
+    return torch.tensor([completion.log_probs for completions in drawn for completion in completions])
+
+
+@pytest.mark.parametrize("name", ["actor", "engine", "critic"])
+def test_no_head_shares_keys_in_float32_on_gpus(name, saved, on_gpu, calls):
+    run = {"actor": run_actor, "engine": run_engine}.get(name, lambda model: model(IDS, torch.ones_like(IDS).bool()))
+    loader, options = load_causal_lm, {"bf16": False, "flash_attn": False}
+    if name == "critic":
+        loader, options = get_llm_for_sequence_regression, {"role": "critic"}
+    torch.manual_seed(0)  # of a fresh head
+    ours = run(on_gpu(loader, saved, **options))
+    assert calls
+    assert all(queries == keys and not grouped for _, queries, keys, grouped in calls)
+    torch.manual_seed(0)
+    torch.testing.assert_close(ours, run(loader(saved, **options)), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_those_of_shared_keys(saved, on_gpu):
+    gradients = []
+    for model in (on_gpu(load_causal_lm, saved, bf16=False, flash_attn=False), LlamaForCausalLM.from_pretrained(saved)):
+        run_actor(model).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [(H100, (2, True)), (T4, (4, False))])
+def test_the_fast_kernel_of_bfloat16_keeps_its_shared_keys(saved, on_gpu, calls, capability, expected):
+    run_actor(on_gpu(load_causal_lm, saved, bf16=True, flash_attn=False, capability=capability))
+    assert {(keys, grouped) for *_, keys, grouped in calls} == {expected}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@BF16
+def test_models_compile_in_one_piece_and_save_nothing_of_it(saved, tmp_path, on_gpu, device, bf16):
+    options = {"bf16": bf16, "flash_attn": False}
+    on_cpu = device == "cpu"
+    model = load_causal_lm(saved, **options) if on_cpu else on_gpu(load_causal_lm, saved, capability=T4, **options)
+    assert model.config._attn_implementation == f"openppo_{device}"
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    model.save_pretrained(tmp_path / "again")
+    assert "openppo" not in (tmp_path / "again" / "config.json").read_text()
