@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,6 +16,7 @@ from typing import Any
 MOVED = {
     "openppo.cli.shell": "openppo.cli",
     "openppo.cli.shell.commands": "openppo.__main__",
+    "openppo.config.tracking": "openppo.config.run",
     "openppo.experience.collate": "openppo.experience.replay_buffer",
     "openppo.experience.kl_controller": "openppo.experience.token_rewards",
     "openppo.experience.score_shaping": "openppo.experience.token_rewards",
@@ -36,20 +37,16 @@ RENAMED = {
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make ``__getattr__``, ``__dir__`` and ``__all__`` from the package's ``if TYPE_CHECKING:`` block.
-
-    The block says once, for readers, type checkers and this function, which name is in which module.
-    """
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` from the imports in the package's ``if TYPE_CHECKING:``."""
     module = sys.modules[package]
-    blocks = [node.body for node in ast.parse(Path(str(module.__file__)).read_bytes()).body if isinstance(node, ast.If)]
-    imports = [node for body in blocks for node in body if isinstance(node, ast.ImportFrom)]
-    homes = {alias.asname or alias.name: (node.module, alias.name) for node in imports for alias in node.names}
+    tree = ast.parse(Path(str(module.__file__)).read_bytes())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: node.module for node in imports for alias in node.names if alias.asname}
 
     def load(name: str) -> Any:
         if name not in homes:
             return renamed(package, name)
-        home, original = homes[name]
-        value = vars(module)[name] = getattr(import_module(str(home)), original)
+        value = vars(module)[name] = getattr(import_module(str(homes[name])), name)
         return value
 
     return load, lambda: sorted(vars(module) | homes), sorted(homes)
@@ -67,19 +64,14 @@ def renamed(module: str, name: str) -> Any:
 class MovedModules(MetaPathFinder, Loader):
     """Imports modules by the old names of ``MOVED``."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        new = _new_name(fullname)
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        parent, _, last = name.rpartition(".")
+        new = MOVED.get(name) or (f"{MOVED[parent]}.{last}" if parent in MOVED else None)
         if new is None:
             return None
-        warnings.warn(f"{fullname} is now {new}", DeprecationWarning, stacklevel=2)
-        return ModuleSpec(fullname, self)
+        warnings.warn(f"{name} is now {new}", DeprecationWarning, stacklevel=2)
+        return ModuleSpec(name, self, origin=new)
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = import_module(str(_new_name(module.__name__)))
-
-
-def _new_name(name: str) -> str | None:
-    parent, _, last = name.rpartition(".")
-    return MOVED.get(name) or (f"{MOVED[parent]}.{last}" if parent in MOVED else None)
+        assert module.__spec__ is not None
+        sys.modules[module.__name__] = import_module(str(module.__spec__.origin))

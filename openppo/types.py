@@ -8,9 +8,8 @@ mask is ever made by comparing ids with PAD or EOS.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -128,13 +127,9 @@ class Trajectory:
     @property
     def spans(self) -> list[Span]:
         """Runs of action tokens in order: what the policy wrote between tokens of others."""
-        runs, start = [], 0
-        for is_action, run in groupby(self.action_mask):
-            stop = start + sum(1 for _ in run)
-            if is_action:
-                runs.append(Span(start, stop))
-            start = stop
-        return runs
+        edges = [False, *self.action_mask, False]
+        starts_and_stops = [t for t in range(len(edges) - 1) if edges[t] != edges[t + 1]]
+        return list(map(Span, starts_and_stops[::2], starts_and_stops[1::2]))
 
     @property
     def action_ids(self) -> list[int]:
@@ -220,8 +215,7 @@ class Experience:
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are set."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
 class Comm(Protocol):

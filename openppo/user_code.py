@@ -1,16 +1,14 @@
 """Files of users: loaded without side effects on the run."""
 
 import copy
-import os
 import random
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +16,6 @@ from jinja2 import TemplateError
 
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Exceptions that a chat template may raise: it is a program too (``OverflowError``: a loop that is too long)."""
-
-_running = threading.local()  # of a thread that runs a user's code: ``source``, the flag and file
-_process = os.getpid()
-_exit = os._exit
 
 
 def load_callable(location: str, flag: str, default_name: str | None = None) -> Callable[..., Any]:
@@ -65,7 +59,7 @@ def leaving_no_trace(source: str) -> Iterator[None]:
     state, numpy_state = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(gpus), no_silent_end(source):
+        with torch.random.fork_rng(gpus):
             yield
     except SystemExit as error:
         raise ValueError(f"{source}: calls sys.exit() while it is loaded. Take the call out.") from error
@@ -76,33 +70,6 @@ def leaving_no_trace(source: str) -> Iterator[None]:
             torch.set_default_device(None if device.type == "cpu" else device)
         random.setstate(state)
         np.random.set_state(numpy_state)
-
-
-@contextmanager
-def no_silent_end(source: str) -> Iterator[None]:
-    """Turn ``os._exit(0)`` into status 1 and a line that names ``source``.
-
-    It acts in the block, and from then on in all threads but the main one: the code may have started them.
-    """
-    global _process
-    os._exit, _process = _exit_with_a_reason, os.getpid()
-    before = vars(_running).copy()
-    _running.source = source
-    try:
-        yield
-    finally:
-        vars(_running).clear()
-        vars(_running).update(before)
-
-
-def _exit_with_a_reason(status: int) -> NoReturn:
-    source = vars(_running).get("source")
-    if source is None and threading.current_thread() is not threading.main_thread():
-        source = "a thread of a reward function or data file"
-    if status % 256 == 0 and source is not None and os.getpid() == _process:  # a child may end as it likes
-        os.write(2, f"error: {source} calls os._exit({status}), which ends the run. Take the call out.\n".encode())
-        status = 1
-    _exit(status)
 
 
 def copied(value: Any) -> Any:

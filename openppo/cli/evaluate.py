@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from openppo.cli.options import Runnable, run_command
@@ -12,30 +13,22 @@ if TYPE_CHECKING:
     from openppo.trainer.evaluation.generation import EvaluateJob
 
 
-def main() -> None:
-    """Entry point of ``python -m openppo.cli.evaluate``."""
-    run_command(EvaluateConfig, _build)
-
-
-def _build(config: EvaluateConfig) -> Runnable:  # heavy imports after parsing
-    from openppo.trainer.evaluation.generation import EvaluateJob
-
-    return _Printing(EvaluateJob(config))
-
-
 class _Printing:
     """Runs the job and prints its table on rank 0."""
 
     def __init__(self, job: EvaluateJob) -> None:
-        self.job = job
+        self.job, self.close = job, job.close
 
     def fit(self) -> None:
         metrics = self.job.evaluate().metrics
         if self.job.strategy.is_main:
             print(table(metrics, self.job.sources))
 
-    def close(self) -> None:
-        self.job.close()
+
+def _build(config: EvaluateConfig) -> Runnable:
+    from openppo.trainer.evaluation.generation import EvaluateJob  # heavy: after parsing
+
+    return _Printing(EvaluateJob(config))
 
 
 def table(metrics: Mapping[str, float], sources: Sequence[str]) -> str:
@@ -43,22 +36,21 @@ def table(metrics: Mapping[str, float], sources: Sequence[str]) -> str:
 
     ``sources`` has the short name of each prompt's source; ``metrics`` are named as ``Evaluator`` names them.
     """
-    columns = {"all": (len(sources), "eval_")}
-    if len(set(sources)) > 1:
-        columns |= {source: (sources.count(source), f"eval/{source}/") for source in sorted(set(sources))}
+    several = sorted(set(sources)) if len(set(sources)) > 1 else []
+    prefixes = {"all": "eval_"} | {source: f"eval/{source}/" for source in several}
     names = [name.removeprefix("eval_") for name in metrics if name.startswith("eval_")]
-    first = max(map(len, [*names, "prompts"]))
-    widths = {column: max(len(column), 10) for column in columns}
-    lines = [
-        f"{'':<{first}}" + "".join(f"  {column:>{widths[column]}}" for column in columns),
-        f"{'prompts':<{first}}" + "".join(f"  {count:>{widths[c]}}" for c, (count, _) in columns.items()),
-    ]
+    counts = [str(len(sources)), *(str(sources.count(source)) for source in several)]
+    rows = [["", *prefixes], ["prompts", *counts]]
     for name in names:
-        cells = [(widths[c], metrics.get(prefix + name)) for c, (_, prefix) in columns.items()]
-        numbers = [f"  {'-' if value is None else f'{value:.4f}':>{width}}" for width, value in cells]
-        lines.append(f"{name:<{first}}{''.join(numbers)}")
-    return "\n".join(lines)
+        values = [metrics.get(prefix + name) for prefix in prefixes.values()]
+        rows.append([name, *("-" if value is None else f"{value:.4f}" for value in values)])
+    first = max(len(row[0]) for row in rows)
+    widths = [max(len(column), 10) for column in prefixes]
+    lines = [[f"  {cell:>{width}}" for cell, width in zip(row[1:], widths, strict=True)] for row in rows]
+    return "\n".join(f"{row[0]:<{first}}{''.join(line)}" for row, line in zip(rows, lines, strict=True))
 
+
+main = partial(run_command, EvaluateConfig, _build)
 
 if __name__ == "__main__":
     main()

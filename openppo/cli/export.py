@@ -1,21 +1,20 @@
 """Write the model of a training checkpoint in Hugging Face format."""
 
+from functools import partial
+
 import tyro
 
 from openppo.cli.options import Runnable, run_command
 from openppo.config import ExportConfig
 
 
-def main() -> None:
-    """Entry point of ``python -m openppo.cli.export``."""
-    run_command(ExportConfig, _build, tyro.conf.PositionalRequiredArgs)
-
-
-def _build(config: ExportConfig) -> Runnable:  # heavy imports after parsing
-    from openppo.trainer.resume.export import Export
+def _build(config: ExportConfig) -> Runnable:
+    from openppo.trainer.resume.export import Export  # heavy: after parsing
 
     return Export(config.model)
 
+
+main = partial(run_command, ExportConfig, _build, tyro.conf.PositionalRequiredArgs)
 
 if __name__ == "__main__":
     main()

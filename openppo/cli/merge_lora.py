@@ -1,19 +1,18 @@
 """Write the full weights of a model that was trained with LoRA."""
 
+from functools import partial
+
 from openppo.cli.options import Runnable, run_command
 from openppo.config import MergeLoRAConfig
 
 
-def main() -> None:
-    """Entry point of ``python -m openppo.cli.merge_lora``."""
-    run_command(MergeLoRAConfig, _build)
-
-
-def _build(config: MergeLoRAConfig) -> Runnable:  # heavy imports after parsing
-    from openppo.models.merge_lora import LoRAMerge
+def _build(config: MergeLoRAConfig) -> Runnable:
+    from openppo.models.merge_lora import LoRAMerge  # heavy: after parsing
 
     return LoRAMerge(config.merge)
 
+
+main = partial(run_command, MergeLoRAConfig, _build)
 
 if __name__ == "__main__":
     main()

@@ -1,5 +1,6 @@
 """Command lines to frozen configs: flags made from the dataclasses by tyro, YAML files, errors in one line."""
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -8,20 +9,22 @@ import itertools
 import json
 import logging
 import os
+import pkgutil
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import tyro
 import yaml
 
 from openppo import __version__
 from openppo.cli.openrlhf import without_foreign_flags
-from openppo.cli.versions import may_be_cut_short, versions
-from openppo.config import CommandConfig, RunConfig, SupervisedCommand, TrainPPOConfig, flat_dict
+from openppo.cli.versions import may_be_cut_short, print_versions
+from openppo.config import CommandConfig, RunConfig, TrainPPOConfig, flat_dict
+from openppo.config.commands import TrainingConfig
 from openppo.config.fields import KEY_FROM_ELSEWHERE, declared_options
 
 _SECONDS_FOR_FIRST_RANK = 20
@@ -29,87 +32,67 @@ _SECONDS_FOR_FIRST_RANK = 20
 _ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
 _HOW_TO_RESUME = "the same command with --load_checkpoint resumes from the newest checkpoint"
 
-
 Config = TypeVar("Config", bound=CommandConfig)
 
 
 class Runnable(Protocol):
-    """What a command builds."""
+    """What a command builds; one that knows what its models take has ``explain_memory`` too."""
 
     def fit(self) -> None:
         """Do the work."""
-        ...
 
     def close(self) -> None:
         """Leave the process group."""
-        ...
 
 
-@runtime_checkable
-class ExplainsMemory(Protocol):
-    """A job that knows what its models take, and which flags lower it."""
-
-    def explain_memory(self) -> list[str]:
-        """Lines for people."""
-        ...
-
-
-def run_command(config_type: type[Config], build: Callable[[Config], Runnable], *markers: Any) -> None:
+def run_command(config_type: type[Config], build: str | Callable[[Config], Runnable], *markers: Any) -> None:
     """Parse ``sys.argv``, build, and run.
 
     A ``ValueError`` before training starts is the user's: one line on stderr and exit status 2, no traceback.
-    ``markers``: see ``parse_options``.
+    ``build`` makes the job; as "module:name" it is imported after parsing, because it loads torch. ``markers``: see
+    ``parse_options``.
     """
     if sys.argv[1:] == ["--version"]:
-        with may_be_cut_short():
-            print(versions())
-        return
+        return print_versions()
     try:
         config = parse_options(config_type, sys.argv[1:], *markers)
         config.validate(_world_size())
     except ValueError as error:
-        _leave(str(error))
+        leave(str(error))
     except SystemExit as ended:  # tyro has printed the error on the first rank of each host
         if ended.code:
             _wait_for_first_rank()
         raise
-    if isinstance(config, TrainPPOConfig | SupervisedCommand):
-        _greet(f"train_{type(config).__name__.removeprefix('Train').removesuffix('Config').lower()}")
+    if isinstance(config, TrainingConfig) and _rank() == 0:  # libraries load for some seconds
+        command = f"train_{type(config).__name__.removeprefix('Train').removesuffix('Config').lower()}"
+        ranks, name = f" on {_world_size()} ranks" if _world_size() > 1 else "", f"OpenPPO {__version__}"
+        shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
+        print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
     was_stopped = _run(config, build)
     if was_stopped or _world_size() > 1:
         _end_process()
 
 
-def _greet(command: str) -> None:
-    """Say on rank 0 what starts, while libraries load for some seconds."""
-    if _rank() == 0:
-        ranks = "" if _world_size() == 1 else f" on {_world_size()} ranks"
-        name = f"OpenPPO {__version__}"
-        shown = f"\x1b[1m{name}\x1b[0m" if sys.stderr.isatty() else f"[openppo] {name}"
-        print(f"{shown}  {command}{ranks}", file=sys.stderr, flush=True)
-
-
-def _run(config: Config, build: Callable[[Config], Runnable]) -> bool:
+def _run(config: Config, build: str | Callable[[Config], Runnable]) -> bool:
     """Whether a signal has ended the work before its end."""
     from openppo.strategy import signals
     from openppo.strategy.watchdog import Watchdog  # with torch: after parsing
     from openppo.tracking.phase import current, phase
 
-    limits, resume, trains = RunConfig(stall_timeout=0), "", False  # a server without requests makes no progress
-    if isinstance(config, TrainPPOConfig | SupervisedCommand):
-        limits, resume, trains = config.run, _HOW_TO_RESUME, True
+    limits, resume = RunConfig(stall_timeout=0), ""  # a server without requests makes no progress
+    if isinstance(config, TrainingConfig):
+        limits, resume = config.run, _HOW_TO_RESUME
     with Watchdog(limits, current, flat_dict(config), resume) as watchdog:
         try:
             with phase("loading"):
                 from openppo.trainer.startup import quiet_libraries  # seconds of imports
 
                 quiet_libraries()
-                job = build(config)
+                job = (pkgutil.resolve_name(build) if isinstance(build, str) else build)(config)
         except ValueError as error:
             watchdog.refuse(str(error))
-        if isinstance(job, ExplainsMemory):
-            watchdog.explain_memory = job.explain_memory
-        watchdog.saves_on_signal = trains
+        watchdog.explain_memory = getattr(job, "explain_memory", watchdog.explain_memory)
+        watchdog.saves_on_signal = isinstance(config, TrainingConfig)
         job.fit()
         watchdog.saves_on_signal = False
         job.close()
@@ -130,50 +113,39 @@ def _end_process() -> NoReturn:
     os._exit(0)
 
 
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def parse_options(config_type: type[Config], arguments: Sequence[str], *markers: Any) -> Config:
     """Parse a command line; options of ``--config FILE.yaml`` come first, so that the command line wins.
 
     ``markers`` are further ones of ``tyro.conf``.
     """
-    arguments, file = _take_config_file(list(arguments))
-    arguments, notices = without_foreign_flags(arguments, all_of_them=config_type is TrainPPOConfig)
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    files.add_argument("--config", type=Path)
+    try:
+        found, given = files.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError("--config needs a file: --config FILE.yaml.") from error
+    given, notices = without_foreign_flags(given, all_of_them=config_type is TrainPPOConfig)
     first_rank = _local_rank() == 0
     for notice in notices if first_rank else []:
         print(notice, file=sys.stderr, flush=True)
     known = declared_options(config_type)
-    arguments = (_arguments_of_file(file, known) if file is not None else []) + _with_key_of_wandb(arguments)
-    _check_words(arguments, known, may_have_positional=bool(markers))
+    for i, (argument, following) in enumerate(itertools.pairwise([*given, "--"])):
+        name = argument.partition("=")[0][2:].replace("-", "_")
+        if argument.startswith("--") and name.removeprefix("no_") not in ("", "help", *known):
+            raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
+        if argument in ("--use_wandb", "--use-wandb") and following.startswith("--"):  # it may stand alone
+            given[i] = f"--use_wandb={KEY_FROM_ELSEWHERE}"
     shown = sys.stderr if first_rank else io.StringIO()  # some errors ignore console_outputs
     with contextlib.redirect_stderr(shown), may_be_cut_short():
         return tyro.cli(
             config_type,
-            args=arguments,
+            args=[*(_arguments_of_file(found.config, known) if found.config else []), *given],
             prog=_command(),
             description=f"{config_type.__doc__}\n{_ABOUT_FILES}",
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes, *markers),
             console_outputs=first_rank,
         )
-
-
-def _check_words(arguments: list[str], known: dict[str, dataclasses.Field], may_have_positional: bool) -> None:
-    """Raise ``ValueError`` for an unknown flag, or one with more values than it takes."""
-    starts = [i for i, argument in enumerate(arguments) if argument.startswith("--")]
-    for start, end in itertools.pairwise([*starts, len(arguments)]):
-        flag, *values = [*arguments[start].split("=", 1), *arguments[start + 1 : end]]
-        name = flag[2:].replace("-", "_")
-        switch, extra = name.removeprefix("no_"), 0 if may_have_positional else len(values)
-        if switch in known and known[switch].type == "bool":
-            if extra or "=" in arguments[start]:
-                raise ValueError(f"--{name} takes no value: use --{switch} or --no_{switch} alone.")
-        elif name not in ("", "help", *known):
-            raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
-        elif name in known and "tuple" not in str(known[name].type) and extra > 1:
-            raise ValueError(f"--{name} takes one value, got {extra}: {' '.join(values)}. Leave the others out.")
 
 
 def _command() -> str:
@@ -185,27 +157,6 @@ def _command() -> str:
 def _nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {dashes}{near[0]}?" if near else "see --help for all options."
-
-
-def _with_key_of_wandb(arguments: list[str]) -> list[str]:
-    """Let ``--use_wandb`` stand alone."""
-    return [
-        f"{argument}={KEY_FROM_ELSEWHERE}"
-        if argument in ("--use_wandb", "--use-wandb") and following.startswith("--")
-        else argument
-        for argument, following in itertools.pairwise([*arguments, "--"])
-    ]
-
-
-def _take_config_file(arguments: list[str]) -> tuple[list[str], Path | None]:
-    for i, argument in enumerate(arguments):
-        if argument == "--config":
-            if i + 1 == len(arguments):
-                raise ValueError("--config needs a file: --config FILE.yaml.")
-            return arguments[:i] + arguments[i + 2 :], Path(arguments[i + 1])
-        if argument.startswith("--config="):
-            return arguments[:i] + arguments[i + 1 :], Path(argument.partition("=")[2])
-    return arguments, None
 
 
 def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field]) -> list[str]:
@@ -226,13 +177,9 @@ class _UniqueKeys(yaml.SafeLoader):
     """Refuses keys that occur twice, of which PyYAML takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            first, line = lines.get(str(key.value)), key.start_mark.line + 1
-            if first is not None:
-                where = f"lines {first} and {line}" if first != line else f"line {line} twice"
-                raise yaml.YAMLError(f"{key.value} is in {where}; keep one of them.")
-            lines[str(key.value)] = line
+        keys = [key.value for key, _ in node.value]
+        if repeated := {str(key) for key in keys if keys.count(key) > 1}:
+            raise yaml.YAMLError(f"{', '.join(sorted(repeated))} occurs twice; keep one of them.")
         return dict(super().construct_mapping(node, deep))
 
 
@@ -242,24 +189,21 @@ def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> l
         if not isinstance(value, bool):
             raise ValueError(f"--config {file}: --{name} must be true or false, got {value!r}.")
         return [f"--{name}" if value else f"--no_{name}"]
-    if isinstance(value, bool) and not any(number in kind for number in ("float", "int", "tuple")):
-        chosen = "on" if value else "off"  # YAML reads them as bools
-        if "Literal" in kind and f"'{chosen}'" in kind:
-            return [f"--{name}={chosen}"]
-        if not value and option.default is None:
-            return []
-        if not value or name != "use_wandb":
-            raise ValueError(f"--config {file}: --{name} is no switch, got {value}; write a text as '{value}'.")
-    if isinstance(value, dict):
-        if name != "chat_template_kwargs":
-            raise ValueError(f"--config {file}: --{name} takes no mapping, got {value}.")
-        try:
-            value = json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"--config {file}: --{name} must be what JSON can hold ({error}).") from error
+    if isinstance(value, bool) and "Literal" in kind:
+        value = "on" if value else "off"  # YAML reads them as bools
+    if value is False and option.default is None:
+        return []
+    if isinstance(value, dict) and name == "chat_template_kwargs":
+        value = json.dumps(value, default=str)
+    if isinstance(value, dict) or (value is True and name != "use_wandb"):
+        raise ValueError(f"--config {file}: --{name} takes a text or number, got {value}; write a text in quotes.")
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
     return [f"--{name}={value}"]  # in one piece, because a text may start with dashes
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _rank() -> int:
@@ -276,12 +220,11 @@ def _wait_for_first_rank() -> None:
         time.sleep(_SECONDS_FOR_FIRST_RANK)
 
 
-def _leave(message: str) -> NoReturn:
+def leave(message: str) -> NoReturn:
     """Print the message once on each host, whether one rank or all of them got it, and exit with status 2."""
     _wait_for_first_rank()
-    rank = _rank()
-    who = "" if rank == 0 else f" on rank {rank}"
+    who = "" if _rank() == 0 else f" on rank {_rank()}"
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # of torchrun: the number of hosts
-        who = f" on rank {rank} ({socket.gethostname()})"
+        who = f" on rank {_rank()} ({socket.gethostname()})"
     print(f"error{who}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -5,28 +5,25 @@ from pathlib import Path
 
 import tyro
 
-from openppo.cli.options import parse_options
-from openppo.cli.versions import may_be_cut_short, versions
+from openppo.cli.options import leave, parse_options
+from openppo.cli.versions import print_versions
 from openppo.config import ReportConfig
 
 
 def main() -> None:
     """Entry point of ``python -m openppo.cli.report``. A ``ValueError`` is the user's: one line and exit status 2."""
     if sys.argv[1:] == ["--version"]:
-        with may_be_cut_short():
-            print(versions())
-        return
+        return print_versions()
     try:
         config = parse_options(ReportConfig, sys.argv[1:], tyro.conf.PositionalRequiredArgs)
         config.validate(1)
         print(_write(config))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        leave(str(error))
 
 
 def _write(config: ReportConfig) -> Path:
-    from openppo.tracking.report.page import write_report  # heavy imports after parsing
+    from openppo.tracking.report.page import write_report  # heavy: after parsing
     from openppo.tracking.report.run_data import find_logs
 
     folders = [Path(folder).expanduser() for folder in config.page.run_dirs]

@@ -1,6 +1,7 @@
 """Serve a reward model over HTTP, for --remote_rm_url."""
 
 import logging
+from functools import partial
 
 from openppo.cli.options import Runnable, run_command
 from openppo.config import ServeRMConfig
@@ -8,13 +9,8 @@ from openppo.config import ServeRMConfig
 logger = logging.getLogger("openppo")
 
 
-def main() -> None:
-    """Entry point of ``python -m openppo.cli.serve_rm``."""
-    run_command(ServeRMConfig, _build)
-
-
-def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
-    import torch
+def _build(config: ServeRMConfig) -> Runnable:
+    import torch  # heavy: after parsing
 
     from openppo.models.loading import attention_implementation, model_error_context
     from openppo.models.pretrained import check_model, check_token_ids, context_length, load_tokenizer, pad_token_id
@@ -58,14 +54,13 @@ def _build(config: ServeRMConfig) -> Runnable:  # heavy imports after parsing
         check_token_ids(model_config, "the reward model", tokenizer, [ids])
         return ids
 
-    return RewardServer(
-        score=lambda rows: normalization(forward_scores(model, rows, pad, device)),
-        encode=encode,
-        listener=listener,
-        config=options,
-        token=token,
-    )
+    def score(rows: list[list[int]]) -> list[float]:
+        return normalization(forward_scores(model, rows, pad, device))
 
+    return RewardServer(score=score, encode=encode, listener=listener, config=options, token=token)
+
+
+main = partial(run_command, ServeRMConfig, _build)
 
 if __name__ == "__main__":
     main()

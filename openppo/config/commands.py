@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from openppo.config.data import PPODataConfig
-from openppo.config.fields import Rules, declared_options, require, rules_of
+from openppo.config.fields import Rules, declared_options, given_options, raise_first, rules_of
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
-from openppo.config.ppo import (
-    AdvantageConfig,
-    KLConfig,
-    LossConfig,
-    PPOConfig,
-    PPOLearningRateConfig,
-)
-from openppo.config.rewards import RewardConfig, RewardShapingConfig
+from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PPOConfig, PPOLearningRateConfig
+from openppo.config.rewards import NO_REWARD, RewardConfig, RewardShapingConfig
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
-from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, DeepSpeedConfig, RunConfig
+from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, DeepSpeedConfig, RunConfig, TrackingConfig
 from openppo.config.supervised import PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
-from openppo.config.tracking import TrackingConfig
 
 
 @dataclass(frozen=True)
@@ -29,9 +22,14 @@ class CommandConfig:
     """A tuple of groups of options."""
 
     def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option, or pair of options, that cannot work on ``world_size`` ranks."""
+        """Raise ``ValueError`` for the first option, or combination of them, that cannot work on so many ranks."""
         for group in vars(self).values():
             group.validate()
+        raise_first(self.problems(world_size))
+
+    def problems(self, world_size: int) -> Iterator[str]:
+        """Messages about options of several groups that cannot work together, each with a remedy."""
+        return iter(())
 
 
 class TrainingConfig(CommandConfig):
@@ -48,46 +46,37 @@ class TrainingConfig(CommandConfig):
     @property
     def input_models(self) -> dict[str, str | None]:
         """Input models by flag; None where an option is not given."""
-        raise NotImplementedError
+        return {f"--{name}": model for name, model in given_options(self).items() if name.endswith("pretrain")}
 
     @property
     def output_models(self) -> dict[str, str]:
         """Folders that receive models, by flag."""
-        raise NotImplementedError
-
-    @property
-    def held_out(self) -> tuple[str, str | None]:
-        """Flag and value of the held-out data."""
-        raise NotImplementedError
+        return {"--save_path": self.run.save_path}
 
     def validate(self, world_size: int, own_source: bool = False) -> None:
-        """As of ``CommandConfig``; with ``own_source`` a source of the caller's evaluates, and no data is held out."""
+        """As of ``CommandConfig``; with ``own_source`` the caller's source gives prompts and rewards and evaluates."""
         super().validate(world_size)
-        ranks, samples = self.run.dry_run_ranks or world_size, self.batch.train_batch_size
-        require(
-            samples % ranks == 0,
-            f"--train_batch_size {samples} does not divide among {ranks} ranks: use a multiple of {ranks}.",
-        )
-        require(
-            not (self.lora.load_in_4bit and self.deepspeed.zero_stage == 3),
-            "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2.",
-        )
         refuse_overwriting(self.input_models, self.output_models)
         if not own_source:
-            self._validate_held_out()
+            raise_first(self.missing_inputs())
 
-    def _validate_held_out(self) -> None:
-        """Refuse options about evaluations that do not take place."""
-        (flag, held_out), keep_best = self.held_out, self.checkpoint.keep_best
-        require(
-            keep_best is None or held_out is not None,
-            f"--keep_best {keep_best} compares evaluations: give held-out data with {flag}.",
-        )
+    def missing_inputs(self) -> Iterator[str]:
+        """Messages about data that other options need."""
+        options = given_options(self)
+        flag = "eval_data" if "eval_data" in options else "eval_dataset"
+        missing, best = options[flag] is None, self.checkpoint.keep_best
+        if missing and best is not None:
+            yield f"--keep_best {best} compares evaluations: give held-out data with --{flag}."
         for condition in self.run.stop_conditions:
-            require(
-                held_out is not None or not condition.metric.startswith("eval"),
-                f"--stop_when {condition.text!r} looks at evaluations: give held-out data with {flag}.",
-            )
+            if missing and condition.metric.startswith("eval"):
+                yield f"--stop_when {condition.text!r} looks at evaluations: give held-out data with --{flag}."
+
+    def problems(self, world_size: int) -> Iterator[str]:
+        ranks, samples = self.run.dry_run_ranks or world_size, self.batch.train_batch_size
+        if samples % ranks != 0:
+            yield f"--train_batch_size {samples} does not divide among {ranks} ranks: use a multiple of {ranks}."
+        if self.lora.load_in_4bit and self.deepspeed.zero_stage == 3:
+            yield "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2."
 
 
 @dataclass(frozen=True)
@@ -113,104 +102,77 @@ class TrainPPOConfig(TrainingConfig):
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
-    def validate(self, world_size: int, own_source: bool = False) -> None:
-        """Validate; with ``own_source`` neither prompts nor rewards are required."""
-        if not own_source:
-            require(
-                self.evaluation.eval_data is not None or not self.evaluation.eval_before_training,
-                "--eval_before_training needs --eval_data.",
-            )
-            require(self.data.prompt_data != "", "No prompts are given: pass --prompt_data FILE.")
-            self.rewards.require_source()
-        super().validate(world_size, own_source)
-        best = self.checkpoint.keep_best or ""
-        require(
-            "pass@" not in best or self.rewards.pass_threshold(self.evaluation.pass_reward) is not None,
-            f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward.",
-        )
-        self._validate_sizes(self.run.dry_run_ranks or world_size)
-        sampling = self.generation
-        require(
-            self.loss.old_log_probs != "rollout"
-            or (sampling.top_p == 1 and sampling.top_k is None and sampling.min_new_tokens == 0),
-            "--old_log_probs rollout: with --top_p, --top_k or --min_new_tokens the engine's log-probs are not the "
-            "policy's; leave one of them out.",
-        )
-        require(
-            self.generation.rollout_engine == "hf" or not self.lora.load_in_4bit,
-            "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out.",
-        )
-        require(
-            not (self.ppo.offload_idle and self.deepspeed.adam_offload),
-            "--offload_idle: --adam_offload has all of Adam on the host already; leave one of them out.",
-        )
-        buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
-        require(
-            buffer is None or buffer <= longest,
-            f"--overlong_buffer_len {buffer} is longer than --generate_max_len {longest}: make it shorter.",
-        )
-        require(
-            not self.ppo.dynamic_sampling or self.ppo.n_samples_per_prompt > 1,
-            "--dynamic_sampling compares the responses to one prompt: use --n_samples_per_prompt of at least 2.",
-        )
-        require(
-            self.rewards.reward_pretrain is not None
-            or not (self.shaping.normalize_reward and self.shaping.reward_normalizer == "model"),
-            "--normalize_reward takes mean and std from a reward model, and there is no --reward_pretrain: use "
-            "--reward_normalizer running.",
-        )
-        require(
-            self.model.ref_pretrain is None or self.kl.init_kl_coef > 0,
-            "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out.",
-        )
-        verified = {"exact_match", "math"} & set(self.rewards.verifiable_reward)
-        require(
-            not verified or self.data.label_key is not None or self.data.input_key is None,
-            f"--verifiable_reward {' '.join(sorted(verified))} compares with a label: name its column with "
-            "--label_key.",
-        )
-
-    @property
-    def input_models(self) -> dict[str, str | None]:
-        return {
-            "--pretrain": self.model.pretrain,
-            "--ref_pretrain": self.model.ref_pretrain,
-            "--critic_pretrain": self.model.critic_pretrain,
-            "--reward_pretrain": self.rewards.reward_pretrain,
-            "--prm_pretrain": self.rewards.prm_pretrain,
-        }
-
     @property
     def output_models(self) -> dict[str, str]:
         critic = {"--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"}
-        return {"--save_path": self.run.save_path} | (critic if self.model.save_value_network else {})
+        return super().output_models | (critic if self.model.save_value_network else {})
 
-    @property
-    def held_out(self) -> tuple[str, str | None]:
-        return "--eval_data", self.evaluation.eval_data
+    def missing_inputs(self) -> Iterator[str]:
+        if self.evaluation.eval_data is None and self.evaluation.eval_before_training:
+            yield "--eval_before_training needs --eval_data."
+        if self.data.prompt_data == "":
+            yield "No prompts are given: pass --prompt_data FILE."
+        if not self.rewards.has_source:
+            yield NO_REWARD
+        yield from super().missing_inputs()
 
-    def _validate_sizes(self, world_size: int) -> None:
-        prompts, samples = self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt
-        require(
-            prompts % world_size == 0,
-            f"--rollout_batch_size {prompts} does not divide among {world_size} ranks: use a multiple of {world_size}.",
-        )
-        require(
-            prompts * samples % self.batch.train_batch_size == 0,
-            f"--rollout_batch_size {prompts} x --n_samples_per_prompt {samples} = {prompts * samples} samples do not "
-            f"divide into optimizer steps of --train_batch_size {self.batch.train_batch_size}: make "
-            "--train_batch_size a divisor of that number.",
-        )
-        require(
-            self.kl.kl_target is None or 5 * self.kl.kl_horizon > prompts * samples,
-            f"--kl_horizon {self.kl.kl_horizon} is too short for the {prompts * samples} samples of a step: the "
-            "coefficient would change its sign. Make it larger than a fifth of them.",
-        )
-        require(
-            not (0 < self.ppo.buffer_limit * world_size < self.batch.train_batch_size),
-            f"--buffer_limit {self.ppo.buffer_limit} on {world_size} ranks holds fewer samples than "
-            f"--train_batch_size {self.batch.train_batch_size}: raise it, or use 0 for no limit.",
-        )
+    def problems(self, world_size: int) -> Iterator[str]:
+        yield from super().problems(world_size)
+        yield from self._problems_of_sizes(self.run.dry_run_ranks or world_size)
+        yield from self._problems_of_rewards()
+        sampling = self.generation
+        if self.loss.old_log_probs == "rollout" and (
+            sampling.top_p < 1 or sampling.top_k is not None or sampling.min_new_tokens > 0
+        ):
+            yield (
+                "--old_log_probs rollout: with --top_p, --top_k or --min_new_tokens the engine's log-probs are not the "
+                "policy's; leave one of them out."
+            )
+        if self.lora.load_in_4bit and sampling.rollout_engine == "vllm":
+            yield "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out."
+        if self.ppo.offload_idle and self.deepspeed.adam_offload:
+            yield "--offload_idle: --adam_offload has all of Adam on the host already; leave one of them out."
+        if self.model.ref_pretrain is not None and self.kl.init_kl_coef == 0:
+            yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
+
+    def _problems_of_sizes(self, ranks: int) -> Iterator[str]:
+        batch, prompts, n = self.batch.train_batch_size, self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt
+        if prompts % ranks != 0:
+            yield f"--rollout_batch_size {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
+        if prompts * n % batch != 0:
+            yield (
+                f"--rollout_batch_size {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide "
+                f"into optimizer steps of --train_batch_size {batch}: make --train_batch_size a divisor of that number."
+            )
+        if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
+            yield (
+                f"--kl_horizon {self.kl.kl_horizon} is too short for the {prompts * n} samples of a step: the "
+                "coefficient would change its sign. Make it larger than a fifth of them."
+            )
+        if 0 < (limit := self.ppo.buffer_limit) * ranks < batch:
+            yield (
+                f"--buffer_limit {limit} on {ranks} ranks holds fewer samples than --train_batch_size {batch}: raise "
+                "it, or use 0 for no limit."
+            )
+        buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
+        if buffer is not None and buffer > longest:
+            yield f"--overlong_buffer_len {buffer} is longer than --generate_max_len {longest}: make it shorter."
+        if self.ppo.dynamic_sampling and n == 1:
+            yield "--dynamic_sampling compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
+
+    def _problems_of_rewards(self) -> Iterator[str]:
+        best = self.checkpoint.keep_best or ""
+        if "pass@" in best and self.rewards.pass_threshold(self.evaluation.pass_reward) is None:
+            yield f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward."
+        from_model = self.shaping.normalize_reward and self.shaping.reward_normalizer == "model"
+        if from_model and self.rewards.reward_pretrain is None:
+            yield (
+                "--normalize_reward takes mean and std from a reward model, and there is no --reward_pretrain: use "
+                "--reward_normalizer running."
+            )
+        verified = " ".join(sorted({"exact_match", "math"} & set(self.rewards.verifiable_reward)))
+        if verified and self.data.label_key is None and self.data.input_key is not None:
+            yield f"--verifiable_reward {verified} compares with a label: name its column with --label_key."
 
 
 @dataclass(frozen=True)
@@ -225,18 +187,6 @@ class SupervisedCommand(TrainingConfig):
     run: RunConfig = field(default_factory=RunConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-
-    @property
-    def input_models(self) -> dict[str, str | None]:
-        return {"--pretrain": self.supervised.pretrain}
-
-    @property
-    def output_models(self) -> dict[str, str]:
-        return {"--save_path": self.run.save_path}
-
-    @property
-    def held_out(self) -> tuple[str, str | None]:
-        return "--eval_dataset", self.supervised.eval_dataset
 
 
 @dataclass(frozen=True)

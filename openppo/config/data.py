@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from openppo.config.fields import Options, at_least, option, require, rules
+from openppo.config.fields import Options, at_least, option, require
 
 DataFormat = Literal[
     "auto", "plain", "messages", "sharegpt", "alpaca", "hh", "preference", "question_answer", "math_shepherd", "steps"
@@ -27,8 +27,7 @@ class RowsConfig(Options):
     data_format: DataFormat = option("auto", resume="must match", rows_of=_TEXTS)
     """Format of the rows; 'auto' recognizes it by the columns unless options name them."""
     dataset_class: str | None = option(None, place=True, resume="must match", rows_of=_ALL)
-    """Your own loader of --prompt_data, --pretrain_data and --dataset, path.py:name: a class or function called with
-    the source that gives rows."""
+    """Your own loader of the data sets, path.py:name: a class or function called with the source that gives rows."""
     input_template: str | None = option(None, rows_of=_TEXTS)
     """Text around each prompt, with {} where the prompt goes."""
     apply_chat_template: bool = option(False, rows_of=_TEXTS)
@@ -38,16 +37,11 @@ class RowsConfig(Options):
     max_samples: int | None = option(None, at_least(1), resume="must match", rows_of=_ALL)
     """Use at most this many rows of each data set, from the start."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.input_template is None or self.input_template.count("{}") == 1,
-            f"--input_template must contain {{}} once, where the prompt goes; got {self.input_template!r}.",
-        )
-        require(
-            self.chat_template_kwargs is None or self.apply_chat_template,
-            "--chat_template_kwargs has no effect without --apply_chat_template: add it.",
-        )
+    def problems(self) -> Iterator[str]:
+        if self.input_template is not None and self.input_template.count("{}") != 1:
+            yield f"--input_template must contain {{}} once, where the prompt goes; got {self.input_template!r}."
+        if self.chat_template_kwargs is not None and not self.apply_chat_template:
+            yield "--chat_template_kwargs has no effect without --apply_chat_template: add it."
         parse_template_kwargs(self.chat_template_kwargs)
 
 
@@ -55,7 +49,7 @@ class RowsConfig(Options):
 class PromptDataConfig(RowsConfig):
     """Prompts and their labels."""
 
-    prompt_data: str = field(metadata=rules(place=True, resume="must match"))
+    prompt_data: str = option(place=True, resume="must match")
     """Prompts, in any format of train_ppo; several sources with commas."""
     prompt_split: str = option("train", resume="must match", rows_of=_PROMPTS)
     """Split of --prompt_data when it has splits."""
@@ -85,8 +79,8 @@ class PPODataConfig(PromptDataConfig):
     pretrain_key: str | None = option(None, rows_of=_DOCUMENTS)
     """Column of --pretrain_data that holds the text (default: --input_key, else recognized)."""
 
-    def validate(self) -> None:
-        super().validate()
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.prompt_data:
             parse_probs(self.prompt_data, self.prompt_data_probs, "prompt_data")
         if self.pretrain_data is not None:
@@ -96,25 +90,13 @@ class PPODataConfig(PromptDataConfig):
 def parse_template_kwargs(text: str | None) -> dict[str, Any]:
     """Parse ``--chat_template_kwargs``; ``ValueError`` for anything but a JSON object."""
     try:
-        parsed = {} if text is None else json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse)
+        parsed = {} if text is None else json.loads(text)
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise ValueError(
-            f"--chat_template_kwargs {text}: not a JSON object. Write one in single quotes, as in "
-            "'{\"enable_thinking\": false}'."
-        )
+        example = "'{\"enable_thinking\": false}'"
+        raise ValueError(f"--chat_template_kwargs {text}: not a JSON object. In single quotes: {example}.")
     return parsed
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    repeated = [name for name, n in Counter(name for name, _ in pairs).items() if n > 1]
-    require(not repeated, f"the key {', '.join(repeated)} occurs twice in a JSON object.")
-    return dict(pairs)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not valid JSON.")
 
 
 def parse_probs(sources: str, probs: str | None, flag: str) -> list[tuple[str, float | None]]:
@@ -127,9 +109,7 @@ def parse_probs(sources: str, probs: str | None, flag: str) -> list[tuple[str, f
         shares = [float(share) for share in probs.split(",")]
     except ValueError:
         shares = []
-    require(
-        len(shares) == len(names) and all(0 < share < math.inf for share in shares),
-        f"--{flag}_probs {probs!r}: give one positive number for each of the {len(names)} sources of --{flag}, "
-        "with commas.",
-    )
+    fits = len(shares) == len(names) and all(0 < share < math.inf for share in shares)
+    what = f"one positive number for each of the {len(names)} sources of --{flag}, with commas"
+    require(fits, f"--{flag}_probs {probs!r}: give {what}.")
     return [(name, share / sum(shares)) for name, share in zip(names, shares, strict=True)]

@@ -9,7 +9,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -72,14 +72,9 @@ class Rules:
     """Whether it is a path or address that may differ between hosts."""
 
 
-def rules(**given: Any) -> dict[str, Rules]:
-    """Metadata of a required option: ``pretrain: str = field(metadata=rules(place=True))``."""
-    return {"rules": Rules(**given)}
-
-
-def option(default: Any, bound: Bound | None = None, note: str = "", **given: Any) -> Any:
+def option(default: Any = dataclasses.MISSING, bound: Bound | None = None, note: str = "", **given: Any) -> Any:
     """Declare an option with rules: ``seed: int = option(42, not_negative, resume="must match")``."""
-    return field(default=default, metadata=rules(bound=bound, note=note, **given))
+    return field(default=default, metadata={"rules": Rules(bound, note, **given)})
 
 
 def rules_of(declared: dataclasses.Field) -> Rules:
@@ -92,26 +87,54 @@ class Options:
     """Base of each group of options."""
 
     def validate(self) -> None:
-        """Raise ``ValueError`` for the first option that cannot work; groups add rules between options."""
+        """Raise ``ValueError`` for the first option, or combination of them, that cannot work."""
         hints = typing.get_type_hints(type(self))
         for declared in dataclasses.fields(self):
             _check_value(declared.name, vars(self)[declared.name], hints[declared.name], rules_of(declared))
+        raise_first(self.problems())
+
+    def problems(self) -> Iterator[str]:
+        """Messages about options of the group that cannot work together, each with a remedy."""
+        return iter(())
+
+
+def raise_first(problems: Iterator[str]) -> None:
+    """Raise ``ValueError`` with the first message, if there is one."""
+    for message in problems:
+        raise ValueError(message)
 
 
 def _check_value(name: str, value: Any, hint: Any, allowed: Rules) -> None:
+    require(_fits(value, hint), f"--{name} must be {_words(hint)}, got {value!r}.")
     values = [one for one in (value if isinstance(value, tuple) else (value,)) if one is not None]
     shown = " ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
     if allowed.bound is not None and not all(map(allowed.bound.holds, values)):
         raise ValueError(f"--{name} {allowed.bound.says}{', got ' * (shown != '')}{shown}{allowed.note}.")
-    if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
-        *others, last = map(str, typing.get_args(hint))
-        raise ValueError(f"--{name} must be {', '.join(others)} or {last}, got {value}.")
     infinite = allowed.may_be_infinite
     for number in [one for one in values if isinstance(one, float)]:
-        require(
-            math.isfinite(number) or (infinite and not math.isnan(number)),
-            f"--{name} must be a {'' if infinite else 'finite '}number, got {shown}.",
-        )
+        finite = math.isfinite(number) or (infinite and not math.isnan(number))
+        require(finite, f"--{name} must be a {'' if infinite else 'finite '}number, got {shown}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether ``value`` has the type ``hint``, one of those that options have."""
+    kind, inner = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if kind is Literal:
+        return any(value == one and type(value) is type(one) for one in inner)
+    if kind is tuple:
+        each = inner[:1] * len(value) if inner[1:] == (...,) else inner
+        return isinstance(value, tuple) and len(value) == len(each) and all(map(_fits, value, each))
+    return hint is bool if isinstance(value, bool) else isinstance(value, (int, float) if hint is float else hint)
+
+
+def _words(hint: Any) -> str:
+    """A type in the words of an error: choices with "or"."""
+    if typing.get_origin(hint) is Literal:
+        *others, last = map(str, typing.get_args(hint))
+        return f"{', '.join(others)} or {last}"
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def declared_options(command: type) -> dict[str, dataclasses.Field]:
@@ -120,19 +143,18 @@ def declared_options(command: type) -> dict[str, dataclasses.Field]:
     return {declared.name: declared for group in groups for declared in dataclasses.fields(group)}
 
 
+def given_options(config: Any) -> dict[str, Any]:
+    """All values of a command by option name, in the order of the groups."""
+    return {name: value for group in vars(config).values() for name, value in vars(group).items()}
+
+
 def flat_dict(config: Any) -> dict[str, object]:
-    """All values of a command by option name, in the order of the groups; reads back through ``--config``.
+    """``given_options`` for files and logs; reads back through ``--config``.
 
-    For files and logs: secrets in URLs are masked, and a key of --use_wandb is left out.
+    Secrets in URLs are masked, and a key of --use_wandb is left out.
     """
-    values = {name: value for group in vars(config).values() for name, value in vars(group).items()}
-    return {name: _masked(name, values[name]) for name in declared_options(type(config))}
-
-
-def _masked(name: str, value: Any) -> Any:
-    if name == "use_wandb" and value is not None:
-        return KEY_FROM_ELSEWHERE
-    return mask_credentials(value) if isinstance(value, str) else value
+    values = {n: mask_credentials(v) if isinstance(v, str) else v for n, v in given_options(config).items()}
+    return values if values.get("use_wandb") is None else values | {"use_wandb": KEY_FROM_ELSEWHERE}
 
 
 def mask_credentials(text: str) -> str:
@@ -145,42 +167,22 @@ def from_options(command: type[Command], **options: Any) -> Command:
     """Make the config of a command from its options by name; the inverse of ``flat_dict``.
 
     A list, or one text, may stand for a tuple, and a path for a text. Raises ``ValueError`` for an option that the
-    command does not have or a value of another type, and ``TypeError`` if a required option is missing.
+    command does not have, and ``TypeError`` if a required option is missing; ``validate`` checks values.
     """
     made = {}
     for name, group in typing.get_type_hints(command).items():
         hints = typing.get_type_hints(group)
         mine = sorted(hints.keys() & options.keys())
-        made[name] = group(**{known: _of_type(hints[known], known, options.pop(known)) for known in mine})
+        made[name] = group(**{known: _as_parsed(hints[known], options.pop(known)) for known in mine})
     if options:
         raise ValueError(f"{command.__name__} has no option {', '.join(sorted(options))}; see --help for all options.")
     return command(**made)
 
 
-def _of_type(hint: Any, name: str, value: Any) -> Any:
+def _as_parsed(hint: Any, value: Any) -> Any:
     """Give ``value`` the form that the command line gives it."""
     if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    elif isinstance(value, list):
-        value = tuple(value)
-    elif isinstance(value, str) and typing.get_args(hint)[1:] == (...,):
-        value = (value,)
-    if not _fits(value, hint):
-        wanted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-        raise ValueError(f"{name}={value!r}: must be {wanted}, not {type(value).__name__}.")
-    return value
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether ``value`` has the type ``hint``, one of those that options have."""
-    kind, inner = typing.get_origin(hint), typing.get_args(hint)
-    if kind in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
-    if kind is Literal:
-        return any(value == one and type(value) is type(one) for one in inner)
-    if kind is tuple and isinstance(value, tuple):
-        each = inner[:1] * len(value) if inner[1:] == (...,) else inner
-        return len(value) == len(each) and all(map(_fits, value, each))
-    if kind is tuple or isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
+        return os.fspath(value)
+    if isinstance(value, str) and typing.get_args(hint)[1:] == (...,):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from openppo.config.fields import Options, at_least, inside, not_negative, option, require, rules
+from openppo.config.fields import Options, at_least, inside, not_negative, option
 
 
 @dataclass(frozen=True)
 class ModelConfig(Options):
     """A model and how it is loaded."""
 
-    pretrain: str = field(metadata=rules(place=True, resume="must match"))
+    pretrain: str = option(place=True, resume="must match")
     """Model to start from: a local folder or a hub name."""
     flash_attn: bool = field(default=False, kw_only=True)
     """Use FlashAttention-2 (must be installed) instead of PyTorch's SDPA."""
@@ -27,7 +28,7 @@ class ModelConfig(Options):
 class PPOModelConfig(ModelConfig):
     """Which models play which role."""
 
-    pretrain: str = field(metadata=rules(place=True, resume="must match"))
+    pretrain: str = option(place=True, resume="must match")
     """Causal language model to train: a local folder or a hub name."""
     ref_pretrain: str | None = option(None, place=True, resume="must match")
     """Reference model of the KL penalty (default: --pretrain; with LoRA the actor, its adapters off)."""
@@ -56,13 +57,11 @@ class LoRAConfig(Options):
     load_in_4bit: bool = option(False, resume="must match")
     """Keep the frozen weights in 4 bits (NF4; needs bitsandbytes, --lora_rank and --zero_stage 0, 1 or 2)."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(len(self.target_modules) > 0, "--target_modules needs at least one name, or 'all-linear'.")
-        require(
-            self.lora_rank > 0 or not self.load_in_4bit,
-            "--load_in_4bit keeps the weights frozen: give --lora_rank, so that there is something to train.",
-        )
+    def problems(self) -> Iterator[str]:
+        if not self.target_modules:
+            yield "--target_modules needs at least one name, or 'all-linear'."
+        if self.load_in_4bit and self.lora_rank == 0:
+            yield "--load_in_4bit keeps the weights frozen: give --lora_rank, so that there is something to train."
 
 
 def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, str]) -> None:
@@ -70,13 +69,12 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
 
     The base model of a PEFT folder counts too. None stands for an option that is not given.
     """
-    for flag, name in inputs.items():
-        for read, what in ((name, "is"), (_base_of(name), "is the base model of")) if name else ():
-            for written_by, folder in outputs.items():
-                require(
-                    read is None or not _same(read, folder),
-                    f"{written_by} {folder} {what} {flag} {name}, which would be overwritten: choose another folder.",
-                )
+    read = [(flag, name) for flag, name in inputs.items() if name]
+    for (flag, name), (written_by, folder) in itertools.product(read, outputs.items()):
+        for model, what in ((name, "is"), (_base_of(name), "is the base model of")):
+            if model and _same(model, folder):
+                where = f"{written_by} {folder} {what} {flag} {name}"
+                raise ValueError(f"{where}, which would be overwritten: choose another folder.")
 
 
 def _base_of(name: str) -> str | None:
@@ -85,8 +83,7 @@ def _base_of(name: str) -> str | None:
         described = json.loads((Path(name) / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    base = described.get("base_model_name_or_path") if isinstance(described, dict) else None
-    return base if isinstance(base, str) and base else None
+    return described.get("base_model_name_or_path") if isinstance(described, dict) else None
 
 
 def _same(one: str, other: str) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from openppo.config.fields import Bound, Options, at_least, inside, not_negative, option, positive, require
+from openppo.config.fields import Bound, Options, at_least, inside, not_negative, option, positive
 
 AdvantageEstimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "remax"]
 PolicyLossType = Literal["ppo", "gspo", "cispo"]
@@ -47,8 +48,7 @@ class PPOConfig(Options):
     buffer_cpu_offload: bool = True
     """Keep the replay buffer in CPU memory."""
     offload_idle: bool = False
-    """Keep Adam's moments in host memory while nothing is trained: more of a GPU's memory for generation, at the price
-    of a copy there and back in each step."""
+    """Keep Adam's moments in host memory while nothing is trained: memory for generation, for a copy in each step."""
     enable_ema: bool = option(False, resume="must match")
     """Keep an exponential moving average of the actor's weights, and save it instead of the actor."""
     ema_beta: float = option(0.992, inside("[0, 1)"))
@@ -93,21 +93,16 @@ class KLConfig(Options):
     use_kl_loss: bool = False
     """Put the KL penalty into the policy loss instead of the token rewards (with --kl_estimator k2 or k3)."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.kl_target is None or self.init_kl_coef > 0,
-            "--kl_target multiplies the coefficient, which --init_kl_coef 0 keeps at 0: start from a positive one.",
-        )
-        require(
-            not (self.use_kl_loss and self.init_kl_coef == 0),
-            "--use_kl_loss with --init_kl_coef 0 has no effect: give a positive --init_kl_coef.",
-        )
-        require(
-            not (self.use_kl_loss and self.kl_estimator == "k1"),
-            "--use_kl_loss with --kl_estimator k1 would be noise: the expected gradient of k1 as a loss is zero. "
-            "Use --kl_estimator k2 or k3.",
-        )
+    def problems(self) -> Iterator[str]:
+        if self.init_kl_coef == 0 and self.kl_target is not None:
+            yield "--kl_target multiplies the coefficient, which --init_kl_coef 0 keeps at 0: use a positive one."
+        if self.init_kl_coef == 0 and self.use_kl_loss:
+            yield "--use_kl_loss with --init_kl_coef 0 has no effect: give a positive --init_kl_coef."
+        if self.use_kl_loss and self.kl_estimator == "k1":
+            yield (
+                "--use_kl_loss with --kl_estimator k1 would be noise: the expected gradient of k1 as a loss is zero. "
+                "Use --kl_estimator k2 or k3."
+            )
 
 
 @dataclass(frozen=True)
@@ -143,32 +138,22 @@ class LossConfig(Options):
     value_clip: float | None = option(0.2, positive, "; None switches it off")
     """Clip range of the value around its old value; 'None' switches it off."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.dual_clip is None or self.policy_loss_type != "cispo",
-            "--dual_clip bounds a clipped loss, and cispo has none: leave --dual_clip out.",
-        )
-        low, high = self.rollout_correction_low, self.rollout_correction_high
-        require(
-            low is None or high is None or low < high,
-            f"--rollout_correction_low {low} must be below --rollout_correction_high {high}.",
-        )
-        require(
-            self.old_log_probs != "rollout" or self.rollout_correction == "none",
-            f"--rollout_correction {self.rollout_correction} compares the engine's log-probs with recomputed ones, and "
-            "--old_log_probs rollout recomputes none: leave one of them out.",
-        )
-        given = [flag for flag, value in (("low", low), ("high", high)) if value is not None]
-        require(
-            not given or self.rollout_correction != "none",
-            f"--rollout_correction_{given[0] if given else ''} has no effect without --rollout_correction: choose "
-            "tis, mis or icepop.",
-        )
-        require(
-            low is None or self.rollout_correction != "tis",
-            "--rollout_correction_low has no effect with --rollout_correction tis: use mis or icepop.",
-        )
+    def problems(self) -> Iterator[str]:
+        if self.dual_clip is not None and self.policy_loss_type == "cispo":
+            yield "--dual_clip bounds a clipped loss, and cispo has none: leave --dual_clip out."
+        correction, low, high = self.rollout_correction, self.rollout_correction_low, self.rollout_correction_high
+        if low is not None and high is not None and low >= high:
+            yield f"--rollout_correction_low {low} must be below --rollout_correction_high {high}."
+        if self.old_log_probs == "rollout" and correction != "none":
+            yield (
+                f"--rollout_correction {correction} compares the engine's log-probs with recomputed ones, and "
+                "--old_log_probs rollout recomputes none: leave one of them out."
+            )
+        for flag, value in (("low", low), ("high", high)):
+            if value is not None and correction == "none":
+                yield f"--rollout_correction_{flag} has no effect without --rollout_correction: use tis, mis or icepop."
+        if low is not None and correction == "tis":
+            yield "--rollout_correction_low has no effect with --rollout_correction tis: use mis or icepop."
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,6 @@ REMEDIES = (
 """The flags down to ``--buffer_cpu_offload`` leave the gradient as it is; those below change what is computed."""
 
 _FOR_GPUS = {"adam_offload", "offload_idle", "buffer_cpu_offload"}
-_BOUND_BY = {
-    ("experience", "micro_rollout_batch_size"): "micro_rollout_tokens",
-    ("training", "micro_train_batch_size"): "micro_train_tokens",
-}
-"""Options that bound nothing in a phase where another option has a value."""
 _BATCHES = ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
 
 
@@ -81,15 +76,16 @@ def _has_no_effect(phase: str, remedy: Remedy, options: Mapping[str, Any]) -> bo
     name, value = remedy.option, options[remedy.option]
     if name == "zero_stage":
         return bool(value >= int(remedy.flag.split()[1]))
-    if name == "lora_rank":
-        return bool(value > 0)
-    excluded = {
-        "load_in_4bit": options.get("lora_rank") == 0 or options.get("zero_stage") == 3,
-        "adam_offload": options.get("offload_idle") or options.get("zero_stage") == 0,
+    stage, rank = options.get("zero_stage"), options.get("lora_rank")
+    no_effect = {
+        "lora_rank": rank,
+        "load_in_4bit": rank == 0 or stage == 3,
+        "adam_offload": options.get("offload_idle") or stage == 0,
         "offload_idle": options.get("adam_offload"),
         "vllm_gpu_memory_utilization": options.get("rollout_engine") != "vllm",
         "micro_train_tokens": value is None,
         "micro_rollout_tokens": value is None,
+        "micro_train_batch_size": phase == "training" and options.get("micro_train_tokens") is not None,
+        "micro_rollout_batch_size": phase == "experience" and options.get("micro_rollout_tokens") is not None,
     }
-    bound = options.get(_BOUND_BY.get((phase, name), ""))
-    return bool(excluded.get(name)) or bound is not None or value == 1  # which True equals
+    return bool(no_effect.get(name)) or value == 1  # which True equals

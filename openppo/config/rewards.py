@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from openppo.config.fields import Options, at_least, not_empty, not_negative, option, positive, require
 
 Verifier = Literal["exact_match", "regex", "math", "length"]
+NO_REWARD = (
+    "No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name], --remote_rm_url URL, "
+    "--verifiable_reward NAME or --prm_pretrain MODEL."
+)
 
 
 @dataclass(frozen=True)
@@ -53,38 +58,29 @@ class RewardConfig(Options):
     prm_aggregate: Literal["steps", "min", "mean", "last", "product"] = "steps"
     """Reward each step at its end, or the whole response by one number made of its steps."""
 
-    def require_source(self) -> None:
-        """Raise ``ValueError`` if there is no source of rewards."""
-        sources = (self.reward_pretrain, self.reward_fn, self.remote_rm_url, self.prm_pretrain)
-        require(
-            any(source is not None for source in sources) or len(self.verifiable_reward) > 0,
-            "No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name], --remote_rm_url URL, "
-            "--verifiable_reward NAME or --prm_pretrain MODEL.",
-        )
-
-    def validate(self) -> None:
+    def problems(self) -> Iterator[str]:
         for verifier, flag, given in (
             ("regex", "verify_regex", self.verify_regex),
             ("length", "verify_length", self.verify_length),
         ):
-            used = verifier in self.verifiable_reward
-            require(not used or given is not None, f"--verifiable_reward {verifier} needs --{flag}.")
-            require(used or given is None, f"--{flag} has no effect without --verifiable_reward {verifier}.")
-        super().validate()
-        require(
-            len(set(self.verifiable_reward)) == len(self.verifiable_reward),
-            f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice.",
-        )
-        require(
-            len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2,
-            f"--prm_reward_tokens needs two different tokens, good and bad; got {' '.join(self.prm_reward_tokens)}.",
-        )
-        unknown = sorted(self.weights().keys() - set(self.names()))
-        require(
-            not unknown or self.reward_fn is not None or self.remote_is_file(),
-            f"--reward_weights names {', '.join(unknown)}, but the rewards are {', '.join(self.names())}. "
-            "Use their names.",
-        )
+            if verifier in self.verifiable_reward and given is None:
+                yield f"--verifiable_reward {verifier} needs --{flag}."
+            if verifier not in self.verifiable_reward and given is not None:
+                yield f"--{flag} has no effect without --verifiable_reward {verifier}."
+        if len(set(self.verifiable_reward)) < len(self.verifiable_reward):
+            yield f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice."
+        if not len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2:
+            got = " ".join(self.prm_reward_tokens)
+            yield f"--prm_reward_tokens needs two different tokens, good and bad; got {got}."
+        unknown, names = self.weights().keys() - set(self.names()), ", ".join(self.names()) or "none"
+        if unknown and self.reward_fn is None and not self.remote_is_file():
+            listed = ", ".join(sorted(unknown))
+            yield f"--reward_weights names {listed}, but the rewards are {names}. Use their names."
+
+    @property
+    def has_source(self) -> bool:
+        """Whether rewards come from anywhere."""
+        return len(self.names()) > 0
 
     def remote_is_file(self) -> bool:
         """Whether ``--remote_rm_url`` names a Python file instead of a server."""
@@ -137,11 +133,9 @@ class RewardShapingConfig(Options):
     overlong_penalty_factor: float = option(1.0, not_negative, ": it is subtracted")
     """Largest penalty of --overlong_buffer_len."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.normalize_reward or self.reward_normalizer == "model",
-            "--reward_normalizer running has no effect without --normalize_reward: add it.",
-        )
+    def problems(self) -> Iterator[str]:
+        if self.reward_normalizer == "running" and not self.normalize_reward:
+            yield "--reward_normalizer running has no effect without --normalize_reward: add it."
         low, high = self.reward_clip_range
-        require(low < high, f"--reward_clip_range needs two rising numbers, got {low} {high}.")
+        if low >= high:
+            yield f"--reward_clip_range needs two rising numbers, got {low} {high}."

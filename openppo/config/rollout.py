@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from openppo.config.fields import Options, at_least, inside, not_empty, not_negative, option, positive, require
+from openppo.config.fields import Options, at_least, inside, not_empty, not_negative, option, positive
 
 RolloutEngine = Literal["hf", "vllm"]
 
@@ -31,12 +32,10 @@ class SamplingConfig(Options):
     engine_check: Literal["on", "off"] = "on"
     """Compare log-probs of a few sampled tokens with those of a plain forward, and refuse a model where they differ."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.min_new_tokens <= self.generate_max_len,
-            f"--min_new_tokens {self.min_new_tokens} exceeds --generate_max_len {self.generate_max_len}: lower it.",
-        )
+    def problems(self) -> Iterator[str]:
+        least, most = self.min_new_tokens, self.generate_max_len
+        if least > most:
+            yield f"--min_new_tokens {least} exceeds --generate_max_len {most}: lower it."
 
 
 @dataclass(frozen=True)
@@ -50,15 +49,12 @@ class GenerationConfig(SamplingConfig):
     max_num_seqs: int | None = option(None, at_least(1))
     """Responses decoded at a time on one rank (default: 64 on CPUs, 256 on GPUs, fewer where memory is short)."""
     cuda_graphs: bool = False
-    """Record decode steps on the GPU and replay them, which saves launching kernels one by one (with --rollout_engine
-    hf; not for models with a sliding window)."""
+    """Replay recorded decode steps on the GPU (with --rollout_engine hf; not for models with a sliding window)."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            not (self.cuda_graphs and self.rollout_engine == "vllm"),
-            "--cuda_graphs works with --rollout_engine hf only; vLLM records its own graphs: leave it out.",
-        )
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.cuda_graphs and self.rollout_engine == "vllm":
+            yield "--cuda_graphs works with --rollout_engine hf only; vLLM records its own graphs: leave it out."
 
 
 @dataclass(frozen=True)
@@ -78,14 +74,10 @@ class EvaluationConfig(Options):
     eval_temperature: float = option(0.0, not_negative, measures=True)
     """Temperature of evaluation (0: the likeliest token)."""
     pass_reward: float | None = option(None, measures=True)
-    """A response passes when its reward is at least this (default: 1; with a reward model or server none, and pass@k is
-    left out, since its scale is its own)."""
+    """Reward from which a response passes (default: 1; with a reward model or server none, so pass@k is left out)."""
 
-    def validate(self) -> None:
-        super().validate()
-        n = self.eval_n_samples_per_prompt
-        require(
-            n == 1 or self.eval_temperature > 0,
-            f"--eval_n_samples_per_prompt {n} with --eval_temperature 0 would give the same response {n} times: raise "
-            "--eval_temperature.",
-        )
+    def problems(self) -> Iterator[str]:
+        n, temperature = self.eval_n_samples_per_prompt, self.eval_temperature
+        if n > 1 and temperature == 0:
+            same = f"--eval_n_samples_per_prompt {n} with --eval_temperature 0 would give the same response {n} times"
+            yield f"{same}: raise --eval_temperature."

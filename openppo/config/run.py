@@ -1,4 +1,4 @@
-"""Options of every training run: places, limits, batches, Adam, DeepSpeed, checkpoints."""
+"""Options of every training run: places, limits, batches, Adam, DeepSpeed, checkpoints, what shows it."""
 
 from __future__ import annotations
 
@@ -6,43 +6,34 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from openppo.config.fields import Bound, Options, at_least, inside, not_empty, not_negative, option, positive, require
 
-_COMPARE: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
-_FORM = re.compile(r"\s*([^<>=]*[^<>=\s])\s*(>=|<=|>|<)\s*([^<>=\s]+)\s*")
+_HOME = '"~" is not expanded here (in a file, or after =); write the full path.'
+_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A metric compared with a number, such as ``kl > 0.2``."""
+    """A metric compared with a finite number, such as ``kl > 0.2``; ``text`` is how it was given."""
 
     text: str
-    """As it was given."""
     metric: str
-    """Its name in the log."""
     comparison: str
-    """One of > >= < <=."""
     bound: float
-    """A finite number."""
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
         """Whether the condition is true of ``metrics``; never for NaN."""
-        return self.metric in metrics and _COMPARE[self.comparison](metrics[self.metric], self.bound)
+        return self.metric in metrics and bool(_COMPARE[self.comparison](metrics[self.metric], self.bound))
 
 
 def parse_condition(text: str, flag: str) -> Condition:
     """Parse a condition; ``ValueError`` naming ``flag`` for anything else."""
-    match = _FORM.fullmatch(text)
+    match = re.fullmatch(r"\s*([^<>=]*[^<>=\s])\s*(>=|<=|>|<)\s*([^<>=\s]+)\s*", text)
     try:
         bound = float(match[3]) if match else math.nan
     except ValueError:
@@ -69,18 +60,18 @@ class RunConfig(Options):
     stop_when: tuple[str, ...] = ()
     """End the run, with its model saved, after a step at which one of these holds: 'kl > 0.2' 'eval_reward > 0.9'."""
     dry_run: bool = False
-    """Check options, configs, tokenizer and data, print estimated memory and communication, and end without loading
-    a model."""
+    """Check options, configs, tokenizer and data, print estimated memory and communication, and load no model."""
     dry_run_ranks: int | None = option(None, at_least(1))
     """With --dry_run: estimate for this many ranks (default: those that were started)."""
     dry_run_memory: float | None = option(None, positive)
     """With --dry_run: estimate for GPUs of this many GiB (default: the devices of this machine)."""
 
-    def validate(self) -> None:
-        super().validate()
-        _refuse_home("save_path", self.save_path)
+    def problems(self) -> Iterator[str]:
+        if self.save_path.startswith("~"):
+            yield f"--save_path {self.save_path}: {_HOME}"
         for name, value in (("dry_run_ranks", self.dry_run_ranks), ("dry_run_memory", self.dry_run_memory)):
-            require(self.dry_run or value is None, f"--{name} has an effect with --dry_run only: add it.")
+            if value is not None and not self.dry_run:
+                yield f"--{name} has an effect with --dry_run only: add it."
 
     @property
     def stop_conditions(self) -> list[Condition]:
@@ -105,13 +96,11 @@ class CheckpointConfig(Options):
     keep_best: str | None = option(None, measures=True)
     """Metric of evaluation, such as eval_reward or eval_loss, whose best model is kept as 'best' in --ckpt_path."""
 
-    def validate(self) -> None:
-        super().validate()
-        _refuse_home("ckpt_path", self.ckpt_path)
-        require(
-            self.keep_best is None or self.keep_best.startswith("eval"),
-            f"--keep_best {self.keep_best} is not an evaluation metric; use one that starts with 'eval'.",
-        )
+    def problems(self) -> Iterator[str]:
+        if self.ckpt_path is not None and self.ckpt_path.startswith("~"):
+            yield f"--ckpt_path {self.ckpt_path}: {_HOME}"
+        if self.keep_best is not None and not self.keep_best.startswith("eval"):
+            yield f"--keep_best {self.keep_best} is not an evaluation metric; use one that starts with 'eval'."
 
 
 @dataclass(frozen=True)
@@ -138,21 +127,15 @@ class DeepSpeedConfig(Options):
     seed: int = option(42, not_negative, resume="must match", rows_of=("prompt_data", "pretrain_data", "dataset"))
     """Seed of data order, initialization and sampling."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.zpg == 1 or self.zero_stage == 3,
-            f"--zpg {self.zpg} partitions weights, which --zero_stage {self.zero_stage} does not: use --zero_stage 3.",
-        )
-        require(
-            not (self.compile and self.zero_stage == 3),
-            "--compile with --zero_stage 3: DeepSpeed gathers weights in hooks that torch.compile does not see; use "
-            "--zero_stage 0, 1 or 2, or leave --compile out.",
-        )
-        require(
-            not (self.adam_offload and self.zero_stage == 0),
-            "--adam_offload needs partitioned optimizer states: use --zero_stage 1, 2 or 3.",
-        )
+    def problems(self) -> Iterator[str]:
+        zero = self.zero_stage
+        if self.zpg > 1 and zero != 3:
+            yield f"--zpg {self.zpg} partitions weights, which --zero_stage {zero} does not: use --zero_stage 3."
+        if self.compile and zero == 3:
+            why = "DeepSpeed gathers weights in hooks that torch.compile does not see"
+            yield f"--compile with --zero_stage 3: {why}; use --zero_stage 0, 1 or 2, or leave --compile out."
+        if self.adam_offload and zero == 0:
+            yield "--adam_offload needs partitioned optimizer states: use --zero_stage 1, 2 or 3."
 
 
 @dataclass(frozen=True)
@@ -183,6 +166,56 @@ class BatchConfig(Options):
     """Passes over the data (for train_ppo: over each rollout batch)."""
 
 
+@dataclass(frozen=True)
+class TrackingConfig(Options):
+    """Destinations of metrics, samples and profiles."""
+
+    use_tensorboard: str | None = option(None, place=True)
+    """Folder for TensorBoard event files (off when not given); each run gets a subfolder, named as with --use_wandb."""
+    use_wandb: str | None = option(None, not_empty, ": give it alone, with an API key, or not at all", place=True)
+    """Log to Weights & Biases; the key is optional (better keep it in WANDB_API_KEY). Needs 'wandb'."""
+    wandb_project: str = "openppo"
+    """With --use_wandb: project."""
+    wandb_run_name: str | None = None
+    """Name of the run, with --use_wandb and --use_tensorboard (default: the last folder of --save_path)."""
+    wandb_group: str | None = None
+    """With --use_wandb: group of runs that it belongs to."""
+    wandb_org: str | None = None
+    """With --use_wandb: team or user that owns the project (default: that of the key)."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """With --use_wandb: 'offline' writes to <save_path>/logs/wandb only, for 'wandb sync' (default: WANDB_MODE, else
+    online)."""
+    log_samples_every: int = option(10, not_negative, "; 0 prints none")
+    """Print a sample every this many steps (0: never)."""
+    self_check: bool = True
+    """Before training on the first batch print two samples of it token by token, with what is trained on."""
+    profile_steps: str | None = None
+    """Steps to record with torch.profiler, such as 3 or 2-4,10: a trace of each rank in <save_path>/logs/profile."""
+
+    def problems(self) -> Iterator[str]:
+        for first, last in self._profiled_ranges():
+            if not 1 <= first <= last:
+                yield f"--profile_steps {self.profile_steps}: steps count from 1, ranges go upwards."
+
+    @property
+    def shows_histograms(self) -> bool:
+        """Whether a tracker shows distributions."""
+        return self.use_tensorboard is not None or self.use_wandb is not None
+
+    def is_profiled(self, step: int) -> bool:
+        """Whether ``--profile_steps`` names this step, counted from 1."""
+        return any(first <= step <= last for first, last in self._profiled_ranges())
+
+    def _profiled_ranges(self) -> list[tuple[int, int]]:
+        """First and last step of each range."""
+        if self.profile_steps is None:
+            return []
+        matches = [re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part) for part in self.profile_steps.split(",")]
+        form = "give steps and ranges with commas, such as 3 or 2-4,10"
+        require(all(matches), f"--profile_steps {self.profile_steps}: {form}.")
+        return [(int(match[1]), int(match[2] or match[1])) for match in matches if match]
+
+
 def refuse_own_checkpoints(inputs: Mapping[str, str | None], flag: str, folder: Path) -> None:
     """Refuse input models inside the run's own checkpoints in ``folder``."""
     for given, name in inputs.items():
@@ -192,11 +225,3 @@ def refuse_own_checkpoints(inputs: Mapping[str, str | None], flag: str, folder: 
             not inner or not inner[0].startswith(("step_", "best_step_")),
             f"{given} {name} lies in a checkpoint in {folder}, where this run would replace it: choose another {flag}.",
         )
-
-
-def _refuse_home(name: str, path: str | None) -> None:
-    """Refuse a path that begins with ~, which would become a folder of that name."""
-    require(
-        path is None or not path.startswith("~"),
-        f'--{name} {path}: "~" is not expanded here (in a file, or after =); write the full path.',
-    )

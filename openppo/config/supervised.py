@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from openppo.config.data import RowsConfig, parse_probs
-from openppo.config.fields import Options, at_least, not_empty, not_negative, option, require, rules
+from openppo.config.fields import Options, at_least, not_empty, not_negative, option
 from openppo.config.models import ModelConfig
 
 _ROWS = ("dataset",)
@@ -16,7 +17,7 @@ _ROWS = ("dataset",)
 class SupervisedConfig(RowsConfig, ModelConfig):
     """What SFT, reward-model and process-reward-model training have in common."""
 
-    dataset: str = field(metadata=rules(place=True, resume="must match"))
+    dataset: str = option(place=True, resume="must match")
     """Training data: JSONL, JSON, CSV or Parquet files, folders of 'datasets', or hub names; several with commas."""
     dataset_probs: str | None = option(None, resume="must match", rows_of=_ROWS)
     """Shares in which several --dataset are mixed, with commas, until one is used up (default: all rows of all)."""
@@ -35,8 +36,8 @@ class SupervisedConfig(RowsConfig, ModelConfig):
     max_len: int = option(512, at_least(2), rows_of=_ROWS, measures=True)
     """Longer samples are dropped, with a count in the log."""
 
-    def validate(self) -> None:
-        super().validate()
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         parse_probs(self.dataset, self.dataset_probs, "dataset")
 
 
@@ -67,12 +68,9 @@ class PreferenceConfig(Options):
     value_head_prefix: str = option("score", resume="must match")
     """Name of the scalar head."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.margin_key is None or self.loss == "sigmoid",
-            "--margin_key works with --loss sigmoid only: log-exp has no margin.",
-        )
+    def problems(self) -> Iterator[str]:
+        if self.margin_key is not None and self.loss != "sigmoid":
+            yield "--margin_key works with --loss sigmoid only: log-exp has no margin."
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,6 @@ class ProcessConfig(Options):
     reward_tokens: tuple[str, ...] = option(("+", "-"), rows_of=_ROWS)
     """Tokens of the judgement, good first; soft labels are the probability of the first of two."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            len(set(self.reward_tokens)) == len(self.reward_tokens) >= 2,
-            f"--reward_tokens needs at least two different tokens, got {' '.join(self.reward_tokens)}.",
-        )
+    def problems(self) -> Iterator[str]:
+        if not len(set(self.reward_tokens)) == len(self.reward_tokens) >= 2:
+            yield f"--reward_tokens needs at least two different tokens, got {' '.join(self.reward_tokens)}."

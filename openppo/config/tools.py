@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from openppo.config.commands import CommandConfig
 from openppo.config.data import PromptDataConfig
-from openppo.config.fields import Bound, Options, at_least, not_empty, not_negative, option, positive, require, rules
+from openppo.config.fields import Bound, Options, at_least, not_empty, not_negative, option, positive
 from openppo.config.models import ModelConfig, refuse_overwriting
-from openppo.config.rewards import RewardConfig
+from openppo.config.rewards import NO_REWARD, RewardConfig
 from openppo.config.rollout import SamplingConfig
 
 
@@ -32,20 +33,18 @@ class PromptsConfig(SamplingConfig, PromptDataConfig, ModelConfig):
     seed: int = option(42, not_negative)
     """Seed of sampling."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.n_samples_per_prompt == 1 or self.temperature > 0,
-            f"--n_samples_per_prompt {self.n_samples_per_prompt} with --temperature 0 would give the same response "
-            "each time: raise --temperature.",
-        )
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if (n := self.n_samples_per_prompt) > 1 and self.temperature == 0:
+            same = f"--n_samples_per_prompt {n} with --temperature 0 would give the same response each time"
+            yield f"{same}: raise --temperature."
 
 
 @dataclass(frozen=True)
 class OutputConfig(Options):
     """Where responses go."""
 
-    output_path: str = field(metadata=rules(bound=not_empty))
+    output_path: str = option(bound=not_empty)
     """JSONL file that receives one line for each response."""
 
 
@@ -54,8 +53,7 @@ class JudgementConfig(Options):
     """How responses are judged."""
 
     pass_reward: float | None = None
-    """A response passes when its reward is at least this (default: 1; with a reward model or server none, and pass@k is
-    left out, since its scale is its own)."""
+    """Reward from which a response passes (default: 1; with a reward model or server none, so pass@k is left out)."""
     value_head_prefix: str = "score"
     """Name of the scalar head of --reward_pretrain."""
     output_path: str | None = None
@@ -91,12 +89,9 @@ class ServerConfig(Options):
     trust_remote_code: bool = False
     """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(
-            self.host in ("127.0.0.1", "::1", "localhost") or self.token_file is not None,
-            f"--host {self.host} can be reached by others: give a --token_file.",
-        )
+    def problems(self) -> Iterator[str]:
+        if self.host not in ("127.0.0.1", "::1", "localhost") and self.token_file is None:
+            yield f"--host {self.host} can be reached by others: give a --token_file."
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class MergeConfig(Options):
 
     lora_path: str
     """PEFT folder, as training with --lora_rank saves it."""
-    save_path: str = field(metadata=rules(bound=not_empty, note=": name the folder that receives the full model"))
+    save_path: str = option(bound=not_empty, note=": name the folder that receives the full model")
     """Folder that receives the full model and its tokenizer."""
     pretrain: str | None = None
     """Base model (default: the one that the PEFT folder names)."""
@@ -116,9 +111,8 @@ class MergeConfig(Options):
 
     def validate(self) -> None:
         super().validate()
-        refuse_overwriting(
-            {"--lora_path": self.lora_path, "--pretrain": self.pretrain}, {"--save_path": self.save_path}
-        )
+        inputs = {"--lora_path": self.lora_path, "--pretrain": self.pretrain}
+        refuse_overwriting(inputs, {"--save_path": self.save_path})
 
 
 @dataclass(frozen=True)
@@ -126,8 +120,7 @@ class CheckpointModelConfig(Options):
     """A checkpoint, and the model that is made of it."""
 
     checkpoint: str
-    """A checkpoint of a training command, such as ckpt/checkpoints_ppo/step_00000010, or a folder of them (the newest
-    is taken)."""
+    """Checkpoint of a training command, such as ckpt/checkpoints_ppo/step_00000010, or a folder of them: the newest."""
     folder: str
     """Folder that receives the model in Hugging Face format, and its tokenizer."""
     role: Literal["actor", "critic"] = "actor"
@@ -143,15 +136,13 @@ class CheckpointModelConfig(Options):
     trust_remote_code: bool = False
     """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(self.folder != "", "FOLDER is empty: name the folder that receives the model.")
+    def problems(self) -> Iterator[str]:
+        if self.folder == "":
+            yield "FOLDER is empty: name the folder that receives the model."
         inputs = {"--pretrain": self.pretrain, "--critic_pretrain": self.critic_pretrain}
         refuse_overwriting({"CHECKPOINT": self.checkpoint, **inputs}, {"FOLDER": self.folder})
-        require(
-            self.role == "critic" or self.critic_pretrain is None,
-            "--critic_pretrain has an effect with --role critic only: add --role critic, or leave it out.",
-        )
+        if self.role != "critic" and self.critic_pretrain is not None:
+            yield "--critic_pretrain has an effect with --role critic only: add --role critic, or leave it out."
 
 
 @dataclass(frozen=True)
@@ -163,9 +154,9 @@ class ReportPageConfig(Options):
     output: str | None = option(None, not_empty)
     """HTML file to write (default: logs/report.html of the run, ./report.html of several)."""
 
-    def validate(self) -> None:
-        super().validate()
-        require(len(self.run_dirs) > 0, "name the folder of a run: python -m openppo.cli.report RUN_DIR.")
+    def problems(self) -> Iterator[str]:
+        if not self.run_dirs:
+            yield "name the folder of a run: python -m openppo.cli.report RUN_DIR."
 
 
 @dataclass(frozen=True)
@@ -184,9 +175,9 @@ class EvaluateConfig(CommandConfig):
     rewards: RewardConfig = field(default_factory=RewardConfig)
     judgement: JudgementConfig = field(default_factory=JudgementConfig)
 
-    def validate(self, world_size: int) -> None:
-        self.rewards.require_source()
-        super().validate(world_size)
+    def problems(self, world_size: int) -> Iterator[str]:
+        if not self.rewards.has_source:
+            yield NO_REWARD
 
 
 @dataclass(frozen=True)
@@ -209,9 +200,9 @@ class ExportConfig(CommandConfig):
 
     model: CheckpointModelConfig
 
-    def validate(self, world_size: int) -> None:
-        super().validate(world_size)
-        require(world_size == 1, "export runs in one process: start it without torchrun.")
+    def problems(self, world_size: int) -> Iterator[str]:
+        if world_size > 1:
+            yield "export runs in one process: start it without torchrun."
 
 
 @dataclass(frozen=True)

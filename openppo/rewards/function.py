@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from openppo.rewards.scoring import check_number, name_sample, policy_text
 from openppo.rewards.steps import score_of_steps, step_tokens
 from openppo.types import Score, Trajectory
-from openppo.user_code import copied, load_callable, no_silent_end
+from openppo.user_code import copied, load_callable
 
 logger = logging.getLogger("openppo")
 
@@ -270,12 +270,7 @@ class FunctionScorer:
 
     def _run(self, call: Callable[[Any], Any], argument: Any) -> Future[Any]:
         """``call(argument)`` on the thread of the function."""
-
-        def guarded() -> Any:
-            with no_silent_end(str(self)):
-                return call(argument)
-
-        return self._thread.submit(guarded)
+        return self._thread.submit(call, argument)
 
     async def _gather(self, batches: Sequence[Sequence[RewardSample]]) -> list[Any]:
         return await asyncio.gather(*map(self._ask, batches), return_exceptions=True)

@@ -63,34 +63,3 @@ def test_scripts_quote_every_variable() -> None:
     scripts = [*(REPO / "examples").rglob("*.sh"), REPO / "tests" / "run.sh", REPO / ".ci" / "run"]
     assert len(scripts) > 10
     assert {script.name: words for script in scripts if (words := loose_words(script.read_text()))} == {}
-
-
-BAD = """eval(text)
-os.system(text)
-yaml.load(file)
-pickle.loads(data)
-torch.load(file)
-torch.load(file, weights_only=False)
-subprocess.run(text, shell=True)
-AutoTokenizer.from_pretrained(name)
-transformers.AutoConfig.from_pretrained(name, num_labels=1)
-"""
-FINE = """model.eval()
-yaml.safe_load(file)
-torch.load(file, weights_only=True)
-subprocess.run([text], shell=False)
-AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
-AutoModelForCausalLM.from_pretrained(name, **load)
-PeftConfig.from_pretrained(name)
-"""
-
-
-def test_the_checker_catches_each_danger(tmp_path: Path) -> None:
-    (tmp_path / "openppo").mkdir()
-    (tmp_path / "openppo" / "a.py").write_text(BAD + FINE)
-    assert [int(found.split(":")[1].split()[0]) for found in dangers(tmp_path)] == list(range(1, 10))
-
-
-def test_the_checker_catches_loose_words() -> None:
-    assert loose_words('run "$MODEL" $launch "${GPUS:-8}" "$(dirname "$FILE")" # $comment') == []
-    assert loose_words("run $MODEL ${DATA:-a} '$quoted' $@") == ["MODEL", "DATA", "@"]

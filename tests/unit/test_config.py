@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import yaml
 
 import openppo.config
 from openppo.config import (
-    DeepSpeedConfig,
     EvaluateConfig,
     ExportConfig,
     GenerateConfig,
@@ -33,7 +31,7 @@ from openppo.config import (
     mask_credentials,
     parse_probs,
 )
-from openppo.config.fields import declared_options
+from openppo.config.fields import declared_options, rules_of
 from openppo.experience.maker import old_log_probs_from
 
 COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -49,7 +47,6 @@ COMMANDS: dict[str, tuple[type, dict[str, Any]]] = {
     "report": (ReportConfig, {"run_dirs": ("r",)}),
 }
 """A config of each command, and options with which it works."""
-TRAINING = pytest.mark.parametrize("command", ["ppo", "sft", "rm", "prm"])
 
 
 def config_of(command: str, **changes: Any) -> Any:
@@ -64,12 +61,9 @@ def validate(line: str) -> None:
     given = dict(word.split("=", 1) for word in words)
     ranks = int(given.pop("ranks", "1"))
     kinds = {name: str(declared.type) for name, declared in declared_options(COMMANDS[command][0]).items()}
-    options = {name: _value(kinds[name], text) for name, text in given.items()}
-    config_of(command, **options).validate(ranks)
-
-
-def _value(kind: str, text: str) -> Any:
-    return None if text == "None" else text if kind in ("str", "str | None") else yaml.safe_load(text)
+    texts = {name for name in given if kinds[name] in ("str", "str | None") and given[name] != "None"}
+    values = {name: text if name in texts else yaml.safe_load(text) for name, text in given.items()}
+    config_of(command, **{name: None if value == "None" else value for name, value in values.items()}).validate(ranks)
 
 
 # Defaults
@@ -84,18 +78,13 @@ def test_defaults_of_supervised_training_are_the_published_ones() -> None:
         assert flat_dict(config_of(command)).items() >= (common | more).items()
 
 
-@TRAINING
-def test_defaults_are_valid_on_one_to_eight_ranks(command: str) -> None:
-    for world_size in (1, 2, 4, 8):
-        config_of(command).validate(world_size)
-
-
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_config_is_frozen(command: str) -> None:
+def test_a_config_is_frozen_and_valid_by_default(command: str) -> None:
+    for world_size in (1, 2, 4, 8) if command in ("ppo", "sft", "rm", "prm") else (1,):
+        config_of(command).validate(world_size)
     for group in vars(config_of(command)).values():
-        for field in dataclasses.fields(group):
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(group, field.name, None)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(group, dataclasses.fields(group)[0].name, None)
 
 
 def test_every_option_is_explained_in_sentences() -> None:
@@ -114,72 +103,48 @@ def test_every_option_is_explained_in_sentences() -> None:
 
 # Errors
 
-BOUNDS = """
-ppo 0 must be at least 1, got 0 | logging_steps max_skipped_steps max_ckpt_num train_batch_size micro_train_batch_size
-ppo 0 must be at least 1, got 0 | max_epochs lora_alpha zpg num_episodes rollout_batch_size micro_rollout_batch_size
-ppo 0 must be at least 1, got 0 | n_samples_per_prompt max_samples prompt_max_len generate_max_len top_k kl_horizon
-ppo 0 must be at least 1, got 0 | dynamic_sampling_max_batches overlong_buffer_len remote_rm_batch_size dry_run_ranks
-ppo 0 must be at least 1, got 0 | micro_rollout_tokens micro_train_tokens max_num_seqs eval_n_samples_per_prompt
-generate 0 must be at least 1, got 0 | prompt_max_len generate_max_len n_samples_per_prompt micro_batch_size top_k
-serve 0 must be at least 1, got 0 | max_batch_size max_len
-sft 1 must be at least 2, got 1 | max_len
-ppo -1 must be at least 0, got -1 | value_pretrain_steps buffer_limit remote_rm_retries
-ppo -0.5 must be at least 0, got -0.5 | init_kl_coef ptx_coef
-ppo -2 must be at least -1, got -2 | freezing_actor_steps
-ppo -2 must be -1, 0 or more, got -2 | save_steps
-ppo 0 must be -1 or at least 1, got 0 | eval_steps
-sft -2 must be -1 or at least 1, got -2 | eval_steps max_steps
-ppo -1 must not be negative, got -1 | seed critic_lora_rank
-ppo -0.1 must not be negative, got -0.1 | l2 entropy_coef actor_learning_rate critic_learning_rate eval_temperature
-ppo -0.1 must not be negative, got -0.1: it is subtracted. | missing_eos_penalty overlong_penalty_factor
-ppo -1 must not be negative, got -1; 0 switches LoRA off. | lora_rank
-ppo -1 must not be negative, got -1; 0 prints none. | log_samples_every
-ppo -1.0 must not be negative, got -1; 0 waits for ever. | stall_timeout
-ppo -1.0 must not be negative, got -1; 0 switches clipping off. | max_norm
-sft -1.0 must not be negative, got -1 | learning_rate
-generate -0.5 must not be negative, got -0.5 | temperature
-ppo .nan must not be negative, got nan | max_norm
-ppo 0.0 must be positive, got 0 | eps_clip eps_clip_high cispo_eps_max kl_target temperature
-ppo 0.0 must be positive, got 0 | rollout_correction_high remote_rm_timeout dry_run_memory
-ppo 0.0 must be positive, got 0; None switches it off. | value_clip
-ppo 0.0 must be positive, got 0; None leaves it off. | adaptive_lambd_alpha
-ppo .nan must be positive, got nan | eps_clip
-serve 0.0 must be positive, got 0 | max_request_mb
-ppo 1.0 must be above 1, got 1 | dual_clip
-ppo 1.1 must lie in [0, 1], got 1.1 | gamma lambd lambd_critic lr_warmup_ratio
-ppo -0.1 must lie in [0, 1], got -0.1 | gamma lambd lr_warmup_ratio
-ppo .nan must lie in [0, 1], got nan | gamma
-ppo 1.0 must lie in [0, 1), got 1 | ema_beta lora_dropout
-ppo [0.9,1.0] must lie in [0, 1), got 0.9 1 | adam_betas
-ppo 0.0 must lie in (0, 1], got 0 | top_p
-generate 1.1 must lie in (0, 1], got 1.1 | top_p
-ppo 1.0 must lie in (0, 1), got 1 | vllm_gpu_memory_utilization
-ppo 4.0 must lie between 5 and 3600 seconds, got 4 | heartbeat_timeout
-ppo .nan must lie between 5 and 3600 seconds, got nan | heartbeat_timeout
-serve 70000 must lie in 0..65535, got 70000 | port
-ppo '' must not be empty: name the folder that receives the trained model. | save_path
-merge '' must not be empty: name the folder that receives the full model. | save_path
-ppo '' must not be empty: give it alone, with an API key, or not at all. | use_wandb
-ppo '' must not be empty. | step_separator
-ppo [''] must not be empty. | stop
-ppo [-1] must not be negative, got -1 | stop_token_ids
-ppo -1 must not be negative, got -1 | min_new_tokens
-prm '' must not be empty. | placeholder_token
-generate '' must not be empty. | output_path
-"""
-"""Command, value, message, and the options that it is about."""
 
-
-@pytest.mark.parametrize("row", BOUNDS.strip().splitlines())
-def test_a_value_out_of_bounds_is_an_error_that_names_flag_and_bound(row: str) -> None:
-    (command, text, message), names = row.split(" | ")[0].split(" ", 2), row.split(" | ")[1].split()
-    for name in names:
-        with pytest.raises(ValueError) as error:
-            config_of(command, **{name: yaml.safe_load(text)}).validate(1)
-        assert str(error.value).startswith(f"--{name} {message}")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_value_out_of_bounds_is_an_error_that_names_flag_and_bound(command: str) -> None:
+    for name, declared in declared_options(COMMANDS[command][0]).items():
+        allowed, kind = rules_of(declared), str(declared.type)
+        tried = ["", -2, -1, 0, 70000] if "str" in kind or "int" in kind else [-0.5, 0.0, 1.0, 1.1, math.nan, 1e9]
+        fitting = [value for value in tried if isinstance(value, str) == ("str" in kind)]
+        wrong = [value for value in fitting if allowed.bound is not None and not allowed.bound.holds(value)]
+        assert wrong or allowed.bound is None, name
+        for value in wrong:
+            with pytest.raises(ValueError) as error:
+                pair = declared.default if isinstance(declared.default, tuple) else ()
+                config_of(command, **{name: (value, *pair[1:]) if "tuple" in kind else value}).validate(1)
+            assert str(error.value).startswith(f"--{name} {allowed.bound.says}"), name
+            assert allowed.note in str(error.value)
 
 
 BAD = """
+ppo gamma=1.1 | must lie in [0, 1], got 1.1.
+ppo adam_betas=[0.9,1.0] | must lie in [0, 1), got 0.9 1.
+ppo top_p=0.0 | must lie in (0, 1], got 0.
+ppo eps_clip=.nan | must be positive, got nan.
+ppo value_clip=0.0 | must be positive, got 0; None switches it off.
+ppo lora_rank=-1 | must not be negative, got -1; 0 switches LoRA off.
+ppo missing_eos_penalty=-0.1 | must not be negative, got -0.1: it is subtracted.
+ppo save_path='' | must not be empty: name the folder that receives the trained model.
+ppo save_steps=-2 | must be -1, 0 or more, got -2.
+sft max_steps=0 | must be -1 or at least 1, got 0.
+sft max_len=1 | must be at least 2, got 1.
+ppo heartbeat_timeout=4.0 | must lie between 5 and 3600 seconds, got 4.
+ppo dual_clip=1.0 | must be above 1, got 1.
+serve port=70000 | must lie in 0..65535, got 70000.
+ppo ptx_coef=.inf | must be a finite number, got inf.
+ppo zero_stage=4 | must be 0, 1, 2 or 3, got 4.
+ppo zero_stage=true | must be 0, 1, 2 or 3, got True.
+ppo actor_learning_rate="'1e-6'" | must be float, got '1e-6'.
+ppo rollout_batch_size=64.0 | must be int, got 64.0.
+ppo train_batch_size=true | must be int, got True.
+ppo bf16="'false'" | must be bool, got 'false'.
+ppo max_samples="'7'" | must be int | None, got '7'.
+ppo adam_betas=[0.9] | must be tuple[float, float], got (0.9,).
+ppo verifiable_reward=[maths] | must be tuple[Literal['exact_match', 'regex'
 sft keep_best=eval_loss | eval_loss compares ... --eval_dataset
 ppo keep_best=eval_reward | eval_reward compares ... --eval_data
 ppo keep_best=eval_pass@1 eval_data=e reward_pretrain=r | eval_pass@1: which reward...passes...--pass_reward
@@ -188,27 +153,22 @@ ppo dry_run_ranks=8 | has an effect with --dry_run only: add it
 rm dry_run_memory=80.0 | has an effect with --dry_run only: add it
 ppo dry_run=true dry_run_ranks=3 | ...--train_batch_size 128 ... among 3 ranks: use a multiple of 3
 sft adam_offload=true zero_stage=0 | needs ... use --zero_stage 1, 2 or 3
-ppo train_batch_size=128 ranks=3 | 128 ... among 3 ranks: use a multiple of 3
 sft train_batch_size=5 ranks=2 | 5 ... among 2 ranks: use a multiple of 2
-rm train_batch_size=5 ranks=2 | 5 ... among 2 ranks: use a multiple of 2
 ppo save_path=~/run | ~/run: "~" is not expanded here
 ppo ckpt_path=~/run | ~/run: "~" is not expanded here
 ppo reward_normalizer=running | running has no effect without --normalize_reward
 ppo reward_clip_range=[1.0,1.0] | needs two rising numbers, got 1.0 1.0
-ppo reward_clip_range=[5.0,-5.0] | needs two rising numbers, got 5.0 -5.0
 ppo reward_fn=None | ...No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name]
-ppo input_template=Q: | must contain {} once, where the prompt goes; got 'Q:'
-ppo "input_template={} {}" | must contain {} once
+ppo "input_template={} {}" | must contain {} once, where the prompt goes; got '{} {}'
 ppo chat_template_kwargs={} | has no effect without --apply_chat_template: add
 sft apply_chat_template=true chat_template_kwargs=a=1 | ...--chat_template_kwargs a=1: not a JSON obj
 rm apply_chat_template=true chat_template_kwargs=[1] | ...--chat_template_kwargs [1]: not a JSON
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=2 ranks=4 | 6 does not divide among 4...multiple of 4
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=3 ranks=2 | 6 x ...= 18 samples...a divisor of
-ppo rollout_batch_size=64 train_batch_size=128 | 64 x --n_samples_per_prompt 1 = 64 samples do not divide
 ppo buffer_limit=63 ranks=2 | 63 on 2 ranks holds fewer...128: raise it, or use 0 for no limit
 ppo dynamic_sampling=true | ...use --n_samples_per_prompt of at least 2
 ppo kl_target=1.0 kl_horizon=102 | ...--kl_horizon 102 is too short for the 512 samples of a step
-ppo kl_target=6.0 init_kl_coef=0.0 | ...--init_kl_coef 0 ...: start from a positive one
+ppo kl_target=6.0 init_kl_coef=0.0 | ...--init_kl_coef 0 ...: use a positive one
 ppo use_kl_loss=true init_kl_coef=0.0 kl_estimator=k3 | ...give a positive --init_kl_coef
 ppo use_kl_loss=true | with --kl_estimator k1 ... Use --kl_estimator k2 or k3
 ppo dual_clip=3.0 policy_loss_type=cispo | ...leave --dual_clip out
@@ -218,51 +178,41 @@ ppo rollout_correction_low=2.0 rollout_correction_high=1.0 rollout_correction=mi
 ppo overlong_buffer_len=2000 | 2000 is longer than --generate_max_len 1024
 ppo normalize_reward=true | ...no --reward_pretrain: use --reward_normalizer running
 ppo reward_weights=[a] | takes NAME=NUMBER ... got 'a'
-ppo reward_weights=[a=b] | takes NAME=NUMBER ... got 'a=b'
 ppo reward_weights=[a=1,a=2] | names 'a' twice
 ppo reward_fn=None reward_pretrain=r prm_pretrain=p reward_weights=[prm=1,reward=2] | ...are reward_model, prm. Use
 ppo reward_fn=None remote_rm_url=http://h reward_weights=[remote=2] | ...names remote, but the rewards are reward.
 ppo verifiable_reward=[regex] | regex needs --verify_regex
 ppo verify_length=5 | has no effect without --verifiable_reward length
-ppo verify_length=-2 | has no effect without --verifiable_reward length
-ppo reward_fn=None reward_weights=[a=1] | ...No reward is given: pass --reward_pretrain MODEL
-ppo prompt_data="" gamma=2.0 | ...No prompts are given: pass --prompt_data FILE
+ppo verifiable_reward=[math,math] | names one of math math twice
 ppo verifiable_reward=[math] input_key=q | ...math compares with a label: ... --label_key
-ppo "prm_reward_tokens=['+']" | needs two different tokens, good and bad; got +
-ppo "prm_reward_tokens=['+','+']" | needs two different tokens... got + +
+ppo prompt_data="" | ...No prompts are given: pass --prompt_data FILE
+ppo "prm_reward_tokens=['+','+']" | needs two different tokens, good and bad; got + +
+prm "reward_tokens=['+','+']" | needs at least two different tokens, got + +
 ppo prompt_data=a,,b | 'a,,b' has an empty name between commas
 ppo prompt_data=a,b prompt_data_probs=0.5 | ...one positive number for each of the 2 sources
-ppo prompt_data=a,b prompt_data_probs=0.5,x | ...--prompt_data_probs '0.5,x': give one positive
+ppo prompt_data=a,b prompt_data_probs=0.5,nan | ...--prompt_data_probs '0.5,nan': give one positive
 ppo pretrain_data=a pretrain_data_probs=0 | ...--pretrain_data_probs '0': give one positive
+sft dataset=a,b dataset_probs=1,x | ...--dataset_probs '1,x': give one positive number for each of the 2
 ppo eval_n_samples_per_prompt=4 | 4 ...: raise --eval_temperature
+generate n_samples_per_prompt=2 | 2 with --temperature 0 would give the same response...raise --temperature
 ppo eval_before_training=true | needs --eval_data
 ppo zpg=2 ranks=2 | 2 partitions weights, ... use --zero_stage 3
 sft "stop_when=['loss < 1',kl]" | 'kl': write a metric, one of > >= < <=
-sft "stop_when=['loss < 1','kl >']" | 'kl >': write a metric, one of > >= < <=
-sft "stop_when=['loss < 1','> 0.2']" | '> 0.2': write a metric, one of > >= < <=
-sft "stop_when=['loss < 1','kl > a']" | 'kl > a': write a metric, one of > >= < <=
-sft "stop_when=['loss < 1','kl = 1']" | 'kl = 1': write a metric, one of > >= < <=
-sft "stop_when=['loss < 1','kl == 1']" | 'kl == 1': write a metric, one of > >= < <=
-sft "stop_when=['loss < 1','kl > nan']" | 'kl > nan': write a metric, one of > >= < <=
-sft "stop_when=['loss < 1','kl > inf']" | 'kl > inf': write a metric, one of > >= < <=
-sft "stop_when=['loss < 1','1 < kl < 2']" | '1 < kl < 2': write a metric, one of > >= < <=
-sft "stop_when=['loss < 1','']" | '': write a metric, one of > >= < <=
-ppo ref_pretrain=r init_kl_coef=0.0 | ...--ref_pretrain: --init_kl_coef 0 uses no reference model
+sft "stop_when=['> 0.2']" eval_dataset=e | '> 0.2': write a metric, one of > >= < <=
+sft "stop_when=['kl > a']" | 'kl > a': write a metric, one of > >= < <=
+sft "stop_when=['kl == 1']" | 'kl == 1': write a metric, one of > >= < <=
+sft "stop_when=['kl > nan']" | 'kl > nan': write a metric, one of > >= < <=
+sft "stop_when=['1 < kl < 2']" | '1 < kl < 2': write a metric, one of > >= < <=
 ppo "stop_when=['eval_reward>1']" | 'eval_reward>1' looks at evaluations: ...--eval_data
 rm "stop_when=['eval/a b/loss < 1']" | ...looks at evaluations: ...--eval_dataset
+ppo ref_pretrain=r init_kl_coef=0.0 | ...--ref_pretrain: --init_kl_coef 0 uses no reference model
 ppo target_modules=[] | needs at least one name, or 'all-linear'
 sft load_in_4bit=true | ...give --lora_rank
 ppo load_in_4bit=true lora_rank=4 zero_stage=3 | ...--load_in_4bit: ... --zero_stage 0, 1 or 2
-sft dataset=a,b dataset_probs=1 | ...--dataset_probs '1': give one positive number for each of the 2
-prm "reward_tokens=['+','+']" | needs at least two different tokens, got + +
-sft input_template={}{} | must contain {} once
 rm margin_key=m loss=logexp | works with --loss sigmoid only
-ppo ptx_coef=.inf | must be a finite number, got inf
-generate n_samples_per_prompt=2 | 2 with --temperature 0 would give the same response...raise --temperature
 evaluate reward_fn=None | ...No reward is given
 evaluate reward_weights=[x] | takes NAME=NUMBER
 serve host=0.0.0.0 | 0.0.0.0 can be reached by others: give a --token_file
-merge lora_path=a save_path=a | ...--save_path a is --lora_path a, which would be overwritten
 export critic_pretrain=c | has an effect with --role critic only: add --role critic
 export folder=c | ...FOLDER c is CHECKPOINT c
 export ranks=2 | ...export runs in one process
@@ -272,17 +222,19 @@ ppo rollout_engine=vllm load_in_4bit=true lora_rank=4 | vllm takes whole weights
 ppo offload_idle=true adam_offload=true | ...leave one of them out
 ppo old_log_probs=rollout top_k=5 | rollout: with --top_p, --top_k or --min_new_tokens
 ppo min_new_tokens=9 generate_max_len=8 | 9 exceeds --generate_max_len 8
-ppo min_new_tokens=1 old_log_probs=rollout | ...--old_log_probs rollout: with --top_p, --top_k or
 ppo rollout_correction=tis old_log_probs=rollout | tis compares the engine
 sft zero_stage=3 compile=true | ...--compile with --zero_stage 3: DeepSpeed gathers...leave --compile out
-ppo verifiable_reward=[math,math] | names one of math math twice
+ppo profile_steps=3- | 3-: give steps and ranges with commas
+ppo profile_steps=0 | 0: steps count from 1
+ppo profile_steps=4-2 | 4-2: steps count from 1, ranges go upwards
+ppo profile_steps=1,,2 | 1,,2: give steps and ranges with commas
 """
 """Command and options, and parts of the error, which begins with the first flag unless "..." stands there."""
 
 
 @pytest.mark.parametrize("row", BAD.strip().splitlines())
 def test_options_that_cannot_work_are_an_error_with_flag_and_remedy(row: str) -> None:
-    line, message = row.split(" | ")
+    line, message = row.split(" | ", 1)
     with pytest.raises(ValueError) as error:
         validate(line)
     first, *others = message.split("...")
@@ -291,48 +243,32 @@ def test_options_that_cannot_work_are_an_error_with_flag_and_remedy(row: str) ->
     assert [part for part in others if part.strip() not in said] == []
 
 
-def test_a_choice_is_checked_in_configs_made_by_hand_too() -> None:
-    with pytest.raises(ValueError, match="--zero_stage must be 0, 1, 2 or 3, got 4"):
-        DeepSpeedConfig(zero_stage=4).validate()  # type: ignore[arg-type]
-
-
-def with_each_float(command: str, number: float) -> Iterator[tuple[str, Any]]:
-    """For each option of numbers, and each number of a pair: its name, and a config where it is ``number``."""
-    for name, declared in declared_options(COMMANDS[command][0]).items():
-        if "float" in str(declared.type):
-            pair = declared.default if isinstance(declared.default, tuple) else ()
-            values = [(*pair[:at], number, *pair[at + 1 :]) for at in range(len(pair))] or [number]
-            yield from ((name, config_of(command, **{name: value})) for value in values)
-
-
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_number_may_be_nan_or_infinite(command: str, number: float) -> None:
     accepted = []
-    for name, config in with_each_float(command, number):
-        try:
-            config.validate(1)
-        except ValueError as error:
-            assert str(error).startswith(f"--{name} ")
-        else:
-            accepted.append(name)
+    for name, declared in declared_options(COMMANDS[command][0]).items():
+        if "float" in str(declared.type):
+            pair = declared.default if isinstance(declared.default, tuple) else ()
+            values = [(*pair[:at], number, *pair[at + 1 :]) for at in range(len(pair))] or [number]
+            for value in values:
+                try:
+                    config_of(command, **{name: value}).validate(1)
+                except ValueError as error:
+                    assert str(error).startswith(f"--{name} ")
+                else:
+                    accepted.append(name)
     assert accepted == ["reward_clip_range"] * (command == "ppo" and math.isinf(number))  # at one of its ends
 
 
 EDGES = """
-ppo value_clip=None
-ppo gamma=0.0 lambd=0.0
-ppo init_kl_coef=0.0 ptx_coef=0.0 max_norm=0.0 l2=0.0 seed=0
-ppo actor_learning_rate=0.0 critic_learning_rate=0.0
-ppo top_p=1.0e-9 top_k=1 max_samples=1
-ppo adam_betas=[0.0,0.0] lr_warmup_ratio=1.0
+ppo value_clip=None gamma=0.0 lambd=0.0 init_kl_coef=0.0 ptx_coef=0.0 max_norm=0.0 l2=0.0 seed=0
+ppo actor_learning_rate=0.0 critic_learning_rate=0 top_p=1.0e-9 top_k=1 max_samples=1 adam_betas=[0.0,0.0]
 ppo buffer_limit=64 ranks=2
 ppo rollout_batch_size=6 n_samples_per_prompt=4 train_batch_size=12 ranks=3
 ppo reward_fn=None reward_pretrain=r normalize_reward=true
 ppo reward_pretrain=r verifiable_reward=[length] verify_length=5
 ppo normalize_reward=true reward_normalizer=running
-ppo reward_clip_range=[-.inf,5.0]
-ppo reward_clip_range=[-5.0,.inf]
 ppo kl_target=6.0 use_kl_loss=true kl_estimator=k3
 ppo dynamic_sampling=true n_samples_per_prompt=2 freezing_actor_steps=0
 ppo reward_weights=[a=1,b=-0.5]
@@ -340,10 +276,8 @@ ppo reward_fn=None remote_rm_url=f.py:g reward_weights=[a=1]
 ppo reward_fn=None reward_pretrain=r reward_weights=[reward=1]
 ppo load_in_4bit=true lora_rank=4 critic_lora_rank=0
 ppo input_template={}
-sft adam_offload=true zero_stage=1
-sft eval_steps=1 max_steps=1 max_len=2
+sft adam_offload=true zero_stage=1 eval_steps=1 max_steps=1 max_len=2
 rm margin_key=m loss=sigmoid
-rm loss=logexp
 serve host=0.0.0.0 token_file=t
 """
 
@@ -353,26 +287,7 @@ def test_options_at_the_edge_of_what_works_are_accepted(line: str) -> None:
     validate(line)
 
 
-@pytest.mark.parametrize("given", ["", "a", "3-", "0", "4-2", "1,,2", "-1", "1:3"])
-def test_profiled_steps_that_make_no_sense_name_the_flag(given: str) -> None:
-    with pytest.raises(ValueError, match="^--profile_steps"):
-        TrackingConfig(profile_steps=given).validate()
-
-
-@pytest.mark.parametrize("share", ["nan", "inf"])
-def test_a_share_of_mixed_sources_is_a_finite_number(share: str) -> None:
-    with pytest.raises(ValueError, match="--prompt_data_probs .* give one positive number"):
-        parse_probs("a,b", f"1,{share}", "prompt_data")
-
-
 # Values
-
-
-def test_the_flat_form_keeps_the_order_of_the_groups() -> None:
-    names = list(flat_dict(config_of("ppo")))
-    assert names[0] == "pretrain"
-    assert names[-1] == "keep_best"
-    assert len(names) == len(set(names))
 
 
 def test_reward_weights_are_numbers_by_name() -> None:
@@ -384,11 +299,12 @@ def test_shares_of_mixed_sources_sum_to_one() -> None:
     assert parse_probs("a,b", None, "prompt_data") == [("a", None), ("b", None)]
 
 
-@TRAINING
+@pytest.mark.parametrize("command", ["ppo", "sft", "rm", "prm"])
 def test_a_config_is_its_options_by_name(command: str) -> None:
     options = flat_dict(config_of(command)) | {"max_samples": 7, "lora_alpha": 3, "seed": 5}
     made = from_options(COMMANDS[command][0], **options)
     assert flat_dict(made) == options
+    assert next(iter(options)) == "pretrain", "in the order of the groups"
     assert (made.lora.lora_alpha, made.deepspeed.seed) == (3, 5)
 
 
@@ -404,9 +320,14 @@ def test_a_config_is_its_options_by_name(command: str) -> None:
 )
 def test_secrets_in_urls_are_masked_where_options_are_written(text: str, masked: str) -> None:
     assert mask_credentials(text) == masked
-    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", remote_rm_url=text)
-    assert flat_dict(config)["remote_rm_url"] == masked
-    assert config.rewards.remote_rm_url == text
+    config = config_of("ppo", remote_rm_url=text)
+    assert (flat_dict(config)["remote_rm_url"], config.rewards.remote_rm_url) == (masked, text)
+
+
+def test_a_key_of_wandb_is_in_no_file_and_the_file_reads_back() -> None:
+    config = config_of("ppo", use_wandb="5ecre7")
+    assert (config.tracking.use_wandb, flat_dict(config)["use_wandb"]) == ("5ecre7", "True")
+    assert flat_dict(config_of("ppo"))["use_wandb"] is None
 
 
 def test_an_option_that_the_command_does_not_have_is_an_error() -> None:
@@ -414,13 +335,6 @@ def test_an_option_that_the_command_does_not_have_is_an_error() -> None:
         from_options(TrainSFTConfig, pretrain="m", dataset="d", eps_clip=0.1)
     with pytest.raises(TypeError, match="pretrain"):
         from_options(TrainPPOConfig, prompt_data="d")
-
-
-def test_a_key_of_wandb_is_in_no_file_and_the_file_reads_back() -> None:
-    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="p", use_wandb="5ecre7")
-    assert config.tracking.use_wandb == "5ecre7"
-    assert flat_dict(config)["use_wandb"] == "True"
-    assert flat_dict(from_options(TrainPPOConfig, pretrain="m", prompt_data="p"))["use_wandb"] is None
 
 
 @pytest.mark.parametrize(
@@ -433,39 +347,18 @@ def test_profiled_steps_are_those_that_are_named(given: str | None, steps: set[i
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "says"),
-    [
-        ("actor_learning_rate", "1e-6", "must be float, not str"),
-        ("rollout_batch_size", 64.0, "must be int, not float"),
-        ("bf16", "false", "must be bool, not str"),
-        ("zero_stage", True, "must be Literal[0, 1, 2, 3], not bool"),
-        ("train_batch_size", True, "must be int, not bool"),
-        ("max_samples", "7", "must be int | None, not str"),
-        ("target_modules", 3, "must be tuple[str, ...], not int"),
-        ("zero_stage", 7, "must be Literal[0, 1, 2, 3], not int"),
-        ("adam_betas", [0.9], "must be tuple[float, float], not tuple"),
-        ("verifiable_reward", ["maths"], "must be tuple[Literal['exact_match', 'regex'"),
-    ],
-)
-def test_an_option_of_another_type_is_an_error_that_names_it(option: str, value: object, says: str) -> None:
-    with pytest.raises(ValueError, match=f"^{option}=") as error:
-        from_options(TrainPPOConfig, pretrain="m", prompt_data="d", **{option: value})
-    assert says in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("option", "value", "made"),
     [
         ("actor_learning_rate", 1, 1),
         ("save_path", Path("a/b"), "a/b"),
         ("target_modules", ["q_proj", "v_proj"], ("q_proj", "v_proj")),
         ("target_modules", "all-linear", ("all-linear",)),
-        ("adam_betas", [0.9, 0.95], (0.9, 0.95)),
         ("max_samples", None, None),
     ],
 )
 def test_what_stands_for_a_value_of_an_option_becomes_it(option: str, value: object, made: object) -> None:
-    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", **{option: value})
+    config = config_of("ppo", **{option: value})
+    config.validate(1)
     assert flat_dict(config)[option] == made
 
 
@@ -481,16 +374,14 @@ def test_what_stands_for_a_value_of_an_option_becomes_it(option: str, value: obj
         ({"bf16": True, "old_log_probs": "recompute"}, "recompute", "recompute"),
         ({"bf16": True, "old_log_probs": "rollout"}, "rollout", "rollout"),
         *(({"bf16": True, **cut}, "recompute", "recompute") for cut in ({"top_p": 0.9}, {"top_k": 5})),
-        ({"bf16": True, "rollout_correction": "tis"}, "recompute", "recompute"),
-        ({"rollout_correction": "tis"}, "recompute", "recompute"),
+        *(({**more, "rollout_correction": "tis"}, "recompute", "recompute") for more in ({"bf16": True}, {})),
     ],
 )
 def test_old_log_probs_come_from_where_they_are_the_policys(
     options: dict[str, Any], single_update: str, later: str
 ) -> None:
     """``single_update``: one optimizer step trains on all samples of a rollout."""
-    sizes = {"rollout_batch_size": 8, "train_batch_size": 8}
-    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **(sizes | options))
+    config = config_of("ppo", **({"rollout_batch_size": 8, "train_batch_size": 8} | options))
     assert (old_log_probs_from(config, True), old_log_probs_from(config, False)) == (single_update, later)
 
 
@@ -498,4 +389,4 @@ def test_a_source_of_ones_own_evaluates_without_held_out_data() -> None:
     options = {"keep_best": "eval_reward", "stop_when": ("eval_reward>=0.9",), "eval_before_training": True}
     from_options(TrainPPOConfig, pretrain="m", **options).validate(1, own_source=True)
     with pytest.raises(ValueError, match="--eval_data"):
-        from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **options).validate(1)
+        config_of("ppo", **options).validate(1)

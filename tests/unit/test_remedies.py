@@ -1,13 +1,13 @@
 """The table of what lowers memory: the same in code and docs, and only what the run can still do."""
 
 import re
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
 from openppo.config import EvaluateConfig, TrainPPOConfig, TrainSFTConfig, flat_dict, from_options
+from openppo.config.fields import declared_options
 from openppo.config.remedies import REMEDIES, remedies, sizes
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,20 +34,18 @@ def test_docs_print_the_table() -> None:
         }
 
 
-def test_each_flag_is_an_option_of_a_command() -> None:
-    groups = [
-        group for kind in (TrainPPOConfig, TrainSFTConfig, EvaluateConfig) for group in get_type_hints(kind).values()
-    ]
-    assert {remedy.option for remedy in REMEDIES} <= {f.name for group in groups for f in fields(group)}
-
-
-def test_each_phase_has_remedies_of_its_own() -> None:
+def test_each_phase_has_remedies_of_its_own_flags_of_the_command() -> None:
     assert names("generation") >= {"max_num_seqs", "generate_max_len", "zero_stage"}
     assert names("scoring") >= {"micro_rollout_batch_size"}
     assert names("training") >= {"micro_train_batch_size", "gradient_checkpointing", "adam_offload"}
     assert "micro_train_batch_size" not in names("generation") | names("experience") | names("loading")
     assert "max_num_seqs" not in names("training") | names("loading")
     assert names("saving") >= names("generation") | names("training"), "of an unknown phase all"
+    sft = remedies("step", flat_dict(from_options(TrainSFTConfig, pretrain="m", dataset="d")))
+    assert "--max_len" in sft
+    assert not {"--generate_max_len", "--max_num_seqs", "--buffer_cpu_offload"} & set(sft)
+    commands = map(declared_options, (TrainPPOConfig, TrainSFTConfig, EvaluateConfig))
+    assert {remedy.option for remedy in REMEDIES} <= {name for options in commands for name in options}
 
 
 def test_flags_that_keep_the_gradient_come_first() -> None:
@@ -57,50 +55,40 @@ def test_flags_that_keep_the_gradient_come_first() -> None:
     assert flags[-1] == "--lora_rank 16"
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"zero_stage": 3},
-        {"gradient_checkpointing": True},
-        {"bf16": True},
-        {"adam_offload": True},
-        {"lora_rank": 8},
-        {"micro_train_batch_size": 1},
-    ],
-)
-def test_what_the_run_has_is_not_named(given: dict[str, Any]) -> None:
-    assert set(given) <= names("training")
-    assert not set(given) & names("training", **given)
+NOT_NAMED = [
+    *(("training", {name: value}, name) for name, value in (("zero_stage", 3), ("lora_rank", 8), ("bf16", True))),
+    *(("training", {name: True}, name) for name in ("gradient_checkpointing", "adam_offload")),
+    ("training", {"micro_train_batch_size": 1}, "micro_train_batch_size"),
+    ("training", {"micro_train_tokens": 4096}, "micro_train_batch_size"),
+    ("experience", {"micro_rollout_tokens": 4096}, "micro_rollout_batch_size"),
+    ("generation", {"adam_offload": True}, "offload_idle"),
+    ("generation", {"offload_idle": True}, "adam_offload"),
+    ("training", {"zero_stage": 0}, "adam_offload"),
+]
+"""Phase, options that the run has, and the option that it makes useless or refuses."""
 
 
-def test_options_that_refuse_each_other_are_not_named() -> None:
-    assert "offload_idle" in names("generation")
-    assert "offload_idle" not in names("generation", adam_offload=True)
-    assert "adam_offload" not in names("generation", offload_idle=True) | names("training", zero_stage=0)
-    assert "load_in_4bit" in names("training", lora_rank=8)
-    assert "load_in_4bit" not in names("training") | names("training", lora_rank=8, zero_stage=3)
-    vllm = "vllm_gpu_memory_utilization"
-    assert (vllm in names("generation"), vllm in names("generation", rollout_engine="vllm")) == (False, True)
+@pytest.mark.parametrize(("phase", "given", "name"), NOT_NAMED)
+def test_what_the_run_has_or_refuses_is_not_named(phase: str, given: dict[str, Any], name: str) -> None:
+    assert name in names(phase)
+    assert name not in names(phase, **given)
+
+
+def test_what_needs_another_option_is_named_with_it() -> None:
+    for phase, name, needed in (
+        ("generation", "vllm_gpu_memory_utilization", {"rollout_engine": "vllm"}),
+        ("training", "load_in_4bit", {"lora_rank": 8}),
+        ("training", "micro_train_tokens", {"micro_train_tokens": 4096}),
+        ("experience", "micro_rollout_tokens", {"micro_rollout_tokens": 4096}),
+    ):
+        assert name not in names(phase)
+        assert name in names(phase, **needed)
+    assert "load_in_4bit" not in names("training", lora_rank=8, zero_stage=3)
+    assert "micro_rollout_batch_size" in names("scoring", micro_rollout_tokens=4096), "as reward models have it"
 
 
 def test_a_cpu_has_nowhere_to_offload_to() -> None:
     assert not any("offload" in flag for flag in remedies("training", ppo(buffer_cpu_offload=False), on_cpu=True))
-
-
-@pytest.mark.parametrize(("kind", "phase"), [("train", "training"), ("rollout", "experience")])
-def test_a_bound_on_tokens_replaces_the_batch_size(kind: str, phase: str) -> None:
-    tokens, rows = f"micro_{kind}_tokens", f"micro_{kind}_batch_size"
-    assert (tokens in names(phase), rows in names(phase)) == (False, True)
-    bounded = names(phase, **{tokens: 4096})
-    assert (tokens in bounded, rows in bounded) == (True, False)
-    assert "micro_rollout_batch_size" in names("scoring", micro_rollout_tokens=4096), "as reward models have it"
-
-
-def test_only_flags_of_the_command_are_named() -> None:
-    sft = remedies("step", flat_dict(from_options(TrainSFTConfig, pretrain="m", dataset="d")))
-    assert "--max_len" in sft
-    assert not {"--generate_max_len", "--max_num_seqs", "--buffer_cpu_offload"} & set(sft)
-    assert remedies("step", {}) == []
 
 
 def test_sizes_are_the_options_that_decide_memory() -> None:

@@ -1,9 +1,6 @@
 """Files of users, reward functions and data loaders alike: what they may not do to the run."""
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ from openppo.config import RowsConfig
 from openppo.datasets import load_mixed_rows
 from openppo.rewards import load_reward_function
 
-REPO = Path(__file__).resolve().parents[2]
 MEDDLES = """
 import random, numpy, torch
 random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
@@ -81,58 +77,3 @@ def test_sys_exit_in_a_data_loader_is_an_error(tmp_path: Path) -> None:
     file.write_text("import sys\ndef make(source):\n    sys.exit()\n    yield {}\n")
     with pytest.raises(ValueError, match=r"^--dataset_class .*leaves.py:make.* calls sys\.exit\(\)"):
         data(file)
-
-
-CALL = """
-import os, sys
-from pathlib import Path
-from types import SimpleNamespace as Namespace
-from openppo.rewards import FunctionScorer, load_reward_function
-from openppo.types import FinishReason, Prompt, Trajectory
-
-tokenizer = Namespace(decode=lambda ids, **options: "")
-sample = Trajectory([1, 2], [False, True], [0.0] * 2, [0] * 2, FinishReason.STOP, Prompt("a", [1]), 0)
-function = load_reward_function(sys.argv[1], ())
-(score,) = FunctionScorer(function, tokenizer).score([sample])
-os._exit(int(score.rewards["reward"]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        ("os._exit(0)\ndef reward_fn(response): ...", 1),
-        ("def reward_fn(response): os._exit(0)", 1),
-        ("async def reward_fn(response): os._exit(0)", 1),
-        ("def reward_fn(response): os._exit(256)", 1),
-        (
-            "import threading, time\ndef reward_fn(response):\n"
-            "    threading.Thread(target=os._exit, args=(0,)).start()\n    time.sleep(60)\n",
-            1,
-        ),
-        ("def reward_fn(response): os._exit(7)", 7),
-        ("def reward_fn(response): return 0.0", 0),
-        (
-            "def reward_fn(response):\n    child = os.fork()\n    if child == 0:\n        os._exit(0)\n"
-            "    return os.waitpid(child, 0)[1]",
-            0,
-        ),
-    ],
-    ids=[
-        "at import",
-        "in a call",
-        "in an async call",
-        "256, which is 0",
-        "on another thread",
-        "another status",
-        "ours afterwards",
-        "of a child",
-    ],
-)
-def test_a_reward_file_cannot_end_the_process_with_status_0(body: str, status: int, tmp_path: Path) -> None:
-    file = tmp_path / "leaves.py"
-    file.write_text(f"import os\n{body}\n")
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run([sys.executable, "-c", CALL, str(file)], env=environment, capture_output=True, text=True)
-    assert done.returncode == status, done.stderr
-    assert ("calls os._exit(" in done.stderr) == (status == 1)

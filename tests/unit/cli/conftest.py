@@ -27,6 +27,41 @@ from transformers import (
 CONTEXT = 64
 
 
+FILES = {
+    "prompts.jsonl": '{"input": "abc", "answer": "d"}\n' * 4,
+    "tool.jsonl": '{"input": "ab<tool>c"}\n' * 4,
+    "empty.jsonl": "",
+    "notes.txt": "a\n",
+    "sft.jsonl": '{"input": "abc", "output": "de"}\n' * 4,
+    "long.jsonl": json.dumps({"input": "a" * 70, "output": "b"}) + "\n",
+    "pairs.jsonl": '{"prompt": "a", "chosen": "bc", "rejected": "de", "margin": "much"}\n' * 4,
+    "steps.jsonl": '{"input": "ab x c x", "label": "ab y c z"}\n' * 4,
+    "texts.jsonl": '{"text": "abc"}\n' * 4,
+    "reward.py": "def other():\n    pass\ndef reward_fn(prompts, responses, labels):\n    return [0] * len(prompts)\n",
+    "needs.py": "import not_there\n",
+    "exits.py": "import sys\nsys.exit()\n",
+    "params.py": "def reward_fn(prompts, colour):\n    return [0] * len(prompts)\n",
+    "bare.jsonl": '{"input": "abc"}\n' * 4,
+    "strange.jsonl": '{"foo": "abc", "bar": "d"}\n',
+    "loader.py": (
+        "def rows(source):\n    return 3\ndef texts(source):\n    return ['a']\ndef none(source):\n    return []\n"
+    ),
+    "bad.yaml": "gama: 0.9\n",
+}
+GOOD = {
+    "ppo": "--pretrain M/actor --prompt_data D/prompts.jsonl --reward_fn D/reward.py --generate_max_len 8 "
+    "--rollout_batch_size 4 --train_batch_size 4",
+    "sft": "--pretrain M/actor --dataset D/sft.jsonl --train_batch_size 4",
+    "rm": "--pretrain M/actor --dataset D/pairs.jsonl --train_batch_size 4",
+    "prm": "--pretrain M/actor --dataset D/steps.jsonl --train_batch_size 4 --placeholder_token x --reward_tokens y z",
+    "generate": "--pretrain M/actor --prompt_data D/prompts.jsonl --generate_max_len 8 --output_path o.jsonl",
+    "evaluate": "--pretrain M/actor --prompt_data D/prompts.jsonl --generate_max_len 8 --reward_fn D/reward.py",
+    "merge_lora": "--lora_path M/actor --save_path merged",
+    "serve_rm": "--reward_pretrain M/reward --port 0",
+}
+"""A command line that works; M/ is the folder of models and D/ the folder of data."""
+
+
 @dataclass
 class Ended:
     """How a command ended."""
@@ -36,6 +71,7 @@ class Ended:
 
 
 RunCommand = Callable[..., Ended]
+Words = Callable[[str], tuple[str, list[str]]]
 
 
 def _tokenizer(letters: str) -> PreTrainedTokenizerFast:
@@ -151,3 +187,44 @@ def run_in_process(
     logger.setLevel(level)
     transformers.logging.set_verbosity(verbosity)
     transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def put(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Puts the folders of models and data, which hold ``FILES``, into a text."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return lambda text: text.replace("M/", f"{models}/").replace("D/", f"{folder}/")
+
+
+@pytest.fixture(scope="session")
+def words(put: Callable[[str], str]) -> Words:
+    """The module of a command and its arguments: those of ``GOOD`` with the options of a line laid over them."""
+
+    def of(line: str) -> tuple[str, list[str]]:
+        command, *given = line.split()
+        options: dict[str, list[str]] = {}
+        for word in [*GOOD[command].split(), *given]:
+            if word.startswith("--"):
+                options.pop(word, None)
+                options[word] = []
+            elif word.startswith("-"):
+                del options["-" + word]
+            else:
+                options[next(reversed(options))].append(word)
+        module = f"train_{command}" if command in ("ppo", "sft", "rm", "prm") else command
+        return module, [put(part) for name, values in options.items() for part in (name, *values)]
+
+    return of
+
+
+@pytest.fixture
+def run_line(run_in_process: RunCommand, words: Words) -> Callable[[str], Ended]:
+    """Runs the command of a line (see ``words``) in this process."""
+
+    def run(line: str) -> Ended:
+        module, arguments = words(line)
+        return run_in_process(module, *arguments)
+
+    return run

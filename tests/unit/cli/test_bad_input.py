@@ -16,55 +16,17 @@ import pytest
 from openppo.rewards.server import RewardServer
 from tests.fork_server import REPO, Launcher
 
-RunCommand = Callable[..., Any]
-
-FILES = {
-    "prompts.jsonl": '{"input": "abc", "answer": "d"}\n' * 4,
-    "tool.jsonl": '{"input": "ab<tool>c"}\n' * 4,
-    "empty.jsonl": "",
-    "notes.txt": "a\n",
-    "sft.jsonl": '{"input": "abc", "output": "de"}\n' * 4,
-    "long.jsonl": json.dumps({"input": "a" * 70, "output": "b"}) + "\n",
-    "pairs.jsonl": '{"prompt": "a", "chosen": "bc", "rejected": "de", "margin": "much"}\n' * 4,
-    "steps.jsonl": '{"input": "ab x c x", "label": "ab y c z"}\n' * 4,
-    "texts.jsonl": '{"text": "abc"}\n' * 4,
-    "reward.py": "def other():\n    pass\ndef reward_fn(prompts, responses, labels):\n    return [0] * len(prompts)\n",
-    "needs.py": "import not_there\n",
-    "exits.py": "import sys\nsys.exit()\n",
-    "leaves.py": "import os\ndef reward_fn(response):\n    os._exit(0)\n",
-    "params.py": "def reward_fn(prompts, colour):\n    return [0] * len(prompts)\n",
-    "bare.jsonl": '{"input": "abc"}\n' * 4,
-    "strange.jsonl": '{"foo": "abc", "bar": "d"}\n',
-    "loader.py": (
-        "def rows(source):\n    return 3\ndef texts(source):\n    return ['a']\ndef none(source):\n    return []\n"
-    ),
-    "bad.yaml": "gama: 0.9\n",
-}
-DATA_OF = {
-    "ppo": ("prompt_data", "eval_data", "pretrain_data"),
-    "generate": ("prompt_data",),
-    "evaluate": ("prompt_data",),
-    "sft": ("dataset", "eval_dataset"),
-    "rm": ("dataset", "eval_dataset"),
-    "prm": ("dataset", "eval_dataset"),
-}
-"""The flags of each command that take data."""
-BROKEN = {
-    "cut.jsonl": ("{good}\n\n{", ", line 3: not valid JSON"),
-    "bad_row.jsonl": ("{good}\n\n{bad}\n", ", row 2 of D/{flag}_bad_row.jsonl (line 3): not a text but int"),
-}
-GOOD = {
-    "ppo": "--pretrain M/actor --prompt_data D/prompts.jsonl --reward_fn D/reward.py --generate_max_len 8 "
-    "--rollout_batch_size 4 --train_batch_size 4",
-    "sft": "--pretrain M/actor --dataset D/sft.jsonl --train_batch_size 4",
-    "rm": "--pretrain M/actor --dataset D/pairs.jsonl --train_batch_size 4",
-    "prm": "--pretrain M/actor --dataset D/steps.jsonl --train_batch_size 4 --placeholder_token x --reward_tokens y z",
-    "generate": "--pretrain M/actor --prompt_data D/prompts.jsonl --generate_max_len 8 --output_path o.jsonl",
-    "evaluate": "--pretrain M/actor --prompt_data D/prompts.jsonl --generate_max_len 8 --reward_fn D/reward.py",
-    "merge_lora": "--lora_path M/actor --save_path merged",
-    "serve_rm": "--reward_pretrain M/reward --port 0",
-}
-"""A command line that works; M/ is the folder of models and D/ the folder of data."""
+Put = Callable[[str], str]
+RunLine = Callable[[str], Any]
+DATA = [
+    *(("ppo", flag, "D/prompts.jsonl") for flag in ("prompt_data", "eval_data")),
+    ("ppo", "pretrain_data", "D/texts.jsonl"),
+    *((command, "prompt_data", "D/prompts.jsonl") for command in ("generate", "evaluate")),
+    *(("sft", flag, "D/sft.jsonl") for flag in ("dataset", "eval_dataset")),
+    *(("rm", flag, "D/pairs.jsonl") for flag in ("dataset", "eval_dataset")),
+    *(("prm", flag, "D/steps.jsonl") for flag in ("dataset", "eval_dataset")),
+]
+"""The flags of each command that take data, and a good file."""
 TRAINERS = ("ppo", "sft", "rm", "prm")
 
 MISTAKES = """
@@ -76,7 +38,6 @@ ppo --prompt_max_len 2 | = ... shortest has 3 ... Raise
 ppo --generate_max_len 62 | = ... 64 tokens ... Lower
 ppo --pretrain_data D/none.jsonl | = ... no such file
 ppo --pretrain_data D/prompts.jsonl --pretrain_key t | --pretrain_key ... --pretrain_data, row 1 ... 't'
-ppo --dry_run --prompt_data D/none.jsonl | --prompt_data ... no such file
 ppo --dry_run --reward_fn D/bare.jsonl | --reward_fn
 ppo --dry_run -reward_fn --reward_pretrain M/none | = ... no such local folder
 ppo --pretrain M/none | = ... no such local folder ... Check the path
@@ -84,14 +45,10 @@ ppo --pretrain M/no_config | = ... has no config.json
 ppo --pretrain D/notes.txt | = ... this is a file; give the folder
 ppo --pretrain M/broken_config | = ... its config cannot be read
 ppo --pretrain M/unknown_kind | = ... abacus
-ppo --pretrain M/config_only | = ... its weights cannot be read
 ppo --pretrain M/broken_weights | = ... Check the folder
 ppo --pretrain M/no_tokenizer | =: its ... no tokenizer files
 ppo --pretrain M/reward | = ... lacks lm_head.weight ... Give a
 ppo -reward_fn --reward_pretrain M/none | = ... Check the path
-ppo -reward_fn --reward_pretrain M/no_config | = ... config.json
-ppo -reward_fn --reward_pretrain M/config_only | = ... Check the folder
-ppo -reward_fn --reward_pretrain M/broken_weights | =
 ppo -reward_fn --reward_pretrain M/headless | = ... no scalar head 'score.weight' ... train_rm
 ppo -reward_fn --reward_pretrain M/two_labels | = ... several labels ... exactly one
 ppo -reward_fn --reward_pretrain M/other_vocabulary | = ... another vocabulary ... --critic_pretrain
@@ -101,14 +58,12 @@ ppo --ref_pretrain M/other_vocabulary | = ... another vocabulary ... same family
 ppo --ref_pretrain M/short --generate_max_len 8 | 3 tokens ... 8 tokens of --ref_pretrain M/short ... Lower
 ppo --critic_pretrain M/none | = ... Check the path
 ppo --critic_pretrain M/two_labels | = ... exactly one
-ppo --critic_pretrain M/config_only | = ... Check the
 ppo --critic_pretrain M/other_vocabulary | = ... another vocabulary ... same family
 ppo --bf16 --flash_attn | = ... pip install flash-attn
 ppo --flash_attn | = needs --bf16
 ppo --rollout_engine vllm | = ... pip install openppo[vllm]
 ppo --save_path D/notes.txt | = ... choose another folder
 ppo --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Give
-ppo --dry_run --pretrain M/unresized | =:
 ppo --prompt_data D/tool.jsonl --pretrain M/tool | =: token '<tool>' has the id 40 ... embeddings of 40 ids
 ppo --pretrain M/resized -reward_fn --advantage_estimator reinforce --reward_pretrain M/reward_unresized | = has ... 41
 ppo --pretrain M/resized -reward_fn --dry_run --reward_pretrain M/reward_unresized | = has embeddings of 40 token ids
@@ -130,7 +85,6 @@ ppo --reward_fn D/reward.py,D/f.py | = ... one file
 ppo --reward_fn D/params.py | = ... 'colour' ... answer, input
 ppo -reward_fn --remote_rm_url http://127.0.0.1:9 | --remote_rm_url
 ppo -reward_fn --remote_rm_url localhost:9/x | --remote_rm_url ... http
-ppo -reward_fn --remote_rm_url D/none.py | = ... Check the path
 ppo --remote_rm_url http://127.0.0.1:9 --remote_rm_token_file D/none | token_file
 ppo --verifiable_reward exact_match --prompt_data D/bare.jsonl | --verifiable_reward ... --label_key
 ppo --verifiable_reward regex --verify_regex ( | --verify_regex
@@ -154,38 +108,22 @@ ppo --dataset_class D/loader.py:rows | --dataset_class ... gave int
 ppo --dataset_class D/loader.py:texts | --dataset_class ... rows of str
 ppo --dataset_class D/loader.py:none | --dataset_class ... gave no rows
 ppo --config D/bad.yaml --seed 1 | unknown option in --config D/bad.yaml: gama; did you mean gamma?
-sft --dry_run --pretrain M/none | =
-sft --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Give
 sft --pretrain M/rescaled | reads 3. Lower --max_len to 3 ... what else is in a batch
-sft --pretrain M/pickle | =: its weights are a pickle
 sft --input_key q | --input_key ... --dataset, row 1 ... input, output
 sft --output_key o | --output_key ... --dataset, row 1 ... input, output
 sft --max_len 3 | = ... shortest has 6 ... Raise
 sft --dataset D/long.jsonl | --max_len 512: the longest row has 72 ... Lower --max_len to 64
 sft --eval_dataset D/none.jsonl | =
 sft --eval_dataset D/strange.jsonl | --eval_dataset ... foo, bar
-sft --pretrain M/none | = ... Check the path
-sft --pretrain M/reward | = ... lm_head.weight
-rm --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Give
-rm --pretrain M/rescaled | reads 3. Lower --max_len to 3 ... what else is in a batch
-rm --pretrain M/pickle | =: its weights are a pickle
 rm --chosen_key c | --chosen_key ... --dataset, row 1 ... prompt, chosen
 rm --rejected_key r | --rejected_key ... --dataset, row 1
-rm --prompt_key p | --prompt_key ... --dataset, row 1
 rm --margin_key margin | --margin_key ... row 1 ... 'much'
 rm --max_len 2 | = ... shortest has ... Raise
 rm --pretrain M/two_labels | = ... exactly one
-rm --pretrain M/config_only | = ... Check the
-prm --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Give
-prm --pretrain M/rescaled | reads 3. Lower --max_len to 3 ... what else is in a batch
-prm --pretrain M/pickle | =: its weights are a pickle
 prm --placeholder_token none | --placeholder_token 'none'
 prm --reward_tokens good bad | --reward_tokens
 prm --dataset D/strange.jsonl | --dataset ... --input_key ... foo, bar
-generate --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Give
 generate --pretrain M/rescaled | context of 3 tokens ... what else is in a batch
-generate --pretrain M/pickle | =: its weights are a pickle
-generate --pretrain M/none | = ... Check the path
 generate --prompt_data D/none.jsonl | =
 generate --output_path D/notes.txt/o.jsonl | =
 generate --generate_max_len 99 | = ... Lower
@@ -193,12 +131,7 @@ generate --pretrain M/broken_weights | =
 generate --input_key no_such | no column 'no_such'
 generate --pretrain M/none --output_path . | = is a folder: name a file in it
 generate --pretrain M/none --output_path /proc/out.jsonl | =: cannot be written
-evaluate --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Give
-evaluate --pretrain M/rescaled | context of 3 tokens ... what else is in a batch
-evaluate --reward_fn D/none.py | = ... Check
-evaluate --pretrain M/none | = ... Check the path
 evaluate --output_path . | = is a folder
-evaluate -reward_fn --reward_pretrain M/two_labels | =
 evaluate --verifiable_reward exact_match --label_key no_such | no column 'no_such'
 merge_lora | --lora_path M/actor ... adapter_config.json
 merge_lora --lora_path M/none | =
@@ -209,11 +142,8 @@ serve_rm --reward_pretrain M/headless | = ... head
 serve_rm --token_file D/none | =
 serve_rm --token_file D/empty.jsonl | =
 serve_rm --reward_pretrain M/no_tokenizer | = ... tokenizer cannot be loaded
-serve_rm --reward_pretrain M/two_labels | = ... exactly one
 serve_rm --normalize_reward | = ... --reward_pretrain M/reward ... train_rm
 serve_rm --port TAKEN | --host 127.0.0.1 --port TAKEN ... cannot listen ... Choose another
-serve_rm --bf16 --flash_attn | = ... pip install flash-attn
-serve_rm --flash_attn | = needs --bf16
 serve_rm --remote_rm_url x | unknown flag --remote_rm_url
 """
 """Command and options, laid over those of ``GOOD`` ("-name" takes one away), and parts of the error.
@@ -229,22 +159,6 @@ OWN_CODE = {
 }
 
 
-def arguments(line: str) -> tuple[str, list[str]]:
-    """The module of a command and its arguments: those of ``GOOD`` with the options of ``line``."""
-    command, *words = line.split()
-    options: dict[str, list[str]] = {}
-    for word in [*GOOD[command].split(), *words]:
-        if word.startswith("--"):
-            options.pop(word, None)
-            options[word] = []
-        elif word.startswith("-"):
-            del options["-" + word]
-        else:
-            options[next(reversed(options))].append(word)
-    given = [part for name, values in options.items() for part in (name, *values)]
-    return f"train_{command}" if command in TRAINERS else command, given
-
-
 def check(line: str, says: str, code: int, stderr: str, status: int = 2) -> None:
     """One line of ours, that says what it must."""
     errors = [text for text in stderr.splitlines() if text.startswith("error")]
@@ -255,83 +169,55 @@ def check(line: str, says: str, code: int, stderr: str, status: int = 2) -> None
     assert f'File "{REPO}/openppo' not in stderr, "no traceback through our code"
 
 
-@pytest.fixture(scope="module")
-def put(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Puts the folders of models and data into a text."""
-    folder = tmp_path_factory.mktemp("data")
-    files = dict(FILES)
-    for command, flags in DATA_OF.items():
-        for flag in flags:
-            good = "texts.jsonl" if flag == "pretrain_data" else GOOD[command].split("D/")[1].split()[0]
-            row = json.loads(files[good].splitlines()[0])
-            bad = row | {next(iter(row)): 3}
-            for name, (text, _) in BROKEN.items():
-                text = text.replace("{good}", json.dumps(row)).replace("{bad}", json.dumps(bad))
-                files[f"{command}_{flag}_{name}"] = text
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    return lambda text: text.replace("M/", f"{models}/").replace("D/", f"{folder}/")
-
-
 @pytest.mark.parametrize("row", MISTAKES.strip().splitlines())
 def test_a_mistake_ends_in_one_line_with_flag_and_remedy(
-    row: str, run_in_process: RunCommand, put: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    row: str, run_line: RunLine, put: Put, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RewardServer, "fit", lambda self: pytest.fail("it serves"))
     line, says = row.split(" | ")
     says = says.replace("=", line[line.rindex("--") :], 1) if says.startswith("=") else says
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command, given = arguments(put(line).replace("TAKEN", port))
-        ended = run_in_process(command, *map(put, given))
+        ended = run_line(line.replace("TAKEN", port))
     check(line, put(says).replace("TAKEN", port), ended.code, ended.stderr)
 
 
-@pytest.mark.parametrize(
-    ("command", "flag", "name"),
-    [(command, flag, name) for command, flags in DATA_OF.items() for flag in flags for name in BROKEN],
-)
+@pytest.mark.parametrize(("command", "flag", "good"), DATA)
 def test_a_file_or_row_that_cannot_be_read_is_named_with_the_flag(
-    command: str, flag: str, name: str, run_in_process: RunCommand, put: Callable[[str], str]
+    command: str, flag: str, good: str, run_line: RunLine, put: Put, tmp_path: Path
 ) -> None:
-    file = f"D/{command}_{flag}_{name}"
-    line = f"{command} --{flag} {file}"
-    module, given = arguments(line)
-    says = f"--{flag}, row 2 of {file} (line 3): " if name == "bad_row.jsonl" else f"--{flag} {file}, line 3: not valid"
-    ended = run_in_process(module, *map(put, given))
-    check(line, put(says), ended.code, ended.stderr)
+    row = json.loads(Path(put(good)).read_text().splitlines()[0])
+    bad, file = row | {next(iter(row)): 3}, tmp_path / "rows.jsonl"
+    for last, says in (
+        ("{", f"--{flag} {file}, line 3: not valid JSON"),
+        (json.dumps(bad), f"--{flag}, row 2 of {file}"),
+    ):
+        file.write_text(f"{json.dumps(row)}\n\n{last}\n")
+        ended = run_line(f"{command} --{flag} {file}")
+        check(f"{command} {flag}", f"{says} ... line 3", ended.code, ended.stderr)
 
 
 @pytest.mark.parametrize(
     ("command", "flag"), [(command, flag) for command, flags in OWN_CODE.items() for flag in flags]
 )
-def test_code_of_a_model_runs_only_where_it_is_trusted(
-    command: str, flag: str, run_in_process: RunCommand, put: Callable[[str], str]
-) -> None:
+def test_code_of_a_model_runs_only_where_it_is_trusted(command: str, flag: str, run_line: RunLine, put: Put) -> None:
     model = f"M/{'own_adapters' if command == 'merge_lora' else 'own_code'}"
-    for trust, says in (
-        ("", "it brings Python code of its own (auto_map in its config)"),
-        (" --trust_remote_code", "its own code ran"),
-    ):
-        line = f"{command} --{flag} {model}{trust}"
-        module, given = arguments(line)
-        ended = run_in_process(module, *map(put, given))
-        check(line, put(f"--{flag} {model}: ... {says}"), ended.code, ended.stderr)
+    refused = "it brings Python code of its own (auto_map in its config)"
+    for trust, says in (("", refused), (" --trust_remote_code", "its own code ran")):
+        ended = run_line(f"{command} --{flag} {model}{trust}")
+        check(command, put(f"--{flag} {model}: ... {says}"), ended.code, ended.stderr)
 
 
 def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(
-    run_in_process: RunCommand, put: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_line: RunLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("openppo.strategy.deepspeed.DeepspeedStrategy.close", lambda self: None)  # others need it
-    loaded: list[str] = []
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: loaded.append("weights"))
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: pytest.fail("weights"))
     for command in TRAINERS:
-        module, given = arguments(f"{command} --dry_run --dry_run_ranks 4 --dry_run_memory 80")
-        ended = run_in_process(module, *map(put, given))
+        ended = run_line(f"{command} --dry_run --dry_run_ranks 4 --dry_run_memory 80")
         assert ended.code == 0, ended.stderr
         for part in ("memory of each of 4 ranks", "training", "fits into 80.0 GiB", "checkpoint"):
             assert part in ended.stderr
-    assert loaded == []
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
@@ -343,15 +229,10 @@ def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(
     ],
 )
 def test_every_start_says_what_each_model_takes_before_one_is_loaded(
-    line: str,
-    roles: list[str],
-    run_in_process: RunCommand,
-    put: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
+    line: str, roles: list[str], run_line: RunLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0))
-    module, given = arguments(line)
-    ended = run_in_process(module, *map(put, given))
+    ended = run_line(line)
     (said,) = [text for text in ended.stderr.splitlines() if "estimated memory: " in text]
     places = [said.index(f"{role} 0 MiB") for role in roles]
     assert places == sorted(places)
@@ -360,20 +241,34 @@ def test_every_start_says_what_each_model_takes_before_one_is_loaded(
 
 @pytest.mark.parametrize("command", TRAINERS)
 def test_one_row_is_enough_to_train_on(
-    command: str, run_in_process: RunCommand, put: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: str, run_line: RunLine, put: Put, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):  # the process group must stay
         monkeypatch.setattr(f"openppo.trainer.{trainer}.close", lambda self: sys.exit(0))
-    module, given = arguments(command)
-    flag = "--prompt_data" if command == "ppo" else "--dataset"
-    rows = Path(put(given[given.index(flag) + 1])).read_text().replace("much", "1")
-    (tmp_path / "one.jsonl").write_text(rows.splitlines()[0])
-    ended = run_in_process(module, *map(put, given), flag, "one.jsonl")
-    assert ended.code == 0
+    flag, good = next((flag, good) for name, flag, good in DATA if name == command)
+    (tmp_path / "one.jsonl").write_text(Path(put(good)).read_text().replace("much", "1").splitlines()[0])
+    assert run_line(f"{command} --{flag} one.jsonl").code == 0
     assert Path("ckpt/model.safetensors").is_file()
 
 
-# Processes of their own
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sft --pretrain M/broken_weights", "--pretrain"),
+        ("ppo -reward_fn --pretrain M/broken_weights --reward_pretrain M/reward", "--pretrain"),
+        ("ppo -reward_fn --remote_rm_url http://127.0.0.1:9 --remote_rm_retries 0", "--remote_rm_url"),
+    ],
+)
+def test_a_start_that_fails_leaves_an_earlier_runs_checkpoints_where_they_are(
+    line: str, said: str, run_line: RunLine, tmp_path: Path
+) -> None:
+    """Nobody who forgot --load_checkpoint would find them under the same name again."""
+    checkpoints = tmp_path / "run" / f"checkpoints_{line.split()[0]}"
+    (checkpoints / "step_00000004").mkdir(parents=True)
+    ended = run_line(f"{line} --save_path run")
+    assert (ended.code, f"error: {said}" in ended.stderr) == (2, True)
+    assert (checkpoints / ".lock").exists(), "it failed before it looked at checkpoints"
+    assert (checkpoints / "step_00000004").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -384,15 +279,14 @@ def test_one_row_is_enough_to_train_on(
         ("sft --dataset D/none.jsonl", "--dataset D/none.jsonl", 2),
         ("ppo -reward_fn --reward_pretrain M/headless", "--reward_pretrain M/headless ... scalar head", 2),
         ("ppo --rollout_batch_size 5 --n_samples_per_prompt 4", "--rollout_batch_size 5", 2),
-        ("ppo --reward_fn D/leaves.py", "--reward_fn D/leaves.py ... os._exit(0) ... Take", 1),
     ],
 )
 def test_a_mistake_in_a_run_of_its_own_ends_in_one_line_with_flag_and_remedy(
-    line: str, says: str, ranks: int, launcher: Launcher, put: Callable[[str], str], tmp_path: Path
+    line: str, says: str, ranks: int, launcher: Launcher, put: Put, words: Any, tmp_path: Path
 ) -> None:
-    module, given = arguments(line)
-    words = ["-m", f"openppo.cli.{module}", *map(put, given)]
-    ended = launcher.run(words, ranks, cwd=tmp_path, separate=True, real="headless" in line)
+    module, given = words(line)
+    command = ["-m", f"openppo.cli.{module}", *given]
+    ended = launcher.run(command, ranks, cwd=tmp_path, separate=True, real="headless" in line)
     check(line, put(says), ended.returncode, ended.stderr, status=1 if ranks else 2)  # torchrun makes 1 of each status
     assert "Traceback" not in ended.stderr or ranks, "torchrun ends with a traceback of its own"
     assert ended.stdout == ""

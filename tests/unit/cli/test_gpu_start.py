@@ -1,6 +1,5 @@
 """What commands settle for GPUs when they start, tried on CPUs."""
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,36 +9,14 @@ import pytest
 import torch
 import transformers
 
-from openppo.config import DeepSpeedConfig
+from openppo.cli.options import parse_options
+from openppo.config import DeepSpeedConfig, TrainPPOConfig
 from openppo.strategy import comm
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.deepspeed import DeepspeedStrategy
+from openppo.trainer import build_ppo_trainer
 
-RunCommand = Callable[..., Any]
-
-ROWS = {
-    "prompts": {"input": "abc"},
-    "sft": {"input": "abc", "output": "de"},
-    "pairs": {"prompt": "a", "chosen": "bc", "rejected": "de"},
-    "steps": {"input": "ab x c x", "label": "ab y c z"},
-}
-COMMANDS = {
-    "train_ppo": "--prompt_data prompts.jsonl --reward_fn reward.py --generate_max_len 8 "
-    "--rollout_batch_size 4 --train_batch_size 4",
-    "train_sft": "--dataset sft.jsonl --train_batch_size 4",
-    "train_rm": "--dataset pairs.jsonl --train_batch_size 4",
-    "train_prm": "--dataset steps.jsonl --train_batch_size 4 --placeholder_token x --reward_tokens y z",
-    "generate": "--prompt_data prompts.jsonl --generate_max_len 8 --output_path out.jsonl",
-    "evaluate": "--prompt_data prompts.jsonl --generate_max_len 8 --reward_fn reward.py",
-    "serve_rm": "--port 0",
-}
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> None:
-    for name, row in ROWS.items():
-        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
-    (tmp_path / "reward.py").write_text("def reward_fn(responses):\n    return [0.0] * len(responses)\n")
+RunLine = Callable[[str], Any]
 
 
 @pytest.fixture
@@ -51,12 +28,11 @@ def cudnn_on() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.usefixtures("data", "cudnn_on")
-def test_cudnn_attention_is_off_when_models_are_loaded(command: str, models: Path, run_in_process: RunCommand) -> None:
+@pytest.mark.parametrize("command", ["ppo", "sft", "rm", "prm", "generate", "evaluate", "serve_rm"])
+@pytest.mark.usefixtures("cudnn_on")
+def test_cudnn_attention_is_off_when_models_are_loaded(command: str, run_line: RunLine) -> None:
     model = "--reward_pretrain" if command == "serve_rm" else "--pretrain"
-    ended = run_in_process(command, model, str(models / "broken_weights"), *COMMANDS[command].split())
-    assert "its weights cannot be read" in ended.stderr
+    assert "its weights cannot be read" in run_line(f"{command} {model} M/broken_weights").stderr
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -74,16 +50,15 @@ def test_float32_on_a_gpu_is_named_with_its_remedy(
     assert ["--bf16" in record.getMessage() for record in caplog.records] == ([] if bf16 else [True])
 
 
-@pytest.mark.parametrize("command", ["train_ppo", "generate", "evaluate"])
-@pytest.mark.usefixtures("data")
+@pytest.mark.parametrize("command", ["ppo", "generate", "evaluate"])
 def test_old_transformers_are_refused_where_a_gpu_decodes(
-    command: str, models: Path, run_in_process: RunCommand, monkeypatch: pytest.MonkeyPatch
+    command: str, run_line: RunLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ("--pretrain", str(models / "broken_weights"), *COMMANDS[command].split())
+    line = f"{command} --pretrain M/broken_weights"
     monkeypatch.setattr(transformers, "__version__", "5.22.0")
-    assert "its weights cannot be read" in run_in_process(command, *arguments).stderr, "on a CPU"
+    assert "its weights cannot be read" in run_line(line).stderr, "on a CPU"
     monkeypatch.setattr(comm, "_on_gpu", lambda: True)
-    ended = run_in_process(command, *arguments)
+    ended = run_line(line)
     assert ended.code == 2
     assert "transformers 5.22.0" in ended.stderr
     assert "pip install 'transformers>=5.23'" in ended.stderr
@@ -98,3 +73,18 @@ def test_transformers_are_compared_by_version(version: str, refused: bool, monke
             comm.check_transformers()
     else:
         comm.check_transformers()
+
+
+@pytest.mark.parametrize(("given", "rows"), [("", 64), (" --max_num_seqs 3", 3)])
+def test_max_num_seqs_holds_for_a_model_whose_memory_cannot_be_estimated(
+    given: str, rows: int, words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uncounted(*_: Any) -> Any:
+        raise ValueError("no such model")
+
+    monkeypatch.setattr("openppo.trainer.memory.model_size", uncounted)
+    line = f"ppo --advantage_estimator reinforce --init_kl_coef 0 --save_path {tmp_path}{given}"
+    trainer: Any = build_ppo_trainer(parse_options(TrainPPOConfig, words(line)[1]))
+    assert trainer.components.estimate is None
+    assert trainer.components.engine.max_batch_size == rows
+    trainer.components.trackers.close()

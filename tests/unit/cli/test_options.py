@@ -3,12 +3,12 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import yaml
 
 from openppo.cli.options import parse_options, run_command
 from openppo.config import (
@@ -96,15 +96,11 @@ def words(name: str, value: Any) -> list[str]:
 @COMMANDS
 def test_every_flag_reaches_the_field_of_its_name(command: Any) -> None:
     values = other_values(command)
+    names = [declared.name for group in vars(parse(command)).values() for declared in dataclasses.fields(group)]
+    assert sorted(names) == sorted(values), "no two groups share an option"
     assert flat_dict(parse_options(command, [part for item in values.items() for part in words(*item)])) == values
     defaults = flat_dict(parse(command))
     assert [name for name in values if name not in REQUIRED[command] and defaults[name] == values[name]] == []
-
-
-@COMMANDS
-def test_no_two_groups_of_a_command_share_an_option(command: Any) -> None:
-    names = [declared.name for group in vars(parse(command)).values() for declared in dataclasses.fields(group)]
-    assert sorted(names) == sorted(set(names)) == sorted(declared_options(command))
 
 
 @COMMANDS
@@ -120,8 +116,6 @@ def test_help_shows_every_flag(command: Any, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "name", "value"),
     [
-        (["--zero-stage", "1"], "zero_stage", 1),
-        (["--zero_stage=1"], "zero_stage", 1),
         (["--zero-stage=1"], "zero_stage", 1),
         (["--no-buffer-cpu-offload"], "buffer_cpu_offload", False),
         (["--value_clip", "None"], "value_clip", None),
@@ -135,69 +129,46 @@ def test_a_flag_may_be_written_in_several_ways(arguments: list[str], name: str, 
     assert ppo(*arguments)[name] == value
 
 
-def test_a_key_of_wandb_reaches_the_config() -> None:
-    assert parse(TrainSFTConfig, "--use_wandb", "abc").tracking.use_wandb == "abc"
-
-
-@pytest.mark.parametrize("command", [TrainPPOConfig, TrainSFTConfig, TrainRMConfig])
-def test_the_rank_that_deepspeeds_launcher_adds_is_dropped(command: Any) -> None:
-    assert parse(command, "--local_rank=1") == parse(command)
+def test_the_rank_that_deepspeeds_launcher_adds_is_dropped() -> None:
+    for command in (TrainPPOConfig, TrainSFTConfig):
+        assert parse(command, "--local_rank=1") == parse(command)
 
 
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
         ("--zero_stages", "unknown flag --zero_stages; did you mean --zero_stage?"),
-        ("--learning_rate", "did you mean --actor_learning_rate?"),
         ("--num-episode=3", "unknown flag --num_episode; did you mean --num_episodes?"),
         ("--xyzzy", "unknown flag --xyzzy; see --help for all options."),
         ("--config", "--config needs a file: --config FILE.yaml"),
-        ("--no_eps_clip", "unknown flag --no_eps_clip; did you mean --eps_clip?"),
-        ("--bf16 True", "--bf16 takes no value: use --bf16 or --no_bf16 alone."),
-        ("--bf16=True", "--bf16 takes no value: use --bf16 or --no_bf16 alone."),
-        ("--no-bf16 x", "--no_bf16 takes no value: use --bf16 or --no_bf16 alone."),
-        ("--eps_clip 0.1 0.2", "--eps_clip takes one value, got 2: 0.1 0.2. Leave the others out."),
-        ("--reward_fn=a.py b.py", "--reward_fn takes one value, got 2: a.py b.py. Leave the others out."),
-        ("stray", "--prompt_data takes one value, got 2: d stray. Leave the others out."),
     ],
 )
-def test_an_unknown_flag_or_one_with_too_many_values_is_an_error_with_a_remedy(flag: str, message: str) -> None:
+def test_an_unknown_flag_is_an_error_with_the_nearest_name(flag: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         ppo(*flag.split())
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("line", "named"),
     [
-        ("--zero_stage 5", "--zero_stage"),
-        ("--gamma high", "--gamma"),
-        ("--max_samples 1.5", "--max_samples"),
-        ("--adam_betas 0.9", "--adam_betas"),
-        ("--kl_estimator k4", "--kl_estimator"),
-        ("--save_path", "--save_path"),
+        ("--pretrain m --prompt_data d --zero_stage 5", "--zero_stage"),
+        ("--pretrain m --prompt_data d --gamma high", "--gamma"),
+        ("--pretrain m --prompt_data d --adam_betas 0.9", "--adam_betas"),
+        ("--pretrain m --prompt_data d --save_path", "--save_path"),
+        ("--pretrain m --prompt_data d --no_eps_clip", "--no_eps_clip"),
+        ("--pretrain m --prompt_data d --bf16 surely", "surely"),
+        ("--pretrain m --prompt_data d --eps_clip 0.1 0.25", "0.25"),
+        ("--pretrain m --prompt_data d stray", "stray"),
+        ("--prompt_data d", "--pretrain"),
     ],
 )
-def test_a_value_of_the_wrong_kind_ends_the_command_and_is_named(
-    arguments: str, named: str, capsys: pytest.CaptureFixture[str]
+def test_a_value_that_does_not_fit_or_is_missing_is_named(
+    line: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        ppo(*arguments.split())
-    assert ended.value.code == 2
-    assert named in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "given", "named"),
-    [(TrainPPOConfig, "--prompt_data", "--pretrain"), (TrainSFTConfig, "--pretrain", "--dataset")],
-)
-def test_a_missing_required_flag_is_named(
-    command: Any, given: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse_options(command, [given, "m"])
-    assert ended.value.code == 2
-    assert named in capsys.readouterr().err
+        parse_options(TrainPPOConfig, line.split())
+    assert (ended.value.code, named in capsys.readouterr().err) == (2, True)
 
 
 # A new option
@@ -244,9 +215,14 @@ def test_a_field_is_all_that_a_new_option_needs(
 
 
 @pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    """A file of options; tests write it."""
-    return tmp_path / "options.yaml"
+def from_file(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Options of a train_ppo command line that names a file with this text."""
+
+    def parsed(text: str, *arguments: str) -> dict[str, Any]:
+        (tmp_path / "options.yaml").write_text(text)
+        return ppo(*arguments, f"--config={tmp_path / 'options.yaml'}")
+
+    return parsed
 
 
 @pytest.mark.parametrize(
@@ -254,15 +230,10 @@ def config_file(tmp_path: Path) -> Path:
     [
         ("gamma: 1", "gamma", 1.0),
         ("actor_learning_rate: 1e-5", "actor_learning_rate", 1e-5),  # a text to YAML 1.1
-        ("actor_learning_rate: 1.0e-5", "actor_learning_rate", 1e-5),
         ("save_path: 2026-11-20", "save_path", "2026-11-20"),
         ("adam_betas: [0.5, 0.6]", "adam_betas", (0.5, 0.6)),
-        ("reward_clip_range: [-5, -1.5]", "reward_clip_range", (-5.0, -1.5)),
         ("buffer_cpu_offload: false", "buffer_cpu_offload", False),
-        ("buffer_cpu_offload: yes", "buffer_cpu_offload", True),
         ("value_clip: null", "value_clip", None),
-        ("value_clip: None", "value_clip", None),
-        ('input_template: "--- {} -x"', "input_template", "--- {} -x"),
         ('input_template: "a: {}\\n\\tb=c"', "input_template", "a: {}\n\tb=c"),
         ('input_key: ""', "input_key", ""),
         ("chat_template_kwargs: {a: [1]}", "chat_template_kwargs", '{"a": [1]}'),
@@ -273,95 +244,72 @@ def config_file(tmp_path: Path) -> Path:
         ("normalize_advantages: off", "normalize_advantages", "off"),
     ],
 )
-def test_a_file_holds_options_by_the_names_of_the_flags(line: str, name: str, value: Any, config_file: Path) -> None:
-    config_file.write_text(line + "\n")
-    for arguments in (["--config", str(config_file)], [f"--config={config_file}"]):
-        options = ppo(*arguments)
-        assert options[name] == value
-        assert type(options[name]) is type(value)
+def test_a_file_holds_options_by_the_names_of_the_flags(
+    line: str, name: str, value: Any, from_file: Callable[..., dict[str, Any]]
+) -> None:
+    found = from_file(line)[name]
+    assert (found, type(found)) == (value, type(value))
 
 
 @pytest.mark.parametrize(
     ("line", "arguments", "name", "value"),
     [
         ("gamma: 0.9", "--gamma 0.8", "gamma", 0.8),
-        ("gamma: 0.9", "--gamma=0.8", "gamma", 0.8),
-        ("zero_stage: 3", "--zero-stage 1", "zero_stage", 1),
-        ("bf16: true", "--no_bf16", "bf16", False),
-        ("bf16: false", "--bf16", "bf16", True),
+        ("zero_stage: 3", "--zero-stage=1", "zero_stage", 1),
         ("bf16: true", "--no-bf16", "bf16", False),
         ("value_clip: 0.5", "--value_clip None", "value_clip", None),
-        ("adam_betas: [0.5, 0.6]", "--adam_betas 0.1 0.2", "adam_betas", (0.1, 0.2)),
         ("stop_when: [a > 1, b > 2]", "--stop_when c>3", "stop_when", ("c>3",)),
     ],
 )
-@pytest.mark.parametrize("file_first", [True, False])
 def test_the_command_line_wins_over_the_file(
-    line: str, arguments: str, name: str, value: Any, file_first: bool, config_file: Path
+    line: str, arguments: str, name: str, value: Any, from_file: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    config_file.write_text(line + "\n")
-    file = ["--config", str(config_file)]
-    assert ppo(*(file + arguments.split() if file_first else arguments.split() + file))[name] == value
+    assert from_file(line, *arguments.split())[name] == value
+    assert ppo("--config", str(tmp_path / "options.yaml"), *arguments.split())[name] == value
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("gama: 0.9", "unknown option in --config {file}: gama; did you mean gamma?"),
-        ("no_bf16: true", "unknown option in --config {file}: no_bf16; did you mean bf16?"),
         ("3: 4", "unknown option in --config {file}: 3; see --help for all options."),
         ("bf16: 'true'", "--config {file}: --bf16 must be true or false, got 'true'."),
-        ("bf16: 1", "--config {file}: --bf16 must be true or false, got 1."),
-        ("use_tensorboard: true", "--config {file}: --use_tensorboard is no switch, got True; write a text as 'True'."),
-        ("loss_agg: on", "--config {file}: --loss_agg is no switch, got True; write a text as 'True'."),
-        ("gamma: 1\nseed: 2\n\ngamma: 1", "--config {file}: gamma is in lines 1 and 4; keep one of them."),
-        ("chat_template_kwargs:\n  a: 1\n  b: [{c: 1, c: 2}]", "c is in line 3 twice; keep one of them."),
-        ("chat_template_kwargs: {a: 2024-01-01}", "--config {file}: --chat_template_kwargs must be what JSON can hold"),
-        ("save_path: {a: b}", "--config {file}: --save_path takes no mapping, got {{'a': 'b'}}."),
-        ("gamma: [1, 2]", "--gamma takes one value, got 2: 1 2. Leave the others out."),
+        ("use_tensorboard: true", "--config {file}: --use_tensorboard takes a text or number, got True"),
+        ("gamma: 1\nseed: 2\n\ngamma: 1", "--config {file}: gamma occurs twice; keep one of them."),
+        ("save_path: {{a: b}}", "--config {file}: --save_path takes a text or number, got {{'a': 'b'}}"),
         ("- gamma", "--config {file}: it must hold 'option: value' lines."),
-        ("", "--config {file}: it must hold 'option: value' lines."),
         ("a: b: c", "--config {file}: mapping values are not allowed here"),
-        (None, "--config {file}: [Errno 2] No such file or directory"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_an_error_naming_it(text: str | None, message: str, config_file: Path) -> None:
-    if text is not None:
-        config_file.write_text(text)
-    with pytest.raises(ValueError) as error:
-        ppo("--config", str(config_file))
-    assert message.format(file=config_file) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "named"), [("value_clip: false", "--value_clip"), ("gamma: [a]", "--gamma"), ("seed: []", "--seed")]
-)
-def test_a_value_of_the_wrong_kind_in_a_file_names_the_flag(
-    line: str, named: str, config_file: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_cannot_be_used_is_an_error_naming_it(
+    text: str, message: str, from_file: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    config_file.write_text(line)
-    with pytest.raises(SystemExit) as ended:
-        ppo("--config", str(config_file))
-    assert ended.value.code == 2
-    assert named in capsys.readouterr().err
+    with pytest.raises(ValueError) as error:
+        from_file(text.format())
+    assert message.format(file=tmp_path / "options.yaml") in str(error.value)
+    with pytest.raises(ValueError, match="--config none.yaml: .* No such file"):
+        ppo("--config", "none.yaml")
+
+
+def test_a_value_of_the_wrong_kind_in_a_file_names_the_flag(
+    from_file: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line in ("value_clip: false", "gamma: [a]"):
+        with pytest.raises(SystemExit) as ended:
+            from_file(line)
+        assert (ended.value.code, f"--{line.split(':')[0]}" in capsys.readouterr().err) == (2, True)
 
 
 @COMMANDS
-@pytest.mark.parametrize("written_by", ["save_config", "yaml"])
-def test_a_config_written_as_yaml_reads_back_to_an_equal_one(command: Any, written_by: str, tmp_path: Path) -> None:
+def test_a_config_written_as_yaml_reads_back_to_an_equal_one(command: Any, tmp_path: Path) -> None:
     others = parse_options(command, [part for item in other_values(command).items() for part in words(*item)])
     for config in (parse(command), others):
-        if written_by == "save_config":
-            save_config(tmp_path, flat_dict(config))
-        else:
-            plain = {name: list(v) if isinstance(v, tuple) else v for name, v in flat_dict(config).items()}
-            (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
+        save_config(tmp_path, flat_dict(config))
         assert parse_options(command, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["--flag {}", "-x {}", "a=b {}", "'{}'", '"{}"', "{} #", "{}: [x]", " {} ", "{}\n\n", "\\n{}", "ü {}", "=", ""],
+    "text", ["--flag {}", "'{}'", '"{}"', "{} #", "{}: [x]", " {} ", "{}\n\n", "\\n{}", "ü {}", ""]
 )
 def test_any_text_survives_the_file(text: str, tmp_path: Path) -> None:
     config = parse(TrainPPOConfig, f"--input_template={text}")
@@ -374,21 +322,20 @@ def test_any_text_survives_the_file(text: str, tmp_path: Path) -> None:
 
 
 class Job:
-    """Remembers that it ran, or raises."""
+    """Notes that it ran and was closed, or raises."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.ran = 0
-        self.error = error
+        self.error, self.calls = error, []
 
     def fit(self) -> None:
         """Run."""
-        self.ran += 1
+        self.calls.append("fit")
         if self.error:
             raise self.error
 
     def close(self) -> None:
-        """Note that the job was closed after it ran."""
-        self.closed_after = self.ran
+        """Note it."""
+        self.calls.append("close")
 
 
 GOOD = ["train_ppo.py", "--pretrain", "m", "--prompt_data", "d", "--reward_fn", "f.py"]
@@ -413,66 +360,53 @@ def test_a_command_parses_builds_and_runs(monkeypatch: pytest.MonkeyPatch, naps:
         return job
 
     run_command(TrainPPOConfig, build)
-    assert (seen, job.ran, job.closed_after) == ([0.5], 1, 1)
+    assert (seen, job.calls) == ([0.5], ["fit", "close"])
 
 
-def test_options_are_validated_for_the_number_of_ranks_before_anything_is_built(
-    monkeypatch: pytest.MonkeyPatch, naps: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", GOOD)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(SystemExit) as ended:
-        run_command(TrainPPOConfig, lambda config: pytest.fail("built"))
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == (
-        "error: --train_batch_size 128 does not divide among 3 ranks: use a multiple of 3.\n"
-    )
-
-
-def test_an_error_while_building_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_an_error_of_options_or_of_the_start_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, naps: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", GOOD)
 
     def build(config: TrainPPOConfig) -> Job:
         raise ValueError("--pretrain m: no such folder.")
 
-    with pytest.raises(SystemExit) as ended:
-        run_command(TrainPPOConfig, build)
-    assert ended.value.code == 2
-    assert capfd.readouterr().err.splitlines()[1:] == ["error: --pretrain m: no such folder."]
+    for world_size, says in (("1", "--pretrain m: no such folder."), ("3", "--train_batch_size 128 does not divide")):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        with pytest.raises(SystemExit) as ended:
+            run_command(TrainPPOConfig, build)
+        lines = [line for line in capfd.readouterr().err.splitlines() if "OpenPPO" not in line]
+        assert (ended.value.code, len(lines)) == (2, 1)
+        assert lines[0].startswith(f"error: {says}")
 
 
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "hosts"),
-    [("0", "0", "2"), ("2", "0", "2"), ("3", "1", "2"), ("0", None, "1"), ("1", None, "1")],
+    ("rank", "local_rank", "hosts", "who"),
+    [
+        ("0", "0", "2", " on rank 0 (gpu02)"),
+        ("2", "0", "2", " on rank 2 (gpu02)"),
+        ("3", "1", "2", " on rank 3 (gpu02)"),
+        ("0", "0", "1", ""),
+        ("1", "1", "1", " on rank 1"),
+    ],
 )
 def test_the_first_rank_of_each_host_says_what_is_wrong_and_others_wait_for_it(
-    rank: str,
-    local_rank: str | None,
-    hosts: str,
-    monkeypatch: pytest.MonkeyPatch,
-    naps: list[float],
-    capsys: pytest.CaptureFixture[str],
+    rank: str, local_rank: str, hosts: str, who: str, monkeypatch: Any, naps: list[float], capsys: Any
 ) -> None:
-    given = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": hosts}
-    for name, value in given.items():
-        if value is not None:
-            monkeypatch.setenv(name, value)
+    for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": hosts}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("socket.gethostname", lambda: "gpu02")
-    first = (local_rank or rank) == "0"
     for arguments in (["--gamma", "high"], ["--gama", "1"]):
         monkeypatch.setattr("sys.argv", [*GOOD, *arguments])
         with pytest.raises(SystemExit) as ended:
             run_command(TrainPPOConfig, lambda config: pytest.fail("built"))
-        assert ended.value.code == 2
         said = capsys.readouterr().err
-        if arguments[0] == "--gamma":
-            assert ("--gamma" in said) == first
+        assert ended.value.code == 2
+        if arguments[0] == "--gamma":  # an error of tyro
+            assert ("--gamma" in said) == (local_rank == "0")
         else:
-            where = f" on rank {rank} (gpu02)" if hosts == "2" else f" on rank {rank}" * (rank != "0")
-            assert said.startswith(f"error{where}: unknown flag --gama")
-    assert len(naps) == (0 if first else 2)
+            assert said.startswith(f"error{who}: unknown flag --gama")
+    assert len(naps) == (0 if local_rank == "0" else 2)
 
 
 def test_an_error_of_ours_and_an_error_while_running_keep_their_tracebacks(

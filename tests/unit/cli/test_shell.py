@@ -35,16 +35,18 @@ def test_help_lists_every_module_that_runs_with_what_it_is_for() -> None:
     assert [name for name, purpose in listed.items() if purpose not in runnable[name].read_text()] == []
 
 
-def test_without_a_command_it_explains_itself_and_fails() -> None:
-    done = openppo()
-    assert (done.returncode, "usage: openppo COMMAND" in done.stdout) == (2, True)
-
-
-@pytest.mark.parametrize("given", ["trainppo", "train_pp0"])
-def test_a_mistyped_command_is_an_error_with_the_nearest_name(given: str) -> None:
-    done = openppo(given, "--help")
-    assert done.returncode == 2
-    assert done.stderr == f"error: openppo has no command {given}; did you mean train_ppo?\n"
+@pytest.mark.parametrize(
+    ("given", "stdout", "stderr"),
+    [
+        ("", "usage: openppo COMMAND", ""),
+        ("trainppo --help", "", "error: openppo has no command trainppo; did you mean train_ppo?\n"),
+        ("train_pp0", "", "error: openppo has no command train_pp0; did you mean train_ppo?\n"),
+    ],
+)
+def test_without_a_known_command_it_says_so_and_fails(given: str, stdout: str, stderr: str) -> None:
+    done = openppo(*given.split())
+    assert (done.returncode, done.stderr) == (2, stderr)
+    assert done.stdout.startswith(stdout) if stdout else done.stdout == ""
 
 
 @pytest.mark.parametrize("given", ["train_ppo", "train-ppo"])
@@ -68,17 +70,7 @@ def test_output_that_nobody_reads_ends_a_command_quietly(arguments: str) -> None
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_torchrun_starts_a_command_on_two_ranks_with_both_spellings(tmp_path: Path) -> None:
-    """Both end with the same error of the options, which only a parsed command line and the rank count can give."""
-    flags = "--pretrain m --reward_pretrain r --prompt_data d --rollout_batch_size 3 --train_batch_size 2".split()
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
-    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    for module in (["openppo", "train_ppo"], ["openppo.cli.train_ppo"]):
-        done = subprocess.run([*launch, *module, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True)
-        assert "--rollout_batch_size 3 does not divide among 2 ranks" in done.stderr
-
-
-@pytest.mark.parametrize("module", ["openppo", "openppo.cli.train_ppo", "openppo.cli.merge_lora"])
+@pytest.mark.parametrize("module", ["openppo", "openppo.cli.report", "openppo.cli.merge_lora"])
 def test_version_prints_what_a_bug_report_needs(module: str) -> None:
     done = openppo("--version", module=module)
     assert done.returncode == 0, done.stderr
@@ -91,15 +83,8 @@ def test_version_prints_what_a_bug_report_needs(module: str) -> None:
     assert re.search(r"\d of \d+ cores usable", said["processor"])
     assert re.fullmatch(r"\d+\.\d GiB", said["memory"])
     assert {"CUDA", "system"} <= said.keys()
-
-
-def test_version_names_the_commit_of_a_checkout() -> None:
-    git = subprocess.run(["git", "-C", str(REPO), "rev-parse", "HEAD"], capture_output=True, text=True)
-    if git.returncode != 0:
-        pytest.skip("not a git checkout")
-    found = re.search(r"\(commit (\w+)", openppo("--version").stdout)
-    assert found is not None
-    assert git.stdout.startswith(found[1])
+    git = subprocess.run(["git", "-C", str(REPO), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    assert git.returncode != 0 or f"(commit {git.stdout.strip()}" in said["openppo"]
 
 
 def test_version_tells_no_name_path_or_secret() -> None:

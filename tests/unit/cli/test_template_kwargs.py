@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from openppo.cli.options import parse_options
-from openppo.config import TrainSFTConfig
 from openppo.models.pretrained import load_tokenizer
 
 TEMPLATE = (
@@ -19,16 +17,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if not enable_thinking %}no{% endif %}{% endif %}"
 )
-OFF = '{"enable_thinking": false}'
-COMMANDS = {
-    "train_ppo": "--prompt_data d.jsonl --verifiable_reward length --verify_length 3 --rollout_batch_size 4 "
-    "--train_batch_size 4 --generate_max_len 4",
-    "train_sft": "--dataset d.jsonl --train_batch_size 4",
-    "train_rm": "--dataset pairs.jsonl --train_batch_size 4",
-    "train_prm": "--dataset steps.jsonl --train_batch_size 4 --placeholder_token x --reward_tokens y z",
-    "generate": "--prompt_data d.jsonl --generate_max_len 4 --output_path o.jsonl",
-    "evaluate": "--prompt_data d.jsonl --generate_max_len 4 --verifiable_reward length --verify_length 3",
-}
+OFF = '{"enable_thinking":false}'
 
 
 @pytest.fixture
@@ -41,22 +30,16 @@ def model(models: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("line", ["ppo", "sft", "rm", "prm --dataset steps.jsonl", "generate", "evaluate"])
 def test_every_command_passes_the_arguments_to_its_template(
-    command: str, run_in_process: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, run_line: Callable[[str], Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = {
-        "d": {"prompt": "a", "response": "b"},
-        "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
-        "steps": {"prompt": "a", "steps": ["b", "c"], "labels": [True, False]},
-    }
-    for name, row in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    (tmp_path / "steps.jsonl").write_text('{"prompt": "a", "steps": ["b", "c"], "labels": [true, false]}\n' * 4)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0))  # rows are read
-    arguments = [*COMMANDS[command].split(), "--pretrain", str(model), "--apply_chat_template"]
-    refused = run_in_process(command, *arguments)
+    line += f" --pretrain {model} --apply_chat_template"
+    refused = run_line(line)
     assert (refused.code, refused.stderr.count("shall it think")) == (2, 1)
-    ended = run_in_process(command, *arguments, "--chat_template_kwargs", OFF)
+    ended = run_line(f"{line} --chat_template_kwargs {OFF}")
     assert ended.code == 0, ended.stderr
 
 
@@ -83,9 +66,3 @@ def test_arguments_hold_for_every_rendering_and_are_not_saved(model: Path, tmp_p
 def test_an_argument_without_effect_is_refused(kwargs: dict[str, Any], message: str, model: Path) -> None:
     with pytest.raises(ValueError, match=f"^--chat_template_kwargs: {message}"):
         load_tokenizer(str(model), "--pretrain", template_kwargs=kwargs)
-
-
-def test_a_config_file_may_hold_the_arguments_as_a_mapping(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("pretrain: m\ndataset: d\nchat_template_kwargs: {enable_thinking: false}\n")
-    config = parse_options(TrainSFTConfig, ["--config", str(tmp_path / "c.yaml")])
-    assert json.loads(config.supervised.chat_template_kwargs or "") == {"enable_thinking": False}

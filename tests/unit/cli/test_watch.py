@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from openppo.config import RunConfig
 
-RunCommand = Callable[..., Any]
-SERVE = "--reward_pretrain {models}/reward"
-TRAIN = "--pretrain {models}/actor --dataset sft.jsonl --heartbeat_timeout 30"
+RunLine = Callable[[str], Any]
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "heartbeat", "stall", "resumes"),
-    [("serve_rm", SERVE, 45.0, 0.0, False), ("train_sft", TRAIN, 30.0, 2700.0, True)],
+    ("line", "heartbeat", "stall", "resumes"),
+    [("serve_rm", 45.0, 0.0, False), ("sft --heartbeat_timeout 30", 30.0, 2700.0, True)],
 )
 def test_only_training_can_stall_and_be_resumed(
-    command: str,
-    arguments: str,
-    heartbeat: float,
-    stall: float,
-    resumes: bool,
-    models: Path,
-    run_in_process: RunCommand,
-    monkeypatch: pytest.MonkeyPatch,
+    line: str, heartbeat: float, stall: float, resumes: bool, run_line: RunLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[RunConfig, str]] = []
 
@@ -37,7 +27,7 @@ def test_only_training_can_stall_and_be_resumed(
         sys.exit(0)
 
     monkeypatch.setattr("openppo.strategy.watchdog.Watchdog", record)
-    run_in_process(command, *arguments.format(models=models).split())
+    run_line(line)
     ((limits, resume),) = found
     assert (limits.heartbeat_timeout, limits.stall_timeout) == (heartbeat, stall)
     assert ("--load_checkpoint" in resume) is resumes
@@ -59,30 +49,18 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    ("command", "data", "roles"),
-    [
-        ("train_ppo", "--prompt_data {data} --reward_pretrain {models}/reward", ["actor", "critic", "reward", "refer"]),
-        ("train_sft", "--dataset {data}", ["model"]),
-    ],
+    ("line", "roles"),
+    [("ppo -reward_fn --reward_pretrain M/reward", ["actor", "critic", "reward", "refer"]), ("sft", ["model"])],
 )
 def test_out_of_memory_the_watch_can_say_what_each_model_takes(
-    command: str,
-    data: str,
-    roles: list[str],
-    models: Path,
-    run_in_process: RunCommand,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    line: str, roles: list[str], run_line: RunLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
     watch = Recorder()
     monkeypatch.setattr("openppo.strategy.watchdog.Watchdog", lambda *given: watch)
-    (tmp_path / "data.jsonl").write_text('{"input": "abc", "output": "de"}\n' * 4)
-    sizes = "--rollout_batch_size 4 --generate_max_len 8" if command == "train_ppo" else ""
-    arguments = f"--pretrain {{models}}/actor {data} --train_batch_size 4 {sizes}"
-    run_in_process(command, *arguments.format(models=models, data=tmp_path / "data.jsonl").split())
+    run_line(line)
     explained = watch.explain_memory()
     for role in roles:
-        (line,) = [line for line in explained if line.startswith(role)]
-        assert " MiB" in line
+        (said,) = [text for text in explained if text.startswith(role)]
+        assert " MiB" in said
