@@ -107,42 +107,43 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save("actor", LlamaForCausalLM(config(37)), ours)
     save("reward", LlamaForSequenceClassification(config(37, num_labels=1)), ours)
     save("two_labels", LlamaForSequenceClassification(config(37, num_labels=2)), ours)
-    save("headless", LlamaForCausalLM(config(37)), ours)
+    for name in "headless config_only broken_weights broken_config unknown_kind own_code own_tokenizer".split():
+        save(name, LlamaForCausalLM(config(37)), ours)
     save("other_vocabulary", LlamaForSequenceClassification(config(38, num_labels=1)), other)
+    LlamaForCausalLM(config(37)).save_pretrained(root / "no_tokenizer")
 
     short = config(37, num_labels=1)
     short.max_position_embeddings = 8
     save("short", LlamaForSequenceClassification(short), ours)
-    grown = _tokenizer(letters)
+    grown, with_tool = _tokenizer(letters), _tokenizer(letters)
     grown.add_special_tokens({"pad_token": "[PAD]"})
+    with_tool.add_tokens(["<tool>"])
     save("unresized", LlamaForCausalLM(config(37)), grown)
     save("resized", LlamaForCausalLM(config(38)), grown)
     save("reward_unresized", LlamaForSequenceClassification(config(37, num_labels=1)), grown)
-    with_tool = _tokenizer(letters)
-    with_tool.add_tokens(["<tool>"])
     save("tool", LlamaForCausalLM(config(37)), with_tool)
-
     rescaled = config(37, num_labels=1)
     rescaled.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     rescaled.rope_parameters["original_max_position_embeddings"] = 3
     save("rescaled", LlamaForCausalLM(rescaled), ours)
-    (root / "no_config").mkdir()
-    (root / "no_config" / "notes.txt").write_text("nothing here")
-    (save("config_only", LlamaForCausalLM(config(37)), ours) / "model.safetensors").unlink()
-    (save("broken_weights", LlamaForCausalLM(config(37)), ours) / "model.safetensors").write_bytes(b"\0" * 100)
-    LlamaForCausalLM(config(37)).save_pretrained(root / "no_tokenizer")
-    (save("broken_config", LlamaForCausalLM(config(37)), ours) / "config.json").write_text("{")
-    (save("unknown_kind", LlamaForCausalLM(config(37)), ours) / "config.json").write_text('{"model_type": "abacus"}')
-    own = save("own_code", LlamaForCausalLM(config(37)), ours)
-    (own / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
-    (own / "own.py").write_text('raise ValueError("its own code ran")')
-    own = save("own_tokenizer", LlamaForCausalLM(config(37)), ours)
-    (own / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": [null, "own.Own"]}}')
-    (own / "own.py").write_text('raise ValueError("its own code ran")')
-    (root / "own_adapters").mkdir()
-    (root / "own_adapters" / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(root / "own_code")})
-    )
+
+    for name in ("no_config", "own_adapters"):
+        (root / name).mkdir()
+    adapters = {"peft_type": "LORA", "base_model_name_or_path": str(root / "own_code")}
+    files: dict[str, str | None] = {
+        "no_config/notes.txt": "nothing here",
+        "config_only/model.safetensors": None,
+        "broken_weights/model.safetensors": "\0" * 100,
+        "broken_config/config.json": "{",
+        "unknown_kind/config.json": '{"model_type": "abacus"}',
+        "own_code/config.json": '{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}',
+        "own_code/own.py": 'raise ValueError("its own code ran")',
+        "own_tokenizer/tokenizer_config.json": '{"auto_map": {"AutoTokenizer": [null, "own.Own"]}}',
+        "own_tokenizer/own.py": 'raise ValueError("its own code ran")',
+        "own_adapters/adapter_config.json": json.dumps(adapters),
+    }
+    for name, text in files.items():
+        (root / name).unlink() if text is None else (root / name).write_text(text)
     for name, kind in (("pickle", LlamaForCausalLM), ("reward_pickle", LlamaForSequenceClassification)):
         folder = save(name, kind(config(37, num_labels=1)), ours)
         (folder / "model.safetensors").unlink()

@@ -45,6 +45,7 @@ ppo --pretrain M/no_config | = ... has no config.json
 ppo --pretrain D/notes.txt | = ... this is a file; give the folder
 ppo --pretrain M/broken_config | = ... its config cannot be read
 ppo --pretrain M/unknown_kind | = ... abacus
+ppo --pretrain M/config_only | = ... its weights cannot be read
 ppo --pretrain M/broken_weights | = ... Check the folder
 ppo --pretrain M/no_tokenizer | =: its ... no tokenizer files
 ppo --pretrain M/reward | = ... lacks lm_head.weight ... Give a
