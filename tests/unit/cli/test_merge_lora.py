@@ -18,6 +18,7 @@ from openppo.cli import merge_lora
 from openppo.models import Actor, get_llm_for_sequence_regression
 
 RunCommand = Callable[..., Any]
+KINDS: Any = (AutoModelForCausalLM, AutoPeftModelForCausalLM)
 IDS = torch.tensor([[5, 9, 12, 17, 30, 8, 1]])
 
 
@@ -51,24 +52,26 @@ def merge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_in_process: RunCo
     return run
 
 
-def equal_outputs(out: Path, lora_path: Path) -> None:
-    """Of the merged language model, and of peft with the adapters."""
-    found, expected = AutoModelForCausalLM.from_pretrained(out), AutoPeftModelForCausalLM.from_pretrained(lora_path)
-    torch.testing.assert_close(logits(found), logits(expected), rtol=0, atol=1e-5)
-    assert not any("lora" in name for name in found.state_dict())
-
-
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
     return model.eval()(input_ids=IDS).logits.float()
 
 
-def test_a_merged_language_model_equals_base_and_adapters(merge: Callable[..., Path], folders: Path) -> None:
-    out = merge("--lora_path", str(folders / "actor"))
-    equal_outputs(out, folders / "actor")
-    assert (
-        AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(folders / "actor").get_vocab()
-    )
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_merged_language_model_equals_base_and_adapters_wherever_the_base_is(
+    moved: bool, merge: Callable[..., Path], folders: Path, tmp_path: Path, models: Path
+) -> None:
+    lora_path = shutil.copytree(folders / "actor", tmp_path / "lora")
+    if moved:
+        options = json.loads((lora_path / "adapter_config.json").read_text())
+        (lora_path / "adapter_config.json").write_text(json.dumps({**options, "base_model_name_or_path": "/gone"}))
+    given = ["--pretrain", str(shutil.copytree(models / "actor", tmp_path / "moved"))] if moved else []
+    out = merge("--lora_path", str(lora_path), *given)
+    found, peft = (kind.from_pretrained(f) for kind, f in zip(KINDS, (out, folders / "actor"), strict=True))
+    torch.testing.assert_close(logits(found), logits(peft), rtol=0, atol=1e-5)
+    assert not any("lora" in name for name in found.state_dict())
+    ours, theirs = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (out, folders / "actor"))
+    assert ours == theirs
     assert not list(out.glob("adapter_*"))
 
 
@@ -91,17 +94,6 @@ def test_the_sum_is_rounded_once_for_bfloat16(merge: Callable[..., Path], folder
     for name, weight in rounded.items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, exact[name].bfloat16()), name
-
-
-def test_another_base_model_can_be_named(
-    merge: Callable[..., Path], folders: Path, tmp_path: Path, models: Path
-) -> None:
-    moved, lora_path = shutil.copytree(models / "actor", tmp_path / "moved"), tmp_path / "lora"
-    shutil.copytree(folders / "actor", lora_path)
-    options = json.loads((lora_path / "adapter_config.json").read_text())
-    (lora_path / "adapter_config.json").write_text(json.dumps({**options, "base_model_name_or_path": "/gone"}))
-    out = merge("--lora_path", str(lora_path), "--pretrain", str(moved))
-    equal_outputs(out, folders / "actor")
 
 
 def test_what_cannot_be_merged_is_said_in_one_line(

@@ -106,35 +106,23 @@ def test_our_client_and_our_server_agree(
     trajectories = []
     for prompt, response in (("how are you", " fine<eos>"), ("a", "<eos>"), ("hi", " there<eos>")):
         prompt_ids, ids = (tokenizer(text)["input_ids"] for text in (prompt, response))
-        n = len(prompt_ids) + len(ids)
-        zeros = [0.0] * n
-        trajectories.append(
-            Trajectory(
-                prompt_ids + ids, [True] * n, zeros, [0] * n, FinishReason.STOP, Prompt(prompt, prompt_ids), group=0
-            )
-        )
-    source = RewardConfig(
-        remote_rm_url=f"{server[0]}/get_reward",
-        remote_rm_token_file=str(tmp_path / "token"),
-        remote_rm_batch_size=2,
-    )
+        mask, zeros = [True] * len(prompt_ids + ids), [0] * len(prompt_ids + ids)
+        end, of = FinishReason.STOP, Prompt(prompt, prompt_ids)
+        trajectories.append(Trajectory(prompt_ids + ids, mask, [0.0] * len(mask), zeros, end, of, group=0))
+    url, token_file = f"{server[0]}/get_reward", str(tmp_path / "token")
+    source = RewardConfig(remote_rm_url=url, remote_rm_token_file=token_file, remote_rm_batch_size=2)
     scorer = RemoteScorer(source, tokenizer)
     scorer.check()
     expected = [(score_alone(normal_model, tokenizer.decode(t.token_ids)) - 0.5) / 0.25 for t in trajectories]
     np.testing.assert_allclose([s.rewards["reward"] for s in scorer.score(trajectories)], expected, atol=1e-5)
 
 
-def test_a_server_says_how_it_is_and_asks_for_its_token(
+def test_a_server_says_how_it_is_asks_for_its_token_and_ends_cleanly(
     server: tuple[str, subprocess.Popen[str]], normal_model: Path
 ) -> None:
     assert ask(f"{server[0]}/health") == (200, {"status": "ok", "model": str(normal_model)})
     for token in (None, "wrong"):
         assert ask(f"{server[0]}/health", token=token) == (200, {"status": "ok"}), "a path is nobody else's business"
-    assert ask(f"{server[0]}/get_reward", {"query": ["a"]}, token=None)[0] == 401
-    assert ask(f"{server[0]}/get_reward", {"query": ["a"]}, token="wrong")[0] == 401
-    assert ask(f"{server[0]}/get_reward", {"queries": ["a"]})[0] == 400
-
-
-def test_a_server_ends_cleanly_when_told_to(server: tuple[str, subprocess.Popen[str]]) -> None:
+        assert ask(f"{server[0]}/get_reward", {"query": ["a"]}, token=token)[0] == 401
     server[1].send_signal(signal.SIGTERM)
     assert server[1].wait(60) == 0
