@@ -4,10 +4,13 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.fork_server import ENVIRONMENT, REPO, Launcher
 
@@ -21,6 +24,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
+
+
+def save_tokenizer(folder: Path, tokens: Iterable[str], special: Iterable[str] = (), **more: str) -> Any:
+    """A tokenizer of one token per character without BOS: <pad>, <eos>, <unk>, more special ones, then ``tokens``."""
+    first = ["<pad>", "<eos>", "<unk>", *special]
+    core = Tokenizer(models.WordLevel({t: i for i, t in enumerate([*first, *tokens])}, unk_token="<unk>"))
+    core.add_special_tokens(first if special else [])
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **names, **more)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 @pytest.fixture(scope="session")

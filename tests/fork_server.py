@@ -4,9 +4,8 @@
 does. The server only imports: it has one thread, and no tensor, process group or tokenizer is ever used in it. For each
 run it forks an agent, which forks the ranks, hosts their store and ends them all if one fails, like that of torchrun.
 
-Use ``real=True`` for what a fork does not show: what is imported and what that leaves (warning filters, say), torchrun
-itself (signals, restarts), the shutdown of the interpreter. Without it, another value of a variable in
-``READ_AT_IMPORT`` is refused. All ranks share one hash seed. With a GPU, or without Linux,
+Use ``real=True`` for what a fork does not show: imports, torchrun itself (signals, restarts), the shutdown of the
+interpreter. Without it, another value of a variable in ``READ_AT_IMPORT`` is refused. With a GPU, or without Linux,
 ``Launcher.run`` starts real programs.
 """
 
@@ -35,13 +34,11 @@ from types import ModuleType
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
-IMPORTED = (
-    *("torch", "transformers", "deepspeed", "peft", "datasets", "tensorboard", "unittest.mock"),
-    *("openppo.trainer.build", "openppo.trainer.supervised.build", "openppo.cli.options", "openppo.config"),
-)
-READ_AT_IMPORT = (
-    *("PYTHON", "DS_ACCELERATOR", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "LD_", "TORCHELASTIC_"),
-    *("HOME", "XDG_CACHE_HOME", "TORCH_", "LC_ALL", "LANG"),
+IMPORTED = """torch transformers deepspeed peft datasets tensorboard unittest.mock openppo.trainer.build
+    openppo.trainer.supervised.build openppo.cli.options openppo.config""".split()
+READ_AT_IMPORT = tuple(
+    """PYTHON DS_ACCELERATOR HF_ TRANSFORMERS_ OMP_ MKL_ LD_ TORCHELASTIC_ HOME XDG_CACHE_HOME TORCH_ LC_ALL
+    LANG""".split()
 )
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
 ONE_THREAD = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -72,8 +69,7 @@ class Launcher:
     ) -> subprocess.CompletedProcess[str]:
         """Status and output of ``python WORDS``, or of torchrun with so many ranks.
 
-        stderr is in stdout unless ``separate``; ``variables`` are added to the environment. ``TimeoutExpired`` has the
-        output until then.
+        stderr is in stdout unless ``separate``; ``variables`` are added to the environment.
         """
         import torch
 
@@ -81,22 +77,12 @@ class Launcher:
         environment = {k: v for k, v in os.environ.items() if k not in OF_RANKS} | ENVIRONMENT | variables
         if real or sys.platform != "linux" or torch.cuda.is_available():
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-            return subprocess.run(
-                [sys.executable, *torchrun, *words],
-                cwd=cwd,
-                env=environment,
-                timeout=timeout,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE if separate else subprocess.STDOUT,
-                text=True,
-            )
-        return self._fork(words, ranks, cwd, environment, separate, timeout)
-
-    def _fork(
-        self, words: list[str], ranks: int, cwd: Path | None, env: Mapping[str, str], separate: bool, timeout: float
-    ) -> subprocess.CompletedProcess[str]:
-        request = {"words": words, "ranks": ranks, "cwd": str(cwd or Path.cwd()), "env": env, "timeout": timeout}
+            stderr, pipe = subprocess.PIPE if separate else subprocess.STDOUT, subprocess.PIPE
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": stderr, "text": True}
+            command = [sys.executable, *torchrun, *words]
+            return subprocess.run(command, cwd=cwd, env=environment, timeout=timeout, **streams)
+        request = {"words": words, "ranks": ranks, "cwd": str(cwd or Path.cwd())}
+        request |= {"env": environment, "timeout": timeout}
         with contextlib.ExitStack() as stack:
             stdin = stack.enter_context(open(os.devnull))
             files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1 + separate)]
@@ -126,13 +112,9 @@ class Launcher:
         with self._lock:
             if self._server is None or self._server.poll() is not None:
                 Path(path).unlink(missing_ok=True)
-                self._server = subprocess.Popen(
-                    [sys.executable, __file__, path],
-                    env=self._environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    start_new_session=True,
-                )
+                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                command = [sys.executable, __file__, path]
+                self._server = subprocess.Popen(command, env=self._environment, start_new_session=True, **pipes)
                 assert self._server.stdout is not None
                 said = self._server.stdout.readline()
                 assert said == b"ready\n", said
@@ -148,12 +130,10 @@ class Launcher:
 
 def ask(address: str, request: Mapping[str, Any], *files: int) -> int | str:
     """The exit status of a run with these files as stdin, stdout and stderr; a text if there is none."""
-    umask = re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert umask is not None
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         socket.send_fds(connection, [b"!"], files)
-        connection.sendall(json.dumps({**request, "umask": int(umask[1], 8)}).encode() + b"\n")
+        connection.sendall(json.dumps(request).encode() + b"\n")
         return json.loads(connection.makefile().readline() or '"the fork server ended"')
 
 
@@ -267,20 +247,16 @@ def become(request: dict[str, Any], rank: int, address: int, fds: list[int]) -> 
         if signal.getsignal(number) not in (None, signal.SIG_IGN):  # ignored ones stay so, as with nohup
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    os.umask(request["umask"])
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
         os.close(fd)
     os.environ.clear()
     os.environ.update(request["env"])
-    time.tzset()
     tempfile.tempdir = None  # TMPDIR may be another
     if ranks := request["ranks"]:
         port = os.read(address, 5).decode().strip()
-        for name in ("LOCAL_RANK", "RANK", "ROLE_RANK"):
-            os.environ[name] = str(rank)
-        for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "ROLE_WORLD_SIZE"):
-            os.environ[name] = str(ranks)
+        os.environ |= dict.fromkeys(("LOCAL_RANK", "RANK", "ROLE_RANK"), str(rank))
+        os.environ |= dict.fromkeys(("LOCAL_WORLD_SIZE", "WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks))
         os.environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         os.environ |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
@@ -291,7 +267,7 @@ def become(request: dict[str, Any], rank: int, address: int, fds: list[int]) -> 
     sys.modules["numpy"].random.seed()  # Python's own is seeded anew by the fork
     sys.modules["torch"].default_generator.seed()
     importlib.invalidate_caches()
-    status, interrupted = 1, False
+    status = 1
     try:
         execute(request["words"])
         status = 0
@@ -300,19 +276,12 @@ def become(request: dict[str, Any], rank: int, address: int, fds: list[int]) -> 
         if not isinstance(ended.code, int | None):
             sys.stderr.write(f"{ended.code}\n")
     except BaseException as error:  # as Python does, whatever it is
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        interrupted = isinstance(error, KeyboardInterrupt)
+        sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    if interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status & 0xFF)
 
 
@@ -330,14 +299,8 @@ def execute(words: list[str]) -> None:
         return
     else:
         main.__file__, sys.argv = os.path.abspath(words[0]), words
-        try:
-            source = Path(words[0]).read_bytes()
-        except OSError as error:
-            reason = f"[Errno {error.errno}] {error.strerror}"
-            print(f"{sys.executable}: can't open file {main.__file__!r}: {reason}", file=sys.stderr)
-            sys.exit(2)
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
-        code = compile(source, main.__file__, "exec", dont_inherit=True)
+        code = compile(Path(words[0]).read_bytes(), main.__file__, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
 

@@ -3,8 +3,7 @@
 import datetime
 import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from tests.conftest import save_tokenizer
+
 LETTERS = "abcdefgh"
-VOCABULARY = ["<pad>", "<eos>", "<unk>", *LETTERS]
-
-
-def _write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """One token per character, no BOS."""
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    tokenizer.save_pretrained(folder)
-    return tokenizer
 
 
 def _write_rows(file: Path, rows: Sequence[dict[str, object]]) -> None:
@@ -35,7 +24,7 @@ def _write_rows(file: Path, rows: Sequence[dict[str, object]]) -> None:
 
 def _config(tokenizer: PreTrainedTokenizerFast, **more: int) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=len(VOCABULARY),
+        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -60,9 +49,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(7)
-    tokenizer = _write_tokenizer(folder / "actor")
+    tokenizer = save_tokenizer(folder / "actor", LETTERS)
     LlamaForCausalLM(_config(tokenizer)).save_pretrained(folder / "actor")
-    _write_tokenizer(folder / "reward")
+    save_tokenizer(folder / "reward", LETTERS)
     LlamaForSequenceClassification(_config(tokenizer, num_labels=1)).save_pretrained(folder / "reward")
 
     rng = random.Random(7)
@@ -85,40 +74,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a training run left behind, but for what tells the time."""
-
-    metrics: list[dict[str, Any]]
-    samples: list[dict[str, Any]]
-    tokens: list[dict[str, Any]]
-    state: dict[str, Any]
-    """What the trainer remembers in the newest checkpoint."""
-    files: dict[str, bytes]
-    """Weights, the newest checkpoint's tensors, the best model."""
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    parsed = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [{k: v for k, v in line.items() if not k.startswith(("time", "speed/"))} for line in parsed]
-
-
 @pytest.fixture(scope="session")
-def left_by() -> Callable[[Path], Run]:
-    """``left_by(save_path)`` reads everything that two runs have in common if they did the same."""
+def run_cases(tiny: Path, launch: Callable[..., str]) -> Callable[..., str]:
+    """``run_cases(ranks, folder, cases, mode)`` runs cases of run_cases.py in one launch; returns what it printed.
 
-    def read(model: Path) -> Run:
-        (checkpoints,) = model.glob("checkpoints_*")
-        newest, best = checkpoints / "latest", checkpoints / "best"
-        state = json.loads((newest / "state.json").read_text())
-        places = {"model": model, "checkpoint": newest, "in checkpoint": newest / "model", "best": best}
-        files = {f"{name}/{f.name}": f for name, place in places.items() for f in place.glob("*.safetensors")}
-        return Run(
-            _lines(model / "logs" / "metrics.jsonl"),
-            _lines(model / "logs" / "samples.jsonl"),
-            _lines(model / "logs" / "tokens.jsonl"),
-            {name: state[name] for name in ("step", "models", "best", "trainer")},
-            {name: file.read_bytes() for name, file in files.items()},
-        )
+    ``cases`` are texts of flags, or dictionaries with such ``arguments``, by name; ``{tiny}`` and ``{folder}`` in them
+    are replaced.
+    """
 
-    return read
+    def run(ranks: int, folder: Path, cases: Mapping[str, Any], *mode: str, status: int = 0) -> str:
+        described = []
+        for name, given in cases.items():
+            case = {"arguments": given} if isinstance(given, str) else dict(given)
+            text = case["arguments"].replace("{tiny}", str(tiny)).replace("{folder}", str(folder))
+            described.append(case | {"name": name, "arguments": text.split()})
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        file = folder / f"cases{''.join(mode)}.json"
+        file.write_text(json.dumps(described))
+        return launch(ranks, Path(__file__).with_name("run_cases.py"), file, folder, *mode, status=status)
+
+    return run

@@ -19,22 +19,16 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
-    """What a trainer does, in small."""
-    with Watchdog(RunConfig(), current, {}) as watchdog:
-        init_process_group(timedelta(minutes=5))
-        watchdog.saves_on_signal = True
-        with phase("training"):
-            say("works")
-            while not signals.requested():
-                time.sleep(0.05)
-            say(f"was asked by {signals.requested()}")
-            time.sleep(float(sys.argv[-1]))
-            say("has saved")
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    say("has left")
-
-
-if __name__ == "__main__":
-    main()
+with Watchdog(RunConfig(), current, {}) as watchdog:  # what a trainer does, in small
+    init_process_group(timedelta(minutes=5))
+    watchdog.saves_on_signal = True
+    with phase("training"):
+        say("works")
+        while not signals.requested():
+            time.sleep(0.05)
+        say(f"was asked by {signals.requested()}")
+        time.sleep(float(sys.argv[-1]))
+        say("has saved")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+say("has left")

@@ -1,19 +1,19 @@
-"""Whole runs of train_ppo on two ranks with LoRA, dynamic sampling, several rewards and evaluation."""
+"""Whole runs of train_ppo on two ranks: they end, and what they save is what they trained.
 
-import json
-import subprocess
-import sys
+A hang shows as a collective that times out, or as a launch that does not end.
+"""
+
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-SCRIPT = Path(__file__).with_name("run_steps.py")
+from tests.distributed.runs import outcome, vector
+
 REWARD = """
 def reward_fn(prompts, responses, labels):
     # half of the prompts earn the same whatever the response is
@@ -36,42 +36,73 @@ def write_small_critic(tiny: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def write_bigram_model(tiny: Path, folder: Path) -> None:
+    """A model that ends at once after "a" and says "b" without end after "b"."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "actor")
+    model = AutoModelForCausalLM.from_pretrained(tiny / "actor")
+    a, b, eos = tokenizer.convert_tokens_to_ids(["a", "b", tokenizer.eos_token])
+    with torch.no_grad():
+        for layer in model.model.layers:  # the layers add nothing: what follows depends on the last token alone
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(len(tokenizer), model.config.hidden_size))
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[eos, a] = model.lm_head.weight[b, b] = 3.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+LONG = 40
+UNEQUAL = f"""--reward_pretrain {{tiny}}/reward --pretrain {{folder}}/bigram --prompt_data {{folder}}/unequal.jsonl
+    --num_episodes 3 --rollout_batch_size 2 --train_batch_size 2 --micro_train_batch_size 1 --generate_max_len {LONG}
+    --zero_stage 3"""
+PLAIN = """--reward_pretrain {tiny}/reward --pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl
+    --pretrain_data {tiny}/documents.jsonl --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --generate_max_len 8
+    --lr_warmup_ratio 0"""
+# micro-batches of one: ZeRO-3 cuts others than the rest does, and the order of sums shows in bf16
+BF16 = f"{PLAIN} --bf16 --max_samples 12 --rollout_batch_size 12 --train_batch_size 6 --micro_train_batch_size 1"
+STAGES = ("1", "2 --adam_offload", "3", "3 --adam_offload")
+COMMON = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --label_key label --generate_max_len 8
+    --lr_scheduler constant --lr_warmup_ratio 0 --actor_learning_rate 1e-2 --critic_learning_rate 1e-2
+    --rollout_batch_size 6 --train_batch_size 6 --micro_train_batch_size 2"""
+GROUPS = f"""{COMMON} --reward_fn {{folder}}/reward.py --reward_weights long=0 --advantage_estimator group_norm
+    --n_samples_per_prompt 2 --zero_stage 2 --dynamic_sampling"""
+FROZEN = f"{COMMON} --reward_fn {{folder}}/reward.py --critic_pretrain {{folder}}/small --max_samples 12"
+REFERENCE = """--pretrain {tiny}/actor --ref_pretrain {folder}/other --prompt_data {tiny}/prompts.jsonl
+    --verifiable_reward length --verify_length 3 --advantage_estimator reinforce --generate_max_len 6
+    --rollout_batch_size 4 --train_batch_size 4 --micro_train_batch_size 2"""
+CASES: dict[str, Any] = {
+    "reference": {"arguments": f"{REFERENCE} --zero_stage 3", "n_rows": 4, "n_steps": 1},
+    "reference of LoRA": {"arguments": f"{REFERENCE} --lora_rank 2", "n_rows": 4, "n_steps": 1},
+    "unequal": UNEQUAL,
+    "unequal in lockstep": {"arguments": UNEQUAL, "lockstep": True},
+    "odd": f"{PLAIN} --max_samples 5 --rollout_batch_size 4 --train_batch_size 4 --num_episodes 2 --zero_stage 3",
+    **{f"bf16 {stage}": f"{BF16} --zero_stage {stage}" for stage in STAGES},
+    "lora": f"""{COMMON} --reward_pretrain {{tiny}}/reward --lora_rank 4 --critic_lora_rank 2 --zero_stage 3
+        --gradient_checkpointing --max_samples 12""",
+    "frozen": f"{FROZEN} --freezing_actor_steps 2 --num_episodes 1",
+    "thawed": f"{FROZEN} --value_pretrain_steps 1 --num_episodes 1",
+    "dynamic": f"{GROUPS} --dynamic_sampling_max_batches 2",
+    "one batch": f"{GROUPS} --dynamic_sampling_max_batches 1",
+    "several": f"""{COMMON} --reward_pretrain {{tiny}}/reward --reward_fn {{folder}}/reward.py
+        --verifiable_reward length --verify_length 5 --reward_weights reward_model=0.5 even=2 --max_samples 6
+        --zero_stage 3 --eval_data {{tiny}}/prompts.jsonl --eval_before_training --eval_n_samples_per_prompt 4
+        --eval_temperature 1 --num_episodes 2 --pass_reward 2""",
+}
+
+
 @pytest.fixture(scope="module")
-def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> dict[str, Run]:
-    """Each run's result, the lines of its metrics.jsonl (``logged``) and the folder of its models."""
+def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("algorithms")
     (folder / "reward.py").write_text(REWARD)
-    common = f"""--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --label_key label --generate_max_len 8
-        --lr_scheduler constant --lr_warmup_ratio 0 --actor_learning_rate 1e-2 --critic_learning_rate 1e-2
-        --rollout_batch_size 6 --train_batch_size 6 --micro_train_batch_size 2"""
-    lora = f"""{common} --reward_pretrain {tiny}/reward --lora_rank 4 --critic_lora_rank 2 --zero_stage 3
-        --gradient_checkpointing --max_samples 12"""
-    groups = f"""{common} --reward_fn {folder}/reward.py --reward_weights long=0 --advantage_estimator group_norm
-        --n_samples_per_prompt 2 --zero_stage 2 --dynamic_sampling"""
-    several = f"""{common} --reward_pretrain {tiny}/reward --reward_fn {folder}/reward.py --verifiable_reward length
-        --verify_length 5 --reward_weights reward_model=0.5 even=2 --max_samples 6 --zero_stage 3
-        --eval_data {tiny}/prompts.jsonl --eval_before_training --eval_n_samples_per_prompt 4 --eval_temperature 1
-        --num_episodes 2 --pass_reward 2"""
     write_small_critic(tiny, folder / "small")
-    frozen = f"{common} --reward_fn {folder}/reward.py --critic_pretrain {folder}/small --max_samples 12"
-    arguments = {
-        "lora": lora,
-        "frozen": f"{frozen} --freezing_actor_steps 2 --num_episodes 1",
-        "thawed": f"{frozen} --value_pretrain_steps 1 --num_episodes 1",
-        "dynamic": f"{groups} --dynamic_sampling_max_batches 2",
-        "one batch": f"{groups} --dynamic_sampling_max_batches 1",
-        "several": several,
-    }
-    cases = [{"name": name, "command": "train_ppo", "arguments": text.split()} for name, text in arguments.items()]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    launch(2, SCRIPT, folder / "cases.json", folder)
-
-    def read(name: str) -> Run:
-        logged = (folder / name / "model" / "logs" / "metrics.jsonl").read_text().splitlines()
-        result = json.loads((folder / name / "result.json").read_text())
-        return {"folder": folder / name, "logged": [json.loads(line) for line in logged], **result}
-
-    return {name: read(name) for name in arguments}
+    write_bigram_model(tiny, folder / "bigram")
+    torch.manual_seed(11)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny / "actor")).save_pretrained(folder / "other")
+    AutoTokenizer.from_pretrained(tiny / "actor").save_pretrained(folder / "other")
+    (folder / "unequal.jsonl").write_text('{"input": "cda"}\n{"input": "cdb"}\n')
+    run_cases(2, folder, CASES)
+    return {name: outcome(folder / name) for name in CASES}
 
 
 def assert_actor_is(model: Any, run: Run) -> None:
@@ -88,20 +119,48 @@ def assert_critic_is(model: Any, run: Run) -> None:
             assert values[len(ids) - 1] == pytest.approx(score, abs=1e-5)
 
 
-def test_lora_under_zero_3_saves_adapters_that_plain_peft_loads(runs: dict[str, Run], tiny: Path) -> None:
-    run = runs["lora"]
-    actor = AutoPeftModelForCausalLM.from_pretrained(run["folder"] / "model")
-    assert_actor_is(actor, run)
-    with actor.disable_adapter(), pytest.raises(AssertionError):
-        assert_actor_is(actor, run)  # training has moved it
-    assert AutoTokenizer.from_pretrained(run["folder"] / "model").eos_token == "<eos>"
-    critic = AutoPeftModelForSequenceClassification.from_pretrained(run["folder"] / "model_critic", num_labels=1)
-    assert_critic_is(critic, run)
-    for role, rank in (("model", 4), ("model_critic", 2)):
-        tensors = load_file(run["folder"] / role / "adapter_model.safetensors")
-        assert all(tensor.numel() > 0 for tensor in tensors.values())
-        assert {min(t.shape) for name, t in tensors.items() if "lora" in name} == {rank}
-    assert any("score" in name for name in tensors)
+@pytest.mark.parametrize("name", ("unequal", "unequal in lockstep"))
+def test_zero_3_ends_when_one_rank_samples_much_longer_than_the_other(runs: dict[str, Run], name: str) -> None:
+    run = runs[name]
+    assert len(run["logged"]) == len(run["samples"]) == 3
+    for samples in run["samples"]:
+        assert sorted(len(sample["response"]) for sample in samples) == [1, LONG]
+        assert {sample["finish_reason"] for sample in samples} == {"stop", "length"}
+    assert all(line["response_length"] == (1 + LONG) / 2 for line in run["logged"])
+    assert all(line["truncated_fraction"] == 0.5 for line in run["logged"])
+
+
+def test_an_odd_number_of_prompts_trains_all_of_them_and_plain_models_are_saved(runs: dict[str, Run]) -> None:
+    run = runs["odd"]
+    assert [len(samples) for samples in run["samples"]] == [4, 1, 4, 1]  # a rank has no prompt in every second step
+    assert [line["step"] for line in run["logged"]] == [1, 2, 3, 4]
+    for first, second in (run["samples"][:2], run["samples"][2:]):
+        assert len({tuple(sample["prompt"]) for sample in first + second}) == 5
+    model = AutoModelForCausalLM.from_pretrained(run["folder"] / "model")
+    assert_actor_is(model, run)
+    assert_critic_is(AutoModelForSequenceClassification.from_pretrained(run["folder"] / "model_critic"), run)
+    tokenizer = AutoTokenizer.from_pretrained(run["folder"] / "model")
+    ids = model.generate(**tokenizer("abc", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert ids.shape[1] > 3
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_trains(runs: dict[str, Run], tiny: Path, stage: str) -> None:
+    run, other = runs[f"bf16 {stage}"], runs["bf16 1"]
+    assert run["zero_stage"] == max(int(stage[0]), 1)
+    (metrics,) = run["logged"]
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["kl"] == metrics["kl_k3"] == 0  # the reference computes exactly as the actor does
+    assert run["buffer_types"] == ["torch.float32"]  # rotary frequencies in bfloat16 would blur positions
+    assert run["samples"] == other["samples"]
+    for model, start in (("model", "actor"), ("model_critic", "reward")):
+        config = AutoModelForCausalLM if start == "actor" else AutoModelForSequenceClassification
+        assert config.from_pretrained(run["folder"] / model, dtype="auto").dtype == torch.bfloat16
+        trained, same, before = (
+            vector(path) for path in (run["folder"] / model, other["folder"] / model, tiny / start)
+        )
+        assert (trained - before).norm() > 1e-3 * before.norm()
+        assert (trained - same).norm() < 0.01 * (trained - before).norm()
 
 
 def test_the_reference_of_lora_is_no_model_of_its_own_and_starts_equal(runs: dict[str, Run]) -> None:
@@ -115,34 +174,30 @@ def test_the_reference_of_lora_is_no_model_of_its_own_and_starts_equal(runs: dic
     assert second["actor_grad_norm"] > 0
 
 
-def test_merged_weights_are_those_of_plain_transformers(runs: dict[str, Run], tmp_path: Path) -> None:
-    run = runs["lora"]
-    for role in ("model", "model_critic"):
-        command = [sys.executable, "-m", "openppo.cli.merge_lora", "--save_path", str(tmp_path / role)]
-        subprocess.run([*command, "--lora_path", str(run["folder"] / role)], check=True, timeout=200)
-    assert_actor_is(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), run)
-    assert_critic_is(AutoModelForSequenceClassification.from_pretrained(tmp_path / "model_critic"), run)
-
-
-def moved(before: Path, after: Path) -> bool:
-    old, new = load_file(before / "model.safetensors"), load_file(after / "model.safetensors")
-    return any(not torch.equal(old[name], new[name]) for name in old)
+@pytest.mark.parametrize("name", ("reference", "reference of LoRA"))
+@torch.no_grad()
+def test_the_penalty_is_measured_from_the_given_reference(runs: dict[str, Run], tiny: Path, name: str) -> None:
+    run, gaps = runs[name], []
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (tiny / "actor", run["folder"].parent / "other")]
+    for sample in run["samples"][0]:
+        ids, n = torch.tensor(sample["prompt"] + sample["response"]), len(sample["prompt"])
+        policy, other = (torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1) for model in models)
+        gaps.append((policy - other).gather(-1, ids[1:, None])[n - 1 :, 0])
+    expected = torch.cat(gaps).mean().item()
+    assert abs(expected) > 0.01
+    assert run["metrics"][0]["kl"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_only_the_critic_learns_in_the_first_steps(runs: dict[str, Run], tiny: Path) -> None:
     frozen, thawed = runs["frozen"], runs["thawed"]
-    assert not moved(tiny / "actor", frozen["folder"] / "model")
-    assert moved(tiny / "actor", thawed["folder"] / "model")
+    assert torch.equal(vector(tiny / "actor"), vector(frozen["folder"] / "model"))
+    assert not torch.equal(vector(tiny / "actor"), vector(thawed["folder"] / "model"))
     assert all(line["value_loss"] > 0 and "policy_loss" not in line for line in frozen["logged"])
     assert ["policy_loss" in line for line in thawed["logged"]] == [False, True]
     assert thawed["logged"][1]["actor_learning_rate"] == pytest.approx(1e-2)
-
-
-def test_the_critic_may_be_smaller_than_the_actor(runs: dict[str, Run]) -> None:
-    run = runs["frozen"]
-    critic = AutoModelForSequenceClassification.from_pretrained(run["folder"] / "model_critic")
-    assert critic.config.hidden_size == 16
-    assert_critic_is(critic, run)
+    critic = AutoModelForSequenceClassification.from_pretrained(frozen["folder"] / "model_critic")
+    assert critic.config.hidden_size == 16, "it may be smaller than the actor"
+    assert_critic_is(critic, frozen)
 
 
 def test_dynamic_sampling_trains_on_groups_with_different_rewards_only(runs: dict[str, Run]) -> None:
@@ -166,15 +221,13 @@ def test_dynamic_sampling_trains_on_groups_with_different_rewards_only(runs: dic
         assert line["sampled_reward"] != line["reward"]
 
 
-def test_several_rewards_are_logged_by_name_and_weighted(runs: dict[str, Run]) -> None:
+def test_several_rewards_are_weighted_and_held_out_prompts_evaluated(runs: dict[str, Run]) -> None:
     for line in runs["several"]["logged"][1:]:
         names = {name for name in line if name.startswith("reward/")}
         assert names == {"reward/even", "reward/long", "reward/length", "reward/reward_model"}
         total = 2 * line["reward/even"] + line["reward/long"] + line["reward/length"] + line["reward/reward_model"] / 2
         assert line["reward"] == pytest.approx(total, abs=1e-5)
 
-
-def test_held_out_prompts_are_evaluated_before_training_and_after_each_episode(runs: dict[str, Run]) -> None:
     logged = runs["several"]["logged"]
     assert [line["step"] for line in logged] == [0, 1, 2]
     for line in logged:

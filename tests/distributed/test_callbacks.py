@@ -3,50 +3,72 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from openppo.cli.options import parse_options
+from openppo.config import TrainPPOConfig
+from openppo.strategy import DeepspeedStrategy
+from openppo.trainer import build_ppo_trainer
+from openppo.trainer.callbacks import Callback, EarlyStopping
 
-SCRIPT = Path(__file__).with_name("run_callbacks.py")
-Calls = list[list[Any]]
+class Recorder(Callback):
+    # Notes every call and its numbers; rank 1 alone ends the run ``one_rank``.
+    def __init__(self):
+        self.calls = []
+
+    def on_fit_start(self, trainer):
+        self.calls.append(["on_fit_start"])
+
+    def on_step_end(self, trainer, metrics):
+        self.calls.append(["on_step_end", trainer.global_step, metrics["reward"]])
+        if name == "one_rank" and trainer.global_step == 1 and trainer.comm.rank == 1:
+            trainer.should_stop = True
+
+    def on_evaluate(self, trainer, metrics):
+        self.calls.append(["on_evaluate", trainer.global_step, metrics["eval_reward"]])
+
+    def on_save(self, trainer, folder):
+        self.calls.append(["on_save", str(folder), (folder / "config.json").is_file()])
+
+    def on_fit_end(self, trainer):
+        self.calls.append(["on_fit_end"])
+
+for name, more in {"early": [], "one_rank": [], "again": ["--load_checkpoint"]}.items():
+    recorder, folder = Recorder(), "early" if name == "again" else name  # as after a kill while its model was saved
+    callbacks = [recorder] if name == "one_rank" else [recorder, EarlyStopping("eval_reward", patience=2)]
+    config = parse_options(TrainPPOConfig, [*sys.argv[1:], "--save_path", folder, *more])
+    trainer = build_ppo_trainer(config, DeepspeedStrategy(config.deepspeed), callbacks)
+    trainer.fit()
+    Path(f"{name}_{trainer.comm.rank}.json").write_text(json.dumps(recorder.calls))
+trainer.close()
+"""
 
 
-@pytest.fixture(scope="module")
-def calls(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> dict[str, list[Calls]]:
-    """What the callbacks of each rank saw, by run. The policy stays as it is, so evaluation finds no gain."""
-    folder = tmp_path_factory.mktemp("callbacks")
+def test_callbacks_see_every_point_of_a_run_alike_on_all_ranks_and_end_it(
+    tiny: Path, tmp_path: Path, launch: Callable[..., str]
+) -> None:
+    """The policy stays as it is, so evaluation finds no gain."""
+    (tmp_path / "program.py").write_text(PROGRAM)
     arguments = f"""--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --input_key input --generate_max_len 6
         --eval_data {tiny}/prompts.jsonl --eval_steps 1 --eval_before_training --max_samples 8 --num_episodes 4
         --verifiable_reward length --verify_length 3 --init_kl_coef 0 --advantage_estimator reinforce
         --rollout_batch_size 4 --train_batch_size 4 --actor_learning_rate 0"""
-    launch(2, SCRIPT, folder, *arguments.split())
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("early", "one_rank", "again")}
-
-
-@pytest.mark.parametrize("run", ["early", "one_rank"])
-def test_all_ranks_see_the_same_calls_and_numbers(calls: dict[str, list[Calls]], run: str) -> None:
-    first, second = calls[run]
-    assert first == second
-
-
-def test_every_point_of_a_run_is_called_in_order_until_nothing_gets_better(calls: dict[str, list[Calls]]) -> None:
-    seen = calls["early"][0]
-    assert [call[0] for call in seen] == [
+    launch(2, "program.py", *arguments.split(), cwd=tmp_path)
+    calls = {}
+    for run in ("early", "one_rank", "again"):
+        calls[run], other = (json.loads((tmp_path / f"{run}_{rank}.json").read_text()) for rank in (0, 1))
+        assert calls[run] == other
+    early = calls["early"]
+    assert [call[0] for call in early] == [
         *("on_fit_start", "on_evaluate"),
         *("on_evaluate", "on_step_end") * 2,
         *("on_save", "on_fit_end"),
     ]
-    assert [call[1] for call in seen if call[0] == "on_evaluate"] == [0, 1, 2]
-    assert len({call[2] for call in seen if call[0] == "on_evaluate"}) == 1
-    assert seen[-2][2] is True, "the model is there when on_save is called"
-
-
-def test_one_rank_can_end_the_run_for_all(calls: dict[str, list[Calls]]) -> None:
-    for seen in calls["one_rank"]:
-        assert [call[1] for call in seen if call[0] == "on_step_end"] == [1]
-        assert seen[-1] == ["on_fit_end"]
-
-
-def test_a_run_that_stopped_by_itself_does_not_go_on_when_it_is_resumed(calls: dict[str, list[Calls]]) -> None:
-    for seen in calls["again"]:
-        assert [call[0] for call in seen] == ["on_fit_start", "on_save", "on_fit_end"]
+    assert [call[1] for call in early if call[0] == "on_evaluate"] == [0, 1, 2]
+    assert len({call[2] for call in early if call[0] == "on_evaluate"}) == 1
+    assert early[-2][2] is True, "the model is there when on_save is called"
+    assert [call[1] for call in calls["one_rank"] if call[0] == "on_step_end"] == [1], "one rank ends it for all"
+    assert calls["one_rank"][-1] == ["on_fit_end"]
+    assert [call[0] for call in calls["again"]] == ["on_fit_start", "on_save", "on_fit_end"], "it stays ended"

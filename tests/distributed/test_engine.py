@@ -1,17 +1,84 @@
-"""What DeepSpeed does with our configuration, on two real ranks and for each ZeRO stage, against plain formulas."""
+"""What DeepSpeed does with our configuration, on two real ranks and for each ZeRO stage, against plain formulas.
+
+Launched by torchrun with a folder, this file puts small modules through ``DeepspeedStrategy``, and writes what came
+out, under the name of each experiment and ZeRO stage, to ``engine.json``.
+"""
 
 import json
 import math
+import os
+import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-SCRIPT = Path(__file__).with_name("run_engine.py")
+from openppo.config import AdamConfig, DeepSpeedConfig
+from openppo.strategy import DeepspeedStrategy
+
+PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+CONSTANT = AdamConfig(lr_scheduler="constant", lr_warmup_ratio=0)
+
+
+class Weights(nn.Module):
+    """A vector of 64 ones, whose gradient is whatever it is multiplied with."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, dtype=dtype))
+
+    def forward(self, gradient: float) -> Tensor:
+        return (self.weight * gradient).sum()
+
+
+def strategy_of(zero_stage: Any, bf16: bool = False) -> DeepspeedStrategy:
+    config = DeepSpeedConfig(zero_stage=zero_stage, bf16=bf16, max_norm=0.0)
+    return DeepspeedStrategy(config, timedelta(seconds=60), PARTITION_EVERYTHING)
+
+
+def ascend(strategy: DeepspeedStrategy, adam: AdamConfig, rate: float, dtype: torch.dtype) -> dict[str, list[float]]:
+    """40 steps along a constant gradient; Adam then moves by the learning rate exactly."""
+    engine = strategy.prepare(Weights(dtype), adam, rate, total_steps=40)
+    rates, weights = [], [1.0]
+    for _ in range(40):
+        rates.append(engine.learning_rate)
+        engine.backward(engine(1.0), last=True)
+        engine.step()
+        with strategy.gathered(engine):
+            weights.append(engine.module.weight.float().mean().item())
+    return {"rates": rates, "weights": weights}
+
+
+def norm_in_bf16(zero_stage: int, gradients: list[float]) -> float:
+    """The norm of accumulated gradients."""
+    strategy = strategy_of(zero_stage, bf16=True)
+    engine = strategy.prepare(Weights(torch.bfloat16), AdamConfig(), 1e-4, total_steps=4)
+    for i, gradient in enumerate(gradients):
+        engine.backward(engine(gradient), last=i == len(gradients) - 1)
+    return engine.step()
+
+
+def main() -> None:
+    """All experiments."""
+    results: dict[str, Any] = {}
+    for stage in (0, 1, 2, 3):
+        results[f"schedule {stage}"] = ascend(strategy_of(stage), AdamConfig(lr_warmup_ratio=0.1), 0.01, torch.float32)
+        # from 1.0, whose next number below is 0.996 in bfloat16
+        results[f"tiny updates {stage}"] = ascend(strategy_of(stage, bf16=True), CONSTANT, 1e-4, torch.bfloat16)
+        # in bfloat16 each of these sums would stay 1
+        results[f"small gradients {stage}"] = norm_in_bf16(stage, [1.0] + [2.0**-10] * 8)
+        results[f"small rank {stage}"] = norm_in_bf16(stage, [2.0 ** (-10 * torch.distributed.get_rank())] * 2)
+    if torch.distributed.get_rank() == 0:
+        Path(sys.argv[1], "engine.json").write_text(json.dumps(results))
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of gloo that frees a tensor while Python shuts down may abort the process
+
+
 STAGES = pytest.mark.parametrize("stage", (0, 1, 2, 3))
 
 
@@ -19,7 +86,7 @@ STAGES = pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def results(tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> dict[str, Any]:
     """What each experiment of the script gave."""
     folder = tmp_path_factory.mktemp("engine")
-    launch(2, SCRIPT, folder)
+    launch(2, __file__, folder)
     return json.loads((folder / "engine.json").read_text())
 
 
@@ -43,66 +110,17 @@ def test_the_learning_rate_rises_for_the_warm_up_and_falls_along_a_cosine_to_a_t
 
 @STAGES
 def test_updates_below_the_resolution_of_bfloat16_add_up(results: dict[str, Any], stage: int) -> None:
-    weights = results[f"tiny updates {stage}"]["weights"]
+    weights = results[f"tiny updates {stage}"]["weights"][1:]
     exact = torch.tensor([1 - 1e-4 * (step + 1) for step in range(40)])
     assert weights == exact.bfloat16().float().tolist()
-    assert weights[0] == 1.0
-    assert weights[-1] < 1.0
+    assert weights[0] == 1.0 > weights[-1]
 
 
 @STAGES
-def test_gradients_of_micro_batches_are_added_in_float32(results: dict[str, Any], stage: int) -> None:
-    norm = results[f"small gradients {stage}"]["norm"]
-    assert norm == pytest.approx(math.sqrt(64) * (1 + 8 / 1024), rel=1e-5)
+def test_gradients_of_micro_batches_and_ranks_are_added_in_float32(results: dict[str, Any], stage: int) -> None:
+    assert results[f"small gradients {stage}"] == pytest.approx(math.sqrt(64) * (1 + 8 / 1024), rel=1e-5)
+    assert results[f"small rank {stage}"] == pytest.approx(math.sqrt(64) * (1 + 1 / 1024), rel=1e-5)
 
 
-@STAGES
-def test_gradients_of_ranks_are_averaged_in_float32(results: dict[str, Any], stage: int) -> None:
-    norm = results[f"small gradient of a rank {stage}"]["norm"]
-    assert norm == pytest.approx(math.sqrt(64) * (1 + 1 / 1024), rel=1e-5)
-
-
-def naive_regression(max_norm: float) -> tuple[list[float], list[torch.Tensor]]:
-    """The script's regression in one process and one batch."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    norms = []
-    for step in range(6):
-        generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn(24, 6, generator=generator)
-        targets = (0.1, 10.0)[step % 2] * torch.randn(24, 1, generator=generator)
-        adam.zero_grad()
-        (model(inputs) - targets).square().mean().backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf).item())
-        adam.step()
-    return norms, [p.detach().flatten() for p in model.parameters()]
-
-
-@STAGES
-@pytest.mark.parametrize("max_norm", (0.0, 0.5))
-def test_the_gradient_of_all_ranks_is_clipped_by_its_global_norm(
-    results: dict[str, Any], stage: int, max_norm: float
-) -> None:
-    result = results[f"clipping {stage} {max_norm}"]
-    norms, weights = naive_regression(max_norm)
-    assert result["norms"] == pytest.approx(norms, rel=1e-4)
-    for got, want in zip(result["weights"], weights, strict=True):
-        assert torch.allclose(torch.tensor(got), want, atol=1e-5)
-
-
-def test_clipping_matters_in_that_experiment() -> None:
-    norms, free = naive_regression(0.0)
-    _, clipped = naive_regression(0.5)
-    assert min(norms) < 0.5 < max(norms)
-    assert (free[0] - clipped[0]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", ("normalization", "normalization without rows on a rank"))
-def test_advantages_are_normalized_over_the_action_tokens_of_all_ranks(results: dict[str, Any], name: str) -> None:
-    before, after = ([(np.array(v), np.array(m)) for v, m in results[name][when]] for when in ("before", "after"))
-    everything = np.concatenate([values[mask] for values, mask in before])
-    assert len(everything) > 10
-    for (old, mask), (new, _) in zip(before, after, strict=True):
-        expected = np.where(mask, (old - everything.mean()) / np.sqrt(everything.var() + 1e-8), 0.0)
-        assert new == pytest.approx(expected, abs=1e-5)
+if __name__ == "__main__":
+    main()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-SCRIPT = Path(__file__).with_name("run_steps.py")
+from tests.distributed.runs import outcome, vector
+
 N_PROMPTS, N_STEPS, EPOCHS = 13, 2, 2
 LEARNING_RATE, TEMPERATURE, KL_COEF, GAMMA, LAMBDA, EPS, PTX_COEF, MAX_NORM = 5e-3, 0.8, 0.1, 0.97, 0.9, 0.2, 0.3, 0.5
 LONGEST_SAMPLE = 9 + 12  # prompt and response; longer documents are cut
@@ -24,7 +24,8 @@ OPTIONS = f"""
     --max_epochs {EPOCHS} --lr_warmup_ratio 0 --lr_scheduler constant --generate_max_len 12 --temperature {TEMPERATURE}
     --actor_learning_rate {LEARNING_RATE} --critic_learning_rate {LEARNING_RATE} --max_norm {MAX_NORM}
     --init_kl_coef {KL_COEF} --gamma {GAMMA} --lambd {LAMBDA} --eps_clip {EPS} --value_clip {EPS} --ptx_coef {PTX_COEF}
-    --reward_clip_range -0.2 0.2
+    --reward_clip_range -0.2 0.2 --prompt_data {{tiny}}/prompts.jsonl --pretrain_data {{tiny}}/documents.jsonl
+    --pretrain {{tiny}}/actor --reward_pretrain {{tiny}}/reward
 """
 
 
@@ -131,13 +132,9 @@ class NaiveLoop:
         return norm
 
 
-def test_two_global_steps_equal_a_naive_loop(tiny: Path, tmp_path: Path, launch: Callable[..., str]) -> None:
-    data = f"--prompt_data {tiny}/prompts.jsonl --pretrain_data {tiny}/documents.jsonl"
-    arguments = f"{OPTIONS} {data} --pretrain {tiny}/actor --reward_pretrain {tiny}/reward".split()
-    case = {"name": "ppo", "command": "train_ppo", "arguments": arguments, "n_rows": N_PROMPTS, "n_steps": N_STEPS}
-    (tmp_path / "cases.json").write_text(json.dumps([case]))
-    launch(2, SCRIPT, tmp_path / "cases.json", tmp_path)
-    result = json.loads((tmp_path / "ppo" / "result.json").read_text())
+def test_two_global_steps_equal_a_naive_loop(tiny: Path, tmp_path: Path, run_cases: Callable[..., str]) -> None:
+    run_cases(2, tmp_path, {"ppo": {"arguments": OPTIONS, "n_rows": N_PROMPTS, "n_steps": N_STEPS}})
+    result = outcome(tmp_path / "ppo")
 
     loop = NaiveLoop(tiny)
     for samples, metrics in zip(result["samples"], result["metrics"], strict=True):
@@ -146,12 +143,7 @@ def test_two_global_steps_equal_a_naive_loop(tiny: Path, tmp_path: Path, launch:
             assert metrics[name] == pytest.approx(value, rel=1e-4), name
     assert result["metrics"][1]["kl_k3"] > 0.01
     for folder, model, start in (("model", loop.actor, "actor"), ("model_critic", loop.critic, "reward")):
-        trained, before = (
-            load_file(tmp_path / "ppo" / folder / "model.safetensors"),
-            load_file(tiny / start / "model.safetensors"),
-        )
-        names = sorted(trained)
-        naive = dict(model.named_parameters())
-        difference = torch.cat([(trained[name] - naive[name].detach()).flatten() for name in names]).norm()
-        update = torch.cat([(naive[name].detach() - before[name]).flatten() for name in names]).norm()
-        assert difference <= 1e-3 * update, folder
+        trained, before = vector(tmp_path / "ppo" / folder), vector(tiny / start)
+        weights = dict(model.named_parameters())
+        naive = torch.cat([weights[name].detach().double().flatten() for name in sorted(weights)])
+        assert (trained - naive).norm() <= 1e-3 * (naive - before).norm(), folder

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
+from tests.distributed.runs import left_by
 
 PROGRAM = """
 import json, sys
@@ -55,17 +54,19 @@ trainer.close()
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+FLAGS = "--pretrain {tiny}/actor --rollout_batch_size 4 --train_batch_size 4 --generate_max_len 6"
+
+
 def test_a_source_from_a_list_trains_checkpoints_and_resumes(
-    ranks: int, tiny: Path, tmp_path: Path, launch: Callable[..., str], left_by: Callable[[Path], Any]
+    tiny: Path, tmp_path: Path, launch: Callable[..., str]
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
 
     def run(name: str, source_steps: object, *more: str) -> str:
-        flags = f"""--pretrain {tiny}/actor --rollout_batch_size 4 --train_batch_size 4 --micro_train_batch_size 2
-            --save_steps 1 --generate_max_len 6 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3
-            --lr_scheduler constant --save_path {tmp_path / name}"""
-        return launch(ranks, tmp_path / "program.py", str(source_steps), *flags.split(), *more)
+        flags = f"""{FLAGS} --micro_train_batch_size 2 --save_steps 1 --actor_learning_rate 1e-3
+            --critic_learning_rate 1e-3 --lr_scheduler constant --save_path {tmp_path / name}"""
+        words = flags.replace("{tiny}", str(tiny)).split()
+        return launch(2, tmp_path / "program.py", str(source_steps), *words, *more)
 
     printed = run("whole", 6, "--max_steps", "4")
     assert "of 4" in printed
@@ -78,25 +79,17 @@ def test_a_source_from_a_list_trains_checkpoints_and_resumes(
     assert timeless[0] == timeless[1]
     assert whole.metrics[-1]["eval_reward"] == 1.0
     assert whole.state["trainer"]["source"] == {"next": 4}
-    assert {n: f for n, f in whole.files.items() if "random" not in n} == {
-        n: f for n, f in parts.files.items() if "random" not in n
-    }
+    weights = [{n: f for n, f in run.files.items() if "random" not in n} for run in (whole, parts)]
+    assert weights[0] == weights[1]
 
 
-def test_a_source_that_does_not_say_how_long_it_is_needs_max_steps(
+def test_a_source_of_unknown_length_needs_max_steps_and_a_dry_run_does_not_train(
     tiny: Path, tmp_path: Path, launch: Callable[..., str]
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    flags = f"--pretrain {tiny}/actor --rollout_batch_size 4 --train_batch_size 4 --save_path {tmp_path}/model"
-    output = launch(0, tmp_path / "program.py", "None", *flags.split(), status=1)
+    words = [*FLAGS.replace("{tiny}", str(tiny)).split(), "--save_path", str(tmp_path / "model")]
+    output = launch(0, tmp_path / "program.py", "None", *words, status=1)
     assert "ValueError: --max_steps is missing: the source of trajectories does not say how many steps" in output
-
-
-def test_a_dry_run_estimates_and_does_not_train(tiny: Path, tmp_path: Path, launch: Callable[..., str]) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    flags = (
-        f"--pretrain {tiny}/actor --rollout_batch_size 4 --train_batch_size 4 --save_path {tmp_path}/model --dry_run"
-    )
-    output = launch(0, tmp_path / "program.py", "2", *flags.split(), "--generate_max_len", "6", "--prompt_max_len", "8")
+    output = launch(0, tmp_path / "program.py", "2", *words, "--dry_run", "--prompt_max_len", "8")
     assert "of 2" not in output
     assert not (tmp_path / "model").exists()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.watched import TORCHRUN, rank_process, same_weights, small_ppo, torchrun, watch
+from tests.distributed.runs import vector
+from tests.distributed.watched import TORCHRUN, rank_process, small_ppo, torchrun, watch
 from tests.fork_server import REPO, Launcher
 
 
@@ -26,7 +27,7 @@ def undisturbed(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launcher: 
     return folder / "model"
 
 
-@pytest.mark.parametrize(("rank", "phase"), [(1, "training"), (0, "saving")])
+@pytest.mark.parametrize(("rank", "phase"), [(1, "training"), pytest.param(0, "saving", marks=pytest.mark.slow)])
 def test_torchrun_restarts_a_killed_run(tiny: Path, undisturbed: Path, tmp_path: Path, rank: int, phase: str) -> None:
     place = ("kill", rank, phase, 2, "train_ppo", *resumable(tiny, tmp_path))
     ended = torchrun("run_faults.py", *place, cwd=tmp_path, launcher=f"{TORCHRUN} --max_restarts 1")
@@ -34,7 +35,7 @@ def test_torchrun_restarts_a_killed_run(tiny: Path, undisturbed: Path, tmp_path:
     assert f"rank {rank} is gone" in ended.row("fault")
     assert "--load_checkpoint" in ended.row("resume")
     assert "torchrun starts all ranks again (restart 1 of 1)" in ended.row("resume")
-    assert same_weights(tmp_path / "model", undisturbed)
+    assert vector(tmp_path / "model").equal(vector(undisturbed))
 
 
 def test_the_elastic_script_resumes_from_its_newest_checkpoint(tiny: Path, tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_the_elastic_script_resumes_from_its_newest_checkpoint(tiny: Path, tmp_p
     (step,) = re.findall(r"from \S+/step_(\d+)$", ended.output, flags=re.MULTILINE)
     assert int(step) >= 1, "it was saved before step 2 ended"
     assert watch(script, tmp_path, SAVE_PATH="undisturbed", PATH=real, **variables).status == 0
-    assert same_weights(tmp_path / "disturbed", tmp_path / "undisturbed")
+    assert vector(tmp_path / "disturbed").equal(vector(tmp_path / "undisturbed"))
 
 
 def test_a_signal_saves_and_the_same_command_resumes(
@@ -77,4 +78,4 @@ def test_a_signal_saves_and_the_same_command_resumes(
     assert not (tmp_path / "model" / "model.safetensors").exists()
     again = launcher.run(["-m", "openppo.cli.train_ppo", *command], 2, cwd=tmp_path)
     assert again.returncode == 0, again.stdout
-    assert same_weights(tmp_path / "model", undisturbed)
+    assert vector(tmp_path / "model").equal(vector(undisturbed))

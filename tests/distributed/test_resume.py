@@ -6,15 +6,13 @@ rank, the trainer's state), the model, the sampled texts and the metrics.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("run_resume.py")
+from tests.distributed.runs import left_by, outcome
 
 PPO = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --rollout_batch_size 8 --train_batch_size 4
     --micro_train_batch_size 2 --micro_rollout_batch_size 4 --num_episodes 2 --generate_max_len 6
@@ -52,12 +50,12 @@ def everything(stage: int) -> str:
 
 CASES = [
     *(
-        Case(f"everything-zero{stage}", everything(stage), share, slow=(1,) if stage in (1, 2) else ())
+        Case(f"everything-zero{stage}", everything(stage), share, slow=(1,) if stage else (2,))
         for stage, share in enumerate((0.2, 0.45, 0.6, 0.85))
     ),
     *(
         Case(f"lora-zero{stage}", f"{PPO} {REWARD} {PTX} {LORA} --zero_stage {stage}", share, slow=slow)
-        for stage, share, slow in ((0, 0.4, (2,)), (2, 0.7, (1,)), (3, 0.25, (1,)))
+        for stage, share, slow in ((0, 0.4, (2,)), (2, 0.7, (1, 2)), (3, 0.25, (1,)))
     ),
     Case("bf16-zero1", f"{PPO} {REWARD} --zero_stage 1 --bf16", 0.5, slow=(1, 2)),
     Case("bf16-zero3", f"{PPO} {REWARD} --zero_stage 3 --bf16 --gradient_checkpointing", 0.3, slow=(1,)),
@@ -68,8 +66,9 @@ CASES = [
         f"{PPO.replace('{tiny}/prompts.jsonl', '{tiny}/prompts.jsonl,{tiny}/sft.jsonl')} {REWARD} --input_key input "
         "--prompt_data_probs 0.3,0.7 --n_samples_per_prompt 2 --dynamic_sampling --advantage_estimator group_norm",
         0.55,
+        slow=(1,),
     ),
-    Case("at-once-zero2", f"{AT_ONCE} {REWARD} {PTX} --zero_stage 2 --max_epochs 2", 0.4),
+    Case("at-once-zero2", f"{AT_ONCE} {REWARD} {PTX} --zero_stage 2 --max_epochs 2", 0.4, slow=(1,)),
     Case("at-once-bf16-zero3", f"{AT_ONCE} {REWARD} --zero_stage 3 --bf16", 0.55, slow=(1, 2)),
     Case("own-loop", f"{PPO} {REWARD} {PTX} --max_epochs 2", 0.5, slow=(2,), own_loop=True),
     Case("max-steps", f"{PPO} {REWARD} --max_steps 5", 0.7, slow=(2,)),
@@ -79,6 +78,7 @@ CASES = [
         f"{SUPERVISED} {LORA} --dataset {{tiny}}/sft.jsonl --eval_dataset {{tiny}}/sft.jsonl --keep_best eval_loss",
         0.6,
         "train_sft",
+        slow=(1,),
     ),
     Case(
         "reward-model",
@@ -86,6 +86,7 @@ CASES = [
         "--eval_dataset {tiny}/preference.jsonl --keep_best eval_accuracy",
         0.3,
         "train_rm",
+        slow=(1,),
     ),
     # The places of the third step: its start, generation, scores, and its evaluation: generation, scores.
     *(
@@ -102,59 +103,36 @@ CASES = [
 
 @pytest.fixture(scope="module", params=(1, 2), ids=("1 rank", "2 ranks"))
 def runs(
-    request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]
 ) -> tuple[int, Path]:
     """The folder with the undisturbed runs in ``whole`` and the stopped and resumed ones in ``parts``."""
     ranks, folder = request.param, tmp_path_factory.mktemp(f"resume{request.param}")
     slow = request.config.getoption("slow")
-    cases = [case for case in CASES if ranks in case.ranks and (slow or ranks not in case.slow)]
-
-    def run(mode: str, out: str) -> None:
-        described = []
-        for case in cases:
-            (folder / out / case.name).mkdir(parents=True, exist_ok=True)
-            arguments = case.arguments.replace("{tiny}", str(tiny)).split()
-            stop_at = 0
-            if mode == "first":
-                n_checks = int((folder / "whole" / case.name / "checks").read_text())
-                stop_at = case.check or 1 + int(case.share * (n_checks - 1))
-            described.append(dataclasses.asdict(case) | {"arguments": arguments, "stop_at": stop_at})
-        (folder / f"{mode}.json").write_text(json.dumps(described))
-        launch(ranks, SCRIPT, folder / f"{mode}.json", folder / out, mode)
-
-    run("whole", "whole")
-    run("first", "parts")
-    for case in cases:
-        found = folder / "parts" / case.name / "model"
-        (folder / "parts" / case.name / "stopped.json").write_text(
-            json.dumps(
-                {"model": (found / "config.json").exists(), "checkpoints": sorted(p.name for p in found.rglob("*"))}
-            )
-        )
-    run("rest", "parts")
+    cases = {c.name: dataclasses.asdict(c) for c in CASES if ranks in c.ranks and (slow or ranks not in c.slow)}
+    run_cases(ranks, folder / "whole", cases, "whole")
+    for case in cases.values():
+        n_checks = outcome(folder / "whole" / case["name"])["checks"]
+        case["stop_at"] = case["check"] or 1 + int(case["share"] * (n_checks - 1))
+    run_cases(ranks, folder / "parts", cases, "first")
+    saved = [name for name in cases if list((folder / "parts" / name / "model").glob("*config.json"))]
+    assert saved == [], "they were not stopped"
+    run_cases(ranks, folder / "parts", cases, "rest")
     return ranks, folder
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_resumed_run_is_the_run_that_never_stopped(
-    runs: tuple[int, Path], left_by: Callable[[Path], Any], case: Case, pytestconfig: pytest.Config
+    runs: tuple[int, Path], case: Case, pytestconfig: pytest.Config
 ) -> None:
     ranks, folder = runs
-    if ranks in case.slow and not pytestconfig.getoption("slow"):
-        pytest.skip("slow: runs with --slow")
-    if ranks not in case.ranks:
-        pytest.skip(f"not on {ranks} ranks")
-    whole, parts = (folder / kind / case.name / "model" for kind in ("whole", "parts"))
-    stopped = json.loads((folder / "parts" / case.name / "stopped.json").read_text())
-    assert not stopped["model"], "the run was not stopped"
+    if ranks not in case.ranks or (ranks in case.slow and not pytestconfig.getoption("slow")):
+        pytest.skip(f"not on {ranks} ranks, or with --slow only")
+    parts, whole = (folder / kind / case.name / "model" for kind in ("parts", "whole"))
     assert (parts / "config.json").exists() or (parts / "adapter_config.json").exists()
-
     got, want = left_by(parts), left_by(whole)
-    assert got.metrics == want.metrics
-    assert got.samples == want.samples
-    assert got.tokens == want.tokens
+    for name in ("metrics", "samples", "tokens", "state"):
+        assert getattr(got, name) == getattr(want, name), name
     assert (len(want.tokens) > 0) == (case.command == "train_ppo")
-    assert got.state == want.state
     assert got.files.keys() == want.files.keys()
     assert len(want.files) >= 3
     assert [name for name in want.files if got.files[name] != want.files[name]] == []

@@ -1,15 +1,20 @@
 """Signals to any process of a run ask all ranks to save and exit; torchrun is real, since it passes signals on."""
 
+import json
 import os
+import pty
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.watched import REPORT, OnLine, children, small_ppo, torchrun
+from tests.distributed.runs import logged
+from tests.distributed.watched import REPORT, OnLine, descendants, small_ppo, torchrun
+from tests.fork_server import ENVIRONMENT
 
 SAVES = "saving a checkpoint, then exiting"
 
@@ -36,12 +41,11 @@ def once_both_work(signals: dict[str, signal.Signals], again: str = "") -> OnLin
 @pytest.mark.parametrize(
     ("number", "to", "status"),
     [
-        (signal.SIGTERM, ["rank 1"], 0),
+        pytest.param(signal.SIGTERM, ["rank 1"], 0, marks=pytest.mark.slow),
         (signal.SIGHUP, ["rank 0"], 0),
         (signal.SIGINT, ["torchrun"], 1),
-        (signal.SIGTERM, ["torchrun", "rank 0", "rank 1"], 1),
+        (signal.SIGTERM, ["torchrun", "rank 0", "rank 1"], 1),  # as Slurm
     ],
-    ids=["SIGTERM to a rank", "SIGHUP to a rank", "SIGINT to torchrun", "SIGTERM to all, as Slurm"],
 )
 def test_a_signal_to_any_process_reaches_all_ranks(
     tmp_path: Path, number: signal.Signals, to: list[str], status: int
@@ -82,7 +86,7 @@ def test_a_run_that_is_stopped_for_a_moment_continues(tiny: Path, tmp_path: Path
         if line.startswith("step 1/"):
             # Not what ranks start: a rank does not stop while it waits for a child stopped between fork and exec.
             for number, pause in ((signal.SIGSTOP, 9), (signal.SIGCONT, 0)):
-                for pid in (process.pid, *children(process.pid)):
+                for pid in (process.pid, *(child.pid for child in descendants(process.pid, recursive=False))):
                     os.kill(pid, number)
                 time.sleep(pause)
 
@@ -90,3 +94,29 @@ def test_a_run_that_is_stopped_for_a_moment_continues(tiny: Path, tmp_path: Path
     ended = torchrun("run_faults.py", *place, cwd=tmp_path, on_line=freeze)
     assert ended.status == 0, ended.output
     assert "step 3/3" in ended.output
+
+
+def test_a_lost_terminal_ends_the_run_with_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    flags = f"""--pretrain {tiny}/actor --dataset {tiny}/sft.jsonl --train_batch_size 2 --micro_train_batch_size 2
+        --max_epochs 100000 --save_steps 0 --save_path {tmp_path}/model"""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
+        os.environ |= ENVIRONMENT
+        os.execv(sys.executable, [sys.executable, "-m", "openppo.cli.train_sft", *flags.split()])
+    printed = b""
+    while len(logged(tmp_path / "model")) < 3:
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), printed.decode(errors="replace")
+        printed += os.read(terminal, 1 << 16)
+    os.close(terminal)  # the kernel sends SIGHUP, and all output is an error from now on
+    for _ in range(6000):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(pid, 9)
+        pytest.fail("it did not end")
+    assert os.waitstatus_to_exitcode(status) == 0
+    state = json.loads((tmp_path / "model" / "checkpoints_sft" / "latest" / "state.json").read_text())
+    assert state["step"] >= 3

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -11,9 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from safetensors.torch import load_file
+import psutil
 
 from openppo.config import RunConfig
 from tests.fork_server import ENVIRONMENT, SECONDS_UNTIL_A_HANG_IS_CERTAIN
@@ -72,25 +71,23 @@ def small_ppo(tiny: Path, folder: Path, options: str = "") -> list[str]:
 def watch(words: list[str], cwd: Path, on_line: OnLine | None = None, **variables: object) -> Ended:
     """Run a command until its processes have ended; ``on_line`` sees each line. Fails if a process is left over."""
     environment = {**os.environ, **ENVIRONMENT, **{name: str(value) for name, value in variables.items()}}
-    process = subprocess.Popen(
-        words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    family: set[int] = set()
-    timer = threading.Timer(SECONDS_UNTIL_A_HANG_IS_CERTAIN, lambda: [os.kill(p, signal.SIGKILL) for p in family])
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(words, cwd=cwd, env=environment, **pipes)
+    family: set[psutil.Process] = set()
+    timer = threading.Timer(SECONDS_UNTIL_A_HANG_IS_CERTAIN, lambda: [member.kill() for member in family])
     timer.daemon = True
     timer.start()
     output = ""
-    assert process.stdout is not None
-    for line in process.stdout:  # until all processes that have it have ended
+    for line in process.stdout or ():  # until all processes that have it have ended
         output += line
-        family |= {process.pid, *descendants(process.pid)}
+        family |= {*descendants(process.pid)}
         if on_line is not None:
             on_line(line, process)
     status = process.wait()
     assert timer.is_alive(), f"did not end within {SECONDS_UNTIL_A_HANG_IS_CERTAIN} s:\n{output}"
     timer.cancel()
     deadline = time.monotonic() + 10  # a process closes its output a little before it has ended
-    while (left := [pid for pid in family if _is_alive(pid)]) and time.monotonic() < deadline:
+    while (left := [member for member in family if _is_alive(member)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == [], output
     return Ended(words, output, status, time.time())
@@ -103,37 +100,23 @@ def torchrun(
     return watch([sys.executable, "-m", *launcher.split(), str(HERE / script), *map(str, arguments)], cwd, on_line)
 
 
-def same_weights(first: Path, second: Path) -> bool:
-    one, other = (load_file(folder / "model.safetensors") for folder in (first, second))
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    with contextlib.suppress(OSError):  # it has ended
-        tasks = Path(f"/proc/{pid}/task").glob("*/children")
-        return [int(child) for task in tasks for child in task.read_text().split()]
+def descendants(pid: int, recursive: bool = True) -> list[psutil.Process]:
+    """The processes that a process has started, and those that they have."""
+    with contextlib.suppress(psutil.Error):  # it has ended
+        return psutil.Process(pid).children(recursive)
     return []
-
-
-def descendants(pid: int) -> list[int]:
-    found = [pid]
-    for one in found:
-        found += children(one)
-    return found[1:]
 
 
 def rank_process(launcher: int, rank: int) -> int:
     """The process of a rank that torchrun, somewhere below ``launcher``, has started."""
-    for pid in descendants(launcher):
-        with contextlib.suppress(OSError):
-            if f"\0LOCAL_RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                return pid
+    for process in descendants(launcher):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("LOCAL_RANK") == str(rank):
+                return process.pid
     raise ProcessLookupError(f"no rank {rank}")
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False

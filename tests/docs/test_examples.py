@@ -1,4 +1,4 @@
-"""The scripts to copy run as they are, with a tiny model, and write what they promise."""
+"""The scripts to copy run as they are, with a tiny model, and write what they promise; test_commands.py parses all."""
 
 import json
 import os
@@ -25,24 +25,21 @@ SMALL = (
 Run = Callable[..., str]
 
 
-def script(run: Run, name: str, folder: Path, more: str = "", **env: str) -> Path:
+def script(run: Run, name: str, folder: Path, more: str = "", flags: str = SMALL, **env: str) -> Path:
     """Run a script in ``folder`` with two optimizer steps of four samples, and return its folder of results."""
     environment = {"GPUS": "1", "MODEL": "policy", "REWARD_MODEL": "reward", "SAVE_PATH": f"out/{name}"} | env
-    run(["bash", str(SCRIPTS / name), *SMALL.split(), *more.split()], folder, **environment)
+    run(["bash", str(SCRIPTS / name), *flags.split(), *more.split()], folder, **environment)
     return folder / environment["SAVE_PATH"]
 
 
-def logged(folder: Path) -> list[dict[str, float]]:
-    """The metrics of each step."""
-    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+def logged(folder: Path, file: str = "metrics") -> list[dict[str, float]]:
+    """The rows of a log."""
+    return [json.loads(line) for line in (folder / "logs" / f"{file}.jsonl").read_text().splitlines()]
 
 
-def test_gsm8k(run: Run, workshop: Path) -> None:
-    out = script(run, "gsm8k.sh", workshop, DATA="math.jsonl", EVAL_DATA="math.jsonl", GPUS="2")
-    first, *steps = logged(out)
-    assert first["eval_reward"] == steps[-1]["eval_reward"] == 0.0, "a random model solves nothing"
-    assert [step["reward"] for step in steps] == [0.0, 0.0]
-    assert (out / "model.safetensors").is_file()
+def saved(folder: Path) -> list[str]:
+    """The stages that left a model."""
+    return sorted(path.name for path in folder.iterdir() if (path / "model.safetensors").is_file())
 
 
 def test_gsm8k_with_real_questions_and_the_qwen_template(run: Run, tmp_path: Path, assets: Path) -> None:
@@ -55,17 +52,38 @@ def test_gsm8k_with_real_questions_and_the_qwen_template(run: Run, tmp_path: Pat
     config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, **sizes)
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy")
-    out = script(run, "gsm8k.sh", tmp_path, DATA="train.jsonl", EVAL_DATA="test.jsonl")
-    sample = json.loads((out / "logs" / "samples.jsonl").read_text().splitlines()[0])
-    assert "<|im_start|>user\n" in sample["prompt"]
-    assert sample["prompt"].count("####") == 1
+    out = script(run, "gsm8k.sh", tmp_path, DATA="train.jsonl", EVAL_DATA="test.jsonl", GPUS="2")
+    first, *steps = logged(out)
+    assert first["eval_reward"] == steps[-1]["eval_reward"] == steps[0]["reward"] == 0.0, (
+        "a random model solves nothing"
+    )
+    prompt = str(logged(out, "samples")[0]["prompt"])
+    assert "<|im_start|>user\n" in prompt
+    assert prompt.count("####") == 1
 
 
-def test_grpo(run: Run, workshop: Path) -> None:
-    out = script(run, "grpo.sh", workshop, "--n_samples_per_prompt 2 --train_batch_size 8", DATA="math.jsonl", GPUS="2")
+@pytest.mark.parametrize(
+    ("name", "flags", "env"),
+    [
+        ("grpo.sh", f"{SMALL} --n_samples_per_prompt 2 --train_batch_size 8", {"DATA": "math.jsonl", "GPUS": "2"}),
+        ("remax.sh", SMALL, {"DATA": "prompts.jsonl"}),
+        ("train_sft.sh", "--train_batch_size 4 --max_len 64", {"DATASET": "sft.jsonl", "GPUS": "2"}),
+        ("train_rm.sh", "--train_batch_size 4 --max_len 64", {"DATASET": "preference.jsonl", "GPUS": "2"}),
+        (
+            "train_prm.sh",
+            "--placeholder_token # --reward_tokens + - --train_batch_size 4",
+            {"DATASET": "steps.jsonl", "GPUS": "2"},
+        ),
+        pytest.param("train_ppo.sh", SMALL, {"PROMPT_DATA": "prompts.jsonl", "GPUS": "2"}, marks=pytest.mark.slow),
+        pytest.param("elastic.sh", SMALL, {"DATA": "prompts.jsonl", "GPUS": "2"}, marks=pytest.mark.slow),
+    ],
+)  # README's command is that of train_ppo.sh; tests/distributed/test_restarts.py runs elastic.sh
+def test_a_script_leaves_a_model(run: Run, workshop: Path, name: str, flags: str, env: dict[str, str]) -> None:
+    out = script(run, name, workshop, flags=flags, PRETRAIN="policy", REWARD_PRETRAIN="reward", **env)
+    assert (out / "model.safetensors").is_file()
     assert len(logged(out)) == 2
-    assert "value_loss" not in logged(out)[0], "GRPO has no critic"
-    assert "kl_loss" in logged(out)[0]
+    assert ("value_loss" in logged(out)[0]) == (name in ("train_ppo.sh", "elastic.sh")), "the others have no critic"
+    assert ("kl_loss" in logged(out)[0]) == (name == "grpo.sh")
 
 
 def config_of(name: str, folder: Path, more: str = "") -> TrainPPOConfig:
@@ -100,21 +118,6 @@ def test_the_relatives_of_grpo_are_what_their_papers_say(tmp_path: Path) -> None
     assert made["GSPO"].loss.policy_loss_type == "gspo"
 
 
-@pytest.mark.parametrize("name", ["train_sft.sh", "train_rm.sh", "train_ppo.sh"])
-def test_the_script_of_a_command(run: Run, workshop: Path, name: str) -> None:
-    data = {"PROMPT_DATA": "prompts.jsonl", "DATASET": "preference.jsonl" if "rm" in name else "sft.jsonl"}
-    models = {"PRETRAIN": "policy", "REWARD_PRETRAIN": "reward", "SAVE_PATH": f"out/{name}", "GPUS": "2"}
-    flags = SMALL if "ppo" in name else "--train_batch_size 4 --max_len 64"
-    run(["bash", str(SCRIPTS / name), *flags.split()], workshop, **data, **models)
-    assert (workshop / "out" / name / "model.safetensors").is_file()
-
-
-def test_remax(run: Run, workshop: Path) -> None:
-    out = script(run, "remax.sh", workshop, DATA="prompts.jsonl")
-    assert len(logged(out)) == 2
-    assert "value_loss" not in logged(out)[0], "ReMax has no critic"
-
-
 def test_lora(run: Run, workshop: Path) -> None:
     out = script(run, "lora.sh", workshop, "--actor_learning_rate 1e-2", DATA="prompts.jsonl", CRITIC="policy")
     assert (out / "adapter_model.safetensors").is_file()
@@ -125,32 +128,19 @@ def test_lora(run: Run, workshop: Path) -> None:
     assert any(not torch.equal(a, b.to(a)) for a, b in zip(merged.parameters(), base.parameters(), strict=True))
 
 
-def test_elastic_goes_on_where_it_stopped(run: Run, workshop: Path) -> None:
-    out = script(run, "elastic.sh", workshop, "--max_samples 4", DATA="prompts.jsonl", SAVE_STEPS="1", GPUS="2")
-    assert [line["step"] for line in logged(out)] == [1]
-    script(run, "elastic.sh", workshop, "--max_samples 4", DATA="prompts.jsonl", SAVE_STEPS="1", GPUS="2")
-    assert [line["step"] for line in logged(out)] == [1], "there was nothing left to do"
-
-
-def test_hh_trains_what_is_not_given(run: Run, workshop: Path) -> None:
-    out = script(run, "hh.sh", workshop, DATA="dialogues.jsonl", REWARD_MODEL="", BATCH="4")
-    assert sorted(path.name for path in out.iterdir() if (path / "model.safetensors").is_file()) == ["ppo", "rm", "sft"]
-
-
-def test_tldr_trains_what_is_not_given_and_uses_what_is(run: Run, workshop: Path) -> None:
+def test_tldr_trains_what_is_not_given_and_hh_uses_what_is(run: Run, workshop: Path) -> None:
     rows = [{"prompt": f"POST: say {i}\n\nTL;DR:", "completion": f" {i}"} for i in range(8)]
     (workshop / "tldr.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"DATA": "tldr.jsonl", "PREFERENCES": "preference.jsonl", "BATCH": "4"}
     out = script(run, "tldr.sh", workshop, REWARD_MODEL="", **data)
-    assert sorted(path.name for path in out.iterdir() if (path / "model.safetensors").is_file()) == ["ppo", "rm", "sft"]
-    given = script(
-        run, "tldr.sh", workshop, SFT="policy", SAVE_PATH="out/tldr_given", **data, REWARD_MODEL=str(out / "rm")
-    )
-    assert [path.name for path in given.iterdir() if (path / "model.safetensors").is_file()] == ["ppo"]
-    sample = json.loads((given / "ppo" / "logs" / "samples.jsonl").read_text().splitlines()[0])
-    assert sample["prompt"].endswith("TL;DR:")
+    assert saved(out) == ["ppo", "rm", "sft"]
+    assert str(logged(out / "ppo", "samples")[0]["prompt"]).endswith("TL;DR:")
+    given = {"SFT": "policy", "REWARD_MODEL": str(out / "rm"), "SAVE_PATH": "out/given"}
+    assert saved(script(run, "hh.sh", workshop, DATA="dialogues.jsonl", BATCH="4", **given)) == ["ppo"]
 
 
-def test_hh_uses_the_models_that_are_given(run: Run, workshop: Path) -> None:
-    out = script(run, "hh.sh", workshop, DATA="dialogues.jsonl", SFT="policy", SAVE_PATH="out/given", BATCH="4")
-    assert [path.name for path in out.iterdir() if (path / "model.safetensors").is_file()] == ["ppo"]
+@pytest.mark.slow
+def test_hh_trains_what_is_not_given(run: Run, workshop: Path) -> None:
+    assert saved(script(run, "hh.sh", workshop, DATA="dialogues.jsonl", REWARD_MODEL="", BATCH="4")) == [
+        *("ppo", "rm", "sft")
+    ]

@@ -73,18 +73,43 @@ def test_flash_attention_packs_samples(zero_stage: str, tmp_path: Path) -> None:
     assert "are padded" not in run_ppo(tmp_path, "--zero_stage", zero_stage, "--flash_attn")
 
 
+def execute(*words: object, cwd: Path, **more: str) -> str:
+    """What Python prints; a script is named by its path in the repository."""
+    script = [str(REPO / str(words[0]))] if str(words[0]).endswith(".py") else [str(words[0])]
+    environment = os.environ | {"PYTHONPATH": str(REPO)} | more
+    command = [sys.executable, *script, *map(str, words[1:])]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout + done.stderr
+
+
 def run_ppo(tmp_path: Path, *more: str) -> str:
     """Two steps in bf16; returns the log."""
-    make = [sys.executable, str(REPO / "examples/sort_letters.py"), "make", "--out", str(tmp_path)]
-    subprocess.run(make, check=True)
+    execute("examples/sort_letters.py", "make", "--out", tmp_path, cwd=tmp_path)
     (tmp_path / "reward.py").write_text("def reward_fn(p, r, labels):\n    return [float(len(x)) for x in r]\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    command += ["-m", "openppo.cli.train_ppo", "--pretrain", "model", "--reward_fn", "reward.py"]
-    command += ["--prompt_data", "prompts.jsonl", "--max_samples", "16", "--bf16"]
-    command += ["--rollout_batch_size", "8", "--train_batch_size", "8", "--generate_max_len", "8", *more]
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-5000:]
+    words = """-m torch.distributed.run --standalone --nproc_per_node 1 -m openppo.cli.train_ppo --pretrain model
+        --reward_fn reward.py --prompt_data prompts.jsonl --max_samples 16 --bf16 --rollout_batch_size 8
+        --train_batch_size 8 --generate_max_len 8"""
+    said = execute(*words.split(), *more, cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "ckpt/logs/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
-    return done.stdout + done.stderr
+    return said
+
+
+def test_greedy_responses_on_the_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+    execute("examples/sort_letters.py", "make", "--out", tmp_path, cwd=tmp_path)
+    words = "-m openppo.cli.generate --pretrain model --prompt_data heldout.jsonl --max_samples 20".split()
+    lines = []
+    for device, more in (("gpu", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": ""})):
+        execute(*words, "--generate_max_len", "8", "--output_path", device, cwd=tmp_path, **more)
+        lines.append([json.loads(line) for line in (tmp_path / device).read_text().splitlines()])
+    for line in lines[1]:
+        line["mean_log_prob"] = pytest.approx(line["mean_log_prob"], abs=1e-3)
+    assert lines[0] == lines[1]
+
+
+def test_the_benchmark_runs_with_a_tiny_model(tmp_path: Path) -> None:
+    said = execute("benchmarks/gpu.py", "--shape", "tiny", "--steps", "1", "--cache", tmp_path, cwd=tmp_path)
+    assert "no GPU: these figures mean nothing" not in said
+    assert torch.cuda.get_device_name() in said
+    assert said.count("| OpenPPO, tiny") == said.count("| transformers, tiny") == 2
