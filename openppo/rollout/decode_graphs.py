@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs: the kernels of a forward take less time than launching them one by one."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: PreTrainedModel, cache: RowCache, device: torch.device, record: Recorder) -> None:
-        self.model = model
+        self.model: Any = model
         self.cache = cache
         self.device = device
         self.record = record
@@ -41,45 +42,34 @@ class DecodeGraphs:
         """Logits (rows, V) after the ids ``last``, one of each row; good until the next call."""
         self.cache.make_room()
         n_rows, column = len(last), self.cache.window.end
-        shape = self._round_up(n_rows, column + 1)
-        idle = [(0, column, column)] * (shape[0] - n_rows)  # rows that see themselves alone: nothing else is theirs
+        rows = min(1 << (n_rows - 1).bit_length(), self._shape[0])
+        columns = min(-(-(column + 1) // COLUMNS_TOGETHER) * COLUMNS_TOGETHER, self._shape[1])
+        idle = [(0, column, column)] * (rows - n_rows)  # rows that see themselves alone: nothing else is theirs
         steps = [*((token, start, column) for token, start in zip(last, self.cache.starts, strict=True)), *idle]
-        if shape in self._recorded:
-            inputs, forward = self._recorded[shape]
+        if (rows, columns) in self._recorded:
+            inputs, forward = self._recorded[rows, columns]
             inputs.copy_(torch.tensor(steps))
         else:
             inputs = torch.tensor(steps, device=self.device)
-            forward = self._record(shape, inputs)
-            self._recorded[shape] = inputs, forward
+            forward = self.record(partial(self._forward, columns, inputs))
+            self._recorded[rows, columns] = inputs, forward
         return forward()[:n_rows]
 
-    def _round_up(self, rows: int, columns: int) -> tuple[int, int]:
-        most_rows, most_columns = self._shape
-        power = 1 << (rows - 1).bit_length()
-        together = -(-columns // COLUMNS_TOGETHER) * COLUMNS_TOGETHER
-        return min(power, most_rows), min(together, most_columns)
-
-    def _record(self, shape: tuple[int, int], inputs: Tensor) -> Forward:
+    def _forward(self, columns: int, inputs: Tensor) -> Tensor:
         """``inputs`` (rows, 3) int64 are token id, first column and this column of each row."""
-        rows, columns = shape
-        model: Any = self.model
-
-        def forward() -> Tensor:
-            ids, starts, column = inputs.unbind(1)
-            places = torch.arange(columns, device=inputs.device)
-            mask = (places >= starts[:, None]) & (places <= column[:, None])  # (rows, columns)
-            with self.cache.fixed(rows, columns, column[:1]):
-                output = model(
-                    input_ids=ids[:, None],
-                    attention_mask=mask,
-                    position_ids=(column - starts)[:, None],
-                    past_key_values=self.cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
-            return output.logits[:, -1]
-
-        return self.record(forward)
+        ids, starts, column = inputs.unbind(1)
+        places = torch.arange(columns, device=inputs.device)
+        mask = (places >= starts[:, None]) & (places <= column[:, None])  # (rows, columns)
+        with self.cache.fixed(len(inputs), columns, column[:1]):
+            output = self.model(
+                input_ids=ids[:, None],
+                attention_mask=mask,
+                position_ids=(column - starts)[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return output.logits[:, -1]
 
 
 class CUDARecorder:

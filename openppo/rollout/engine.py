@@ -1,14 +1,16 @@
-"""Generation engines: the protocol, and the loop over their steps."""
+"""Generation engines: what all of them do, and the loop over their steps."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import count
 from typing import Protocol
 
 from torch import Tensor
 
 from openppo.rollout.sampling import Decode
 from openppo.tracking import progress_bar
-from openppo.types import Completion, SamplingParams
+from openppo.types import Completion, NeverStops, SamplingParams, StopCheck
 
 
 class WeightSource(Protocol):
@@ -23,55 +25,70 @@ class WeightSource(Protocol):
         ...
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """Token ids in; token ids, log-probs of the distribution sampled from, and finish reason out.
 
     Requests enter one by one with ``submit``; each ``step`` advances what is under way by one forward pass;
-    ``collect`` hands out what has ended. ``generate`` runs that loop for a batch. ``version`` counts the policy's
-    updates; the owner of the weights sets it. Stop strings need ``decode``. All of it takes place inside
-    ``with_weights``.
+    ``collect`` hands out what has ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise
+    ``Interrupted``. ``version`` counts the policy's updates; the owner of the weights sets it. Stop strings are looked
+    for in the text that ``decode`` makes of ids; its owner sets it. All of it takes place inside ``with_weights``.
     """
 
-    version: int
-    decode: Decode | None
+    decode: Decode | None = None
+
+    def __init__(self, show_progress: bool = False, stop: StopCheck | None = None) -> None:
+        self.show_progress = show_progress
+        self.stop = stop or NeverStops()
+        self.version = 0
+        self._numbers = count()
+        self._ended: dict[int, Completion] = {}
 
     @property
+    @abstractmethod
     def busy(self) -> bool:
         """True while a request waits or is being decoded."""
-        ...
 
+    @abstractmethod
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> int:
         """Queue a request and return its number. The response depends on ``seed``, not on its neighbours."""
-        ...
 
+    @abstractmethod
     def step(self) -> None:
         """One forward pass: decode, or take in waiting requests."""
-        ...
+
+    @abstractmethod
+    def with_weights(self, weights: WeightSource) -> AbstractContextManager[None]:
+        """Inside, the engine may decode, with the weights of now, on each rank by itself or in lockstep."""
+
+    @abstractmethod
+    def _drop_all(self) -> None:
+        """Forget all requests."""
 
     def collect(self) -> dict[int, Completion]:
         """Completions that ended since the last call, by request number."""
-        ...
+        ended, self._ended = self._ended, {}
+        return ended
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
-        """Submit all, step until all ended; completions in the order of ``prompts``."""
-        ...
+        """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
+        numbers = {i: self.submit(prompts[i], params, seeds[i]) for i in self._order(prompts)}
+        done: dict[int, Completion] = {}
+        with progress_bar(len(prompts), "generation", enabled=self.show_progress) as bar:
+            while self._has_work():
+                self.step()
+                ended = self.collect()
+                done |= ended
+                bar.update(len(ended))
+        self.stop()
+        return [done[numbers[i]] for i in range(len(prompts))]
 
-    def with_weights(self, weights: WeightSource) -> AbstractContextManager[None]:
-        """Inside, the engine may decode, with the weights of now, on each rank by itself or in lockstep."""
-        ...
+    def _order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+        """Indexes of prompts in the order in which they are submitted."""
+        return range(len(prompts))
 
-
-def drain(
-    engine: Engine, place: Mapping[int, int], has_work: Callable[[], bool], show_progress: bool
-) -> dict[int, Completion]:
-    """Step while ``has_work()``; the completions that ended, by the ``place`` of their request numbers."""
-    done: dict[int, Completion] = {}
-    with progress_bar(len(place), "generation", enabled=show_progress) as bar:
-        while has_work():
-            engine.step()
-            ended = engine.collect()
-            done |= {place[number]: completion for number, completion in ended.items()}
-            bar.update(len(ended))
-    return done
+    def _has_work(self) -> bool:
+        if self.stop.requested():
+            self._drop_all()
+        return self.busy

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from openppo.models.size import cache_elements
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
-from openppo.rollout.engine import WeightSource, drain
+from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.row_cache import SLACK_COLUMNS, PromptCache, RowCache, check_cache
-from openppo.rollout.sampling import Decode, finish_reason, request_uniforms, sample_rows
-from openppo.types import Completion, NeverStops, SamplingParams, StopCheck
+from openppo.rollout.sampling import finish_reason, request_uniforms, sample_rows
+from openppo.types import Completion, SamplingParams, StopCheck
 
 PREFILL_TOKENS = 4096
 """Prompt tokens of one forward pass, padding included, unless a single prompt has more."""
@@ -34,25 +34,24 @@ class _Request:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
-    @property
-    def max_length(self) -> int:
-        return len(self.prompt_ids) + self.params.max_new_tokens
+
+def _longest(requests: Sequence[_Request]) -> int:
+    """Tokens that the longest of these may have."""
+    return max(len(request.prompt_ids) + request.params.max_new_tokens for request in requests)
 
 
-class HFEngine:
+class HFEngine(Engine):
     """``Engine`` over a causal language model of transformers.
 
     Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU, on a GPU 256 or what ``rows_that_fit``
     when the engine wakes). Waiting requests take the places of those that have ended; equal prompts are read once. A
     sampled id in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places, so it
-    may equal EOS. Stop strings are looked for in the text that ``decode`` makes of ids; its owner sets it.
+    may equal EOS.
 
     ``any_rank_busy`` puts ranks in lockstep, for partitioned weights that cannot be gathered: it combines the ranks'
-    ``busy`` before each step, and a rank with nothing to do runs along. ``stop`` is called likewise, and makes
-    ``generate`` raise ``Interrupted``. ``new_recorder`` records decode steps (``DecodeGraphs``); not in lockstep.
+    ``busy`` before each step, and a rank with nothing to do runs along. ``new_recorder`` records decode steps
+    (``DecodeGraphs``); not in lockstep.
     """
-
-    decode: Decode | None = None
 
     def __init__(
         self,
@@ -65,6 +64,7 @@ class HFEngine:
         stop: StopCheck | None = None,
         new_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
+        super().__init__(show_progress, stop)
         check_cache(model.config)
         if new_recorder is not None:
             check_layers(model.config)
@@ -73,24 +73,18 @@ class HFEngine:
         self.pad_token_id = pad_token_id
         self.max_batch_size = max_batch_size or (ROWS_ON_CPU if self._device.type == "cpu" else ROWS_ON_GPU)
         self.any_rank_busy = any_rank_busy
-        self.show_progress = show_progress
-        self.stop = stop or NeverStops()
         self.new_recorder = new_recorder
-        self.version = 0
         self._sizes_itself = max_batch_size is None
         self._free: int | None = None  # bytes when the engine woke up; None: nothing but max_batch_size limits rows
-        self._numbers = count()
         self._filling = False
         self._rows = self.max_batch_size
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []  # in the order of the cache's rows
         self._cache: RowCache | None = None
         self._graphs: DecodeGraphs | None = None
-        self._ended: dict[int, Completion] = {}
 
     @property
     def busy(self) -> bool:
-        """True while a request waits or is being decoded."""
         return bool(self._running or self._waiting)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> int:
@@ -98,9 +92,8 @@ class HFEngine:
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
         uniforms = request_uniforms(seed, params.max_new_tokens).tolist()
-        request = _Request(next(self._numbers), list(prompt_ids), params, uniforms)
-        self._waiting.append(request)
-        return request.number
+        self._waiting.append(_Request(next(self._numbers), list(prompt_ids), params, uniforms))
+        return self._waiting[-1].number
 
     @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
     def step(self) -> None:
@@ -115,21 +108,6 @@ class HFEngine:
         if not self.busy:
             self._cache = self._graphs = None
 
-    def collect(self) -> dict[int, Completion]:
-        """Completions that ended since the last call, by request number."""
-        ended, self._ended = self._ended, {}
-        return ended
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Completion]:
-        """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
-        longest_first = sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
-        place = {self.submit(prompts[i], params, seeds[i]): i for i in longest_first}
-        done = drain(self, place, self._has_work, self.show_progress)
-        self.stop()
-        return [done[i] for i in range(len(prompts))]
-
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
@@ -142,10 +120,15 @@ class HFEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of keys and values are of no use to other shapes
 
+    def _order(self, prompts: Sequence[Sequence[int]]) -> Sequence[int]:
+        return sorted(range(len(prompts)), key=lambda i: len(prompts[i]), reverse=True)
+
     def _has_work(self) -> bool:
-        if self.stop.requested():
-            self._waiting, self._running, self._cache, self._graphs = [], [], None, None
-        return self.busy if self.any_rank_busy is None else self.any_rank_busy(self.busy)
+        busy = super()._has_work()
+        return busy if self.any_rank_busy is None else self.any_rank_busy(busy)
+
+    def _drop_all(self) -> None:
+        self._waiting, self._running, self._cache, self._graphs = [], [], None, None
 
     def _admit(self) -> list[_Request]:
         """Waiting requests whose prompts are read next; none if too little room is free."""
@@ -174,7 +157,7 @@ class HFEngine:
         """Rows of the batch that begins with the waiting requests."""
         if self._free is None or not self._waiting:
             return self.max_batch_size
-        columns = max(request.max_length for request in self._waiting) + SLACK_COLUMNS
+        columns = _longest(self._waiting) + SLACK_COLUMNS
         row = columns * cache_elements(self.model.config) * self.model.dtype.itemsize
         return rows_that_fit(self._free, row, self.max_batch_size)
 
@@ -183,16 +166,16 @@ class HFEngine:
         if self._cache is None:
             self._cache = RowCache(self.model.config.get_text_config().num_hidden_layers, self._rows)
         everyone = self._running + self._waiting
-        self._cache.reserve(min(self._rows, len(everyone)), max(r.max_length for r in everyone))
+        self._cache.reserve(min(self._rows, len(everyone)), _longest(everyone))
         del self._waiting[: len(requests)]
         prompts = list(dict.fromkeys(tuple(request.prompt_ids) for request in requests))
         width = max(map(len, prompts))
         places = torch.arange(width, device=self._device)
         mask = places >= self._tensor([width - len(prompt) for prompt in prompts])[:, None]  # (prompts, width)
         ids = self._tensor([[self.pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        cache = PromptCache(len(self._cache.own))
+        cache = PromptCache(len(self._cache.layers))
         logits = self._forward(ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), cache)  # (prompts, V)
-        if not cache.filled:
+        if not cache.is_initialized:
             raise ValueError(
                 f"{type(self.model).__name__} keeps no key-value cache; such models cannot be sampled here."
             )
@@ -213,7 +196,7 @@ class HFEngine:
         else:
             mask, positions = self._cache.next_column()
             logits = self._forward(self._tensor(last)[:, None], mask, positions, self._cache)
-        self._cache.written()
+        self._cache.window.end += 1
         self._accept(0, logits)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: RowCache | PromptCache) -> Tensor:
@@ -224,7 +207,9 @@ class HFEngine:
         """Sample the next token of the rows from ``first`` on, record it, and let ended rows go."""
         assert self._cache is not None
         requests, ended = self._running[first:], []
-        tokens, log_probs = self._sample(requests, logits)
+        params, n_sampled = [request.params for request in requests], [len(request.token_ids) for request in requests]
+        uniforms = self._tensor([request.uniforms[len(request.token_ids)] for request in requests], torch.float64)
+        tokens, log_probs = sample_rows(logits, uniforms, params, n_sampled, self.eos_token_ids)
         if not math.isfinite(sum(log_probs)):
             raise FloatingPointError("generation: the policy's logits are not finite, nor may be its weights.")
         for row, request, token, log_prob in zip(count(first), requests, tokens, log_probs, strict=False):
@@ -238,12 +223,6 @@ class HFEngine:
             for source, target in self._cache.leave(ended):
                 self._running[target] = self._running[source]
             del self._running[len(self._running) - len(ended) :]
-
-    def _sample(self, requests: Sequence[_Request], logits: Tensor) -> tuple[list[int], list[float]]:
-        """The next token of each request and its log-prob."""
-        uniforms = self._tensor([request.uniforms[len(request.token_ids)] for request in requests], torch.float64)
-        params, n_sampled = [request.params for request in requests], [len(request.token_ids) for request in requests]
-        return sample_rows(logits, uniforms, params, n_sampled, self.eos_token_ids)
 
     @property
     def _device(self) -> torch.device:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 SLACK_COLUMNS = 64
 """Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""
@@ -37,8 +37,8 @@ class _Window:
     fixed: _Fixed | None = None
 
 
-class _Layer(CacheLayerMixin):
-    """The part of a cache that transformers' attention layers see."""
+class _Layer(DynamicLayer):
+    """The part of a cache that transformers' attention layers see; ``RowCache`` makes the buffers."""
 
     keys: Any
     values: Any
@@ -46,9 +46,6 @@ class _Layer(CacheLayerMixin):
     def __init__(self, window: _Window) -> None:
         super().__init__()
         self.window = window
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: ``RowCache`` makes the buffers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one column; returns all columns of all rows, (rows, heads, columns, width) each."""
@@ -64,27 +61,12 @@ class _Layer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Columns before the one that is being written; of a fixed shape, before the last."""
-        if self.window.fixed is not None:
-            return self.window.fixed.columns - 1
-        return self.window.end - self.window.start
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
+        fixed = self.window.fixed
+        return self.window.end - self.window.start if fixed is None else fixed.columns - 1
 
 
-class _PromptLayer(CacheLayerMixin):
-    """Remembers the keys and values of one forward over prompts."""
-
-    keys: Any
-    values: Any
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
+class _PromptLayer(DynamicLayer):
+    """Remembers the keys and values of one forward over prompts, without a copy."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keep them, and return them as they are."""
@@ -94,14 +76,6 @@ class _PromptLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Before the forward: none."""
         return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys."""
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
 
 
 _CACHED = frozenset({"full_attention", "sliding_attention", "chunked_attention", "dynamic_mask", "global", "local"})
@@ -138,37 +112,28 @@ def check_cache(config: PreTrainedConfig) -> None:
 class PromptCache(Cache):
     """For one forward over prompts, padded on the left; its rows then enter a ``RowCache``."""
 
-    def __init__(self, n_layers: int) -> None:
-        self.own = [_PromptLayer() for _ in range(n_layers)]
-        super().__init__(layers=list(self.own))
+    layers: list[Any]
 
-    @property
-    def filled(self) -> bool:
-        """Whether each layer has written its keys."""
-        return all(layer.is_initialized for layer in self.own)
+    def __init__(self, n_layers: int) -> None:
+        super().__init__(layers=[_PromptLayer() for _ in range(n_layers)])
 
 
 class RowCache(Cache):
     """Keys and values of the rows that are decoded; ``reserve`` says how many and how long they may become.
 
-    There are never more than ``most_rows``.
+    There are never more than ``most_rows``. ``shape`` are the rows and columns there is room for, ``starts`` the first
+    column of each row.
     """
+
+    layers: list[Any]
 
     def __init__(self, n_layers: int, most_rows: int) -> None:
         self.most_rows = most_rows
         self.window = _Window()
-        self.own = [_Layer(self.window) for _ in range(n_layers)]
-        super().__init__(layers=list(self.own))
+        super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
         self.shape = (0, 0)
-        """Rows and columns there is room for."""
         self.starts: list[int] = []
-        """The first column of each row."""
         self._mask = torch.zeros(0, 0, dtype=torch.bool)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        return [self.window.end - start for start in self.starts]
 
     def reserve(self, max_rows: int, max_length: int) -> None:
         """Make room for so many rows of so many tokens; what is there stays."""
@@ -177,7 +142,7 @@ class RowCache(Cache):
             if rows > 0:  # requests come while others run: they will again
                 max_rows = max(max_rows, min(2 * rows, 4 * max_rows, self.most_rows))
             self.shape = (max(max_rows, rows), max(max_length + SLACK_COLUMNS, columns))
-            for layer in self.own:
+            for layer in self.layers:
                 if layer.is_initialized:
                     layer.keys, layer.values = self._larger(layer.keys), self._larger(layer.values)
             self._mask = torch.zeros(self.shape, dtype=torch.bool)
@@ -186,11 +151,11 @@ class RowCache(Cache):
     def enter(self, prompts: PromptCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Add rows: copies of ``rows`` of ``prompts``, of which the last ``lengths`` tokens are real."""
         window, first, n_new = self.window, self.window.n_rows, len(rows)
-        width = prompts.own[0].keys.shape[2]
+        width = prompts.layers[0].keys.shape[2]
         if width > window.end:
             self._move(width - window.end)
-        indices = torch.tensor(rows, device=prompts.own[0].keys.device)
-        for mine, theirs in zip(self.own, prompts.own, strict=True):
+        indices = torch.tensor(rows, device=prompts.layers[0].keys.device)
+        for mine, theirs in zip(self.layers, prompts.layers, strict=True):
             if not mine.is_initialized:
                 mine.keys, mine.values = self._larger(theirs.keys[:0]), self._larger(theirs.values[:0])
                 mine.is_initialized = True
@@ -209,7 +174,7 @@ class RowCache(Cache):
         moves = list(zip(sources, sorted(row for row in gone if row < n_left), strict=True))
         columns = slice(self.window.start, self.window.end)
         for source, target in moves:
-            for layer in self.own:
+            for layer in self.layers:
                 layer.keys[target, :, columns] = layer.keys[source, :, columns]
                 layer.values[target, :, columns] = layer.values[source, :, columns]
             self._mask[target] = self._mask[source]
@@ -226,7 +191,7 @@ class RowCache(Cache):
         self.make_room()
         window = self.window
         mask = self._mask[: window.n_rows, window.start : window.end + 1]
-        return mask, torch.tensor(self.lengths, device=mask.device)[:, None]
+        return mask, torch.tensor([window.end - start for start in self.starts], device=mask.device)[:, None]
 
     def make_room(self) -> None:
         """Have a free column at ``window.end``."""
@@ -246,10 +211,6 @@ class RowCache(Cache):
         finally:
             self.window.fixed = None
 
-    def written(self) -> None:
-        """The forward has been made."""
-        self.window.end += 1
-
     def _larger(self, tensor: Tensor) -> Tensor:
         """A copy (rows, heads, columns, width) with room for all rows and columns, and zeros there.
 
@@ -265,7 +226,7 @@ class RowCache(Cache):
         """Shift all rows to the right, or with negative ``columns`` to the left."""
         window = self.window
         old, new = slice(window.start, window.end), slice(window.start + columns, window.end + columns)
-        for layer in self.own if window.n_rows > 0 else ():
+        for layer in self.layers if window.n_rows > 0 else ():
             for buffer in (layer.keys, layer.values):
                 buffer[: window.n_rows, :, new] = buffer[: window.n_rows, :, old].clone()
         window.start, window.end = new.start, new.stop
@@ -274,7 +235,7 @@ class RowCache(Cache):
 
     def _write_mask(self, first: int) -> None:
         """Which columns belong to the rows from ``first`` on."""
-        device = self.own[0].keys.device if self.own[0].is_initialized else self._mask.device
+        device = self.layers[0].keys.device if self.layers[0].is_initialized else self._mask.device
         self._mask = self._mask.to(device)
         starts = torch.tensor(self.starts[first:], device=device)
         self._mask[first : len(self.starts)] = torch.arange(self.shape[1], device=device) >= starts[:, None]

@@ -67,9 +67,8 @@ def sample(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Te
     total = cumulative[:, -1:]
     # Strictly below the total, and the first entry strictly above the target: never a token of probability 0.
     target = torch.minimum(uniforms[:, None].to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(
-        max=cumulative.shape[-1] - 1
-    )  # NaN: past the end
+    tokens = torch.searchsorted(cumulative, target, right=True)
+    tokens.clamp_(max=cumulative.shape[-1] - 1)  # NaN: past the end
     return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0]
 
 
@@ -86,9 +85,9 @@ def sample_rows(
         logits = logits.clone()
     for row in early:
         logits[row, [*eos_token_ids, *params[row].stop_token_ids]] = -torch.inf
-    kinds = list(dict.fromkeys(params))
+    kinds = set(params)
     if len(kinds) == 1:
-        drawn, log_probs = sample(logits, uniforms, kinds[0])
+        drawn, log_probs = sample(logits, uniforms, params[0])
         return drawn.tolist(), log_probs.tolist()
     tokens, chosen = [0] * len(params), [0.0] * len(params)
     for kind in kinds:

@@ -7,15 +7,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from openppo.rollout.engine import WeightSource, drain
-from openppo.rollout.sampling import Decode, completed_stop
-from openppo.types import Completion, FinishReason, NeverStops, SamplingParams, StopCheck
+from openppo.rollout.engine import Engine, WeightSource
+from openppo.rollout.sampling import completed_stop
+from openppo.types import Completion, FinishReason, SamplingParams, StopCheck
 
 
 def check_vllm() -> None:
@@ -42,17 +41,15 @@ class VLLMOptions:
     max_rows: int | None = None
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """``Engine`` over a copy of the policy in vLLM, one for each rank: ranks need no company while they decode.
 
     ``name`` is a folder or hub name with the config of the policy; its weights are not read. Weights come through
     ``with_weights`` only, so requests are submitted and decoded inside it. Outside it the copy takes no GPU memory. A
     sampled id in ``eos_token_ids`` ends a response and belongs to it. Each request has a random stream of its own, but
-    vLLM's arithmetic may depend on the batch, and with it the last digits of probabilities. ``stop`` makes ``generate``
-    raise ``Interrupted``. All ranks make their engines together, in a process group that has begun.
+    vLLM's arithmetic may depend on the batch, and with it the last digits of probabilities. All ranks make their
+    engines together, in a process group that has begun.
     """
-
-    decode: Decode | None = None
 
     def __init__(
         self,
@@ -62,16 +59,12 @@ class VLLMEngine:
         show_progress: bool = False,
         stop: StopCheck | None = None,
     ) -> None:
+        super().__init__(show_progress, stop)
         check_vllm()
         self.eos_token_ids = sorted(eos_token_ids)
         self.max_tokens = options.max_tokens
-        self.show_progress = show_progress
-        self.stop = stop or NeverStops()
-        self.version = 0
         self._sleeps = torch.cuda.is_available()  # vLLM's sleep mode is one of its CUDA allocator
         self._awake = False
-        self._ended: dict[int, Completion] = {}
-        self._numbers = count()
         self._under_way: dict[str, SamplingParams] = {}
         self._llm = _start(name, options, self._sleeps)
         if self._sleeps:
@@ -79,7 +72,6 @@ class VLLMEngine:
 
     @property
     def busy(self) -> bool:
-        """True while a request waits or is being decoded."""
         return bool(self._under_way)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> int:
@@ -112,20 +104,6 @@ class VLLMEngine:
             del self._under_way[output.request_id]
             self._ended[int(output.request_id)] = _completion(answer, params.temperature == 0, stopped)
 
-    def collect(self) -> dict[int, Completion]:
-        """Completions that ended since the last call, by request number."""
-        ended, self._ended = self._ended, {}
-        return ended
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Completion]:
-        """Completions in the order of ``prompts``; request i is sampled with ``seeds[i]``."""
-        place = {self.submit(prompt, params, seeds[i]): i for i, prompt in enumerate(prompts)}
-        done = drain(self, place, self._has_work, self.show_progress)
-        self.stop()
-        return [done[i] for i in range(len(prompts))]
-
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
         """Inside, requests can be decoded, with the weights of now; those still under way at its end are dropped.
@@ -152,11 +130,6 @@ class VLLMEngine:
         gc.collect()
         torch.cuda.empty_cache()
         self._llm.wake_up(tags=[tag])
-
-    def _has_work(self) -> bool:
-        if self.stop.requested():
-            self._drop_all()
-        return self.busy
 
     def _drop_all(self) -> None:
         self._llm.llm_engine.abort_request(list(self._under_way))

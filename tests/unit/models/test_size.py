@@ -38,7 +38,7 @@ def test_parameters_and_cache_are_those_of_the_model(config: PreTrainedConfig) -
     real(torch.zeros(3, 10, dtype=torch.int64), past_key_values=prompts, use_cache=True)
     cache.reserve(3, 20)
     cache.enter(prompts, range(3), [10] * 3)
-    elements = sum(t.numel() for layer in cache.own for t in (layer.keys, layer.values))
+    elements = sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values))
     assert 3 * (20 + SLACK_COLUMNS) * cache_elements(config) == elements
 
 

@@ -4,9 +4,8 @@ A scripted model samples what each case wants; then trajectory, tensors, score, 
 with numbers worked out by hand.
 """
 
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,173 +53,100 @@ class ScriptedModel(nn.Module):
         return SimpleNamespace(logits=logits)
 
 
-@dataclass
-class Case:
-    """Two prompts, what the model would go on to say, and what must come of it."""
+class Case(NamedTuple):
+    """Two prompts, all that the model would say after them, and what must come of it."""
 
     tokenizer: dict[str, str | None]
     eos: list[int]
-    scripts: list[list[int]]
-    """Prompt and all that the model would say; the prompt is the first ``n_prompt`` tokens."""
     n_prompt: list[int]
-    token_ids: list[list[int]]
+    scripts: list[list[int]]
     reasons: list[FinishReason]
     texts: list[str]
     """Responses as a reward function sees them."""
     returns: list[list[float]]
     """Of each action: scores 3 and -2 at the end, and a penalty of 1 for each token; not discounted."""
 
+    @property
+    def token_ids(self):
+        """Prompt and response."""
+        ends = (n + len(returns) for n, returns in zip(self.n_prompt, self.returns, strict=True))
+        return [script[:end] for script, end in zip(self.scripts, ends, strict=True)]
 
-MAX_NEW_TOKENS = 4
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+UP, DOWN = [-1, 0, 1, 2], [-6, -5, -4, -3]  # returns of four tokens, the most that are sampled
+USUAL, PAD_IS_EOS = {"pad": "<pad>", "eos": "<eos>"}, {"pad": "<eos>", "eos": "<eos>"}
+NO_PAD, NEITHER = {"pad": None, "eos": "<eos>"}, {"pad": None, "eos": None}
 CASES = {
-    "PAD is EOS": Case(
-        tokenizer={"pad": "<eos>", "eos": "<eos>"},
-        eos=[EOS],
-        scripts=[[A, B, C, EOS, A], [B, EOS, A, B, C, A, A]],  # an EOS inside a prompt is a token like any other
-        n_prompt=[1, 3],
-        token_ids=[[A, B, C, EOS], [B, EOS, A, B, C, A, A]],
-        reasons=[FinishReason.STOP, FinishReason.LENGTH],
-        texts=["bc", "bcaa"],
-        returns=[[0, 1, 2], [-6, -5, -4, -3]],
+    "PAD is EOS, and an EOS in a prompt is a token like any other": Case(
+        *(PAD_IS_EOS, [EOS], [1, 3], [[A, B, C, EOS, A], [B, EOS, A, B, C, A, A]]),
+        *([STOP, LENGTH], ["bc", "bcaa"], [[0, 1, 2], DOWN]),
     ),
     "several EOS ids": Case(
-        tokenizer={"pad": "<pad>", "eos": "<eos>"},
-        eos=[EOS, END],
-        scripts=[[A, B, END, C, C], [B, C, EOS, A, A]],
-        n_prompt=[1, 1],
-        token_ids=[[A, B, END], [B, C, EOS]],
-        reasons=[FinishReason.STOP, FinishReason.STOP],
-        texts=["b", "c"],
-        returns=[[1, 2], [-4, -3]],
+        *(USUAL, [EOS, END], [1, 1], [[A, B, END, C, C], [B, C, EOS, A, A]]),
+        *([STOP, STOP], ["b", "c"], [[1, 2], [-4, -3]]),
     ),
     "no PAD token": Case(
-        tokenizer={"pad": None, "eos": "<eos>"},
-        eos=[EOS],
-        scripts=[[A, B, EOS, C], [B, A, A, C, C, EOS]],
-        n_prompt=[1, 2],
-        token_ids=[[A, B, EOS], [B, A, A, C, C, EOS]],
-        reasons=[FinishReason.STOP, FinishReason.STOP],
-        texts=["b", "acc"],
-        returns=[[1, 2], [-6, -5, -4, -3]],
+        *(NO_PAD, [EOS], [1, 2], [[A, B, EOS, C], [B, A, A, C, C, EOS]]),
+        *([STOP, STOP], ["b", "acc"], [[1, 2], DOWN]),
     ),
     "neither PAD nor EOS token": Case(
-        tokenizer={"pad": None, "eos": None},
-        eos=[],
-        scripts=[[A, PAD, EOS, PAD, END, A], [B, C, C, C, C, C, A]],
-        n_prompt=[1, 2],
-        token_ids=[[A, PAD, EOS, PAD, END], [B, C, C, C, C, C]],
-        reasons=[FinishReason.LENGTH, FinishReason.LENGTH],
-        texts=["", "cccc"],
-        returns=[[-1, 0, 1, 2], [-6, -5, -4, -3]],
+        *(NEITHER, [], [1, 2], [[A, PAD, EOS, PAD, END, A], [B, C, C, C, C, C, A]]),
+        *([LENGTH, LENGTH], ["", "cccc"], [UP, DOWN]),
     ),
-    "cut by length": Case(
-        tokenizer={"pad": "<pad>", "eos": "<eos>"},
-        eos=[EOS],
-        scripts=[[A, B, C, B, C, EOS], [B, A, B, C, A, EOS]],  # EOS would come one token later, and at the last place
-        n_prompt=[1, 2],
-        token_ids=[[A, B, C, B, C], [B, A, B, C, A, EOS]],
-        reasons=[FinishReason.LENGTH, FinishReason.STOP],
-        texts=["bcbc", "bca"],
-        returns=[[-1, 0, 1, 2], [-6, -5, -4, -3]],
+    "cut by length, with EOS one token later and at the last place": Case(
+        *(USUAL, [EOS], [1, 2], [[A, B, C, B, C, EOS], [B, A, B, C, A, EOS]]),
+        *([LENGTH, STOP], ["bcbc", "bca"], [UP, DOWN]),
     ),
     "EOS at once": Case(
-        tokenizer={"pad": "<eos>", "eos": "<eos>"},
-        eos=[EOS],
-        scripts=[[A, EOS, B], [B, C, A, EOS, B]],
-        n_prompt=[1, 2],
-        token_ids=[[A, EOS], [B, C, A, EOS]],
-        reasons=[FinishReason.STOP, FinishReason.STOP],
-        texts=["", "a"],
-        returns=[[2], [-4, -3]],
+        *(PAD_IS_EOS, [EOS], [1, 2], [[A, EOS, B], [B, C, A, EOS, B]]),
+        *([STOP, STOP], ["", "a"], [[2], [-4, -3]]),
     ),
     "PAD sampled as an ordinary token": Case(
-        tokenizer={"pad": "<pad>", "eos": "<eos>"},
-        eos=[EOS],
-        scripts=[[A, PAD, B, PAD, EOS], [B, PAD, PAD, PAD, PAD, A]],
-        n_prompt=[1, 1],
-        token_ids=[[A, PAD, B, PAD, EOS], [B, PAD, PAD, PAD, PAD]],
-        reasons=[FinishReason.STOP, FinishReason.LENGTH],
-        texts=["b", ""],
-        returns=[[-1, 0, 1, 2], [-6, -5, -4, -3]],
+        *(USUAL, [EOS], [1, 1], [[A, PAD, B, PAD, EOS], [B, PAD, PAD, PAD, PAD, A]]),
+        *([STOP, LENGTH], ["b", ""], [UP, DOWN]),
     ),
 }
 
 
-@pytest.fixture(params=CASES)
-def case(request):
-    """Each trap."""
-    return CASES[request.param]
-
-
-@pytest.fixture
-def tokenizer(case, make_tokenizer):
-    """The tokenizer of the case."""
-    return make_tokenizer(**case.tokenizer)
-
-
-@pytest.fixture
-def trajectories(case, tokenizer):
-    """Sampled by the real engine from the scripted model."""
+@pytest.mark.parametrize("name", CASES)
+def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, make_tokenizer):
+    case = CASES[name]
+    tokenizer = make_tokenizer(**case.tokenizer)
+    pad = pad_token_id(tokenizer)
     model: Any = ScriptedModel({script[0]: script for script in case.scripts})
-    engine = HFEngine(model, case.eos, pad_token_id(tokenizer), max_batch_size=8)
+    engine = HFEngine(model, case.eos, pad, max_batch_size=8)
     prompts = [Prompt("", script[:n]) for script, n in zip(case.scripts, case.n_prompt, strict=True)]
-    return sample_trajectories(engine, prompts, SamplingParams(MAX_NEW_TOKENS), 1, seed=0, first_group=0)
-
-
-def experience_of(trajectories, tokenizer, scores):
-    """The trajectories as a batch, with scores."""
-    return collate(trajectories, pad_token_id(tokenizer)).with_fields(scores=torch.tensor(scores))
-
-
-def test_sampled_tokens_and_the_reasons_of_their_end(case, trajectories):
+    trajectories = sample_trajectories(engine, prompts, SamplingParams(4), 1, seed=0, first_group=0)
     assert [t.token_ids for t in trajectories] == case.token_ids
     assert [t.finish_reason for t in trajectories] == case.reasons
 
-
-def test_masks_follow_from_lengths(case, trajectories, tokenizer):
-    batch = experience_of(trajectories, tokenizer, [0.0, 0.0])
-    for row, (ids, n_prompt) in enumerate(zip(case.token_ids, case.n_prompt, strict=True)):
-        places = range(batch.sequences.shape[1])
-        assert batch.sequences[row, : len(ids)].tolist() == ids
-        assert batch.attention_mask[row].tolist() == [t < len(ids) for t in places]
-        assert batch.action_mask[row].tolist() == [n_prompt <= t < len(ids) for t in places]
-    assert batch.truncated.tolist() == [reason is FinishReason.LENGTH for reason in case.reasons]
-
-
-def test_a_reward_function_sees_the_response_without_special_tokens(case, trajectories, tokenizer):
     seen: list[str] = []
+    function = as_reward_function(lambda responses: seen.extend(responses) or [0.0, 0.0], "f.py", columns=())
+    FunctionScorer(function, tokenizer).score(trajectories)
+    assert seen == case.texts, "without special tokens"
 
-    def reward_fn(prompts, responses, labels):
-        seen.extend(responses)
-        return [0.0] * len(responses)
-
-    FunctionScorer(as_reward_function(reward_fn, "f.py", columns=()), tokenizer).score(trajectories)
-    assert seen == case.texts
-
-
-def test_a_reward_model_reads_the_last_sampled_token(case, trajectories, tokenizer):
     def place_and_token(sequences, attention_mask):
         last = attention_mask.sum(-1) - 1
         return last * 100.0 + sequences.gather(1, last[:, None])[:, 0]
 
-    scorer = ModelScorer(
-        place_and_token, MicroBatchSize(2), pad_token_id(tokenizer), SingleProcess(), torch.device("cpu")
-    )
-    scores = [score.rewards["reward"] for score in scorer.score(trajectories)]
-    assert scores == [100.0 * (len(ids) - 1) + ids[-1] for ids in case.token_ids]
+    scorer = ModelScorer(place_and_token, MicroBatchSize(2), pad, SingleProcess(), torch.device("cpu"))
+    read = [score.rewards["reward"] for score in scorer.score(trajectories)]
+    assert read == [100.0 * (len(ids) - 1) + ids[-1] for ids in case.token_ids], "the last sampled token"
 
-
-def test_the_score_is_the_reward_of_the_last_sampled_token_and_reaches_every_action(case, trajectories, tokenizer):
-    scores = [3.0, -2.0]
-    batch = experience_of(trajectories, tokenizer, scores)
+    batch = collate(trajectories, pad).with_fields(scores=torch.tensor([3.0, -2.0]))
+    assert batch.truncated.tolist() == [reason is LENGTH for reason in case.reasons]
     kl = torch.full(batch.sequences.shape, 10.0)  # on padding and prompts too: it must not count there
     rewards = compute_reward(batch.scores, kl, batch.action_mask, kl_coef=0.1)
     values = torch.ones(batch.sequences.shape)
     _, returns = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=1.0, lambd=1.0)
     one_step, _ = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=1.0, lambd=0.0)
-    for row, (ids, n_prompt, score) in enumerate(zip(case.token_ids, case.n_prompt, scores, strict=True)):
-        n = len(ids) - n_prompt
-        before, after = [0.0] * n_prompt, [0.0] * (batch.sequences.shape[1] - len(ids))
+    for row, (ids, n_prompt, score) in enumerate(zip(case.token_ids, case.n_prompt, (3.0, -2.0), strict=True)):
+        n, places = len(ids) - n_prompt, range(batch.sequences.shape[1])
+        assert batch.sequences[row, : len(ids)].tolist() == ids
+        assert batch.attention_mask[row].tolist() == [t < len(ids) for t in places]
+        assert batch.action_mask[row].tolist() == [n_prompt <= t < len(ids) for t in places]
+        before, after = [0.0] * n_prompt, [0.0] * (len(places) - len(ids))
         assert rewards[row].tolist() == before + [-1.0] * (n - 1) + [score - 1.0] + after
         assert returns[row].tolist() == before + case.returns[row] + after
         # r + V_next - V: the values are 1, and 0 after the last action
@@ -247,12 +173,10 @@ def test_all_eos_ids_of_generation_config_model_config_and_tokenizer_end_a_respo
     config = SimpleNamespace(eos_token_id=in_config, get_text_config=lambda: config)
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=in_generation), config=config)
     assert eos_token_ids(model, make_tokenizer(eos=eos)) == expected
-
-
-def test_eos_ids_of_a_model_of_images_and_text_may_be_those_of_its_text_part_only():
-    config = Gemma3Config(text_config={"eos_token_id": [1, 7]})
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=106), config=config)
-    assert eos_token_ids(model) == [1, 7, 106]
+    of_images = SimpleNamespace(
+        generation_config=SimpleNamespace(eos_token_id=106), config=Gemma3Config(text_config={"eos_token_id": [1, 7]})
+    )
+    assert eos_token_ids(of_images) == [1, 7, 106], "its text part may be the only one that has them"
 
 
 @pytest.mark.parametrize(

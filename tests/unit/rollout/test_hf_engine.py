@@ -1,8 +1,10 @@
 """The engine against transformers' own generation and against a loop without batch, padding and cache."""
 
 import copy
-from contextlib import nullcontext
+import dataclasses
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +21,9 @@ from transformers import (
 
 from openppo.models.actor import Actor
 from openppo.models.padding import pad_right
+from openppo.models.size import cache_elements
 from openppo.rollout import hf_engine, row_cache
-from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.hf_engine import HFEngine, rows_that_fit
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import Completion, FinishReason, SamplingParams
@@ -30,6 +33,7 @@ EOS_IDS = [0, 12, 17, 19]
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.3)
 WARPED = SamplingParams(max_new_tokens=12, temperature=1.6, top_k=15, top_p=0.95)
 VOCAB = 24
+WHOLE: Any = SimpleNamespace(gathered=lambda in_lockstep: nullcontext())  # weights of the module itself
 
 
 def engine_of(model, eos=EOS_IDS, pad=0, batch=8):
@@ -49,6 +53,26 @@ def same(completion, other):
         and completion.finish_reason == other.finish_reason
         and bool(np.allclose(completion.log_probs, other.log_probs, atol=1e-5))
     )
+
+
+def finish(engine):
+    """Step until nothing is left; completions by number."""
+    done: dict[int, Completion] = {}
+    while engine.busy:
+        engine.step()
+        done |= engine.collect()
+    return done
+
+
+@contextmanager
+def shapes_of_forwards(model):
+    """The shapes of input ids of the model's forwards inside."""
+    shapes: list[tuple[int, ...]] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    yield shapes
+    hook.remove()
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -91,10 +115,11 @@ def test_sampled_responses_are_those_of_a_loop_without_batch_padding_and_cache(m
         np.testing.assert_allclose(completion.log_probs, log_probs, atol=1e-4)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 64])
-def test_a_response_does_not_depend_on_the_batch_size(model, prompts, batch):
-    whole = engine_of(model).generate(prompts, SAMPLED, seeds_for(prompts))
-    parts = engine_of(model, batch=batch).generate(prompts, SAMPLED, seeds_for(prompts))
+@pytest.mark.parametrize(("batch", "pad"), [(1, 0), (2, 12), (3, 5), (64, 23)])
+def test_a_response_does_not_depend_on_batch_size_or_padding_id(model, prompts, batch, pad):
+    """Even if the id is EOS or in a prompt."""
+    whole = engine_of(model, pad=1).generate(prompts, SAMPLED, seeds_for(prompts))
+    parts = engine_of(model, pad=pad, batch=batch).generate(prompts, SAMPLED, seeds_for(prompts))
     assert all(map(same, whole, parts))
 
 
@@ -105,39 +130,14 @@ def test_logits_that_are_not_finite_are_an_error(models):
         engine_of(broken).generate([[7, 8]], SAMPLED, [0])
 
 
-def test_prompts_are_read_until_all_rows_are_taken(models, monkeypatch):
-    """Each forward reads two of them; rows that stay empty would wait until an eighth of them is free."""
-    monkeypatch.setattr(hf_engine, "PREFILL_TOKENS", 8)
-    engine = engine_of(models["llama"], eos=[], batch=32)
-    for i in range(40):
-        engine.submit([1 + i % 20, 2, 3, 4], SAMPLED, i)
-    for _ in range(16):
-        engine.step()
-    assert len(engine._running) == 32
-
-
-def test_buffers_never_have_more_rows_than_may_be_decoded(models):
-    engine = engine_of(models["llama"], eos=[], batch=4)
-    for length in (1, 2, 30, 31):
-        engine.submit([5] * length, SamplingParams(100 + 100 * length), 0)
-        engine.step()
-    assert engine._cache is not None
-    assert engine._cache.shape[0] == 4
-
-
 @pytest.mark.parametrize(("has_sdpa", "instead"), [(True, "sdpa"), (False, "eager")])
 def test_flash_attention_stands_back_while_the_engine_is_awake(models, has_sdpa, instead):
     """It would gather the keys and values of padded rows in each layer of each step."""
-
-    class Weights:
-        def gathered(self, in_lockstep):
-            return nullcontext()
-
     model, chosen = copy.deepcopy(models["llama"]), []
     model.config._attn_implementation = "flash_attention_2"
     model.set_attn_implementation = chosen.append
     model._supports_sdpa = has_sdpa
-    with engine_of(model).with_weights(Weights()):  # type: ignore[arg-type]
+    with engine_of(model).with_weights(WHOLE):
         assert chosen == [instead]
     assert chosen == [instead, "flash_attention_2"]
 
@@ -168,13 +168,6 @@ def test_equal_prompts_get_responses_of_their_own_seeds(models):
     assert len({tuple(completion.token_ids) for completion in completions}) > 10
 
 
-@pytest.mark.parametrize("pad", [0, 12, 5, 23])
-def test_the_id_that_fills_padded_places_changes_nothing_even_if_it_is_eos_or_in_a_prompt(model, prompts, pad):
-    expected = engine_of(model, pad=1).generate(prompts, SAMPLED, seeds_for(prompts))
-    got = engine_of(model, pad=pad).generate(prompts, SAMPLED, seeds_for(prompts))
-    assert all(map(same, expected, got))
-
-
 def test_any_of_several_eos_ids_ends_a_response_and_belongs_to_it(models, prompts):
     completions = engine_of(models["llama"]).generate(prompts * 10, SAMPLED, seeds_for(prompts * 10))
     ended = [c for c in completions if c.finish_reason is FinishReason.STOP]
@@ -185,18 +178,12 @@ def test_any_of_several_eos_ids_ends_a_response_and_belongs_to_it(models, prompt
 
 def test_a_response_cut_by_length_gets_no_eos(model, prompts):
     completions = engine_of(model, eos=[]).generate(prompts, SAMPLED, seeds_for(prompts))
-    assert [len(completion.token_ids) for completion in completions] == [12] * len(prompts)
-    assert {completion.finish_reason for completion in completions} == {FinishReason.LENGTH}
-
-    long = SamplingParams(max_new_tokens=12, temperature=SAMPLED.temperature)
-    short = SamplingParams(max_new_tokens=3, temperature=SAMPLED.temperature)
-    seeds = seeds_for(prompts)
-    cut = engine_of(model).generate(prompts, short, seeds)
-    for got, whole in zip(cut, engine_of(model).generate(prompts, long, seeds), strict=True):
-        assert len(got.token_ids) <= 3
-        if len(whole.token_ids) > 3:
-            assert got.finish_reason is FinishReason.LENGTH
-            assert got.token_ids[-1] not in EOS_IDS
+    assert [(len(c.token_ids), c.finish_reason) for c in completions] == [(12, FinishReason.LENGTH)] * len(prompts)
+    whole = engine_of(model).generate(prompts, SAMPLED, seeds_for(prompts))
+    short = dataclasses.replace(SAMPLED, max_new_tokens=3)
+    for cut, all_of_it in zip(engine_of(model).generate(prompts, short, seeds_for(prompts)), whole, strict=True):
+        assert cut.token_ids == all_of_it.token_ids[:3]
+        assert (cut.finish_reason is FinishReason.LENGTH) == (cut.token_ids[-1] not in EOS_IDS)
 
 
 def test_eos_at_once_is_a_response_of_one_token(model, prompts):
@@ -209,15 +196,10 @@ def test_eos_at_once_is_a_response_of_one_token(model, prompts):
         assert completion.finish_reason is FinishReason.STOP
 
 
-def test_an_empty_prompt_is_an_error_of_the_caller(models):
+def test_an_empty_prompt_is_an_error_and_no_prompts_give_no_completions(models):
     engine = engine_of(models["llama"])
     with pytest.raises(ValueError, match="at least one token"):
-        engine.submit([], SAMPLED, seed=0)
-    with pytest.raises(ValueError, match="at least one token"):
         engine.generate([[1], []], SAMPLED, [0, 1])
-
-
-def test_no_prompts_give_no_completions(models):
     assert engine_of(models["llama"]).generate([], SAMPLED, []) == []
 
 
@@ -254,59 +236,35 @@ def test_requests_submitted_while_others_run_are_collected_once_each_and_unchang
 
 
 def test_a_step_is_one_forward_pass_without_equal_prompts_and_finished_rows(models, prompts):
-    model, sizes = models["llama"], []
-    hook = model.register_forward_hook(
-        lambda _module, _args, kwargs, _output: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    try:
-        engine = engine_of(model)
-        completions = engine.generate(prompts, SAMPLED, seeds_for(prompts))
-    finally:
-        hook.remove()
+    with shapes_of_forwards(models["llama"]) as shapes:
+        completions = engine_of(models["llama"]).generate(prompts, SAMPLED, seeds_for(prompts))
     lengths = [len(completion.token_ids) for completion in completions]
     still_running = [sum(length > step for length in lengths) for step in range(max(lengths))]
     n_different = len(set(map(tuple, prompts)))
     assert n_different < len(prompts)
-    assert sizes == [(n_different, max(map(len, prompts))), *((rows, 1) for rows in still_running[1:])]
+    assert shapes == [(n_different, max(map(len, prompts))), *((rows, 1) for rows in still_running[1:])]
 
 
-def test_requests_with_unequal_sampling_parameters_share_a_queue_but_not_each_others_parameters(models, prompts):
+def test_requests_with_unequal_sampling_parameters_share_a_batch_but_no_parameters(models, prompts):
     model = models["llama"]
-    kinds = [
-        SAMPLED,
-        SamplingParams(max_new_tokens=4),
-        SamplingParams(max_new_tokens=9, temperature=0),
-        WARPED,
-        SAMPLED,
-    ]
+    greedy = SamplingParams(max_new_tokens=9, temperature=0)
+    kinds = [SAMPLED, SamplingParams(max_new_tokens=4), greedy, WARPED, SAMPLED]
     requests = list(zip(prompts, kinds, seeds_for(prompts), strict=True))
     expected = [engine_of(model).generate([prompt], params, [seed])[0] for prompt, params, seed in requests]
     engine = engine_of(model)
     numbers = [engine.submit(prompt, params, seed) for prompt, params, seed in requests]
-    done: dict[int, Completion] = {}
-    while engine.busy:
-        engine.step()
-        done |= engine.collect()
+    done = finish(engine)
     assert all(same(done[number], completion) for number, completion in zip(numbers, expected, strict=True))
 
 
 def test_weights_are_read_in_place(models):
-    model = models["llama"]
-    engine = engine_of(model, eos=[])
-    params = SamplingParams(max_new_tokens=3, temperature=0)
+    model = copy.deepcopy(models["llama"])
+    engine, params = engine_of(model, eos=[]), SamplingParams(max_new_tokens=3, temperature=0)
     before = engine.generate([[3, 4]], params, [0])[0].token_ids
-    head = model.lm_head.weight
-    old = head.detach().clone()
     wanted = next(token for token in range(VOCAB) if token not in before)
-    try:
-        with torch.no_grad():
-            hidden = model.model(torch.tensor([[3, 4]])).last_hidden_state[0, -1]
-            head[wanted] = 100 * hidden
-        assert engine.generate([[3, 4]], params, [0])[0].token_ids[0] == wanted
-    finally:
-        with torch.no_grad():
-            head.copy_(old)
-    assert engine.generate([[3, 4]], params, [0])[0].token_ids == before
+    with torch.no_grad():
+        model.lm_head.weight[wanted] = 100 * model.model(torch.tensor([[3, 4]])).last_hidden_state[0, -1]
+    assert engine.generate([[3, 4]], params, [0])[0].token_ids[0] == wanted
 
 
 @pytest.mark.parametrize("slack", [1, 64])
@@ -337,13 +295,39 @@ def test_rows_that_enter_and_leave_have_the_log_probs_of_one_forward_over_their_
 
 def test_short_and_long_prompts_are_not_read_in_one_padded_forward(models):
     """Of 2000 places less than a quarter would be tokens."""
-    model, sizes = models["llama"], []
-    hook = model.register_forward_hook(
-        lambda _module, _args, kwargs, _output: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
     prompts = [[1 + i % 20 for i in range(start, start + length)] for start, length in enumerate([60] * 20 + [5] * 20)]
-    try:
-        engine_of(model, eos=[], batch=64).generate(prompts, SamplingParams(1), seeds_for(prompts))
-    finally:
-        hook.remove()
-    assert sizes == [(20, 60), (20, 5)]
+    with shapes_of_forwards(models["llama"]) as shapes:
+        engine_of(models["llama"], eos=[], batch=64).generate(prompts, SamplingParams(1), seeds_for(prompts))
+    assert shapes == [(20, 60), (20, 5)]
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "rows"),
+    [(0.0, 3, 3), (0.0, 70, 70), (None, None, 64), (0.3, None, 1), (5.5, None, 5), (17.2, None, 16), (1000, None, 64)],
+)
+def test_max_num_seqs_else_half_of_free_memory_else_64_rows_are_decoded(free, given, rows, models, monkeypatch):
+    """``free`` rows fit in half of it."""
+    model, n_new = models["llama"], 7
+    row = 4 * (len([3, 4, 5, 6]) + n_new + row_cache.SLACK_COLUMNS) * cache_elements(model.config)
+    monkeypatch.setattr(hf_engine, "free_memory", lambda device: None if free is None else int(2 * free * row))
+    engine = HFEngine(model, [], 0, given)
+    with shapes_of_forwards(model) as shapes, engine.with_weights(WHOLE):
+        engine.generate([[3, 4, 5, i % 20] for i in range(300)], SamplingParams(n_new), list(range(300)))
+    assert max(n_rows for n_rows, _ in shapes) == rows
+
+
+def test_rows_are_counted_in_eights_up_to_the_most():
+    assert [rows_that_fit(2 * 10 * n, 10, 250) for n in (0, 1, 7, 8, 15, 16, 249, 250, 900)] == [
+        *(1, 1, 7, 8, 8, 16, 248, 250, 250)
+    ]
+
+
+def test_a_gpu_is_sized_by_its_free_memory(models, monkeypatch):
+    assert hf_engine.free_memory(torch.device("cpu")) is None
+    freed = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
+    assert hf_engine.free_memory(torch.device("cuda", 0)) == 30
+    assert freed, "blocks that torch keeps are free too"
+    monkeypatch.setattr(HFEngine, "_device", SimpleNamespace(type="cuda"))
+    assert HFEngine(models["llama"], [], 0).max_batch_size == 256

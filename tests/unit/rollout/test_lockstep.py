@@ -70,16 +70,3 @@ def test_ranks_make_equally_many_forward_passes_and_get_the_responses_they_get_a
         assert [c.token_ids for c in got] == [c.token_ids for c in expected]
         for completion, other in zip(got, expected, strict=True):
             np.testing.assert_allclose(completion.log_probs, other.log_probs, atol=1e-5)
-
-
-def test_ranks_that_take_in_requests_by_hand_step_together(models):
-    engine = HFEngine(copy.deepcopy(models["llama"]), EOS_IDS, 0, 2)
-    engine.step()
-    assert not engine.busy
-    assert engine.collect() == {}, "a step without requests runs along and leaves nothing behind"
-    engine.submit([3, 4], PARAMS, seed=5)
-    while engine.busy:
-        engine.step()
-    [completion] = engine.collect().values()
-    [expected] = HFEngine(models["llama"], EOS_IDS, 0, 2).generate([[3, 4]], PARAMS, [5])
-    assert completion.token_ids == expected.token_ids

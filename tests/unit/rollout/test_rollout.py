@@ -1,12 +1,12 @@
 """From prompts to trajectories: groups, seeds that know nothing of ranks, and every field."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
 
-from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rollout import check_weights, make_trajectory, sample_seed, sample_trajectories, write_scores
-from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score
+from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=6)
 PROMPTS = [Prompt(f"text {i}", [3 + i] * (1 + i % 3), label=i, row={"input": f"text {i}"}) for i in range(6)]
@@ -45,20 +45,11 @@ def test_samples_of_a_prompt_are_beside_each_other_and_share_its_group():
     assert engine.params == [PARAMS]
 
 
-def test_all_samples_of_a_run_have_seeds_of_their_own():
-    n_samples = 4
-    seeds = [
-        seed
-        for first_group in range(0, 600, 6)
-        for seed in seeds_used(PROMPTS, n_samples, seed=42, first_group=first_group)
-    ]
-    assert len(set(seeds)) == len(seeds) == 600 * n_samples
+def test_all_samples_of_a_run_and_of_neighbouring_runs_have_seeds_of_their_own():
+    seeds = [seed for group in range(0, 600, 6) for seed in seeds_used(PROMPTS, 4, seed=42, first_group=group)]
+    seeds += [sample_seed(seed, number) for seed in (41, 43) for number in range(2400)]
+    assert len(set(seeds)) == len(seeds) == 3 * 2400
     assert all(0 <= seed < 2**63 for seed in seeds), "what torch.Generator.manual_seed takes"
-
-
-def test_runs_of_neighbouring_seeds_share_no_sample_seed():
-    runs = [{sample_seed(seed, number) for number in range(500)} for seed in range(5)]
-    assert len(set.union(*runs)) == 5 * 500
 
 
 @pytest.mark.parametrize("n_samples", [1, 3])
@@ -71,33 +62,27 @@ def test_seeds_do_not_depend_on_how_prompts_are_dealt_out(n_samples):
     assert whole != seeds_used(PROMPTS, n_samples, seed=8, first_group=20)
 
 
-@pytest.mark.parametrize("batch", [2, 5])
-def test_two_ranks_sample_what_one_rank_samples(models, batch):
-    def sampled(prompts, first_group, max_batch_size):
-        engine = HFEngine(models["llama"], [0, 12, 17], 0, max_batch_size)
-        trajectories = sample_trajectories(engine, prompts, PARAMS, 2, seed=3, first_group=first_group)
-        return [(t.group, t.token_ids, t.action_mask, t.finish_reason) for t in trajectories]
-
-    one_rank = sampled(PROMPTS, 100, max_batch_size=64)
-    two_ranks = sampled(PROMPTS[:3], 100, batch) + sampled(PROMPTS[3:], 103, batch)
-    assert one_rank == two_ranks
-    assert len({tuple(ids) for _, ids, *_ in one_rank}) > 6, "samples of one prompt differ"
-
-
 def test_a_trajectory_says_of_each_token_where_it_came_from():
     prompt = Prompt("ab", [11, 12], label="x", row={"input": "ab"})
     completion = Completion([13, 14, 1], [-0.1, -0.2, -0.3], FinishReason.STOP)
+    expected = Trajectory(
+        token_ids=[11, 12, 13, 14, 1],
+        action_mask=[False, False, True, True, True],
+        log_probs=[0.0, 0.0, -0.1, -0.2, -0.3],
+        versions=[-1, -1, 9, 9, 9],
+        finish_reason=FinishReason.STOP,
+        prompt=prompt,
+        group=4,
+        weight=1.0,
+        scores={},
+    )
     trajectory = make_trajectory(prompt, completion, group=4, version=9)
-    assert trajectory.token_ids == [11, 12, 13, 14, 1]
-    assert trajectory.action_mask == [False, False, True, True, True]
-    assert trajectory.log_probs == [0.0, 0.0, -0.1, -0.2, -0.3]
-    assert trajectory.versions == [-1, -1, 9, 9, 9]
-    assert trajectory.finish_reason is FinishReason.STOP
-    assert trajectory.prompt is prompt
-    assert trajectory.group == 4
-    assert trajectory.weight == 1.0
-    assert trajectory.scores == {}
+    assert trajectory == expected
     assert trajectory.response_ids == [13, 14, 1]
+    [sampled] = sample_trajectories(RecordingEngine(version=6), PROMPTS[:1], PARAMS, 1, seed=0, first_group=0)
+    assert sampled.versions == [-1, 6]
+    changed = dataclasses.replace(completion, versions=[6, 7, 7])  # weights changed while it was sampled
+    assert make_trajectory(prompt, changed, group=0, version=7).versions == [-1, -1, 6, 7, 7]
 
 
 def test_trajectories_share_no_list_with_their_prompt_or_each_other():
@@ -105,19 +90,7 @@ def test_trajectories_share_no_list_with_their_prompt_or_each_other():
     first, second = sample_trajectories(RecordingEngine(), [prompt], PARAMS, 2, seed=0, first_group=0)
     first.token_ids.append(99)
     first.scores["reward"] = 1.0
-    assert prompt.token_ids == [3]
-    assert second.token_ids == [3, 3]
-    assert second.scores == {}
-
-
-def test_tokens_carry_the_version_of_the_policy_that_sampled_them():
-    [trajectory] = sample_trajectories(RecordingEngine(version=6), PROMPTS[:1], PARAMS, 1, seed=0, first_group=0)
-    assert trajectory.versions == [-1, 6]
-    changed = Completion([13, 1], [-0.1, -0.2], FinishReason.STOP, versions=[6, 7])  # weights changed between both
-    assert make_trajectory(PROMPTS[0], changed, group=0, version=7).versions[-2:] == [6, 7]
-
-
-def test_no_prompts_give_no_trajectories():
+    assert (prompt.token_ids, second.token_ids, second.scores) == ([3], [3, 3], {})
     assert sample_trajectories(RecordingEngine(), [], PARAMS, 3, seed=0, first_group=0) == []
 
 

@@ -55,37 +55,6 @@ def test_a_uniform_number_selects_the_token_whose_share_of_the_unit_interval_it_
     assert tokens.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(1),
-        SamplingParams(1, temperature=0.5),
-        SamplingParams(1, temperature=2.0, top_k=4),
-        SamplingParams(1, top_p=0.8),
-        SamplingParams(1, temperature=1.5, top_k=9, top_p=0.7),
-    ],
-    ids=str,
-)
-def test_frequencies_of_drawn_tokens_follow_the_warped_distribution(params, warp_by_transformers):
-    n = 40_000
-    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3))
-    tokens, _ = sample(logits.expand(n, -1), uniform_grid(n), params)
-    observed = torch.bincount(tokens, minlength=12).double()
-    expected = n * warp_by_transformers(logits, params)[0].double().softmax(-1)
-    possible = expected > 0
-    assert observed[~possible].sum() == 0
-    chi_square = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
-    assert chi_square < 31.3, "the 0.999 quantile of chi-square with 11 degrees of freedom"
-
-
-@pytest.mark.parametrize("params", PARAMS[::7], ids=str)
-def test_log_probs_are_those_of_the_renormalized_distribution(params, warp_by_transformers):
-    logits = 3 * torch.randn(64, 31, generator=torch.Generator().manual_seed(4))
-    tokens, log_probs = sample(logits, uniform_grid(64), params)
-    expected = warp_by_transformers(logits, params).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, LARGEST_UNIFORM])
 def test_a_token_of_probability_zero_is_never_drawn(uniform):
     torch.manual_seed(5)
@@ -117,17 +86,10 @@ def test_temperature_zero_takes_the_likeliest_token_with_log_prob_zero():
 def test_the_uniforms_of_a_request_follow_from_its_seed_alone():
     before = torch.get_rng_state()
     first = request_uniforms(seed=11, count=1000)
+    assert (first.dtype, first.min() >= 0, first.max() < 1) == (torch.float64, True, True)
     torch.rand(3)
     assert torch.equal(request_uniforms(seed=11, count=1000), first)
     assert not torch.equal(request_uniforms(seed=12, count=1000), first)
     torch.set_rng_state(before)
     request_uniforms(seed=11, count=5)
     assert torch.equal(torch.get_rng_state(), before), "the global generator is left alone"
-
-
-def test_the_uniforms_of_a_request_are_double_precision_and_spread_over_zero_to_one():
-    uniforms = request_uniforms(seed=13, count=20_000)
-    assert uniforms.dtype == torch.float64
-    assert uniforms.min() >= 0
-    assert uniforms.max() < 1
-    assert torch.histc(uniforms, bins=10, min=0, max=1).sub(2000).abs().max() < 200

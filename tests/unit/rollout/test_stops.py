@@ -1,7 +1,6 @@
 """Stop strings, stop ids and least lengths: against responses that nothing stops, cut by hand."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -75,22 +74,6 @@ def test_nothing_ends_a_response_before_the_least_length(models):
         lengths.add(len(ids))
     assert min(lengths) >= least
     assert len(lengths) > 2
-
-
-def test_requests_with_stops_of_their_own_share_a_batch(models, prompts):
-    kinds = [FREE, dataclasses.replace(FREE, stop=("ab",)), dataclasses.replace(FREE, stop=("c",), min_new_tokens=5)]
-    engine = HFEngine(models["llama"], (), 0, 8)
-    engine.decode = text_of
-    asked = list(itertools.product(prompts, kinds))
-    numbers = [engine.submit(prompt, kind, i) for i, (prompt, kind) in enumerate(asked)]
-    done = {}
-    while engine.busy:
-        engine.step()
-        done |= engine.collect()
-    for i, (number, (prompt, kind)) in enumerate(zip(numbers, asked, strict=True)):
-        alone = HFEngine(models["llama"], (), 0, 1)
-        alone.decode = text_of
-        assert done[number].token_ids == alone.generate([prompt], kind, [i])[0].token_ids
 
 
 TEXT = "Let me see: 3 * 4 = 12.\nObservation: naïve 🙂🙂\n\nThought:</code> Ende"
