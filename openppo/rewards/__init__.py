@@ -18,8 +18,8 @@ if TYPE_CHECKING:
         Scorer as Scorer,
         check_scores as check_scores,
         start_scoring as start_scoring,
+        step_ends as step_ends,
     )
-    from openppo.rewards.steps import step_ends as step_ends
     from openppo.rewards.verifiable import VerifiableScorer as VerifiableScorer
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import RewardConfig, Verifier
+from openppo.config import RewardConfig
 from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
 from openppo.datasets.templates import text_of
@@ -30,9 +30,8 @@ from openppo.models.pretrained import (
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
 from openppo.rewards.function import FunctionScorer, load_reward_function
 from openppo.rewards.http import RemoteScorer
-from openppo.rewards.model import ModelScorer, Normalization, stored_normalization
-from openppo.rewards.process import ProcessScorer, StepText
-from openppo.rewards.rendering import PolicyTokens, RewardModelText
+from openppo.rewards.model import ModelScorer, Normalization, ProcessScorer, StepText, stored_normalization
+from openppo.rewards.rendering import Encode, RewardModelText, policy_tokens, reader
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import check_same, collective
@@ -65,6 +64,11 @@ class ScorerSetup:
     trust_remote_code: bool = False
     pack_where_exact: Callable[[Any, Any, torch.device, str], None] | None = None
 
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """How models are loaded."""
+        return {"bf16": self.bf16, "flash_attn": self.flash_attn, "trust_remote_code": self.trust_remote_code}
+
 
 def build_scorer(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> Scorer:
     """Scorer of all sources that are given; ``ValueError`` names the flag of whatever cannot work.
@@ -72,25 +76,31 @@ def build_scorer(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup
     ``tokenizer`` is the policy's. A single source without names of its own gives rewards named "reward"; of several
     they are named "reward_fn", "remote", like the verifier, "reward_model", "prm".
     """
-    builder = _Builder(source, tokenizer, setup)
-    makers: list[Callable[[str], Scorer]] = []
+    names = iter(source.names())
+    scorers: list[Scorer] = []
     if source.reward_fn is not None:
-        makers.append(partial(builder.function, source.reward_fn, "--reward_fn", "reward_fn"))
-    if source.remote_rm_url is not None:
-        makers.append(builder.remote)
-    makers += [partial(builder.verifier, verifier) for verifier in source.verifiable_reward]
+        where = (source.reward_fn, "--reward_fn", "reward_fn")
+        scorers.append(_function(source, tokenizer, setup, next(names), *where))
+    if source.remote_rm_url is not None and source.remote_is_file():
+        where = (source.remote_rm_url, "--remote_rm_url", "reward_func")
+        scorers.append(_function(source, tokenizer, setup, next(names), *where))
+    elif source.remote_rm_url is not None:
+        remote = RemoteScorer(source, tokenizer, next(names))
+        remote.check()
+        scorers.append(remote)
+    for verifier in source.verifiable_reward:
+        scorers.append(VerifiableScorer(make_verify(verifier, source, setup.prompts), tokenizer, next(names)))
     if source.reward_pretrain is not None:
-        makers.append(partial(builder.reward_model, source.reward_pretrain))
+        scorers.append(_reward_model(source.reward_pretrain, tokenizer, setup, next(names)))
     if source.prm_pretrain is not None:
-        makers.append(partial(builder.process_reward_model, source.prm_pretrain))
-    scorers = [make(name) for make, name in zip(makers, source.names(), strict=True)]
+        scorers.append(_process_reward_model(source, source.prm_pretrain, tokenizer, setup, next(names)))
     return scorers[0] if len(scorers) == 1 else CombinedScorer(scorers)
 
 
 def check_sources(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> None:
     """``ValueError`` for what ``build_scorer`` would find wrong before it loads a model."""
     if source.reward_pretrain is not None:
-        _Builder(source, tokenizer, setup).reader(source.reward_pretrain)
+        _reader(source.reward_pretrain, tokenizer, setup)
     if source.prm_pretrain is not None:
         check_model(source.prm_pretrain, "--prm_pretrain", setup.trust_remote_code)
     others = dataclasses.replace(source, reward_pretrain=None, prm_pretrain=None)
@@ -98,114 +108,104 @@ def check_sources(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setu
         build_scorer(others, tokenizer, setup)
 
 
-@dataclass(frozen=True)
-class _Builder:
-    source: RewardConfig
-    tokenizer: PreTrainedTokenizerBase
-    setup: ScorerSetup
+def _function(
+    source: RewardConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    setup: ScorerSetup,
+    name: str,
+    location: str,
+    flag: str,
+    default_name: str,
+) -> Scorer:
+    columns = {column for prompt in setup.prompts for column in prompt.row}
+    function = collective(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
+    check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
+    logger.info("%s is called with %s", function.source, function.describe())
+    return FunctionScorer(
+        function,
+        tokenizer,
+        name,
+        error_value=source.reward_error_value,
+        step_separator=source.step_separator,
+        token_weight=source.weights().get(name, 1.0),
+    )
 
-    def function(self, location: str, flag: str, default_name: str, name: str) -> Scorer:
-        source, setup = self.source, self.setup
-        columns = {column for prompt in setup.prompts for column in prompt.row}
-        function = collective(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
-        check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
-        logger.info("%s is called with %s", function.source, function.describe())
-        return FunctionScorer(
-            function,
-            self.tokenizer,
-            name,
-            error_value=source.reward_error_value,
-            step_separator=source.step_separator,
-            token_weight=source.weights().get(name, 1.0),
-        )
 
-    def remote(self, name: str) -> Scorer:
-        assert self.source.remote_rm_url is not None
-        if self.source.remote_is_file():
-            return self.function(self.source.remote_rm_url, "--remote_rm_url", "reward_func", name)
-        scorer = RemoteScorer(self.source, self.tokenizer, name)
-        scorer.check()
-        return scorer
+def _reward_model(model: str, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str) -> Scorer:
+    """A frozen reward model. It reads the policy's token ids, or the text if its own ids are others."""
+    flag = "--reward_pretrain"
+    config, own, read = _reader(model, tokenizer, setup)
+    ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
+    logger.info("%s %s reads %s", flag, model, ids)
+    normalization = Normalization()
+    if setup.normalize:
+        remedy = "Train it with openppo.cli.train_rm, which stores them, or use --reward_normalizer running."
+        normalization = stored_normalization(config, f"{flag} {model}", remedy)
+    with model_error_context(flag, model, "reward model"):
+        prefix = setup.value_head_prefix
+        reward = get_llm_for_sequence_regression(model, "reward", value_head_prefix=prefix, **setup.model_options)
+    frozen = setup.prepare_frozen(reward)
+    if setup.pack_where_exact is not None:
+        setup.pack_where_exact(reward, frozen, setup.device, "reward model")
+    pad = pad_token_id(own or tokenizer)
+    return ModelScorer(frozen, setup.size, pad, setup.comm, setup.device, name, read, normalization)
 
-    def verifier(self, verifier: Verifier, name: str) -> Scorer:
-        return VerifiableScorer(make_verify(verifier, self.source, self.setup.prompts), self.tokenizer, name)
 
-    def reward_model(self, model: str, name: str) -> Scorer:
-        """A frozen reward model. It reads the policy's token ids, or the text if its own ids are others."""
-        flag, setup = "--reward_pretrain", self.setup
-        config, own, read = self.reader(model)
-        ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
-        logger.info("%s %s reads %s", flag, model, ids)
-        normalization = Normalization()
-        if setup.normalize:
-            remedy = "Train it with openppo.cli.train_rm, which stores them, or use --reward_normalizer running."
-            normalization = stored_normalization(config, f"{flag} {model}", remedy)
-        options = {"bf16": setup.bf16, "flash_attn": setup.flash_attn, "trust_remote_code": setup.trust_remote_code}
-        with model_error_context(flag, model, "reward model"):
-            reward = get_llm_for_sequence_regression(
-                model, "reward", value_head_prefix=setup.value_head_prefix, **options
-            )
-        frozen = setup.prepare_frozen(reward)
-        if setup.pack_where_exact is not None:
-            setup.pack_where_exact(reward, frozen, setup.device, "reward model")
-        pad = pad_token_id(own or self.tokenizer)
-        return ModelScorer(frozen, setup.size, pad, setup.comm, setup.device, name, read, normalization)
+def _reader(
+    model: str, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup
+) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Encode]:
+    """A reward model's config, its tokenizer unless it reads the policy's ids, and its ids of a sample."""
+    flag, trust, named = "--reward_pretrain", setup.trust_remote_code, f"--reward_pretrain {model}"
+    config = collective(setup.comm, lambda: check_model(model, flag, trust))
+    own = own_tokenizer(flag, model, setup.actor, tokenizer, trust)
+    encode: Encode = partial(policy_tokens, tokenizer)
+    if own is not None:
+        encode = text = RewardModelText(tokenizer, own, named)
+        text.check(setup.prompts)
+        check_token_ids(config, named, own, [[own.eos_token_id]])
+    read = reader(encode, named, context_length(config))
+    check_token_ids(config, named, own or tokenizer, [])  # PAD
 
-    def reader(
-        self, model: str
-    ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Callable[[Trajectory], list[int]]]:
-        """A reward model's config, its tokenizer unless it reads the policy's ids, and its ids of a sample."""
-        flag, trust, named = "--reward_pretrain", self.setup.trust_remote_code, f"--reward_pretrain {model}"
-        config = collective(self.setup.comm, lambda: check_model(model, flag, trust))
-        own, context = own_tokenizer(flag, model, self.setup.actor, self.tokenizer, trust), context_length(config)
-        text: Callable[[Trajectory], list[int]] = PolicyTokens(self.tokenizer, named, context)
-        if own is not None:
-            text = RewardModelText(self.tokenizer, own, named, context)
-            text.check(self.setup.prompts)
-            check_token_ids(config, named, own, [[own.eos_token_id]])
+    def read_known(trajectory: Trajectory) -> list[int]:
+        ids = read(trajectory)
+        check_token_ids(config, named, own or tokenizer, [ids])
+        return ids
 
-        n_embeddings = config.get_text_config().vocab_size
-        check_token_ids(config, named, own or self.tokenizer, [])  # PAD
+    return config, own, read_known
 
-        def read(trajectory: Trajectory) -> list[int]:
-            ids = text(trajectory)
-            if max(ids) >= n_embeddings:
-                check_token_ids(config, named, own or self.tokenizer, [ids])  # raises
-            return ids
 
-        return config, own, read
+def _process_reward_model(
+    source: RewardConfig, model: str, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str
+) -> Scorer:
+    """A frozen process reward model. It reads prompt and response as ``train_prm`` renders lists of steps."""
+    flag, named = "--prm_pretrain", f"--prm_pretrain {model}"
+    config = collective(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
+    own = load_tokenizer(model, flag, trust_remote_code=setup.trust_remote_code)
+    chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
+    if chat and not own.chat_template:
+        raise ValueError(f"--prm_apply_chat_template: the tokenizer of {named} has no chat template. Leave it out.")
+    placeholder_id = single_token_id(own, placeholder, "--prm_placeholder_token", flag)
+    good, bad = (single_token_id(own, token, "--prm_reward_tokens", flag) for token in source.prm_reward_tokens)
+    whole = "{}" if setup.input_template is not None and not chat else None  # the prompt is in its template already
+    encode = StepEncoder(own, placeholder, placeholder_id, whole, chat)
 
-    def process_reward_model(self, model: str, name: str) -> Scorer:
-        """A frozen process reward model. It reads prompt and response as ``train_prm`` renders lists of steps."""
-        source, setup, flag, named = self.source, self.setup, "--prm_pretrain", f"--prm_pretrain {model}"
-        config = collective(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
-        own = load_tokenizer(model, flag, trust_remote_code=setup.trust_remote_code)
-        chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
-        if chat and not own.chat_template:
-            raise ValueError(f"--prm_apply_chat_template: the tokenizer of {named} has no chat template. Leave it out.")
-        placeholder_id = single_token_id(own, placeholder, "--prm_placeholder_token", flag)
-        good, bad = (single_token_id(own, token, "--prm_reward_tokens", flag) for token in source.prm_reward_tokens)
-        whole = "{}" if setup.input_template is not None and not chat else None  # the prompt is in its template already
-        encode = StepEncoder(own, placeholder, placeholder_id, whole, chat)
+    def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
+        question: Any = prompt.messages or prompt.text
+        if prompt.messages and not chat:
+            question = STEP_SEPARATOR.join(text_of(message["content"]) for message in prompt.messages)
+        ids, places = encode(question, steps)
+        check_token_ids(config, named, own, [ids, [good, bad]])
+        return ids, places
 
-        def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
-            question: Any = prompt.messages or prompt.text
-            if prompt.messages and not chat:
-                question = STEP_SEPARATOR.join(text_of(message["content"]) for message in prompt.messages)
-            ids, places = encode(question, steps)
-            check_token_ids(config, named, own, [ids, [good, bad]])
-            return ids, places
-
-        for prompt in {tuple(m["role"] for m in p.messages or ()): p for p in setup.prompts}.values():
-            try:
-                render(prompt, ["a"])
-            except ValueError as error:  # a chat template may refuse its roles
-                raise ValueError(f"{named}: {error}") from error
-        text = StepText(self.tokenizer, own, render, source.step_separator, named, context_length(config))
-        options = {"bf16": setup.bf16, "flash_attn": setup.flash_attn, "trust_remote_code": setup.trust_remote_code}
-        with model_error_context(flag, model, "process reward model"):
-            judge = setup.prepare_frozen(ProcessRewardModel(Actor(model, **options).model))
-        return ProcessScorer(judge, text, (good, bad), source, setup.size, setup.comm, setup.device, name)
+    for prompt in {tuple(m["role"] for m in p.messages or ()): p for p in setup.prompts}.values():
+        try:
+            render(prompt, ["a"])
+        except ValueError as error:  # a chat template may refuse its roles
+            raise ValueError(f"{named}: {error}") from error
+    text = StepText(tokenizer, own, render, source.step_separator, named, context_length(config))
+    with model_error_context(flag, model, "process reward model"):
+        judge = setup.prepare_frozen(ProcessRewardModel(Actor(model, **setup.model_options).model))
+    return ProcessScorer(judge, text, (good, bad), source, setup.size, setup.comm, setup.device, name)
 
 
 def own_tokenizer(
@@ -216,17 +216,15 @@ def own_tokenizer(
     A model without tokenizer must have a vocabulary of the same size, else ``ValueError`` naming ``flag``.
     """
 
-    def embeddings() -> tuple[int, int]:
-        configs = (check_model(name, of, trust_remote_code) for name, of in ((model, flag), (actor, "--pretrain")))
-        own, policy = (config.get_text_config().vocab_size for config in configs)
-        return own, policy
+    def n_embeddings(name: str, its_flag: str) -> int:
+        return check_model(name, its_flag, trust_remote_code).get_text_config().vocab_size
 
     try:
         own = load_tokenizer(model, flag, trust_remote_code=trust_remote_code)
     except UntrustedModelError:
         raise
     except ValueError as error:
-        sizes = embeddings()
+        sizes = n_embeddings(model, flag), n_embeddings(actor, "--pretrain")
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"{error}, and it cannot read the token ids of "
@@ -237,11 +235,10 @@ def own_tokenizer(
     vocabulary, ids = own.get_vocab(), tokenizer.get_vocab()  # the former may hold more, such as a [PAD] of its own
     if any(vocabulary.get(token) != token_id for token, token_id in ids.items()):
         return own
-    n_embeddings, n_policy = embeddings()
-    sampled = min(max(ids.values()) + 1, n_policy)
-    if n_embeddings < sampled:
+    known, sampled = n_embeddings(model, flag), min(max(ids.values()) + 1, n_embeddings(actor, "--pretrain"))
+    if known < sampled:
         raise ValueError(
-            f"{flag} {model} has embeddings of {n_embeddings} token ids, and --pretrain {actor} samples {sampled}. "
+            f"{flag} {model} has embeddings of {known} token ids, and --pretrain {actor} samples {sampled}. "
             "Give it as many with resize_token_embeddings."
         )
     return None

@@ -14,13 +14,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openppo.rewards.scoring import check_number, name_sample, policy_text
-from openppo.rewards.steps import score_of_steps, step_tokens
+from openppo.rewards.scoring import check_number, name_sample, policy_text, score_of_steps, step_tokens
 from openppo.types import Score, Trajectory
 from openppo.user_code import copied, load_callable
 
 logger = logging.getLogger("openppo")
 
+Sample = dict[str, Any]
+"""What a reward function may ask for about one trajectory, by the names of ``SINGLE_NAMES``.
+
+prompt, response and completion (the response again) are texts, of the response without special tokens; query is the
+text of all tokens, special ones included, as OpenRLHF gives it; row holds the data columns; messages is None without a
+chat template; token_ids are those that the policy sampled.
+"""
 _IN_BOTH_FORMS = {"messages": "messages", "token_ids": "token_ids"}
 BATCH_NAMES = {
     "prompts": "prompt",
@@ -34,40 +40,24 @@ BATCH_NAMES = {
 """Parameter of a function for a batch -> what it gets a list of."""
 SINGLE_NAMES = {name: name for name in BATCH_NAMES.values()}
 """The same for a function that is called for each sample."""
-_BY_POSITION = ("prompts", "responses", "labels")
 
 
-@dataclass(frozen=True)
-class RewardSample:
-    """What a reward function may ask for about one trajectory.
-
-    ``own`` by the names of ``SINGLE_NAMES``: prompt, response and completion (the response again) are texts, of the
-    response without special tokens; query is the text of all tokens, special ones included, as OpenRLHF gives it;
-    messages is None without a chat template; token_ids are those that the policy sampled. ``row`` holds the data
-    columns.
-    """
-
-    own: dict[str, Any]
-    row: dict[str, Any]
-
-
-def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> list[RewardSample]:
+def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """One sample per trajectory, decoded with the policy's tokenizer."""
-    samples = []
-    for trajectory in trajectories:
-        prompt, response = trajectory.prompt, policy_text(trajectory, tokenizer)
-        own = {
-            "prompt": prompt.text,
+    responses = [policy_text(trajectory, tokenizer) for trajectory in trajectories]
+    return [
+        {
+            "prompt": t.prompt.text,
             "response": response,
             "completion": response,
-            "label": prompt.label,
-            "query": tokenizer.decode(trajectory.token_ids, skip_special_tokens=False),
-            "row": prompt.row,
-            "messages": prompt.messages,
-            "token_ids": trajectory.action_ids,
+            "label": t.prompt.label,
+            "query": tokenizer.decode(t.token_ids, skip_special_tokens=False),
+            "row": t.prompt.row,
+            "messages": t.prompt.messages,
+            "token_ids": t.action_ids,
         }
-        samples.append(RewardSample(own, prompt.row))
-    return samples
+        for t, response in zip(trajectories, responses, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -78,8 +68,8 @@ class RewardFunction:
     source: str
     is_batch: bool
     """Called once with lists; otherwise once for each sample."""
-    positional: tuple[str, ...]
-    keywords: tuple[str, ...]
+    names: tuple[str, ...]
+    """Its parameters, given by name."""
     takes_all: bool
     """Has ``**kwargs``: gets all names of its form and all columns."""
 
@@ -91,26 +81,22 @@ class RewardFunction:
 
     def describe(self) -> str:
         """How it is called, for the log."""
-        names = [*self.positional, *self.keywords, *(["everything else"] if self.takes_all else [])]
+        names = [*self.names, *(["everything else"] if self.takes_all else [])]
         return f"{'lists of' if self.is_batch else 'each sample alone:'} {', '.join(names)}"
 
-    def __call__(self, samples: Sequence[RewardSample]) -> Any:
+    def __call__(self, samples: Sequence[Sample]) -> Any:
         """Call the function with copies of ``samples``."""
-        keywords = dict.fromkeys(self.keywords)
+        known = BATCH_NAMES if self.is_batch else SINGLE_NAMES
+        names = dict.fromkeys(self.names)
         if self.takes_all:
-            columns = (column for sample in samples for column in sample.row)
-            keywords |= dict.fromkeys(columns) | dict.fromkeys(BATCH_NAMES if self.is_batch else SINGLE_NAMES)
-        keywords = {name: None for name in keywords if name not in self.positional}
-        result = self.function(
-            *(self._value(name, samples) for name in self.positional),
-            **{name: self._value(name, samples) for name in keywords},
-        )
+            names |= dict.fromkeys([*(column for sample in samples for column in sample["row"]), *known])
+        arguments = {}
+        for name in names:
+            own = known.get(name)
+            values = [copied(sample["row"].get(name) if own is None else sample[own]) for sample in samples]
+            arguments[name] = values if self.is_batch else values[0]
+        result = self.function(**arguments)
         return list(result) if isinstance(result, Iterator) else result  # so that errors of generators come up here
-
-    def _value(self, name: str, samples: Sequence[RewardSample]) -> Any:
-        own = (BATCH_NAMES if self.is_batch else SINGLE_NAMES).get(name)
-        values = [copied(sample.row.get(name) if own is None else sample.own[own]) for sample in samples]
-        return values if self.is_batch else values[0]
 
 
 def load_reward_function(
@@ -127,63 +113,30 @@ def as_reward_function(function: Callable[..., Any], source: str, columns: Colle
     """How ``function`` is to be called, by the names of its parameters.
 
     With names of ``BATCH_NAMES`` it is called once with lists, with names of ``SINGLE_NAMES`` once for each sample;
-    further parameters may name data columns, and ``**kwargs`` gets everything. ``*args``, or three parameters of
-    which no name is known, get prompts, responses and labels by position.
+    further parameters may name data columns, and ``**kwargs`` gets everything. ``ValueError`` names ``source`` and a
+    parameter that nothing is known for.
     """
-    parameters = _parameters(function)
-    if _is_positional(parameters, known={*BATCH_NAMES, *SINGLE_NAMES, *columns}):
-        return RewardFunction(function, source, True, positional=_BY_POSITION, keywords=(), takes_all=False)
+    parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    decisive = {p.name for p in named} - _IN_BOTH_FORMS.keys()
-    is_batch = not decisive.isdisjoint(BATCH_NAMES)
+    telling = {p.name for p in named} - _IN_BOTH_FORMS.keys()
+    is_batch = not telling.isdisjoint(BATCH_NAMES)
     own = BATCH_NAMES if is_batch else SINGLE_NAMES
-    _check_parameters(named, source, own, columns)
-    known = [p for p in named if p.name in own or p.name in columns]
-    return RewardFunction(
-        function,
-        source,
-        is_batch,
-        positional=tuple(p.name for p in known if p.kind is p.POSITIONAL_ONLY),
-        keywords=tuple(p.name for p in known if p.kind is not p.POSITIONAL_ONLY),
-        takes_all=any(p.kind is p.VAR_KEYWORD for p in parameters),
-    )
+    known = tuple(p.name for p in named if p.name in own or p.name in columns)
+    unknown = next((p.name for p in named if p.default is p.empty and p.name not in known), None)
+    if unknown is not None or telling.isdisjoint(own):
+        what = "its parameters do not say what it scores"
+        if unknown is not None:
+            why = "for one sample, and others are for a batch" if unknown in SINGLE_NAMES else "unknown"
+            what = f"its parameter {unknown!r} is {why}"
+        raise ValueError(
+            f"{source}: {what}. Use {', '.join(BATCH_NAMES)} for lists of a whole batch, or {', '.join(SINGLE_NAMES)} "
+            "for one sample at a time; further parameters may have defaults or name columns of the data "
+            f"({', '.join(sorted(columns)) or 'none'})."
+        )
+    return RewardFunction(function, source, is_batch, known, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except ValueError:  # some built-in functions do not tell
-        return [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
-
-
-def _is_positional(parameters: Sequence[inspect.Parameter], known: set[str]) -> bool:
-    """No name is known, but three values can be given by position."""
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return (
-        known.isdisjoint(p.name for p in parameters)
-        and all(p.kind is not p.KEYWORD_ONLY for p in required)
-        and (len(required) == 3 or (takes_more and len(required) < 3))
-    )
-
-
-def _check_parameters(
-    named: Sequence[inspect.Parameter], source: str, own: Mapping[str, str], columns: Collection[str]
-) -> None:
-    """Each parameter without default must be known, and one of them must tell a batch from a single sample."""
-    unknown = [p.name for p in named if p.default is p.empty and p.name not in own and p.name not in columns]
-    if not unknown and not (own.keys() - _IN_BOTH_FORMS.keys()).isdisjoint(p.name for p in named):
-        return
-    what = f"its parameter {unknown[0]!r} is unknown" if unknown else "its parameters do not say what it scores"
-    if unknown and unknown[0] in {*BATCH_NAMES, *SINGLE_NAMES}:
-        what = f"its parameter {unknown[0]!r} is for one sample, and others are for a batch"
-    raise ValueError(
-        f"{source}: {what}. Use {', '.join(BATCH_NAMES)} for lists of a whole batch, or {', '.join(SINGLE_NAMES)} for "
-        "one sample at a time; further parameters may have defaults or name columns of the data "
-        f"({', '.join(sorted(columns)) or 'none'})."
-    )
-
-
+@dataclass
 class FunctionScorer:
     """Rewards from ``function``, which always runs on one thread of its own, an async one in one event loop.
 
@@ -194,27 +147,19 @@ class FunctionScorer:
     and steps are multiplied by ``token_weight``.
     """
 
+    function: RewardFunction
+    tokenizer: PreTrainedTokenizerBase
+    name: str = "reward"
+    error_value: float | None = None
+    step_separator: str = "\n\n"
+    token_weight: float = 1.0
     collective = False
 
-    def __init__(
-        self,
-        function: RewardFunction,
-        tokenizer: PreTrainedTokenizerBase,
-        name: str = "reward",
-        *,
-        error_value: float | None = None,
-        step_separator: str = "\n\n",
-        token_weight: float = 1.0,
-    ) -> None:
-        self.function = function
-        self.tokenizer = tokenizer
-        self.name = name
-        self.error_value = error_value
-        self.step_separator = step_separator
-        self.token_weight = token_weight
-        self.n_scored = 0
-        self._thread = ThreadPoolExecutor(1, "reward_fn", _use_gpu, (_current_gpu(),))
-        self._loop = asyncio.new_event_loop() if function.is_async else None  # kept: clients belong to their loop
+    def __post_init__(self) -> None:
+        # On a new thread "cuda" is GPU 0, whatever the thread that loaded the function has chosen.
+        gpu: Any = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else ()
+        self._thread = ThreadPoolExecutor(1, "reward_fn", *gpu)
+        self._loop = asyncio.new_event_loop() if self.function.is_async else None  # kept: clients belong to their loop
 
     def __str__(self) -> str:
         return self.function.source
@@ -224,64 +169,51 @@ class FunctionScorer:
 
         ``ValueError`` names the sample for a return value of another kind, or a number that is not finite.
         """
-        self.n_scored = 0
         if not trajectories:
             return []
         results = self._results(make_samples(trajectories, self.tokenizer))
         scores = [self._score(result, t) for result, t in zip(results, trajectories, strict=True)]
-        n_failed = sum(score.failed for score in scores)
-        if n_failed:
-            first = next(i for i, score in enumerate(scores) if score.failed)
+        failed = [i for i, score in enumerate(scores) if score.failed]
+        if failed:
             logger.warning(
                 "%s raised on %d of %d samples, whose reward is --reward_error_value %g; the first: %r for %s",
-                *(self, n_failed, len(scores), self.error_value, results[first], name_sample(trajectories[first])),
+                *(self, len(failed), len(scores), self.error_value, results[failed[0]]),
+                name_sample(trajectories[failed[0]]),
             )
         return scores
 
-    def _results(self, samples: Sequence[RewardSample]) -> list[Any]:
+    def _results(self, samples: Sequence[Sample]) -> list[Any]:
         """What the function returned for each sample, or the exception that it raised."""
+        alone = [[sample] for sample in samples]
         if not self.function.is_batch:
-            return self._call([[sample] for sample in samples])
-        (result,) = self._call([samples])
+            return self._call(alone)
+        [result] = self._call([samples])
         if not isinstance(result, BaseException):
             return self._split(result, len(samples))
-        alone = [
-            answer if isinstance(answer, BaseException) else self._split(answer, 1)[0]
-            for answer in self._call([[sample] for sample in samples])
-        ]
-        if self.error_value is None and not any(isinstance(answer, BaseException) for answer in alone):
+        answers = self._call(alone)
+        if self.error_value is None and not any(isinstance(answer, BaseException) for answer in answers):
             raise RuntimeError(
                 f"{self} raised {result!r} for a batch of {len(samples)} samples, but for none of them alone."
             ) from result
-        return alone
+        return [answer if isinstance(answer, BaseException) else self._split(answer, 1)[0] for answer in answers]
 
-    def _call(self, batches: Sequence[Sequence[RewardSample]]) -> list[Any]:
+    def _call(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
         """The function's result or exception for each batch; an async function works on all at the same time."""
         if self._loop is not None:
             try:
                 return self._run(self._loop.run_until_complete, self._gather(batches)).result()
-            except SystemExit as error:  # of a task that the function has started; ours would end with status 0
+            except SystemExit as error:  # it would end the run with the status that it holds, 0 perhaps
                 raise RuntimeError(f"{self} raised {error!r}. Take the call of sys.exit() out.") from error
         futures = [self._run(self.function, batch) for batch in batches]
-        for future, batch in zip(futures, batches, strict=True):
-            wait([future])
-            self.n_scored += len(batch)
+        wait(futures)
         return [future.exception() or future.result() for future in futures]
 
     def _run(self, call: Callable[[Any], Any], argument: Any) -> Future[Any]:
         """``call(argument)`` on the thread of the function."""
         return self._thread.submit(call, argument)
 
-    async def _gather(self, batches: Sequence[Sequence[RewardSample]]) -> list[Any]:
-        return await asyncio.gather(*map(self._ask, batches), return_exceptions=True)
-
-    async def _ask(self, batch: Sequence[RewardSample]) -> Any:
-        try:
-            return await self.function(batch)
-        except SystemExit as error:  # which the event loop would not keep for its sample
-            return error
-        finally:
-            self.n_scored += len(batch)
+    async def _gather(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
+        return await asyncio.gather(*map(self.function, batches), return_exceptions=True)
 
     def _split(self, result: Any, n: int) -> list[Any]:
         """The function's result for a batch of ``n`` as one result for each sample."""
@@ -326,13 +258,3 @@ class FunctionScorer:
                 "each token or one for each step."
             )
         return score_of_steps(trajectory, ends, rewards)
-
-
-def _current_gpu() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_available() else None
-
-
-def _use_gpu(gpu: int | None) -> None:
-    """On a new thread "cuda" is GPU 0, whatever the thread that loaded the function has chosen."""
-    if gpu is not None:
-        torch.cuda.set_device(gpu)

@@ -1,19 +1,25 @@
-"""Scores from a reward model in process."""
+"""Scores from a reward model in the same process: of a whole response, or of each of its steps."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter, itemgetter
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from openppo.config import RewardConfig
 from openppo.models.padding import MicroBatchSize, micro_batches, pad_right
-from openppo.rewards.scoring import check_scores
+from openppo.models.pretrained import pad_token_id
+from openppo.rewards.rendering import Encode, last_tokens
+from openppo.rewards.scoring import check_number, check_scores, score_of_steps, span_texts, step_tokens
 from openppo.tracking import progress_bar
-from openppo.types import Comm, Score, Trajectory
+from openppo.types import Comm, Prompt, Score, Trajectory
 
-Model = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Model = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,34 +33,22 @@ class Normalization:
         return [(score - self.mean) / self.std for score in scores]
 
 
+@dataclass
 class ModelScorer:
     """Scores from a reward model: its output at the last token of what ``encode`` makes of a trajectory.
 
-    ``encode`` gives the token ids that the model reads (``policy_tokens``: those of the policy). ``size`` is
-    that of a forward.
+    ``encode`` gives the token ids that the model reads, by default those of the policy. ``size`` is that of a forward.
     """
 
+    model: Model
+    size: MicroBatchSize
+    pad_token_id: int
+    comm: Comm
+    device: torch.device
+    name: str = "reward"
+    encode: Encode = attrgetter("token_ids")
+    normalization: Normalization = Normalization()
     collective = True
-
-    def __init__(
-        self,
-        model: Model,
-        size: MicroBatchSize,
-        pad_token_id: int,
-        comm: Comm,
-        device: torch.device,
-        name: str = "reward",
-        encode: Callable[[Trajectory], list[int]] | None = None,
-        normalization: Normalization = Normalization(),
-    ) -> None:
-        self.model = model
-        self.size = size
-        self.pad_token_id = pad_token_id
-        self.comm = comm
-        self.device = device
-        self.name = name
-        self.encode = encode or policy_tokens
-        self.normalization = normalization
 
     def __str__(self) -> str:
         return "the reward model"
@@ -89,11 +83,6 @@ def forward_scores(model: Model, rows: Sequence[Sequence[int]], pad_token_id: in
     return model(sequences.to(device), attention_mask.to(device)).tolist()
 
 
-def policy_tokens(trajectory: Trajectory) -> list[int]:
-    """The trajectory as the policy wrote it."""
-    return trajectory.token_ids
-
-
 def stored_normalization(config: PreTrainedConfig, source: str, remedy: str) -> Normalization:
     """Mean and std of a reward model's scores, which its config.json holds as ``mean`` and ``std`` as in OpenRLHF.
 
@@ -108,3 +97,106 @@ def stored_normalization(config: PreTrainedConfig, source: str, remedy: str) -> 
             f"{mean!r} and {std!r}). {remedy}"
         )
     return Normalization(mean, std)
+
+
+Render = Callable[[Prompt, list[str]], tuple[list[int], list[int]]]
+"""Token ids of a prompt and the steps after it, and where in them the placeholder of each step is."""
+AGGREGATES: Mapping[str, Callable[[list[float]], float]] = {
+    "min": min,
+    "mean": fmean,
+    "last": itemgetter(-1),
+    "product": math.prod,
+}
+"""Names of ``--prm_aggregate`` that make one number of all steps."""
+
+
+class JudgedSteps(NamedTuple):
+    """Steps of a trajectory as a process reward model reads them.
+
+    ``token_ids`` are the model's own, ``places`` the indexes of the placeholders in them, one for each step, and
+    ``ends`` the index of each step's last token in the trajectory.
+    """
+
+    token_ids: list[int]
+    places: list[int]
+    ends: list[int]
+
+
+@dataclass(frozen=True)
+class StepText:
+    """Trajectories as token ids of the process reward model, with its placeholder after each step.
+
+    Steps are what ``separator`` divides the response into, blank ones left out. Of more than ``context`` tokens the
+    last are kept, and steps before them are not judged. ``source`` is the flag and name of the model, for messages.
+    """
+
+    policy: PreTrainedTokenizerBase
+    own: PreTrainedTokenizerBase
+    render: Render
+    separator: str
+    source: str
+    context: int | None = None
+
+    def __call__(self, trajectory: Trajectory) -> JudgedSteps:
+        """Steps as the model reads them; no tokens for a response without steps."""
+        texts = span_texts(trajectory, self.policy)
+        pieces = [piece.rstrip() for text in texts for piece in text.split(self.separator) if piece.strip()]
+        if not pieces:
+            return JudgedSteps([], [], [])
+        ends = step_tokens(trajectory, self.policy, self.separator)
+        ids, places = self.render(trajectory.prompt, [pieces[0], *(self.separator + piece for piece in pieces[1:])])
+        read = last_tokens(ids, self.context, self.source, trajectory)
+        n_cut = len(ids) - len(read)
+        kept = [(place - n_cut, end) for place, end in zip(places, ends, strict=True) if place >= n_cut]
+        return JudgedSteps(read, [place for place, _ in kept], [end for _, end in kept])
+
+
+@dataclass
+class ProcessScorer:
+    """Scores from ``model``, which maps sequences and places, both (B, L), to logits (N, V) at the N places.
+
+    A step is worth p(good), the softmax over ``reward_ids`` (good, bad) at its placeholder. With ``--prm_aggregate
+    steps`` that is the reward of its last token, times the weight of ``name``; else all steps of a response make one
+    reward ``name``, which is 0 for a response without steps.
+    """
+
+    model: Model
+    text: StepText
+    reward_ids: tuple[int, int]
+    source: RewardConfig
+    size: MicroBatchSize
+    comm: Comm
+    device: torch.device
+    name: str = "prm"
+    collective = True
+
+    def __str__(self) -> str:
+        return self.text.source
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory; forwards run over neighbours in length."""
+        rows = [self.text(trajectory) for trajectory in trajectories]
+        good: dict[int, list[float]] = {}
+        batches = equal_batches([len(row.token_ids) for row in rows], self.size, self.comm)
+        for batch in progress_bar(batches, "judging steps", enabled=self.comm.rank == 0):
+            good.update(zip(batch, self._forward([rows[i] for i in batch]), strict=True))
+        return [self._score(t, rows[i], good.get(i, [])) for i, t in enumerate(trajectories)]
+
+    @torch.no_grad()
+    def _forward(self, rows: Sequence[JudgedSteps]) -> list[list[float]]:
+        """p(good) of the steps of each row; without rows the model runs all the same."""
+        pad = pad_token_id(self.text.own)
+        sequences, _ = pad_right([row.token_ids for row in rows] or [[pad] * 2], pad)
+        places = torch.zeros(sequences.shape, dtype=torch.bool)
+        for i, row in enumerate(rows):
+            places[i, row.places] = True
+        logits: Tensor = self.model(sequences.to(self.device), places.to(self.device))  # (N, V)
+        good = logits[:, list(self.reward_ids)].float().softmax(-1)[:, 0].cpu()  # (N,)
+        return [part.tolist() for part in good.split([len(row.places) for row in rows])]
+
+    def _score(self, trajectory: Trajectory, steps: JudgedSteps, good: list[float]) -> Score:
+        good = [check_number(p, trajectory, str(self)) for p in good]
+        if self.source.prm_aggregate != "steps":
+            return Score({self.name: AGGREGATES[self.source.prm_aggregate](good) if good else 0.0})
+        weight = self.source.weights().get(self.name, 1.0)
+        return score_of_steps(trajectory, steps.ends, [weight * p for p in good])

@@ -1,7 +1,7 @@
-"""What a reward model reads of a trajectory: the policy's tokens, or its text in tokens of its own."""
+"""Token ids that a reward model reads of a trajectory: the policy's, or its text in tokens of the model's own."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,40 +13,27 @@ from openppo.user_code import TEMPLATE_ERRORS
 
 logger = logging.getLogger("openppo")
 
+Encode = Callable[[Trajectory], list[int]]
+"""Token ids of a trajectory, as a reward model reads them."""
 _CUT = "\ue000" * 3  # private-use characters, which no text holds and no template changes
 
 
-class PolicyTokens:
-    """Trajectories as the policy wrote them; a response that ended with EOS ends as ``train_rm``'s examples do.
+def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> list[int]:
+    """Token ids as the policy wrote them; a response that ended with EOS ends as ``train_rm``'s examples do.
 
     Where a chat template ends a turn with another token than EOS, sampling stops there (``<|end|>`` of Phi-3), but what
-    the template writes behind it and EOS belong to the examples, and EOS is where the score is read. Of more than
-    ``context`` tokens the last are kept. ``source`` is the flag and name of the reward model, for messages.
+    the template writes behind it and EOS belong to the examples, and EOS is where the score is read. ``ValueError`` if
+    the chat template refuses the prompt.
     """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, context: int | None = None) -> None:
-        self.tokenizer = tokenizer
-        self.source = source
-        self.context = context
-
-    def __call__(self, trajectory: Trajectory) -> list[int]:
-        """Token ids of prompt and response. ``ValueError`` names a sample that the chat template refuses."""
-        ids, eos = trajectory.token_ids, self.tokenizer.eos_token_id
-        if trajectory.finish_reason.is_complete and ids[-1] != eos and eos is not None:
-            try:
-                ids = [*ids, *self._behind(trajectory.prompt, ids[-1])]
-            except ValueError as error:
-                raise _refused(self.source, trajectory, error) from error
-        return _last_of(ids, self.context, self.source, trajectory)
-
-    def _behind(self, prompt: Prompt, stop: int) -> list[int]:
-        """What follows ``stop``, at which sampling ended, up to EOS."""
-        behind: list[int] = []
-        if prompt.messages is not None:
-            _, _, text = _render(self.tokenizer, prompt.messages, _CUT).partition(_CUT)
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            behind = ids[ids.index(stop) + 1 :] if stop in ids else []
-        return end_with_eos(self.tokenizer, behind)
+    ids, eos = trajectory.token_ids, tokenizer.eos_token_id
+    if not trajectory.finish_reason.is_complete or ids[-1] == eos or eos is None:
+        return ids
+    behind: list[int] = []  # what follows the token at which sampling ended
+    if trajectory.prompt.messages is not None:
+        _, _, text = _render(tokenizer, trajectory.prompt.messages, _CUT).partition(_CUT)
+        end = tokenizer(text, add_special_tokens=False)["input_ids"]
+        behind = end[end.index(ids[-1]) + 1 :] if ids[-1] in end else []
+    return [*ids, *end_with_eos(tokenizer, behind)]
 
 
 class RewardModelText:
@@ -54,30 +41,22 @@ class RewardModelText:
 
     A chat is rendered with the reward model's own chat template, all that follows the prompt as the assistant's last
     turn; any other text is the prompt's followed by the response's. A response that the policy ended itself ends with
-    the reward model's EOS; nothing follows one that was cut off. Of more than ``context`` tokens the last are kept.
-    ``source`` is the flag and name of the reward model, for messages.
+    the reward model's EOS; nothing follows one that was cut off. ``source`` is the flag and name of the reward model,
+    for messages.
     """
 
-    def __init__(
-        self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, source: str, context: int | None = None
-    ) -> None:
+    def __init__(self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, source: str) -> None:
         if own.eos_token_id is None:
             raise ValueError(f"{source}: its tokenizer has no EOS token, at which a finished response is scored.")
         self.policy = policy
         self.own = own
         self.source = source
-        self.context = context
 
     def __call__(self, trajectory: Trajectory) -> list[int]:
-        """Token ids of prompt and response. ``ValueError`` names a sample that the chat template refuses."""
+        """Token ids of prompt and response. ``ValueError`` if the chat template refuses them."""
         start = trajectory.spans[0].start if trajectory.spans else len(trajectory.token_ids)
         response = str(self.policy.decode(trajectory.token_ids[start:], skip_special_tokens=True))
-        ended = trajectory.finish_reason.is_complete
-        try:
-            ids = self._encode(trajectory.prompt, response, ended)
-        except ValueError as error:
-            raise _refused(self.source, trajectory, error) from error
-        return _last_of(ids, self.context, self.source, trajectory)
+        return self._encode(trajectory.prompt, response, trajectory.finish_reason.is_complete)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """``ValueError`` if chats cannot be rendered: tries one prompt for each sequence of roles, before a run."""
@@ -116,11 +95,21 @@ def _render(tokenizer: PreTrainedTokenizerBase, asked: Sequence[dict[str, Any]],
         raise ValueError(str(error)) from error
 
 
-def _refused(source: str, trajectory: Trajectory, error: Exception) -> ValueError:
-    return ValueError(f"{source}: its chat template fails on {name_sample(trajectory)}: {error}")
+def reader(encode: Encode, source: str, context: int | None) -> Encode:
+    """``encode`` that keeps the last ``context`` tokens, and whose errors name ``source`` and the sample."""
+
+    def read(trajectory: Trajectory) -> list[int]:
+        try:
+            ids = encode(trajectory)
+        except ValueError as error:
+            raise ValueError(f"{source}: its chat template fails on {name_sample(trajectory)}: {error}") from error
+        return last_tokens(ids, context, source, trajectory)
+
+    return read
 
 
-def _last_of(ids: list[int], context: int | None, source: str, trajectory: Trajectory) -> list[int]:
+def last_tokens(ids: list[int], context: int | None, source: str, trajectory: Trajectory) -> list[int]:
+    """The last ``context`` of ``ids``, with a warning naming ``source`` where that leaves some out."""
     if context is None or len(ids) <= context:
         return ids
     logger.warning(

@@ -1,24 +1,27 @@
 """Sources of rewards, alone or several at the same time."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.tracking import progress_bar
 from openppo.types import Interrupted, NeverStops, Score, StopCheck, Trajectory
 
 _LONGEST_QUOTE = 200
 _SECONDS_BETWEEN_LOOKS = 0.5
 _LARGEST = 3.4e38
 """Of what float32 can hold, in which rewards are added up."""
+_MOST_BYTES = 4
+"""Of one character in UTF-8."""
 
 
 class Scorer(Protocol):
-    """A source of rewards. ``str(scorer)`` is what messages call it, best the flag that it came from.
+    """A source of rewards. ``str(scorer)`` is its name in messages, best the flag that it came from.
 
     ``collective`` scorers run forwards of partitioned weights: all ranks call ``score`` together, on the thread that
     trains. The others are independent on each rank, never touch the process group, and may run on any thread.
@@ -29,14 +32,6 @@ class Scorer(Protocol):
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory, in their order."""
         ...
-
-
-@runtime_checkable
-class CountsSamples(Protocol):
-    """A scorer that says how far it is."""
-
-    n_scored: int
-    """Samples of the call of ``score`` under way, or of the last one, that are done; read from another thread."""
 
 
 @dataclass(frozen=True)
@@ -50,38 +45,23 @@ class PendingScores:
     """
 
 
-def start_scoring(
-    scorer: Scorer, trajectories: Sequence[Trajectory], stop: StopCheck | None = None, show_progress: bool = False
-) -> PendingScores:
-    """Begin to score: in the background if the scorer allows it, else at once, on this thread.
-
-    Parts of a ``CombinedScorer`` that run in the background start first. ``show_progress`` shows a bar while scores of
-    the background are waited for.
-    """
+def start_scoring(scorer: Scorer, trajectories: Sequence[Trajectory], stop: StopCheck | None = None) -> PendingScores:
+    """Begin to score: in the background if the scorer allows it, else at once, on this thread."""
     if isinstance(scorer, CombinedScorer):
-        return scorer.start(trajectories, stop, show_progress)
+        return scorer.start(trajectories, stop)
     if scorer.collective:
         scores = scorer.score(trajectories)
         return PendingScores(lambda: scores)
     thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
     future = thread.submit(scorer.score, trajectories)
     thread.shutdown(wait=False)
-    shown = len(trajectories) if show_progress else None
-    return PendingScores(lambda: _result(future, stop or NeverStops(), scorer, shown))
+    return PendingScores(partial(_result, future, stop or NeverStops()))
 
 
-def _result(future: Future[list[Score]], stop: StopCheck, scorer: Scorer, shown: int | None) -> list[Score]:
-    """``shown`` is how many samples a bar counts, None for no bar."""
-    n_seen = 0
-    with progress_bar(shown or 0, "scoring", enabled=shown is not None and not future.done()) as bar:
-        while not wait([future], _SECONDS_BETWEEN_LOOKS).done:
-            if stop.requested():
-                raise Interrupted("a signal")
-            if isinstance(scorer, CountsSamples):
-                n_new = max(0, scorer.n_scored - n_seen)
-                n_seen += n_new
-                if n_new:
-                    bar.update(n_new)
+def _result(future: Future[list[Score]], stop: StopCheck) -> list[Score]:
+    while not wait([future], _SECONDS_BETWEEN_LOOKS).done:
+        if stop.requested():
+            raise Interrupted("a signal")
     return future.result()
 
 
@@ -98,11 +78,9 @@ class CombinedScorer:
     def __str__(self) -> str:
         return " and ".join(map(str, self.scorers))
 
-    def start(
-        self, trajectories: Sequence[Trajectory], stop: StopCheck | None = None, show_progress: bool = False
-    ) -> PendingScores:
+    def start(self, trajectories: Sequence[Trajectory], stop: StopCheck | None = None) -> PendingScores:
         """Start all sources; ``start_scoring`` calls this."""
-        parts = [start_scoring(scorer, trajectories, stop, show_progress) for scorer in self.scorers]
+        parts = [start_scoring(scorer, trajectories, stop) for scorer in self.scorers]
         return PendingScores(lambda: [self._merge(scores) for scores in zip(*(p.wait() for p in parts), strict=True)])
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
@@ -115,9 +93,8 @@ class CombinedScorer:
         for scorer, score in zip(self.scorers, scores, strict=True):
             for name in score.rewards:
                 if name in origin:
-                    raise ValueError(
-                        f"{origin[name]} and {scorer} both give a reward named {name!r}; give one another name."
-                    )
+                    both = f"{origin[name]} and {scorer}"
+                    raise ValueError(f"{both} both give a reward named {name!r}; give one another name.")
                 origin[name] = scorer
         per_token = [score.token_rewards for score in scores if score.token_rewards is not None]
         ends = [s.step_ends or [True] * len(s.token_rewards) for s in scores if s.token_rewards is not None]
@@ -141,9 +118,8 @@ def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
     single = hasattr(score, "item") and math.prod(score.shape) == 1  # of NumPy or torch
     number = score.item() if single else score
     if not (isinstance(number, int | float) and abs(number) <= _LARGEST):  # false for NaN too
-        raise ValueError(
-            f"{source} returned {shortened(score)} for {name_sample(trajectory)}; a finite number is needed."
-        )
+        sample = name_sample(trajectory)
+        raise ValueError(f"{source} returned {shortened(score)} for {sample}; a finite number is needed.")
     return float(number)
 
 
@@ -169,3 +145,65 @@ def shortened(value: Any) -> str:
     """``value`` for a message."""
     text = repr(value)
     return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."
+
+
+def step_tokens(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
+    """Index in ``token_ids`` of the last token of each step, in order; a step lies within one span of actions."""
+    return [
+        start + end
+        for start, stop in trajectory.spans
+        for end in step_ends(trajectory.token_ids[start:stop], tokenizer, separator)
+    ]
+
+
+def score_of_steps(trajectory: Trajectory, ends: Sequence[int], rewards: Sequence[float]) -> Score:
+    """Score with ``rewards`` of steps at the tokens ``ends`` of the trajectory."""
+    token_rewards, step_ends = [0.0] * len(trajectory.token_ids), [False] * len(trajectory.token_ids)
+    for end, reward in zip(ends, rewards, strict=True):
+        token_rewards[end] += reward
+        step_ends[end] = True
+    return Score(token_rewards=token_rewards, step_ends=step_ends)
+
+
+def step_ends(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
+    """Index, within ``response_ids``, of the last token of each step, in order.
+
+    Steps are the parts of the response's text (special tokens left out) between ``separator``, blank ones left out. A
+    step's last token is the one that completes its text, separator and blanks at the end not counted. Places are found
+    by decoding: a token may hold the end of a step and the separator, or two steps; a character may take several.
+    """
+    ids = list(response_ids)
+
+    def decode(start: int, stop: int) -> str:
+        return str(tokenizer.decode(ids[start:stop], skip_special_tokens=True))
+
+    first, text = 0, decode(0, len(ids))  # the text of ids[first:], and where in it the next piece begins
+    place = 0
+    ends: list[int] = []
+    for piece in text.split(separator):
+        if piece.strip():
+            until_here = text[: max(0, place + len(piece.rstrip()))]
+            stop = _end(until_here, decode, first, len(ids))
+            ends.append(stop - 1)
+            rest = decode(stop, len(ids))
+            if text.endswith(rest):  # not within a character: text after it need not be decoded again
+                place -= len(text) - len(rest)
+                first, text = stop, rest
+        place += len(piece) + len(separator)
+    return ends
+
+
+def _end(text: str, decode: Callable[[int, int], str], first: int, last: int) -> int:
+    """The smallest ``stop`` in ``first..last`` for which the tokens ``first..stop`` begin with ``text``.
+
+    Larger ones do so too, except for tokens of single bytes: some tokenizers decode a run of them to replacement
+    characters until its last character is whole, so that up to three in a row may not.
+    """
+
+    def is_complete(stop: int) -> bool:
+        return decode(first, stop).startswith(text)
+
+    found = bisect_left(range(last + 1), True, lo=first, key=is_complete)
+    while earlier := [stop for stop in range(max(first, found - _MOST_BYTES), found) if is_complete(stop)]:
+        found = earlier[0]
+    return found

@@ -8,6 +8,8 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
@@ -17,12 +19,8 @@ from openppo.rewards.rendering import encode_text
 
 logger = logging.getLogger("openppo")
 
-_BYTES_PER_MB = 2**20
-_MOST_QUERIES = 4096
-_MOST_CHARACTERS_PER_TOKEN = 100
-"""Of ``max_len``: more would be read for nothing but its end."""
 
-
+@dataclass
 class RewardServer:
     """Answers POST / and /get_reward with rewards, and GET /health, which needs no token.
 
@@ -30,21 +28,15 @@ class RewardServer:
     ids of ``encode``, on one thread. ``listener`` is bound to the address. With ``token``, requests must carry it.
     """
 
-    def __init__(
-        self,
-        score: Callable[[list[list[int]]], list[float]],
-        encode: Callable[[str], list[int]],
-        listener: socket.socket,
-        config: ServerConfig,
-        token: str | None = None,
-    ) -> None:
-        self.score = score
-        self.encode = encode
-        self.listener = listener
-        self.config = config
-        self.authorization = None if token is None else f"Bearer {token}"
+    score: Callable[[list[list[int]]], list[float]]
+    encode: Callable[[str], list[int]]
+    listener: socket.socket
+    config: ServerConfig
+    token: str | None = None
+
+    def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward_model")
-        self._waiting: asyncio.Queue[tuple[list[int], asyncio.Future[float]]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[tuple[list[int], asyncio.Future[Any]]] = asyncio.Queue()
 
     def fit(self) -> None:
         """Serve until SIGTERM or SIGINT; requests under way are answered first."""
@@ -55,11 +47,10 @@ class RewardServer:
         self._thread.shutdown()
 
     async def _serve(self) -> None:
-        app = web.Application(
-            client_max_size=int(self.config.max_request_mb * _BYTES_PER_MB), middlewares=[self._as_json]
-        )
-        app.add_routes([web.get("/health", self._health)])
-        app.add_routes([web.post(path, self._rewards) for path in ("/", "/get_reward")])
+        limit = int(self.config.max_request_mb * 2**20)
+        app = web.Application(client_max_size=limit, middlewares=[self._as_json])
+        posts = [web.post(path, self._rewards) for path in ("/", "/get_reward")]
+        app.add_routes([web.get("/health", self._health), *posts])
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         await web.SockSite(runner, self.listener).start()
@@ -75,7 +66,7 @@ class RewardServer:
         work.cancel()
 
     async def _work(self) -> None:
-        """Score what waits, batch by batch, for ever."""
+        """Score what waits, batch by batch, for ever; each text gets its score, or the exception."""
         loop = asyncio.get_running_loop()
         while True:
             batch = [await self._waiting.get()]
@@ -87,29 +78,25 @@ class RewardServer:
             outcome = loop.run_in_executor(self._thread, self.score, [row for row, _ in batch])
             await asyncio.wait([outcome])
             error = outcome.exception()
-            for i, (_, reward) in enumerate(batch):
-                if reward.cancelled():
-                    continue
-                if error is None:
-                    reward.set_result(outcome.result()[i])
-                else:
-                    reward.set_exception(error)
+            scores = outcome.result() if error is None else [error] * len(batch)
+            for (_, reward), score in zip(batch, scores, strict=True):
+                if not reward.cancelled():
+                    reward.set_result(score)
 
     async def _health(self, request: web.Request) -> web.Response:
         known = {"model": self.config.reward_pretrain} if self._may_ask(request) else {}  # a path says much
         return web.json_response({"status": "ok", **known})
 
     async def _rewards(self, request: web.Request) -> web.Response:
-        texts = _queries(await request.read(), self.config.max_len)
+        texts = _queries(await request.read())
         try:
             rows = [self.encode(text) for text in texts]
         except ValueError as error:  # a token that the model has no embedding of
             raise web.HTTPBadRequest(text=str(error)) from error
-        rewards: list[asyncio.Future[float]] = []
-        for row in rows:
-            rewards.append(asyncio.get_running_loop().create_future())
-            self._waiting.put_nowait((row, rewards[-1]))
-        scores = await asyncio.gather(*rewards, return_exceptions=True)
+        rewards: list[asyncio.Future[Any]] = [asyncio.get_running_loop().create_future() for _ in rows]
+        for item in zip(rows, rewards, strict=True):
+            self._waiting.put_nowait(item)
+        scores = await asyncio.gather(*rewards)
         failed = next((score for score in scores if isinstance(score, BaseException)), None)
         if failed is not None:
             logger.error("the reward model failed: %r", failed)
@@ -129,10 +116,8 @@ class RewardServer:
             return web.json_response({"error": error.text or error.reason}, status=error.status)
 
     def _may_ask(self, request: web.Request) -> bool:
-        if self.authorization is None:
-            return True
         sent = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        return hmac.compare_digest(sent, self.authorization.encode())
+        return self.token is None or hmac.compare_digest(sent, f"Bearer {self.token}".encode())
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -161,25 +146,15 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, text: str, max_len: 
     return [*encode_text(tokenizer, text), tokenizer.eos_token_id][-max_len:]
 
 
-def _queries(body: bytes, max_len: int) -> list[str]:
-    """The texts of a request; ``HTTPBadRequest`` for anything else, and for more or longer ones than there may be."""
+def _queries(body: bytes) -> list[str]:
+    """The texts of a request; ``HTTPBadRequest`` for anything else."""
     try:
-        request = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise web.HTTPBadRequest(text=f"the request is not JSON: {error}") from error
-    queries = request.get("query") if isinstance(request, dict) else None
-    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise web.HTTPBadRequest(text='the request must be {"query": [texts]}; "prompts" and "labels" may be there too')
-    try:
-        "".join(queries).encode()
-    except UnicodeEncodeError as error:
-        raise web.HTTPBadRequest(text="a text has half of a surrogate pair, which is no character") from error
-    if len(queries) > _MOST_QUERIES:
-        raise web.HTTPBadRequest(text=f"the request has {len(queries)} texts; send at most {_MOST_QUERIES} at a time")
-    most, longest = _MOST_CHARACTERS_PER_TOKEN * max_len, max(map(len, queries), default=0)
-    if longest > most:
-        raise web.HTTPBadRequest(
-            text=f"a text has {longest} characters, and {most} are read at most: {_MOST_CHARACTERS_PER_TOKEN} for each "
-            "token of the server's --max_len"
-        )
+        queries = json.loads(body)["query"]
+        "".join(queries).encode()  # half of a surrogate pair is no character
+        good = isinstance(queries, list)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        good = False
+    if not good:
+        request = '{"query": [texts]}; "prompts" and "labels" may be there too'
+        raise web.HTTPBadRequest(text=f"the request must be JSON, {request}")
     return queries

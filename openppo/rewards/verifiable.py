@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,32 +23,24 @@ _LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)
 """Marked as such; an escaped dollar is money."""
 _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _FRACTION = re.compile(r"-?\d+\.\d+")
-_SECONDS_FOR_ONE_ANSWER = 20.0
-_SECONDS_FOR_ONE_MATCH = 5.0
 _LONGEST_QUOTE = 200
 
 
+@dataclass
 class VerifiableScorer:
     """Rewards named ``name`` from ``verify``, one of ``make_verify``."""
 
+    verify: Verify
+    tokenizer: PreTrainedTokenizerBase
+    name: str = "reward"
     collective = False
-
-    def __init__(self, verify: Verify, tokenizer: PreTrainedTokenizerBase, name: str = "reward") -> None:
-        self.verify = verify
-        self.tokenizer = tokenizer
-        self.name = name
-        self.n_scored = 0
 
     def __str__(self) -> str:
         return "--verifiable_reward"
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory. ``ValueError`` names the sample whose reward is not a finite number."""
-        self.n_scored = 0
-        rewards = []
-        for trajectory in trajectories:
-            rewards.append(self.verify(policy_text(trajectory, self.tokenizer), trajectory))
-            self.n_scored += 1
+        rewards = [self.verify(policy_text(trajectory, self.tokenizer), trajectory) for trajectory in trajectories]
         return [Score({self.name: reward}) for reward in check_scores(rewards, trajectories, str(self))]
 
 
@@ -55,17 +48,12 @@ def make_verify(verifier: Verifier, source: RewardConfig, prompts: Iterable[Prom
     """The check named ``verifier``; ``ValueError`` naming the flag for options or labels that it cannot use."""
     if verifier == "length":
         assert source.verify_length is not None, "validated before"
-        return LengthReward(source.verify_length)
-    if verifier == "regex":
-        assert source.verify_regex is not None, "validated before"
-        pattern = _compile(source.verify_regex)
-        if pattern.groups == 0:
-            return RegexReward(pattern)
-    for prompt in prompts:
-        label_of(prompt, verifier)
-    if verifier == "regex":
-        return RegexReward(pattern)
-    return exact_match if verifier == "exact_match" else MathReward()
+        return length_reward(source.verify_length)
+    regex = RegexReward(source.verify_regex or "") if verifier == "regex" else None
+    if regex is None or regex.pattern.groups > 0:
+        for prompt in prompts:
+            label_of(prompt, verifier)
+    return regex or (exact_match if verifier == "exact_match" else MathReward())
 
 
 def label_of(prompt: Prompt, verifier: Verifier) -> str:
@@ -98,37 +86,37 @@ def _plain(answer: str) -> str:
     return answer.rstrip("0").removesuffix(".") if _FRACTION.fullmatch(answer) else answer
 
 
+def length_reward(target: int) -> Verify:
+    """``1 - |n - target| / target`` for a response of n tokens."""
+    return lambda response, trajectory: 1.0 - abs(sum(trajectory.action_mask) - target) / target
+
+
 class RegexReward:
     """1 if the response contains ``pattern``, else 0; with a group, its last match must hold the label.
 
-    A match that takes longer than ``seconds`` counts as none.
+    A search that takes longer than ``seconds`` counts as no match. ``ValueError`` for a pattern that cannot be used.
     """
 
-    def __init__(self, pattern: re.Pattern[str], seconds: float = _SECONDS_FOR_ONE_MATCH) -> None:
-        self.pattern = pattern
+    def __init__(self, pattern: str, seconds: float = 5.0) -> None:
+        try:
+            self.pattern = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"--verify_regex {pattern!r} is not a regular expression: {error}.") from error
+        if self.pattern.groups > 1:
+            raise ValueError(
+                f"--verify_regex {pattern!r} has {self.pattern.groups} groups; one at most is compared with the "
+                "label. Write the others as (?:...)."
+            )
         self.seconds = seconds
-        self._process = AnswerProcess(["regex", pattern.pattern], "--verifiable_reward regex")
+        self.process = AnswerProcess("--verifiable_reward regex", "regex", pattern)
 
     def __call__(self, response: str, trajectory: Trajectory) -> float:
-        in_time, found = self._process.ask(response, self.seconds)
+        in_time, found = self.process.ask(response, self.seconds)
         if not in_time:
-            logger.warning(
-                "--verifiable_reward regex: --verify_regex took too long, so %r counts as wrong for %s",
-                *(response[-_LONGEST_QUOTE:], name_sample(trajectory)),
-            )
+            _warn_wrong("regex", "--verify_regex took too long", response, trajectory)
         if found is None or self.pattern.groups == 0:
             return float(found is not None)
         return float(_plain(found.strip()) == _plain(label_of(trajectory.prompt, "regex")))
-
-
-class LengthReward:
-    """``1 - |n - target| / target`` for a response of n tokens."""
-
-    def __init__(self, target: int) -> None:
-        self.target = target
-
-    def __call__(self, response: str, trajectory: Trajectory) -> float:
-        return 1.0 - abs(sum(trajectory.action_mask) - self.target) / self.target
 
 
 class MathReward:
@@ -138,25 +126,29 @@ class MathReward:
     ``ValueError`` if math-verify is missing.
     """
 
-    def __init__(self, seconds: float = _SECONDS_FOR_ONE_ANSWER) -> None:
+    def __init__(self, seconds: float = 20.0) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError(
                 "--verifiable_reward math needs the package math-verify, which is not installed: "
                 "pip install math-verify"
             )
         self.seconds = seconds
-        self._process = AnswerProcess(["math"], "--verifiable_reward math")
+        self.process = AnswerProcess("--verifiable_reward math", "math")
 
     def __call__(self, response: str, trajectory: Trajectory) -> float:
         label = label_of(trajectory.prompt, "math")
-        in_time, same = self._process.ask([_as_latex(label), _readings(response)], self.seconds)
+        in_time, same = self.process.ask([_as_latex(label), _readings(response)], self.seconds)
         if same is None:
             why = f"the label {label!r} is no mathematics" if in_time else "the answer took too long"
-            logger.warning(
-                "--verifiable_reward math: %s, so %r counts as wrong for %s",
-                *(why, response[-_LONGEST_QUOTE:], name_sample(trajectory)),
-            )
+            _warn_wrong("math", why, response, trajectory)
         return float(same is True)
+
+
+def _warn_wrong(verifier: Verifier, why: str, response: str, trajectory: Trajectory) -> None:
+    logger.warning(
+        "--verifiable_reward %s: %s, so %r counts as wrong for %s",
+        *(verifier, why, response[-_LONGEST_QUOTE:], name_sample(trajectory)),
+    )
 
 
 def _as_latex(text: str) -> str:
@@ -170,16 +162,3 @@ def _readings(response: str) -> list[str]:
     if _ANSWER_MARK not in response or _LATEX.search(answer):
         return [answer]
     return [_as_latex(answer)] if "\\" in answer else [answer, _as_latex(answer)]
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"--verify_regex {pattern!r} is not a regular expression: {error}.") from error
-    if compiled.groups > 1:
-        raise ValueError(
-            f"--verify_regex {pattern!r} has {compiled.groups} groups; one at most is compared with the "
-            "label. Write the others as (?:...)."
-        )
-    return compiled

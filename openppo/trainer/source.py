@@ -145,8 +145,8 @@ class PromptSource:
     def _score(self, trajectories: list[Trajectory], errors: str) -> Rollout:
         """Begin to score; the metric ``errors`` counts samples on which the reward function raises."""
         greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
-        everything, metrics, is_main = [*trajectories, *greedy], Metrics(), self.comm.rank == 0
-        pending = start_scoring(self.scorer, everything, self.components.stop, show_progress=is_main)
+        everything, metrics = [*trajectories, *greedy], Metrics()
+        pending = start_scoring(self.scorer, everything, self.components.stop)
 
         def write() -> None:
             scores = pending.wait()

@@ -14,8 +14,7 @@ from torch import nn
 from openppo.config import TrainPPOConfig, mask_credentials
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.size import n_elements
-from openppo.rewards.model import ModelScorer
-from openppo.rewards.process import ProcessScorer
+from openppo.rewards.model import ModelScorer, ProcessScorer
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.tracking.console import log_lines, table_lines

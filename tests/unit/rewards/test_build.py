@@ -15,7 +15,7 @@ from openppo.models.padding import MicroBatchSize
 from openppo.rewards import CombinedScorer, FunctionScorer, ModelScorer, VerifiableScorer
 from openppo.rewards import build as module
 from openppo.rewards.build import ScorerSetup, build_scorer
-from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
+from openppo.types import Prompt, SingleProcess
 
 LETTERS = string.ascii_lowercase + " "
 PROMPTS = [Prompt("ab", [3, 4], label="c", row={"answer": "c"})]
@@ -70,29 +70,23 @@ def build(folder):
         placed = {k: v.replace("M/", f"{folder}/") if isinstance(v, str) else v for k, v in options.items()}
         source = RewardConfig(**placed)
         source.validate()
-        setup = ScorerSetup(
-            SingleProcess(),
-            torch.device("cpu"),
-            lambda model: model.eval(),
-            prompts,
-            str(folder / "actor"),
-            size=MicroBatchSize(2),
-            normalize=normalize,
-        )
+        where = SingleProcess(), torch.device("cpu"), lambda model: model.eval()
+        setup = ScorerSetup(*where, prompts, str(folder / "actor"), MicroBatchSize(2), normalize=normalize)
         return build_scorer(source, make_tokenizer(LETTERS), setup)
 
     return run
 
 
-def trajectory(response, prompt=PROMPTS[0]):
+@pytest.fixture
+def trajectory(make_trajectory):
     """A finished response, in the actor's tokens."""
-    ids = prompt.token_ids + make_tokenizer(LETTERS)(response)["input_ids"] + [1]
-    n = len(ids)
-    mask = [place >= len(prompt.token_ids) for place in range(n)]
-    return Trajectory(ids, mask, [0.0] * n, [0] * n, FinishReason.STOP, prompt, group=0)
+    encode = make_tokenizer(LETTERS)
+    return lambda text: make_trajectory(
+        [3, 4], [*encode(text)["input_ids"], 1], text="ab", label="c", row={"answer": "c"}
+    )
 
 
-def test_a_single_source_gives_a_reward_named_reward(build):
+def test_a_single_source_gives_a_reward_named_reward(build, trajectory):
     for kind, options in (
         (FunctionScorer, {"reward_fn": "M/f.py"}),
         (FunctionScorer, {"remote_rm_url": "M/openrlhf.py"}),
@@ -104,7 +98,7 @@ def test_a_single_source_gives_a_reward_named_reward(build):
         assert list(scorer.score([trajectory("c")])[0].rewards) == ["reward"]
 
 
-def test_several_sources_are_named_by_their_kind(build):
+def test_several_sources_are_named_by_their_kind(build, trajectory):
     scorer = build(
         reward_fn="M/f.py",
         remote_rm_url="M/openrlhf.py",
@@ -141,20 +135,20 @@ def by_hand(folder, model, ids):
         ("other", [29, 28, 27, 26, 1], "reads the text, written again with its own tokenizer and chat template"),
     ],
 )
-def test_a_reward_model_reads_the_policys_ids_or_its_own(model, ids, log, build, folder, caplog):
+def test_a_reward_model_reads_the_policys_ids_or_its_own(model, ids, log, build, folder, caplog, trajectory):
     caplog.set_level(logging.INFO, "openppo")
     (score,) = build(reward_pretrain=f"M/{model}").score([trajectory("cd")])
     assert score.rewards["reward"] == pytest.approx(by_hand(folder, model, ids), abs=1e-5)
     assert log in caplog.text
 
 
-def test_normalization_uses_the_models_own_numbers(build, folder):
+def test_normalization_uses_the_models_own_numbers(build, folder, trajectory):
     (score,) = build(reward_pretrain="M/same", normalize=True).score([trajectory("cd")])
     raw = by_hand(folder, "same", [3, 4, 5, 6, 1])
     assert score.rewards["reward"] == pytest.approx((raw - 2.0) / 4.0, abs=1e-5)
 
 
-def test_a_functions_options_reach_it(build, folder):
+def test_a_functions_options_reach_it(build, folder, trajectory):
     (folder / "steps.py").write_text(
         "def reward_fn(response):\n    return [1.0] * response.count('z') if response else 1 / 0\n"
     )

@@ -1,6 +1,7 @@
-"""What a reward function may return, on which thread it runs, and what happens when it raises."""
+"""Reward functions of users: where they are found, what they get and return, and what happens when they raise."""
 
 import asyncio
+import functools
 import logging
 import math
 import threading
@@ -9,335 +10,148 @@ import numpy as np
 import pytest
 import torch
 
-from openppo.rewards import FunctionScorer, as_reward_function, start_scoring
+from openppo.rewards import FunctionScorer, as_reward_function, load_reward_function, start_scoring
+from openppo.rewards.function import make_samples
 from openppo.types import Score
 
-
-@pytest.fixture
-def scorer_of(make_tokenizer):
-    """A scorer named as on the command line."""
-
-    def make(function, **options):
-        return FunctionScorer(as_reward_function(function, "--reward_fn f.py", ()), make_tokenizer(), **options)
-
-    return make
+COLUMNS = ("question", "answer")
 
 
-def numbers(scores, name="reward"):
-    """The rewards of that name, the only ones."""
-    assert all(score.rewards.keys() == {name} for score in scores)
-    return [score.rewards[name] for score in scores]
+# Where the function is
 
 
-# One number for each sample
-
-
-def test_a_function_is_not_called_without_samples(scorer_of):
-    assert scorer_of(lambda *_: 1 / 0).score([]) == []
-
-
-@pytest.mark.parametrize(
-    "scores",
-    [
-        [1, 2.5],
-        (1, 2.5),
-        (s for s in (1, 2.5)),
-        np.array([1, 2.5]),
-        np.array([1, 2.5], dtype=np.float32),
-        [np.float16(1), np.float64(2.5)],
-        [np.int64(1), np.array(2.5)],
-        [np.array([1]), np.array([[2.5]])],
-        torch.tensor([1, 2.5]),
-        torch.tensor([1, 2.5], requires_grad=True),
-        torch.tensor([[1], [2.5]]),
-        [torch.tensor(1), torch.tensor([2.5], dtype=torch.bfloat16)],
-        [True, 2.5],
-        {"rewards": [1, 2.5], "extra_logs": {"length": 3}},
-        {"rewards": torch.tensor([1, 2.5])},
-    ],
-    ids=lambda scores: type(scores).__name__,
-)
-def test_numbers_of_python_numpy_and_torch_are_scores(scores, scorer_of, two):
-    got = numbers(scorer_of(lambda *_: scores).score(two))
-    assert got == [1.0, 2.5]
-    assert all(type(score) is float for score in got)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        math.nan,
-        math.inf,
-        -math.inf,
-        None,
-        "1",
-        np.float32("nan"),
-        torch.tensor(math.inf),
-        {"a": None},
-        [math.nan],
-        1e39,
-        10**400,
-    ],
-    ids=repr,
-)
-def test_a_score_that_is_no_finite_number_is_an_error_naming_flag_value_and_prompt(bad, scorer_of, two):
-    pattern = r"^--reward_fn f\.py returned .* for prompt 'a'; a finite number is needed"
-    with pytest.raises(ValueError, match=pattern):
-        scorer_of(lambda *_: [1.0, bad]).score(two)
-
-
-@pytest.mark.parametrize("scores", [[], [1.0], [1.0, 2.0, 3.0], {"a": [1.0]}])
-def test_a_wrong_number_of_scores_is_an_error_with_both_numbers(scores, scorer_of, two):
-    with pytest.raises(ValueError, match=r"--reward_fn f\.py returned \d scores for 2 samples"):
-        scorer_of(lambda *_: scores).score(two)
-
-
-@pytest.mark.parametrize("result", [None, 1.0, "ab", {"a": 1.0}])
-def test_a_function_that_forgets_its_list_is_an_error_naming_it(result, scorer_of, two):
-    with pytest.raises(ValueError, match=r"--reward_fn f\.py returned .*; a list with one result per sample"):
-        scorer_of(lambda *_: result).score(two)
-
-
-# All forms
-
-
-async def _async_batch(responses):
-    return [len(response) for response in responses]
-
-
-async def _async_single(response):
-    return len(response)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda responses: [len(response) for response in responses],
-        lambda response: len(response),
-        _async_batch,
-        _async_single,
-        lambda prompts, completions, **columns: [len(completion) for completion in completions],
-    ],
-    ids=["batch", "sample", "async batch", "async sample", "TRL"],
-)
-def test_each_form_of_a_function_gives_the_same_scores(function, scorer_of, two):
-    assert numbers(scorer_of(function, name="reward_fn").score(two), "reward_fn") == [2.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda response: {"length": len(response), "style": 0.5},
-        lambda responses: [{"length": len(response), "style": 0.5} for response in responses],
-        lambda responses: {"length": [len(response) for response in responses], "style": np.array([0.5, 0.5])},
-    ],
-    ids=["sample", "batch", "dict of lists"],
-)
-def test_dicts_are_named_rewards(function, scorer_of, two):
-    scores = scorer_of(function).score(two)
-    assert scores == [Score({"length": 2.0, "style": 0.5}), Score({"length": 0.0, "style": 0.5})]
-
-
-def test_async_calls_of_samples_run_at_the_same_time_in_one_loop_for_the_whole_run(scorer_of, two):
-    loops = []
-
-    async def judge(response):
-        loops.append(asyncio.get_running_loop())
-        n_before = len(loops)
-        while len(loops) % 2 == 1:  # until the other one is here; alone this would never end
-            await asyncio.sleep(0)
-        return float(n_before)
-
-    scorer = scorer_of(judge)
-    assert sorted(numbers(scorer.score(two))) == [1.0, 2.0]
-    assert sorted(numbers(start_scoring(scorer, two).wait())) == [3.0, 4.0]
-    assert len(set(map(id, loops))) == 1, "a client that was made in the first call still works in the second"
-
-
-def test_a_function_that_runs_a_loop_of_its_own_may_do_so(scorer_of, two):
-    async def judge():
-        return 3.0
-
-    assert numbers(scorer_of(lambda response: asyncio.run(judge())).score(two)) == [3.0, 3.0]
-
-
-def test_the_thread_of_a_function_has_the_gpu_of_the_rank(scorer_of, two, monkeypatch):
-    chosen: dict[int, int] = {}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.update({threading.get_ident(): gpu}))
-
-    def reward(prompt, response):
-        return chosen[threading.get_ident()]
-
-    assert numbers(scorer_of(reward).score(two)) == [3, 3]
-
-
-def test_a_function_always_runs_on_the_same_thread(scorer_of, two):
-    threads = []
-
-    def reward_fn(response):
-        threads.append(threading.current_thread())
-        return 0.0
-
-    scorer = scorer_of(reward_fn)
-    scorer.score(two)
-    start_scoring(scorer, two).wait()
-    assert len(threads) == 4
-    assert len(set(threads)) == 1
-    assert threads[0] is not threading.main_thread()
-
-
-# Rewards of tokens and steps
+def load(location):
+    """The function itself."""
+    return load_reward_function(location, COLUMNS).function
 
 
 @pytest.fixture
-def steps(make_trajectory):
-    """Response "ab cd x" in letters, with z between its steps: a b z c d z x and EOS."""
-    return make_trajectory([4], [4, 5, 29, 6, 7, 29, 27, 1])
+def rewards_file(tmp_path):
+    """A file with two functions, a constant and a private helper."""
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "WEIGHT = 2.0\n"
+        "def _helper():\n    return WEIGHT\n"
+        "def reward_fn(prompts, responses, labels):\n    return [_helper()] * len(prompts)\n"
+        "def other(prompts, responses, labels):\n    return [7.0] * len(prompts)\n"
+    )
+    return file
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
-def test_a_list_as_long_as_the_response_rewards_its_tokens(kind, scorer_of, steps):
-    rewards = [0.5, 0, 0, -1, 0, 0, 0, 2]
-    (score,) = scorer_of(lambda response: kind(rewards)).score([steps])
-    assert score == Score(token_rewards=[0.0, 0.5, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 2.0]), "the first is the prompt"
+@pytest.mark.parametrize("folder", [".", ".pyenv", "my.pyproject", "x.py", "with space", "~"])
+@pytest.mark.parametrize(("suffix", "score"), [("", 2.0), (":reward_fn", 2.0), (":other", 7.0), (":", 2.0)])
+def test_a_file_names_its_function_after_a_colon_or_has_a_reward_fn(suffix, score, folder, rewards_file, monkeypatch):
+    monkeypatch.setenv("HOME", str(rewards_file.parent))
+    place = folder if folder == "~" else rewards_file.parent / folder
+    if folder not in (".", "~"):
+        place.mkdir()
+        rewards_file.rename(place / "rewards.py")
+    assert load(f"{place}/rewards.py{suffix}")(["a"], ["b"], [None]) == [score]
 
 
-def test_a_list_with_one_number_per_step_rewards_the_last_token_of_each(scorer_of, steps):
-    (score,) = scorer_of(lambda response: [1, 0, 3], step_separator="z").score([steps])
-    ends = [False, False, True, False, False, True, False, True, False]  # a reward of 0 is a reward
-    assert score == Score(token_rewards=[0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 3.0, 0.0], step_ends=ends)
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        (
+            "dataclass.py",
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+            "@dataclass\nclass Answer:\n    x: int\n"
+            "def reward_fn(prompts):\n    return [Answer(3).x] * len(prompts)\n",
+        ),
+        (
+            "pickled.py",  # as process pools need
+            "import pickle\ndef check(x):\n    return 3\n"
+            "def reward_fn(prompts):\n    return [pickle.loads(pickle.dumps(check))(p) for p in prompts]\n",
+        ),
+        ("math.py", "def reward_fn(prompts):\n    import math\n    return [math.sqrt(9.0)] * len(prompts)\n"),
+    ],
+)
+def test_the_file_is_a_module_like_any_other(name, source, tmp_path):
+    (tmp_path / name).write_text(source)
+    assert load(str(tmp_path / name))(["a", "b"]) == [3, 3]
 
 
-def test_rewards_of_tokens_and_steps_are_weighted(scorer_of, steps):
-    scorer = scorer_of(lambda response: [1, -2, 3], step_separator="z", token_weight=0.5)
-    assert scorer.score([steps])[0].token_rewards == [0.0, 0.0, 0.5, 0.0, 0.0, -1.0, 0.0, 1.5, 0.0]
+# What it is called with
 
 
-def test_the_rewards_of_two_steps_in_one_token_add_up(scorer_of, make_trajectory, make_tokenizer):
-    scorer = scorer_of(lambda response: [1, 2], step_separator="x")
-    scorer.tokenizer.add_tokens(["axb"])
-    token = scorer.tokenizer.convert_tokens_to_ids("axb")
-    (score,) = scorer.score([make_trajectory([4], [token, 29, 1])])
-    assert score.token_rewards == [0.0, 1.0, 2.0, 0.0], "b goes on into the next token"
-    (score,) = scorer.score([make_trajectory([4], [token, 27, 1])])
-    assert score.token_rewards == [0.0, 3.0, 0.0, 0.0]
+@pytest.fixture
+def call(two, make_tokenizer):
+    """Calls a function with the samples of ``two``, or the first of them, and returns what it returns."""
+    samples = make_samples(two, make_tokenizer())
+    return lambda function, n=2: as_reward_function(function, "--reward_fn f.py", COLUMNS)(samples[:n])
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 4, 7, 9])
-def test_a_list_of_another_length_is_an_error_with_all_counts(n, scorer_of, steps):
-    with pytest.raises(ValueError) as error:
-        scorer_of(lambda response: [0.0] * n, step_separator="z").score([steps])
-    for part in (f"returned {n} numbers for prompt 'ask'", "8 tokens and 3 steps", "--step_separator 'z'"):
-        assert part in str(error.value)
+BATCH = {
+    "prompts": ["ab", "a"],
+    "responses": ["cd", ""],
+    "completions": ["cd", ""],
+    "labels": [1, {"answer": 2}],
+    "queries": ["abcd<eos>", "a<eos>"],
+    "rows": [{"question": "ab", "answer": "4"}, {"question": "a", "answer": "5"}],
+    "messages": [None, None],
+    "token_ids": [[6, 7, 1], [1]],
+}
+SINGLE = dict(
+    zip(
+        ("prompt", "response", "completion", "label", "query", "row", "messages", "token_ids"),
+        (values[0] for values in BATCH.values()),
+        strict=True,
+    )
+)
 
 
-# Exceptions
+class Judge:
+    """A function with a state."""
+
+    def __call__(self, response, answer):
+        return response, answer
 
 
-class Picky:
-    """Raises for the prompt "a"."""
-
-    def __init__(self):
-        self.calls: list[list[str]] = []
-
-    def batch(self, prompts):
-        """For a batch."""
-        self.calls.append(prompts)
-        return [self.single(prompt) for prompt in prompts]
-
-    def single(self, prompt):
-        """For a sample."""
-        if prompt == "a":
-            raise KeyError("no such thing")
-        return 7.0
-
-    async def async_single(self, prompt):
-        """For a sample, async."""
-        return self.single(prompt)
-
-    def lazily(self, prompts):
-        """For a batch; raises where it is iterated over."""
-        return (self.single(prompt) for prompt in prompts)
+def test_a_function_gets_what_its_parameters_name(call):
+    assert call(lambda queries, prompts, labels: (queries, prompts, labels)) == tuple(
+        BATCH[name] for name in ("queries", "prompts", "labels")
+    )
+    assert call(lambda rows, *, messages, token_ids: (rows, messages, token_ids)) == tuple(
+        BATCH[name] for name in ("rows", "messages", "token_ids")
+    )
+    assert (
+        call(lambda query, row, messages, token_ids: [query, row, messages, token_ids], 1) == list(SINGLE.values())[4:]
+    )
+    assert call(lambda completions, answer: (completions, answer)) == (["cd", ""], ["4", "5"])
+    assert call(lambda response, question, answer: (response, question, answer), 1) == ("cd", "ab", "4")
+    assert call(Judge(), 1) == ("cd", "4")
+    assert call(functools.partial(Judge(), answer="6"), 1) == ("cd", "4"), "the data wins over a default"
+    assert call(lambda response, missing=7: (response, missing), 1) == ("cd", 7)
 
 
-FORMS = ["batch", "single", "async_single", "lazily"]
+def test_keyword_arguments_get_everything_as_trl_passes_it(call, make_trajectory, make_tokenizer):
+    given = call(lambda prompts, completions, **kwargs: {"prompts": prompts, "completions": completions, **kwargs})
+    assert given == {**BATCH, "question": ["ab", "a"], "answer": ["4", "5"]}
+    given = call(lambda response, **kwargs: {"response": response, **kwargs}, 1)
+    assert given == {**SINGLE, "question": "ab", "answer": "4"}
+    rows = [make_trajectory([4], [5, 1], row=row) for row in ({"answer": 1}, {"hint": 2})]
+    function = as_reward_function(lambda responses, **kwargs: kwargs, "f", ["answer", "hint"])
+    given = function(make_samples(rows, make_tokenizer()))
+    assert (given["answer"], given["hint"]) == ([1, None], [None, 2]), "a row without the column gives None"
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_exception_ends_the_run_naming_sample_and_cause(form, scorer_of, two):
-    pattern = r"^--reward_fn f.py raised KeyError\('no such thing'\) for prompt 'a'\. .*--reward_error_value"
-    with pytest.raises(RuntimeError, match=pattern) as error:
-        scorer_of(getattr(Picky(), form)).score(two)
-    assert isinstance(error.value.__cause__, KeyError)
-    assert error.value.__cause__.__traceback__ is not None
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_exception_can_cost_a_chosen_value(form, scorer_of, two, caplog):
-    caplog.set_level(logging.WARNING, "openppo")
-    scores = scorer_of(getattr(Picky(), form), error_value=-1.5).score(two)
-    assert scores == [Score({"reward": 7.0}), Score({"reward": -1.5}, failed=True)]
-    (line,) = caplog.messages
-    assert "raised on 1 of 2 samples, whose reward is --reward_error_value -1.5" in line
-    assert "KeyError('no such thing') for prompt 'a'" in line
-
-
-def test_a_batch_is_split_only_when_it_raised(scorer_of, two):
-    picky = Picky()
-    scorer_of(picky.batch, error_value=0.0).score(two[:1] * 2)
-    assert picky.calls == [["ab", "ab"]]
-    scorer_of(picky.batch, error_value=0.0).score(two)
-    assert picky.calls[1:] == [["ab", "a"], ["ab"], ["a"]]
-
-
-def test_an_exception_of_a_batch_that_no_sample_raises_alone_is_not_hidden(scorer_of, two):
-    def reward_fn(prompts):
-        if len(prompts) > 1:
-            raise OverflowError("too many")
-        return [1.0]
-
-    with pytest.raises(RuntimeError, match="OverflowError.* a batch of 2 samples, but for none of them alone"):
-        scorer_of(reward_fn).score(two)
-    assert numbers(scorer_of(reward_fn, error_value=0.0).score(two)) == [1.0, 1.0]
-
-
-def test_a_wrong_return_value_ends_the_run_even_with_an_error_value(scorer_of, two):
-    with pytest.raises(ValueError, match="returned nan"):
-        scorer_of(lambda response: math.nan, error_value=0.0).score(two)
-
-
-def test_what_is_no_error_of_the_function_is_not_caught(scorer_of, two):
-    def reward_fn(response):
-        raise SystemExit(3)
-
-    with pytest.raises(RuntimeError, match="SystemExit"):
-        scorer_of(reward_fn, error_value=0.0).score(two)
-
-
-def test_sys_exit_in_an_async_function_names_the_sample(scorer_of, two):
-    async def reward_fn(response):
-        raise SystemExit(0)
-
-    with pytest.raises(RuntimeError, match="SystemExit.* for prompt 'ab'"):
-        scorer_of(reward_fn, error_value=0.0).score(two)
-
-
-def test_sys_exit_in_a_task_of_an_async_function_is_an_error(scorer_of, two):
-    async def leave():
-        raise SystemExit(0)
-
-    async def reward_fn(response):
-        task = asyncio.create_task(leave())
-        await asyncio.sleep(60)
-        return float(task.done())
-
-    with pytest.raises(RuntimeError, match="SystemExit"):
-        scorer_of(reward_fn).score(two[:1])
-
-
-# What the function is given is its own
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda prompts, answers: 0, "its parameter 'answers' is unknown. Use prompts, responses"),
+        (lambda response, labels: 0, "its parameter 'response' is for one sample, and others are for a batch"),
+        (lambda response, solution: 0, "name columns of the data (answer, question)"),
+        (lambda a, b, c: 0, "its parameter 'a' is unknown"),
+        (lambda answer, question: 0, "its parameters do not say what it scores"),
+        (lambda *args, **kwargs: 0, "its parameters do not say what it scores"),
+        (lambda token_ids: 0, "its parameters do not say what it scores"),
+    ],
+)
+def test_parameters_that_nothing_is_known_for_are_an_error(function, message):
+    with pytest.raises(ValueError, match="^--reward_fn f.py: ") as error:
+        as_reward_function(function, "--reward_fn f.py", COLUMNS)
+    assert message in str(error.value)
+    assert "or prompt, response, completion, label, query, row" in str(error.value)
 
 
 def spoiling_all(messages, row, label, token_ids, kinds):
@@ -367,8 +181,273 @@ def test_what_a_function_changes_in_one_sample_no_other_sees(scorer_of, make_tra
 
     shared = prompt()
     samples = [make_trajectory([4], [5, 1], **shared) for _ in range(3)]
-    for function in (single, batch):
-        for _ in range(2):  # the next episode
-            assert numbers(scorer_of(function).score(samples)) == [2.0, 2.0, 2.0]
+    for function in (single, batch) * 2:
+        assert numbers(scorer_of(function).score(samples)) == [2.0, 2.0, 2.0]
     assert shared == prompt()
     assert [sample.token_ids for sample in samples] == [[4, 5, 1]] * 3
+
+
+# What it may return
+
+
+@pytest.fixture
+def scorer_of(make_tokenizer):
+    """A scorer named as on the command line."""
+
+    def make(function, **options):
+        return FunctionScorer(as_reward_function(function, "--reward_fn f.py", ()), make_tokenizer(), **options)
+
+    return make
+
+
+def numbers(scores, name="reward"):
+    """The rewards of that name, the only ones."""
+    assert all(score.rewards.keys() == {name} for score in scores)
+    return [score.rewards[name] for score in scores]
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [1, 2.5],
+        (s for s in (1, 2.5)),
+        np.array([1, 2.5], dtype=np.float32),
+        [np.float16(1), np.float64(2.5)],
+        [np.array([1]), np.array([[2.5]])],
+        torch.tensor([1, 2.5], requires_grad=True),
+        torch.tensor([[1], [2.5]]),
+        [torch.tensor(1), torch.tensor([2.5], dtype=torch.bfloat16)],
+        [True, 2.5],
+        {"rewards": [1, 2.5], "extra_logs": {"length": 3}},
+    ],
+    ids=lambda scores: type(scores).__name__,
+)
+def test_numbers_of_python_numpy_and_torch_are_scores(scores, scorer_of, two):
+    got = numbers(scorer_of(lambda prompts: scores).score(two))
+    assert got == [1.0, 2.5]
+    assert all(type(score) is float for score in got)
+
+
+BAD = [
+    math.nan,
+    -math.inf,
+    None,
+    "1",
+    np.float32("nan"),
+    torch.tensor(math.inf),
+    {"a": None},
+    [math.nan],
+    1e39,
+    10**400,
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_a_score_that_is_no_finite_number_is_an_error_naming_flag_value_and_prompt(bad, scorer_of, two):
+    pattern = r"^--reward_fn f\.py returned .* for prompt 'a'; a finite number is needed"
+    with pytest.raises(ValueError, match=pattern):
+        scorer_of(lambda prompts: [1.0, bad], error_value=0.0).score(two)
+
+
+@pytest.mark.parametrize("result", [[], [1.0], [1.0, 2.0, 3.0], {"a": [1.0]}, None, 1.0, "ab", {"a": 1.0}])
+def test_a_function_of_a_batch_returns_one_result_for_each_sample(result, scorer_of, two):
+    message = r"returned (\d scores for 2 samples|.*; a list with one result per sample)"
+    with pytest.raises(ValueError, match=rf"--reward_fn f\.py {message}"):
+        scorer_of(lambda prompts: result).score(two)
+    assert scorer_of(lambda prompts: 1 / 0).score([]) == [], "not called without samples"
+
+
+async def async_batch(responses):
+    return [len(response) for response in responses]
+
+
+async def async_single(response):
+    return len(response)
+
+
+class AsyncJudge:
+    async def __call__(self, response):
+        return len(response)
+
+
+FORMS = {
+    "batch": lambda responses: [len(response) for response in responses],
+    "sample": lambda response: len(response),
+    "async batch": async_batch,
+    "async sample": async_single,
+    "async object": AsyncJudge(),
+    "async partial": functools.partial(async_single),
+    "TRL": lambda prompts, completions, **columns: [len(completion) for completion in completions],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_a_function_gives_the_same_scores(form, scorer_of, two):
+    scorer = scorer_of(FORMS[form], name="reward_fn")
+    assert numbers(scorer.score(two), "reward_fn") == [2.0, 0.0]
+    assert scorer.function.is_async == form.startswith("async")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda response: {"length": len(response), "style": 0.5},
+        lambda responses: [{"length": len(response), "style": 0.5} for response in responses],
+        lambda responses: {"length": [len(response) for response in responses], "style": np.array([0.5, 0.5])},
+    ],
+    ids=["sample", "batch", "dict of lists"],
+)
+def test_dicts_are_named_rewards(function, scorer_of, two):
+    scores = scorer_of(function).score(two)
+    assert scores == [Score({"length": 2.0, "style": 0.5}), Score({"length": 0.0, "style": 0.5})]
+
+
+# Where it runs
+
+
+def test_async_calls_of_samples_run_at_the_same_time_in_one_loop_for_the_whole_run(scorer_of, two):
+    loops = []
+
+    async def judge(response):
+        loops.append(asyncio.get_running_loop())
+        n_before = len(loops)
+        while len(loops) % 2 == 1:  # until the other one is here; alone this would never end
+            await asyncio.sleep(0)
+        return float(n_before)
+
+    scorer = scorer_of(judge)
+    assert sorted(numbers(scorer.score(two))) == [1.0, 2.0]
+    assert sorted(numbers(start_scoring(scorer, two).wait())) == [3.0, 4.0]
+    assert len(set(map(id, loops))) == 1, "a client that was made in the first call still works in the second"
+
+
+def test_a_function_always_runs_on_one_thread_with_the_gpu_of_the_rank(scorer_of, two, monkeypatch):
+    chosen: dict[threading.Thread, int] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.update({threading.current_thread(): gpu}))
+
+    async def gpu_of_this_thread():
+        return chosen[threading.current_thread()]
+
+    scorer = scorer_of(lambda response: asyncio.run(gpu_of_this_thread()))  # it may run a loop of its own
+    assert numbers(scorer.score(two)) == numbers(start_scoring(scorer, two).wait()) == [3, 3]
+    assert len(chosen) == 1
+    assert threading.main_thread() not in chosen
+
+
+# Rewards of tokens and steps
+
+
+@pytest.fixture
+def steps(make_trajectory):
+    """Response "ab cd x" in letters, with z between its steps: a b z c d z x and EOS."""
+    return make_trajectory([4], [4, 5, 29, 6, 7, 29, 27, 1])
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_a_list_as_long_as_the_response_rewards_its_tokens(kind, scorer_of, steps):
+    rewards = [0.5, 0, 0, -1, 0, 0, 0, 2]
+    (score,) = scorer_of(lambda response: kind(rewards)).score([steps])
+    assert score == Score(token_rewards=[0.0, 0.5, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 2.0]), "the first is the prompt"
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_a_list_with_one_number_per_step_rewards_the_last_token_of_each(weight, scorer_of, steps):
+    scorer = scorer_of(lambda response: [1, 0, 3], step_separator="z", token_weight=weight)
+    ends = [False, False, True, False, False, True, False, True, False]  # a reward of 0 is a reward
+    expected = [0.0, 0.0, weight, 0.0, 0.0, 0.0, 0.0, 3.0 * weight, 0.0]
+    assert scorer.score([steps]) == [Score(token_rewards=expected, step_ends=ends)]
+
+
+def test_the_rewards_of_two_steps_in_one_token_add_up(scorer_of, make_trajectory):
+    scorer = scorer_of(lambda response: [1, 2], step_separator="x")
+    scorer.tokenizer.add_tokens(["axb"])
+    token = scorer.tokenizer.convert_tokens_to_ids("axb")
+    scores = scorer.score([make_trajectory([4], [token, after, 1]) for after in (29, 27)])
+    assert scores[0].token_rewards == [0.0, 1.0, 2.0, 0.0], "b goes on into the next token"
+    assert scores[1].token_rewards == [0.0, 3.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 4, 7, 9])
+def test_a_list_of_another_length_is_an_error_with_all_counts(n, scorer_of, steps):
+    with pytest.raises(ValueError) as error:
+        scorer_of(lambda response: [0.0] * n, step_separator="z").score([steps])
+    for part in (f"returned {n} numbers for prompt 'ask'", "8 tokens and 3 steps", "--step_separator 'z'"):
+        assert part in str(error.value)
+
+
+# Exceptions
+
+
+def picky(prompt):
+    """Raises for the prompt "a"."""
+    if prompt == "a":
+        raise KeyError("no such thing")
+    return 7.0
+
+
+async def async_picky(prompt):
+    return picky(prompt)
+
+
+RAISING = {
+    "batch": lambda prompts: [picky(prompt) for prompt in prompts],
+    "lazily": lambda prompts: (picky(prompt) for prompt in prompts),
+    "single": picky,
+    "async": async_picky,
+}
+
+
+@pytest.mark.parametrize("form", RAISING)
+def test_an_exception_ends_the_run_naming_the_sample_or_costs_a_chosen_value(form, scorer_of, two, caplog):
+    pattern = r"^--reward_fn f.py raised KeyError\('no such thing'\) for prompt 'a'\. .*--reward_error_value"
+    with pytest.raises(RuntimeError, match=pattern) as error:
+        scorer_of(RAISING[form]).score(two)
+    assert isinstance(error.value.__cause__, KeyError)
+    assert error.value.__cause__.__traceback__ is not None
+    caplog.set_level(logging.WARNING, "openppo")
+    scores = scorer_of(RAISING[form], error_value=-1.5).score(two)
+    assert scores == [Score({"reward": 7.0}), Score({"reward": -1.5}, failed=True)]
+    (line,) = caplog.messages
+    assert "raised on 1 of 2 samples, whose reward is --reward_error_value -1.5" in line
+    assert "KeyError('no such thing') for prompt 'a'" in line
+
+
+def test_a_batch_that_raises_is_tried_sample_by_sample(scorer_of, two):
+    calls = []
+
+    def reward_fn(prompts):
+        calls.append(prompts)
+        if len(prompts) > 1:
+            raise OverflowError("too many")
+        return [1.0]
+
+    with pytest.raises(RuntimeError, match="OverflowError.* a batch of 2 samples, but for none of them alone"):
+        scorer_of(reward_fn).score(two)
+    assert calls == [["ab", "a"], ["ab"], ["a"]]
+    assert numbers(scorer_of(reward_fn, error_value=0.0).score(two)) == [1.0, 1.0]
+
+
+async def leave():
+    raise SystemExit(0)
+
+
+async def leave_async(response):
+    await leave()
+
+
+async def leave_in_a_task(response):
+    task = asyncio.create_task(leave())
+    await asyncio.sleep(60)
+    return float(task.done())
+
+
+def leave_at_once(response):
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize("function", [leave_at_once, leave_async, leave_in_a_task])
+def test_sys_exit_of_a_function_is_an_error(function, scorer_of, two):
+    with pytest.raises(RuntimeError, match="^--reward_fn f.py raised SystemExit"):
+        scorer_of(function, error_value=0.0).score(two[:1])

@@ -3,9 +3,9 @@
 import pytest
 
 from openppo.rewards import FunctionScorer, VerifiableScorer, as_reward_function
-from openppo.rewards.process import StepText
-from openppo.rewards.rendering import PolicyTokens, RewardModelText
-from openppo.rewards.verifiable import LengthReward
+from openppo.rewards.model import StepText
+from openppo.rewards.rendering import RewardModelText, policy_tokens
+from openppo.rewards.verifiable import length_reward
 from openppo.types import FinishReason, Prompt, Trajectory
 
 
@@ -19,29 +19,22 @@ def game():
     )
 
 
-@pytest.fixture
-def scorer_of(make_tokenizer):
-    def make(function):
-        return FunctionScorer(as_reward_function(function, "f.py", ()), make_tokenizer(), step_separator="z")
-
-    return make
-
-
-def test_a_function_gets_texts_and_ids_of_the_actions(game, scorer_of):
+def test_a_function_reads_and_rewards_the_actions(game, make_tokenizer):
     seen = []
-    scorer_of(lambda response, token_ids, query: seen.append((response, token_ids, query)) or 0.0).score([game])
-    assert seen == [("cd\nczd", [6, 7, 6, 29, 7, 1], "abcdefczd<eos>")]
+    for rewards, expected in (
+        ([1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 0, 0, 3, 4, 5, 6]),
+        ([1, 2, 3], [0, 0, 0, 1, 0, 0, 2, 0, 3, 0]),  # a step ends with its turn: "cd", "c" and "d"
+    ):
 
+        def reward_fn(response, token_ids, query, rewards=rewards):
+            seen.append((response, token_ids, query))
+            return rewards
 
-def test_numbers_of_tokens_go_to_the_actions(game, scorer_of):
-    (score,) = scorer_of(lambda response: [1, 2, 3, 4, 5, 6]).score([game])
-    assert score.token_rewards == [0, 0, 1, 2, 0, 0, 3, 4, 5, 6]
-
-
-def test_a_step_ends_with_its_turn(game, scorer_of):
-    (score,) = scorer_of(lambda response: [1, 2, 3]).score([game])  # "cd", "c" and "d"
-    assert score.token_rewards == [0, 0, 0, 1, 0, 0, 2, 0, 3, 0]
-    assert score.step_ends == [reward > 0 for reward in score.token_rewards]
+        function = as_reward_function(reward_fn, "f.py", ())
+        (score,) = FunctionScorer(function, make_tokenizer(), step_separator="z").score([game])
+        assert score.token_rewards == expected
+    assert score.step_ends == [reward > 0 for reward in expected]
+    assert seen == [("cd\nczd", [6, 7, 6, 29, 7, 1], "abcdefczd<eos>")] * 2
 
 
 def test_a_process_reward_model_judges_the_actions_steps(game, make_tokenizer):
@@ -54,14 +47,14 @@ def test_a_process_reward_model_judges_the_actions_steps(game, make_tokenizer):
 
 
 def test_verifiers_count_and_read_the_actions(game, make_tokenizer):
-    (score,) = VerifiableScorer(LengthReward(6), make_tokenizer()).score([game])
+    (score,) = VerifiableScorer(length_reward(6), make_tokenizer()).score([game])
     assert score.rewards == {"reward": 1.0}
     (score,) = VerifiableScorer(lambda response, t: float(response == t.prompt.label), make_tokenizer()).score([game])
     assert score.rewards == {"reward": 1.0}
 
 
 def test_reward_models_read_the_whole_episode(game, make_tokenizer):
-    assert PolicyTokens(make_tokenizer(), "m")(game) == game.token_ids
+    assert policy_tokens(make_tokenizer(), game) == game.token_ids
     assert RewardModelText(make_tokenizer(), make_tokenizer(), "m")(game) == game.token_ids
 
 

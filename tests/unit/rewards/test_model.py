@@ -1,8 +1,10 @@
 """Reward models in process: what they read, where they are read, and how scores are normalized."""
 
+import functools
 import logging
 import math
 import string
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards import ModelScorer
 from openppo.rewards.model import Normalization, stored_normalization
-from openppo.rewards.rendering import PolicyTokens, RewardModelText, encode_text
+from openppo.rewards.rendering import RewardModelText, encode_text, policy_tokens, reader
 from openppo.types import Prompt, SingleProcess
 
 
@@ -80,17 +82,14 @@ def samples(make_trajectory):
 # The policy's own token ids
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_scores_keep_the_order_of_the_samples_whatever_the_micro_batch_size(size, samples):
+@pytest.mark.parametrize(
+    ("size", "shapes"),
+    [(1, [(1, 7), (1, 7), (1, 4), (1, 3), (1, 2)]), (2, [(2, 7), (2, 4), (1, 2)]), (8, [(2, 7), (3, 4)])],
+)
+def test_neighbours_in_length_share_a_forward_and_scores_keep_their_order(size, shapes, samples):
     model = CountingModel()
     assert scores_of(model_scorer(model, size, name="reward_model"), samples) == [407.0, 205.0, 710.0, 306.0, 710.0]
-    assert max(rows for rows, _ in model.shapes) == min(size, 3)  # the two long ones go alone
-
-
-def test_neighbours_in_length_share_a_forward(samples):
-    model = CountingModel()
-    model_scorer(model, 2).score(samples)
-    assert model.shapes == [(2, 7), (2, 4), (1, 2)]
+    assert model.shapes == shapes
 
 
 @pytest.mark.parametrize("n", [5, 0], ids=["some samples", "no samples"])
@@ -117,13 +116,10 @@ def test_a_reward_model_that_gives_nan_is_an_error_naming_it(samples):
 # Normalization
 
 
-def test_scores_are_normalized_by_mean_and_std_of_the_model(samples):
-    scorer = model_scorer(CountingModel(), normalization=Normalization(mean=205.0, std=4.0))
-    assert scores_of(scorer, samples[:2]) == [50.5, 0.0]
-
-
-def test_mean_and_std_come_from_the_models_config():
-    assert stored_normalization(LlamaConfig(mean=-1.5, std=2), "--reward_pretrain m", "Do.") == Normalization(-1.5, 2)
+def test_scores_are_normalized_by_mean_and_std_of_the_models_config(samples):
+    normalization = stored_normalization(LlamaConfig(mean=205.0, std=4), "--reward_pretrain m", "Do.")
+    assert normalization == Normalization(205.0, 4)
+    assert scores_of(model_scorer(CountingModel(), normalization=normalization), samples[:2]) == [50.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -196,41 +192,28 @@ def test_text_is_written_again_for_a_reward_model_with_its_own_tokenizer_and_rea
     assert scores[0] == pytest.approx(by_transformers(classifier, ids_of(*tokens)), abs=1e-5)
 
 
-def test_a_template_may_rewrite_a_response_that_was_cut_off(own, make_tokenizer, make_trajectory):
+def test_templates_may_rewrite_what_was_cut_off_and_need_not_write_eos(own, make_tokenizer, make_trajectory):
+    encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
     own.chat_template = TEMPLATE.replace("'<bot>' + m['content']", "'<bot>' + m['content'].replace('c', 'x')")
-    encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
-    sample = make_trajectory([4, 5], [7, 6, 7], messages=CHAT, truncated=True)
-    assert encode(sample) == ids_of("<s>", "<u>", "a", "b", "<bot>", "d", "x", "d")
-
-
-def test_a_template_without_eos_still_ends_a_finished_response_with_eos(own, make_tokenizer, make_trajectory):
+    start = ["<s>", "<u>", "a", "b", "<bot>"]
+    assert encode(make_trajectory([4, 5], [7, 6, 7], messages=CHAT, truncated=True)) == ids_of(*start, "d", "x", "d")
     own.chat_template = TEMPLATE.replace("</s>", "<u>")
-    encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
-    tokens = ["<s>", "<u>", "a", "b", "<bot>", "c", "d"]
-    sample = make_trajectory([4, 5], [6, 7, 1], messages=CHAT)
-    assert encode(sample) == ids_of(*tokens, "<u>", " ", "</s>")
-    assert encode(make_trajectory([4, 5], [6, 7], messages=CHAT, truncated=True)) == ids_of(*tokens)
+    assert encode(make_trajectory([4, 5], [6, 1], messages=CHAT)) == ids_of(*start, "c", "<u>", " ", "</s>")
+    assert encode(make_trajectory([4, 5], [6, 7], messages=CHAT, truncated=True)) == ids_of(*start, "c", "d")
 
 
-def test_what_exceeds_the_context_of_the_reward_model_is_cut_at_the_front_and_logged(
-    own, make_tokenizer, make_trajectory, caplog
-):
+def test_tokens_beyond_the_context_of_the_reward_model_are_cut_at_the_front_and_logged(make_trajectory, caplog):
     caplog.set_level(logging.WARNING, "openppo")
-    sample = make_trajectory([4, 5], [6, 7, 1], text="ab")
-    assert RewardModelText(make_tokenizer(), own, "--reward_pretrain m", context=6)(sample)[0] == OWN_IDS["<s>"]
+    sample, encode = make_trajectory([4, 5], [6, 7, 1]), attrgetter("token_ids")
+    assert reader(encode, "m", None)(sample) == reader(encode, "m", 5)(sample) == [4, 5, 6, 7, 1]
     assert not caplog.records
-    cut = RewardModelText(make_tokenizer(), own, "--reward_pretrain m", context=3)(sample)
-    assert cut == ids_of("c", "d", "</s>")
-    assert "--reward_pretrain m reads 3 tokens, but prompt 'ab' has 6" in caplog.text
+    assert reader(encode, "--reward_pretrain m", 3)(sample) == [6, 7, 1]
+    assert "--reward_pretrain m reads 3 tokens, but prompt 'ask' has 5" in caplog.text
 
 
 def chat_prompt(*roles):
     """A chat of one letter per turn."""
     return Prompt("a", [4], messages=[{"role": role, "content": "a"} for role in roles])
-
-
-def test_chats_that_the_reward_models_template_takes_pass_the_check(own, make_tokenizer):
-    RewardModelText(make_tokenizer(), own, "m").check([chat_prompt("user"), Prompt("a", [4])])
 
 
 @pytest.mark.parametrize(
@@ -243,8 +226,9 @@ def test_chats_that_the_reward_models_template_takes_pass_the_check(own, make_to
     ],
 )
 def test_chats_that_cannot_be_rendered_are_an_error_before_the_run(roles, template, message, own, make_tokenizer):
-    own.chat_template = template
     text = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+    text.check([chat_prompt("user"), Prompt("a", [4])])
+    own.chat_template = template
     text.check([Prompt("a", [4])])
     with pytest.raises(ValueError, match="^--reward_pretrain m: ") as error:
         text.check([chat_prompt("user", "assistant", "user"), chat_prompt(*roles)])
@@ -252,9 +236,9 @@ def test_chats_that_cannot_be_rendered_are_an_error_before_the_run(roles, templa
 
 
 def test_a_sample_that_the_template_refuses_is_named(own, make_tokenizer, make_trajectory):
-    encode = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+    encode = reader(RewardModelText(make_tokenizer(), own, "m"), "--reward_pretrain m", None)
     sample = make_trajectory([4], [5, 1], messages=[{"role": "judge", "content": "a"}])
-    with pytest.raises(ValueError, match="its chat template fails on prompt 'ask': no judge"):
+    with pytest.raises(ValueError, match="^--reward_pretrain m: its chat template fails on prompt 'ask': no judge"):
         encode(sample)
 
 
@@ -277,41 +261,31 @@ def test_the_policys_tokens_end_as_the_examples_of_the_reward_model_did(name, ch
     example = render_response(asked, "cd", real, **how).token_ids
     stop = real.convert_tokens_to_ids(ENDS[name]) if chat else real.eos_token_id
     sampled = example[len(before) : example.index(stop, len(before)) + 1]
-    encode = PolicyTokens(real, "m")
+    encode = functools.partial(policy_tokens, real)
     messages = CHAT if chat else None
     assert encode(make_trajectory(before, sampled, messages=messages)) == example
     cut_off = make_trajectory(before, sampled[:-1], messages=messages, truncated=True)
     assert encode(cut_off) == [*before, *sampled[:-1]]
 
 
-def test_a_plain_text_that_ended_with_another_token_than_eos_is_read_at_eos(own, make_trajectory):
-    sample = make_trajectory(ids_of("a"), ids_of("c", "<u>"))
-    assert PolicyTokens(own, "m")(sample) == ids_of("a", "c", "<u>", "</s>")
-    chat = make_trajectory(ids_of("a"), ids_of("c", "<u>"), messages=CHAT)
-    assert PolicyTokens(own, "m")(chat) == ids_of("a", "c", "<u>", "</s>"), "the template has no <u> behind the turn"
+@pytest.mark.parametrize("messages", [None, CHAT], ids=["plain", "chat whose template has no <u> behind the turn"])
+def test_a_text_that_ended_with_another_token_than_eos_is_read_at_eos(messages, own, make_trajectory):
+    sample = make_trajectory(ids_of("a"), ids_of("c", "<u>"), messages=messages)
+    assert policy_tokens(own, sample) == ids_of("a", "c", "<u>", "</s>")
 
 
-def test_the_policys_tokens_are_cut_to_the_context_of_the_reward_model(own, make_trajectory, caplog):
-    caplog.set_level(logging.WARNING, "openppo")
-    sample = make_trajectory(ids_of("a", "b"), ids_of("c", "</s>"))
-    assert PolicyTokens(own, "m", context=4)(sample) == ids_of("a", "b", "c", "</s>")
-    assert not caplog.records
-    assert PolicyTokens(own, "--reward_pretrain m", context=3)(sample) == ids_of("b", "c", "</s>")
-    assert "--reward_pretrain m reads 3 tokens, but prompt 'ask' has 4" in caplog.text
-
-
-def test_a_text_gets_one_bos_if_its_tokenizer_wants_one(own, make_tokenizer):
+def test_a_text_gets_one_bos_if_its_tokenizer_wants_one_and_ids_end_with_one_eos(own, make_tokenizer):
     assert encode_text(own, "ab") == encode_text(own, "<s>ab") == ids_of("<s>", "a", "b")
     assert encode_text(own, "") == ids_of("<s>")
     assert encode_text(make_tokenizer(), "ab") == [4, 5]
-
-
-def test_ids_end_with_one_eos(own):
-    assert end_with_eos(own, ids_of("a")) == ids_of("a", "</s>")
-    assert end_with_eos(own, ids_of("a", "</s>")) == ids_of("a", "</s>")
-    assert end_with_eos(own, ids_of("a", "</s>", " ", " ")) == ids_of("a", "</s>")
-    assert end_with_eos(own, ids_of("</s>", "a")) == ids_of("</s>", "a", "</s>")
-    assert end_with_eos(own, []) == ids_of("</s>")
+    for tokens, ended in (
+        (["a"], ["a", "</s>"]),
+        (["a", "</s>"], ["a", "</s>"]),
+        (["a", "</s>", " ", " "], ["a", "</s>"]),
+        (["</s>", "a"], ["</s>", "a", "</s>"]),
+        ([], ["</s>"]),
+    ):
+        assert end_with_eos(own, ids_of(*tokens)) == ids_of(*ended)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini"])

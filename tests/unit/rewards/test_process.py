@@ -1,16 +1,18 @@
 """Process rewards: p(good) at each placeholder, put where the step ends in the response or made into one number."""
 
-from typing import Any
-
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as token_models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from openppo.config import RewardConfig
+from openppo.config import ProcessConfig, RewardConfig, SupervisedConfig
+from openppo.datasets import load_process_examples, number_rows, render_prompt
 from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ProcessRewardModel
-from openppo.rewards.model import equal_batches
-from openppo.rewards.process import ProcessScorer, StepText
-from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
+from openppo.rewards.build import ScorerSetup, build_scorer
+from openppo.rewards.model import ProcessScorer, StepText, equal_batches
+from openppo.types import Prompt, SingleProcess
 
 PLACEHOLDER, GOOD, BAD, STEP = 20, 21, 22, 15  # the ids of q, r, s and l; "l" separates steps
 RESPONSES = ["ablcldefla", "a", "", "ll", "bcld", "eeelfff"]
@@ -18,12 +20,11 @@ STEPS = [["ab", "c", "def", "a"], ["a"], [], [], ["bc", "d"], ["eee", "fff"]]
 ENDS = [[1, 3, 7, 9], [0], [], [], [1, 3], [2, 6]]
 
 
-def trajectory(response, tokenizer):
-    prompt_ids = tokenizer("hi")["input_ids"]
-    ids = prompt_ids + tokenizer(response)["input_ids"] + [tokenizer.eos_token_id]
-    mask = [place >= len(prompt_ids) for place in range(len(ids))]
-    rest: Any = (mask, [0.0] * len(ids), [0] * len(ids))
-    return Trajectory(ids, *rest, FinishReason.STOP, Prompt("hi", prompt_ids), group=0)
+@pytest.fixture
+def trajectory(make_trajectory, make_tokenizer):
+    """A response to "hi", ended by EOS."""
+    encode = make_tokenizer()
+    return lambda text: make_trajectory(encode("hi")["input_ids"], [*encode(text)["input_ids"], 1], text="hi")
 
 
 def scorer_of(model, tokenizer, micro=2, context=None, **options):
@@ -42,9 +43,9 @@ def scorer_of(model, tokenizer, micro=2, context=None, **options):
 
 
 @pytest.mark.parametrize("micro", [1, 2, 9])
-def test_the_last_token_of_a_step_gets_the_probability_of_good_at_its_placeholder(models, make_tokenizer, micro):
+def test_a_step_is_worth_the_probability_of_good_at_its_placeholder(models, make_tokenizer, micro, trajectory):
     tokenizer, model = make_tokenizer(), models["llama"]
-    samples = [trajectory(response, tokenizer) for response in RESPONSES]
+    samples = [trajectory(response) for response in RESPONSES]
     scorer = scorer_of(ProcessRewardModel(model), tokenizer, micro, reward_weights=("prm=2",))
     for sample, score, steps, ends in zip(samples, scorer.score(samples), STEPS, ENDS, strict=True):
         expected = [0.0] * len(sample.token_ids)
@@ -69,32 +70,32 @@ def says(probabilities):
 
 
 @pytest.mark.parametrize(("aggregate", "reward"), [("min", 0.2), ("mean", 0.5), ("last", 0.4), ("product", 0.072)])
-def test_steps_become_one_reward(make_tokenizer, aggregate, reward):
+def test_steps_become_one_reward(make_tokenizer, aggregate, reward, trajectory):
     tokenizer = make_tokenizer()
     scorer = scorer_of(says([0.9, 0.2, 0.4]), tokenizer, prm_aggregate=aggregate)
-    [score] = scorer.score([trajectory("ablcld", tokenizer)])
+    [score] = scorer.score([trajectory("ablcld")])
     assert score.token_rewards is None
     assert score.rewards == {"prm": pytest.approx(reward)}
-    [blank] = scorer_of(says([]), tokenizer, prm_aggregate=aggregate).score([trajectory("ll", tokenizer)])
+    [blank] = scorer_of(says([]), tokenizer, prm_aggregate=aggregate).score([trajectory("ll")])
     assert blank.rewards == {"prm": 0.0}
 
 
-def test_a_judgement_that_is_no_number_names_its_source_and_sample(make_tokenizer):
+def test_a_judgement_that_is_no_number_names_its_source_and_sample(make_tokenizer, trajectory):
     tokenizer = make_tokenizer()
     with pytest.raises(ValueError, match="--prm_pretrain judge returned nan for prompt 'hi'"):
-        scorer_of(says([float("nan")]), tokenizer).score([trajectory("a", tokenizer)])
+        scorer_of(says([float("nan")]), tokenizer).score([trajectory("a")])
 
 
-def test_steps_before_the_context_of_the_model_are_not_judged(make_tokenizer, caplog):
+def test_steps_before_the_context_of_the_model_are_not_judged(make_tokenizer, caplog, trajectory):
     tokenizer = make_tokenizer()
     scorer = scorer_of(says([0.25, 0.75]), tokenizer, context=4)  # of "hiabqcqdq"
-    [score] = scorer.score([trajectory("ablcld", tokenizer)])
+    [score] = scorer.score([trajectory("ablcld")])
     assert score.token_rewards == pytest.approx([0, 0, 0, 0, 0, 0.25, 0, 0.75, 0])
     assert score.step_ends == [False, False, False, False, False, True, False, True, False]
     assert "--prm_pretrain judge reads 4 tokens, but prompt 'hi' has 9 of its tokens" in caplog.text
 
 
-def test_every_rank_has_as_many_batches_as_the_rank_with_the_most():
+def test_batches_hold_no_more_tokens_than_the_budget_and_are_as_many_on_every_rank():
     class Other(SingleProcess):
         def all_reduce(self, tensor, op="sum"):
             assert op == "max"
@@ -102,7 +103,86 @@ def test_every_rank_has_as_many_batches_as_the_rank_with_the_most():
 
     assert equal_batches([3, 0, 7, 7, 0], MicroBatchSize(2), Other()) == [[2, 3], [0], [], []]
     assert equal_batches([], MicroBatchSize(2), SingleProcess()) == []
-
-
-def test_batches_hold_no_more_tokens_than_the_budget():
     assert equal_batches([30, 9, 10, 0, 8], MicroBatchSize(8, 30), SingleProcess()) == [[0], [2, 1, 4]]
+
+
+# From options
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz#+-\n "
+CHAT = (
+    "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+QUESTION, STEPS_OF_TEXT = "what", ["one", "and two", "three"]
+
+
+def tokenizer_of(folder, letters, chat_template):
+    core = Tokenizer(
+        token_models.WordLevel({t: i for i, t in enumerate(["<unk>", "<eos>", *letters])}, unk_token="<unk>")
+    )
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(["<eos>"])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>")
+    made.chat_template = chat_template
+    made.save_pretrained(folder)
+    return made
+
+
+@pytest.fixture
+def judge(tmp_path):
+    tokenizer_of(tmp_path, LETTERS, CHAT)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=2 + len(LETTERS), **sizes)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def built_scorer(judge, policy, prompts=(), template=None, **options):
+    source = RewardConfig(prm_pretrain=str(judge), prm_placeholder_token="#", **options)
+    setup = ScorerSetup(
+        SingleProcess(),
+        torch.device("cpu"),
+        lambda m: m,
+        prompts,
+        "policy",
+        size=MicroBatchSize(2),
+        input_template=template,
+    )
+    return build_scorer(source, policy, setup)
+
+
+@pytest.mark.parametrize("template", [None, "q {} a "])
+@pytest.mark.parametrize("policy_chats", [False, True])
+@pytest.mark.parametrize("judge_chats", [False, True])
+def test_scoring_reads_what_training_reads(judge, tmp_path, template, policy_chats, judge_chats, make_trajectory):
+    own = PreTrainedTokenizerFast.from_pretrained(judge)
+    policy = tokenizer_of(tmp_path / "policy", LETTERS[::-1], CHAT.replace("[0]", "[:2]"))  # ids of its own
+    text, ids = render_prompt(QUESTION, policy, input_template=template, apply_chat_template=policy_chats)
+    content = template.replace("{}", QUESTION) if template else QUESTION
+    messages = [{"role": "user", "content": content}] if policy_chats else None
+    written = [*policy("\n\n".join(STEPS_OF_TEXT))["input_ids"], policy.eos_token_id]
+    response = make_trajectory(ids, written, text=text, messages=messages)
+    scorer = built_scorer(judge, policy, [response.prompt], template, prm_apply_chat_template=judge_chats)
+    assert isinstance(scorer, ProcessScorer)
+    read = scorer.text(response)
+    supervised = SupervisedConfig("model", "data", input_template=template, apply_chat_template=judge_chats)
+    rows = number_rows([{"question": QUESTION, "steps": STEPS_OF_TEXT, "labels": [True, False, True]}])
+    [example], _ = load_process_examples(rows, own, supervised, ProcessConfig(placeholder_token="#"))
+    assert read.token_ids == example.token_ids
+    assert read.places == [t for t, label in enumerate(example.labels) if label != -100]
+    assert read.ends == [len(ids) + end for end in (2, 11, 18)]
+    assert set(scorer.score([response])[0].rewards) == set()
+
+
+def test_a_chat_template_that_the_judge_lacks_or_that_refuses_chats_is_named_before_the_run(judge):
+    (judge / "chat_template.jinja").write_text("{{ raise_exception('no system') if messages[0]['role'] == 'system' }}")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(judge)
+    asked = [{"role": "system", "content": "be"}, {"role": "user", "content": "ask"}]
+    message = f"--prm_pretrain {judge}: the chat template refuses messages with the roles system, user: no system"
+    with pytest.raises(ValueError, match=message):
+        built_scorer(judge, tokenizer, [Prompt("ask", [2], messages=asked)], prm_apply_chat_template=True)
+    (judge / "chat_template.jinja").unlink()
+    with pytest.raises(
+        ValueError, match="--prm_apply_chat_template: the tokenizer of --prm_pretrain .* no chat template"
+    ):
+        built_scorer(judge, tokenizer, prm_apply_chat_template=True)

@@ -1,14 +1,11 @@
-"""Several sources at the same time: who runs where, what is merged, which errors come up where."""
+"""Several sources at the same time: who runs where, what is merged, and which errors come up."""
 
-import io
 import math
-import sys
 import threading
 
 import pytest
 
-from openppo.rewards import CombinedScorer, check_scores, scoring, start_scoring
-from openppo.tracking.phase import current
+from openppo.rewards import CombinedScorer, check_scores, start_scoring
 from openppo.types import Score
 
 
@@ -26,7 +23,6 @@ class Source:
         return self.name
 
     def score(self, trajectories):
-        """The same score for all."""
         self.thread = threading.current_thread()
         self.before()
         return [self.given] * len(trajectories)
@@ -35,47 +31,16 @@ class Source:
 GOOD = Score({"good": 1.0})
 
 
-def test_a_source_of_one_rank_scores_while_the_caller_goes_on(two):
+def test_only_a_collective_source_scores_on_the_callers_thread(two):
     computed = threading.Event()
     source = Source(GOOD, before=lambda: computed.wait(60))
     pending = start_scoring(source, two)
     computed.set()  # the caller's own work; were the source not in the background, this would never be reached
     assert pending.wait() == [GOOD, GOOD]
     assert source.thread is not threading.current_thread()
-
-
-def test_while_scores_are_waited_for_a_bar_counts_the_samples_that_are_done(two, monkeypatch):
-    class Counting(Source):
-        n_scored = 0
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    looks: list[object] = []
-
-    def wait(futures, timeout):
-        looks.append(None)
-        source.n_scored = len(looks) // 2
-        if len(looks) == 5:
-            go_on.set()
-        return real_wait(futures, 60 if len(looks) >= 5 else 0)
-
-    go_on, real_wait = threading.Event(), scoring.wait
-    source = Counting(GOOD, before=lambda: go_on.wait(60))
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(scoring, "wait", wait)
-    seen: list[None] = []
-    monkeypatch.setattr(current, "on_progress", lambda: seen.append(None))
-    assert start_scoring(source, two, show_progress=True).wait() == [GOOD, GOOD]
-    assert "scoring      0%" in sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert len(seen) == 2, "one for each sample"
-
-
-def test_a_collective_source_scores_at_once_on_the_callers_thread(two):
-    source = Source(GOOD, collective=True)
-    pending = start_scoring(source, two)
-    assert source.thread is threading.current_thread()
+    collective = Source(GOOD, collective=True)
+    pending = start_scoring(collective, two)
+    assert collective.thread is threading.current_thread()
     assert pending.wait() == [GOOD, GOOD]
 
 
@@ -94,8 +59,7 @@ def test_background_sources_start_before_collective_ones(two):
 
 def test_background_sources_run_at_the_same_time(two):
     both_are_here = threading.Barrier(2, timeout=60)
-    sources = [Source(Score({name: 1.0}), before=both_are_here.wait) for name in "ab"]
-    combined = CombinedScorer(sources)
+    combined = CombinedScorer([Source(Score({name: 1.0}), before=both_are_here.wait) for name in "ab"])
     assert not combined.collective
     assert combined.score(two) == [Score({"a": 1.0, "b": 1.0})] * 2
 
@@ -128,15 +92,9 @@ def test_two_sources_of_one_name_are_an_error_naming_both(two):
         combined.score(two)
 
 
-def test_a_bad_score_is_named_with_its_source_and_sample(two):
-    with pytest.raises(ValueError, match="the reward model returned nan for prompt 'ab'; a finite number is needed"):
-        check_scores([math.nan, 0.0], two, "the reward model")
-
-
-def test_a_long_prompt_is_shortened_in_messages(make_trajectory):
-    with pytest.raises(ValueError) as error:
-        check_scores(
-            [math.nan], [make_trajectory([4], [1], text="x" * 10_000, source="data/a.jsonl", index=6)], "a source"
-        )
+def test_a_bad_score_is_named_with_source_shortened_prompt_and_row(make_trajectory):
+    sample = make_trajectory([4], [1], text="x" * 10_000, source="data/a.jsonl", index=6)
+    with pytest.raises(ValueError, match="^a source returned nan for prompt 'xxx") as error:
+        check_scores([math.nan], [sample], "a source")
     assert len(str(error.value)) < 350
     assert "(row 7 of data/a.jsonl); a finite number" in str(error.value)

@@ -1,6 +1,7 @@
 """Where steps end, with tokenizers that put the separator with the words before or after it."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -23,26 +24,6 @@ def bpe():
     trainer = BpeTrainer(vocab_size=290, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False)
     core.train_from_iterator(["two.\n\nThen two.\n\nThen halve.\n\nDone."] * 50, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
-
-
-def texts_of_steps(ids, ends, tokenizer):
-    """The text that each step's tokens decode to."""
-    starts = [0, *(end + 1 for end in ends)]
-    return [tokenizer.decode(ids[start : end + 1]) for start, end in zip(starts, ends, strict=False)]
-
-
-def test_steps_end_at_the_token_that_completes_their_text(bpe):
-    ids = [*bpe(TEXT)["input_ids"], bpe.eos_token_id]
-    tokens = bpe.convert_ids_to_tokens(ids)
-    ends = step_ends(ids, bpe, "\n\n")
-    assert len(ends) == 3
-    for end, (before, upto) in zip(
-        ends, [("Add two", "Add two."), ("halve", "halve."), ("Done", "Done.")], strict=True
-    ):
-        assert upto in bpe.decode(ids[: end + 1])
-        assert upto not in bpe.decode(ids[:end])
-        assert before in upto
-    assert any("Ċ" in token.strip("Ċ") for token in tokens), "some token crosses a border, or the test shows little"
 
 
 def test_characters_of_several_tokens_do_not_shift_places(bpe):
@@ -79,16 +60,12 @@ def test_one_token_may_end_two_steps(make_tokenizer):
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"])
-def test_steps_of_real_tokenizers_are_found_by_their_texts(name, assets):
-    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
-    ids = [*tokenizer(TEXT, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    texts = texts_of_steps(ids, step_ends(ids, tokenizer, "\n\n"), tokenizer)
-    assert [text.strip() for text in texts] == ["Add two.", "Then ✓🙂 halve.", "Done."]
-
-
-@pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"])
 def test_places_are_those_of_a_search_from_the_left_for_any_tokens(name, assets):
     tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
+    ids = [*tokenizer(TEXT, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    starts = [0, *(end + 1 for end in step_ends(ids, tokenizer, "\n\n"))]
+    texts = [tokenizer.decode(ids[start:stop]).strip() for start, stop in pairwise(starts)]
+    assert texts == ["Add two.", "Then ✓🙂 halve.", "Done."]
     rng = random.Random(0)
     pieces = ["a", " the", "\n", "\n\n", "😀", "é", " ", "Step 1.", "中文", "-"]
     for separator in ("\n\n", "\n", "a") * 20:

@@ -5,7 +5,6 @@ import logging
 import math
 import sys
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -34,34 +33,15 @@ def verify_of(verifier, **options):
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
-    [("5 + 2 = 7\n#### 7", "7"), ("#### 1\n#### 2 \n", "2"), (" yes ", "yes"), ("####", ""), ("", "")],
-)
-def test_the_final_answer_stands_after_the_last_mark(text, answer):
-    assert final_answer(text) == answer
-
-
-@pytest.mark.parametrize(
     ("response", "label", "reward"),
     [
-        ("72", "72", 1.0),
         (" 72\n", "72", 1.0),
-        ("72", "48/2 = 24\n48+24 = 72\n#### 72", 1.0),
-        ("24 and 48 make\n#### 72", "48/2 = 24\n#### 72", 1.0),
-        ("72", 72, 1.0),
+        ("24 and 48 make\n#### 72", "48/2 = 24\n48+24 = 72\n#### 72", 1.0),
+        ("#### 1\n#### 72 \n", "72", 1.0),
+        ("#### 72 #### 71", "72", 0.0),
         ("72.", "72", 0.0),
         ("it is 72", "72", 0.0),
         ("", "72", 0.0),
-        ("#### 72 #### 71", "72", 0.0),
-    ],
-)
-def test_exact_match_compares_final_answers(response, label, reward, judge):
-    assert judge(verify_of("exact_match"), response, label) == reward
-
-
-@pytest.mark.parametrize(
-    ("response", "label", "reward"),
-    [
         ("145", 145.0, 1.0),  # SVAMP and AddSub
         ("145.0", 145, 1.0),
         ("145", "145.0", 1.0),
@@ -72,13 +52,12 @@ def test_exact_match_compares_final_answers(response, label, reward, judge):
         ("14", 140.0, 0.0),
         ("145", 145.5, 0.0),
         ("1450", "145.0", 0.0),
-        ("#### 1600", "1,600", 1.0),
         ("#### -1,450,000.5", "-1450000.5", 1.0),
         ("#### 1,60", "160", 0.0),
         ("#### a,b", "ab", 0.0),
     ],
 )
-def test_exact_match_compares_numbers_however_they_are_written(response, label, reward, judge):
+def test_exact_match_compares_final_answers_and_numbers_however_they_are_written(response, label, reward, judge):
     assert judge(verify_of("exact_match"), response, label) == reward
 
 
@@ -108,16 +87,13 @@ def test_a_response_must_match_and_the_last_group_must_be_the_label(pattern, res
 @pytest.mark.parametrize("pattern", ["(a+)+$", "^(?:a|aa)+$"])
 def test_an_expression_that_backtracks_for_ever_counts_as_wrong(pattern, judge, caplog):
     caplog.set_level(logging.WARNING, "openppo")
-    verify: Any = verify_of("regex", verify_regex=pattern)
-    verify.seconds = 60.0
-    assert judge(verify, "aaa", "aaa") == 1.0  # the process is there
-    verify.seconds = 0.2
-    assert judge(verify, "a" * 100 + "!", "a") == 0.0  # 2**100 ways
+    verify = verify_of("regex", verify_regex=pattern)
+    for response, seconds in (("aaa", 60.0), ("a" * 100 + "!", 0.2), ("aaa", 60.0)):  # 2**100 ways in the middle
+        verify.seconds = seconds
+        assert judge(verify, response, "aaa") == float(response == "aaa")
     assert "--verify_regex took too long" in caplog.text
-    verify.seconds = 60.0
-    assert judge(verify, "aaa", "aaa") == 1.0
-    verify._process._process.kill()  # as the system does when memory is short
-    verify._process._process.wait()
+    verify.process.process.kill()  # as the system does when memory is short
+    verify.process.process.wait()
     assert judge(verify, "aaa", "aaa") == 1.0
 
 
@@ -167,31 +143,23 @@ def math_reward():
         ("I do not know.", "72", 0.0),
         (r"The answer is \boxed{\$36}.", r"\$36", 1.0),
         ("", "72", 0.0),
+        # The final answer after the mark may be LaTeX, as a label may.
+        (r"#### \sqrt{2}", r"\sqrt{2}", 1.0),
+        (r"#### 3\pi", r"3\pi", 1.0),
+        (r"#### (3,\frac{\pi}{2})", r"(3, \frac{\pi}{2})", 1.0),
+        ("#### 1+x^2", "x^2+1", 1.0),
+        ("#### B", "B", 1.0),
+        ("#### C", "B", 0.0),
+        (r"#### 3\sqrt{2}", "3", 0.0),
+        ("#### 3", r"3\sqrt{2}", 0.0),
+        ("#### **72**", "72", 1.0),
+        ("#### seven 7", "7", 1.0),
+        (r"#### \$18", "18", 1.0),
+        ("#### 18.90", r"\$18.90", 1.0),
     ],
 )
 def test_math_compares_values(response, label, reward, math_reward, judge):
     assert judge(math_reward, response, label) == reward
-
-
-@pytest.mark.parametrize(
-    ("label", "answer", "reward"),
-    [
-        (r"\sqrt{2}", r"\sqrt{2}", 1.0),
-        (r"3\pi", r"3\pi", 1.0),
-        (r"(3, \frac{\pi}{2})", r"(3,\frac{\pi}{2})", 1.0),
-        ("x^2+1", "1+x^2", 1.0),
-        ("B", "B", 1.0),
-        ("B", "C", 0.0),
-        ("3", r"3\sqrt{2}", 0.0),
-        (r"3\sqrt{2}", "3", 0.0),
-        ("72", "**72**", 1.0),
-        ("7", "seven 7", 1.0),
-        ("18", r"\$18", 1.0),
-        (r"\$18.90", "18.90", 1.0),
-    ],
-)
-def test_the_final_answer_after_the_mark_may_be_latex_as_a_label_may(label, answer, reward, math_reward, judge):
-    assert judge(math_reward, f"Let me see. #### {answer}", label) == reward
 
 
 def test_math_works_in_the_background(math_reward, make_trajectory, make_tokenizer):
@@ -204,16 +172,15 @@ def test_math_works_in_the_background(math_reward, make_trajectory, make_tokeniz
     assert scores == [Score({"math": 0.0}), Score({"math": 1.0}), Score({"math": 0.0})]
 
 
-def test_math_that_never_ends_counts_as_wrong_and_the_next_answer_is_judged_again(judge, caplog, monkeypatch):
+def test_math_that_never_ends_counts_as_wrong_and_the_next_answer_is_judged_again(judge, caplog):
     pytest.importorskip("math_verify")
     caplog.set_level(logging.WARNING, "openppo")
     reward = MathReward()
-    assert judge(reward, "#### 72", 72) == 1.0  # the process is there
-    reward.seconds = 0.2
-    assert judge(reward, "\\boxed{9^{9^{9^{9}}}}", 72) == 0.0  # math-verify itself would give up after 2 s
+    tower = "\\boxed{9^{9^{9^{9}}}}"  # math-verify itself would give up after 2 s
+    for response, seconds in (("#### 72", 60.0), (tower, 0.2), ("#### 72", 60.0)):
+        reward.seconds = seconds
+        assert judge(reward, response, 72) == float(response != tower)
     assert "the answer took too long" in caplog.text
-    reward.seconds = 60
-    assert judge(reward, "#### 72", 72) == 1.0
 
 
 def test_math_without_its_package_is_an_error_with_the_remedy(monkeypatch):
@@ -264,12 +231,3 @@ def test_a_reward_that_is_no_finite_number_is_an_error_naming_its_sample(make_tr
     )
     with pytest.raises(ValueError, match="^--verifiable_reward returned nan for prompt 'b'; a finite number is needed"):
         scorer.score(samples)
-
-
-def test_a_rank_without_samples_has_no_scores():
-    class Tokenizer:
-        def batch_decode(self, rows, skip_special_tokens):
-            return [""] * max(len(rows), 1)  # as transformers does
-
-    tokenizer: Any = Tokenizer()
-    assert VerifiableScorer(lambda response, trajectory: 1.0, tokenizer).score([]) == []
