@@ -1,8 +1,6 @@
 """A browser without a window, for pages that are opened from the disk."""
 
 import shutil
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -10,7 +8,7 @@ ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-s
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
+def browser():
     """Debian's Chromium, which keeps a log of what goes wrong in a page."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (requirements-dev.txt)")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")

@@ -2,14 +2,11 @@
 
 import itertools
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from openppo.tracking.report.page import write_report
+from tests.unit.tracking.report.runs import write_run
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (requirements-dev.txt)")
 By = pytest.importorskip("selenium.webdriver.common.by").By
@@ -18,79 +15,61 @@ Select = pytest.importorskip("selenium.webdriver.support.ui").Select
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b[0m\u202e"
 N_STEPS = 30
 NUMBERS = {
-    "advantage": (1.5, -0.75),
-    "KL": (0.25, -0.5),
-    "value": (0.0, 0.0625),
-    "reward": (-0.125, 0.5),
-    "return": (2.0, -1.0),
-    "log-prob": (-0.25, -2.0),
-    "ratio": (1.25, 0.875),
-    "entropy": (0.5, 1.0),
+    **{"advantage": (1.5, -0.75), "KL": (0.25, -0.5), "value": (0.0, 0.0625), "reward": (-0.125, 0.5)},
+    **{"return": (2.0, -1.0), "log-prob": (-0.25, -2.0), "ratio": (1.25, 0.875), "entropy": (0.5, 1.0)},
 }
 """Of the first and the third token of each sample, by what colours them; the second is a tool's."""
 ABOVE, BELOW = (214, 92, 20), (38, 108, 214)
 
 
-def make_run(folder: Path, learned: float, **options: Any) -> Path:
+def make_run(folder, learned, more=(), evaluations=(0, N_STEPS), **options):
     """A run of 30 steps with a reward that rises by ``learned`` a step, and three samples at steps 1 and 30."""
-    logs = folder / "logs"
-    logs.mkdir(parents=True)
-    metrics: list[dict[str, Any]] = [{"step": 0, "time": 0.0, "eval_reward": 0.25, "eval_rejected_reward": 0.25}]
+    metrics = [{"step": step, "time": 60.0 * step} for step in range(N_STEPS + 1)]
     for step in range(1, N_STEPS + 1):
-        row = {
-            "step": step,
-            "time": 60.0 * step,
-            "reward": learned * step,
-            "kl": 0.01 * step,
-            "truncated_fraction": 0.75,
-        }
-        metrics.append(row | ({"eval_reward": 0.5, "eval_rejected_reward": 0.5} if step == N_STEPS else {}))
+        metrics[step] |= {"reward": learned * step, "kl": 0.01 * step, "truncated_fraction": 0.75}
+    for step in evaluations:
+        metrics[step] |= dict.fromkeys(("eval_reward", "eval_rejected_reward"), 0.5 if step else 0.25)
     samples, tokens = [], []
-    for step in (1, N_STEPS):
-        for number, (reward, length, prompt) in enumerate([(0.5, 3, "first"), (2.0, 1, "second"), (-1.0, 2, HOSTILE)]):
-            where = {"step": step, "time": 0.0, "sample": number}
-            sample = {"prompt": prompt, "response": HOSTILE, "label": None, "finish_reason": "eos", "reward": reward}
-            samples.append(where | sample | {"rewards": {"style": 0.125}, "response_length": length, "kl": -reward})
-            lists = {"texts": [HOSTILE, "b", ""][:length], "ids": [11, 12, 13][:length], "trained": [1, 0, 1][:length]}
-            numbers = {
-                name.lower().replace("-", "_"): [first, None, third][:length]
-                for name, (first, third) in NUMBERS.items()
-            }
-            tokens.append(where | {"first": 2, "n_tokens": length} | lists | numbers)
-    for name, rows in (("metrics", metrics), ("samples", samples), ("tokens", tokens)):
-        (logs / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (logs / "config.yaml").write_text(yaml.safe_dump({"seed": 7, "generate_max_len": 16} | options))
-    (logs / "environment.json").write_text(
-        json.dumps({"python": "3.11", "ranks": [{"host": "h", "device": "CPU"}] * 2})
-    )
+    of_step = enumerate([(0.5, 3, "first"), (2.0, 1, "second"), (-1.0, 2, HOSTILE)])
+    for step, (number, (reward, n, prompt)) in itertools.product((1, N_STEPS), of_step):
+        where = {"step": step, "time": 0.0, "sample": number}
+        texts = {"prompt": prompt, "response": HOSTILE, "label": None, "finish_reason": "eos", "response_length": n}
+        samples.append({**where, **texts, "reward": reward, "rewards": {"style": 0.125}, "kl": -reward})
+        lists = {"texts": [HOSTILE, "b", ""], "ids": [11, 12, 13], "trained": [1, 0, 1]}
+        lists |= {name.lower().replace("-", "_"): [of[0], None, of[1]] for name, of in NUMBERS.items()}
+        tokens.append({**where, "first": 2, "n_tokens": n, **{name: of[:n] for name, of in lists.items()}})
+    config = {"seed": 7, "generate_max_len": 16, **options}
+    write_run(folder, [row for row in metrics if len(row) > 2] + list(more), samples, tokens, config)
+    environment = {"python": "3.11", "ranks": [{"host": "h", "device": "CPU"}] * 2}
+    (folder / "logs" / "environment.json").write_text(json.dumps(environment))
     return folder
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def pages(tmp_path_factory):
     """Addresses of the page of one run, of two, of three with two targets, one evaluated once, one below 0."""
     folder = tmp_path_factory.mktemp("report")
     slow = make_run(folder / "slow", 0.01, actor_learning_rate=1e-6)
     quick = make_run(folder / "quick", 0.02, actor_learning_rate=1e-5)
-    targets = [make_run(folder / f"target{i}", 0.01, kl_target=target) for i, target in enumerate((0.1, 0.2, 0.1))]
-    once = make_run(folder / "once", 0.01)
-    metrics = once / "logs" / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[1:]))
-    signs = make_run(folder / "signs", 0.01)
-    with (signs / "logs" / "metrics.jsonl").open("a") as file:
-        for step in range(N_STEPS + 1, 2 * N_STEPS + 1):
-            row = {"step": step, "time": 60.0 * step, "policy_loss": 0.001 * (-1) ** step, "values": -1.0 - step}
-            file.write(json.dumps(row) + "\n")
-    runs = {"one": [slow], "two": [slow, quick], "targets": targets, "once": [once], "signs": [signs]}
-    made = {name: write_report(some, folder / f"{name}.html") for name, some in runs.items()}
-    return {name: page.as_uri() for name, page in made.items()}
+    signs = [
+        {"step": step, "time": 60.0 * step, "policy_loss": 0.001 * (-1) ** step, "values": -1.0 - step}
+        for step in range(N_STEPS + 1, 2 * N_STEPS + 1)
+    ]
+    runs = {
+        "one": [slow],
+        "two": [slow, quick],
+        "targets": [make_run(folder / f"target{i}", 0.01, kl_target=kl) for i, kl in enumerate((0.1, 0.2, 0.1))],
+        "once": [make_run(folder / "once", 0.01, evaluations=[N_STEPS])],
+        "signs": [make_run(folder / "signs", 0.01, signs)],
+    }
+    return {name: write_report(some, folder / f"{name}.html").as_uri() for name, some in runs.items()}
 
 
 @pytest.fixture
-def page(browser: Any, pages: dict[str, str]) -> Iterator[Any]:
+def page(browser, pages):
     """``page("one")`` opens a page. At the end nothing may have gone wrong in it, or been asked of a network."""
 
-    def open_page(name: str) -> Any:
+    def open_page(name):
         browser.get(pages[name])
         return browser
 
@@ -102,38 +81,37 @@ def page(browser: Any, pages: dict[str, str]) -> Iterator[Any]:
     assert "[object" not in one(browser, "body").text
 
 
-def all_of(node: Any, selector: str) -> list[Any]:
+def all_of(node, selector):
     return node.find_elements(By.CSS_SELECTOR, selector)
 
 
-def one(node: Any, selector: str) -> Any:
+def one(node, selector):
     (found,) = all_of(node, selector)
     return found
 
 
-def tooltip(driver: Any) -> list[str]:
+def tooltip(driver):
     """Lines of what is shown beside the pointer."""
     shown = one(driver, "#tooltip")
     return shown.text.splitlines() if shown.is_displayed() else []
 
 
-def colours(driver: Any) -> list[str]:
-    nodes = all_of(driver, "#sample-detail .token")
-    return [node.value_of_css_property("background-color") for node in nodes]
-
-
-def rewards(driver: Any) -> list[str]:
+def rewards(driver):
     """Rewards in the list of samples, in its order."""
-    rows = all_of(driver, "#sample-list button .line")
-    return [row.text.split("reward ")[1].split()[0] for row in rows]
+    return [row.text.split("reward ")[1].split()[0] for row in all_of(driver, "#sample-list button .line")]
 
 
-def hover(driver: Any, node: Any) -> None:
+def hover(driver, node):
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", node)
     webdriver.ActionChains(driver).move_to_element(node).perform()
 
 
-def test_a_run_is_summed_up_and_its_warnings_are_in_words(page: Any) -> None:
+def choose_run(driver, name):
+    driver.execute_script("window.scrollTo(0, 0)")
+    one(driver, f'.runs button[title*="{name}"]').click()
+
+
+def test_a_run_is_summed_up_and_its_warnings_are_in_words(page):
     driver = page("one")
     assert "slow" in driver.title
     assert "30 steps" in one(driver, "#status").text
@@ -148,7 +126,7 @@ def test_a_run_is_summed_up_and_its_warnings_are_in_words(page: Any) -> None:
     assert one(driver, "body").value_of_css_property("background-color") != light
 
 
-def test_a_curve_goes_through_its_numbers_and_says_them_to_pointer_and_keys(page: Any) -> None:
+def test_a_curve_goes_through_its_numbers_and_says_them_to_pointer_and_keys(page):
     driver = page("one")
     chart = one(driver, '[data-chart="KL from the reference"]')
     path = one(chart, 'path[data-metric="kl"]').get_attribute("d")
@@ -170,10 +148,10 @@ def test_a_curve_goes_through_its_numbers_and_says_them_to_pointer_and_keys(page
     assert "reward from 0.01 to 0.3" in one(driver, '[data-chart="Reward"] svg').get_attribute("aria-label")
 
 
-def test_a_logarithmic_axis_has_no_place_for_0_and_below(page: Any) -> None:
+def test_a_logarithmic_axis_has_no_place_for_0_and_below(page):
     driver = page("signs")
 
-    def drawn() -> list[str]:
+    def drawn():
         path = one(driver, '[data-chart="Policy loss"] path[data-metric="policy_loss"]').get_attribute("d")
         return [part for part in path.split("M") if part]
 
@@ -185,7 +163,7 @@ def test_a_logarithmic_axis_has_no_place_for_0_and_below(page: Any) -> None:
     assert not below.is_displayed(), "all of its values are below 0"
 
 
-def test_dragging_over_a_curve_zooms_into_all_of_them(page: Any) -> None:
+def test_dragging_over_a_curve_zooms_into_all_of_them(page):
     driver = page("one")
     picture = one(driver, '[data-chart="Reward"] svg')
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", picture)
@@ -199,7 +177,7 @@ def test_dragging_over_a_curve_zooms_into_all_of_them(page: Any) -> None:
     assert not button.is_displayed()
 
 
-def test_runs_are_laid_over_each_other_and_their_options_compared(page: Any) -> None:
+def test_runs_are_laid_over_each_other_and_their_options_compared(page):
     driver = page("two")
     paths = all_of(driver, '[data-chart="Reward"] path[data-metric="reward"]')
     assert [path.get_attribute("data-run") for path in paths] == ["slow", "quick"]
@@ -211,52 +189,43 @@ def test_runs_are_laid_over_each_other_and_their_options_compared(page: Any) -> 
     assert options == ["--actor_learning_rate 1e-06 1e-05"] or options == ["--actor_learning_rate 0.000001 0.00001"]
     one(driver, "#only-different").click()
     assert len(all_of(driver, "#options tbody tr")) == 3
-    driver.execute_script("window.scrollTo(0, 0)")
-    one(driver, '.runs button[title*="quick"]').click()
+    choose_run(driver, "quick")
     assert len(all_of(driver, '[data-chart="Reward"] path[data-metric="reward"]')) == 1
 
 
-def test_each_target_has_its_line(page: Any) -> None:
-    driver = page("targets")
-    chart = '[data-chart="KL from the reference"]'
+def test_each_target_has_its_line(page):
+    driver, chart = page("targets"), '[data-chart="KL from the reference"]'
 
-    def lines_of_targets() -> dict[str, float]:
-        return {
-            x.get_attribute("data-target"): float(x.get_attribute("y1")) for x in all_of(driver, f"{chart} .target")
-        }
+    def lines():
+        return {line.get_attribute("data-target"): line for line in all_of(driver, f"{chart} .target")}
 
-    assert lines_of_targets().keys() == {"0.1", "0.2"}
-    assert lines_of_targets()["0.2"] < lines_of_targets()["0.1"], "higher up"
-    assert len({x.value_of_css_property("stroke") for x in all_of(driver, f"{chart} .target")}) == 2
+    assert lines().keys() == {"0.1", "0.2"}
+    low, high = (float(lines()[target].get_attribute("y1")) for target in ("0.1", "0.2"))
+    assert high < low, "higher up"
+    assert len({line.value_of_css_property("stroke") for line in lines().values()}) == 2
     legend = one(driver, f"{chart} .legend").text
     assert "target 0.1" in legend and "target 0.2" in legend
-    driver.execute_script("window.scrollTo(0, 0)")
-    one(driver, '.runs button[title*="target1"]').click()
-    assert lines_of_targets().keys() == {"0.1"}
+    choose_run(driver, "target1")
+    assert lines().keys() == {"0.1"}
 
 
-def test_only_what_is_better_for_being_higher_is_coloured_so(page: Any) -> None:
+def test_evaluations_show_change_and_what_is_better_unless_there_is_one(page):
     table = one(page("one"), "#evaluation table")
     assert one(table, "thead").text == "Metric step 0 step 30 change best"
     rows = [all_of(row, "td") for row in all_of(table, "tbody tr")]
-    assert [[cell.text for cell in row] for row in rows] == [
-        ["eval_rejected_reward", "0.25", "0.5", "+0.25", ""],
-        ["eval_reward", "0.25", "0.5", "+0.25", "0.5"],
-    ]
+    expected = [["eval_rejected_reward", "0.25", "0.5", "+0.25", ""], ["eval_reward", "0.25", "0.5", "+0.25", "0.5"]]
+    assert [[cell.text for cell in row] for row in rows] == expected
     assert [row[3].get_attribute("class").split() for row in rows] == [["number"], ["number", "better"]]
-
-
-def test_a_run_that_was_evaluated_once_claims_no_change(page: Any) -> None:
     driver = page("once")
     evaluation = one(driver, "#evaluation")
     assert one(evaluation, "table thead").text == "Metric step 30"
     assert [row.text for row in all_of(evaluation, "tbody tr")] == ["eval_rejected_reward 0.5", "eval_reward 0.5"]
     assert "--eval_before_training" in one(evaluation, ".note").text
-    tile = next(tile for tile in all_of(driver, ".tile") if "eval_reward" in tile.get_attribute("title"))
+    (tile,) = (tile for tile in all_of(driver, ".tile") if "eval_reward" in tile.get_attribute("title"))
     assert tile.text.splitlines() == ["Held-out reward", "0.5", "one evaluation"]
 
 
-def test_every_colouring_shows_its_own_numbers(page: Any) -> None:
+def test_every_colouring_shows_its_own_numbers(page):
     driver = page("one")
     choose = Select(one(driver, "#measure"))
     assert [option.text for option in choose.options] == list(NUMBERS)
@@ -266,14 +235,15 @@ def test_every_colouring_shows_its_own_numbers(page: Any) -> None:
         scales.add(one(driver, "#scale").text)
         middle = 1.0 if name == "ratio" else 0.0
         largest = max(abs(number - middle) for number in numbers)
-        first, tool, last = colours(driver)
+        nodes = all_of(driver, "#sample-detail .token")
+        first, tool, last = (node.value_of_css_property("background-color") for node in nodes)
         assert tool == "rgba(0, 0, 0, 0)"
         for number, shown in zip(numbers, (first, last), strict=True):
             red, green, blue, alpha = map(float, shown.removeprefix("rgba(").rstrip(")").split(","))
             up = number >= middle or name == "log-prob"  # which is never above 0
             assert (red, green, blue) == (ABOVE if up else BELOW), name
             assert alpha == pytest.approx(0.78 * abs(number - middle) / largest, abs=0.01), name
-        for node, number in zip(all_of(driver, "#sample-detail .token")[::2], numbers, strict=True):
+        for node, number in zip(nodes[::2], numbers, strict=True):
             hover(driver, node)
             said = tooltip(driver)
             (place,) = (i for i, line in enumerate(said) if line.startswith("▸"))
@@ -281,7 +251,7 @@ def test_every_colouring_shows_its_own_numbers(page: Any) -> None:
     assert len(scales) == len(NUMBERS), "each has a scale of its own"
 
 
-def test_a_token_says_its_exact_numbers_under_the_pointer_and_to_the_keys(page: Any) -> None:
+def test_a_token_says_its_exact_numbers_under_the_pointer_and_to_the_keys(page):
     driver = page("one")
     first, tool, last = all_of(driver, "#sample-detail .token")
     hover(driver, last)
@@ -304,17 +274,16 @@ def test_a_token_says_its_exact_numbers_under_the_pointer_and_to_the_keys(page: 
     assert "active" in first.get_attribute("class")
 
 
-def test_samples_are_sorted_and_filtered(page: Any) -> None:
+def test_samples_are_sorted_and_filtered(page):
     driver = page("one")
     assert rewards(driver) == ["0.5", "2", "-1"] * 2
-    Select(one(driver, "#sort")).select_by_visible_text("reward")
+    sort = Select(one(driver, "#sort"))
+    sort.select_by_visible_text("reward")
     assert rewards(driver) == ["2", "2", "0.5", "0.5", "-1", "-1"]
     one(driver, "#direction").click()
-    assert rewards(driver) == ["-1", "-1", "0.5", "0.5", "2", "2"]
-    Select(one(driver, "#sort")).select_by_visible_text("length")
-    assert rewards(driver) == ["2", "2", "-1", "-1", "0.5", "0.5"]
-    Select(one(driver, "#sort")).select_by_visible_text("KL")
-    assert rewards(driver) == ["2", "2", "0.5", "0.5", "-1", "-1"]
+    for order, expected in (("reward", "-1 0.5 2"), ("length", "2 -1 0.5"), ("KL", "2 0.5 -1")):
+        sort.select_by_visible_text(order)
+        assert rewards(driver) == [reward for reward in expected.split() for _ in range(2)]
     one(driver, '#samples input[aria-label="from"]').send_keys("0.5")
     assert rewards(driver) == ["2", "2", "0.5", "0.5"]
     one(driver, '#samples input[type="search"]').send_keys("SECOND")
@@ -322,7 +291,7 @@ def test_samples_are_sorted_and_filtered(page: Any) -> None:
     assert one(driver, "#sample-count").text == "2 of 6 samples"
 
 
-def test_the_list_is_walked_with_keys(page: Any) -> None:
+def test_the_list_is_walked_with_keys(page):
     driver = page("one")
     one(driver, '#sample-list [aria-selected="true"]').send_keys(Keys.ARROW_DOWN)
     chosen = driver.switch_to.active_element
@@ -336,7 +305,7 @@ def test_the_list_is_walked_with_keys(page: Any) -> None:
     assert chosen.index("true") == 1
 
 
-def test_one_prompt_stands_side_by_side_at_its_steps(page: Any) -> None:
+def test_one_prompt_stands_side_by_side_at_its_steps(page):
     driver = page("two")
     one(driver, "#same-prompt").click()
     facts = [node.text for node in all_of(driver, ".sides .facts")]

@@ -1,8 +1,5 @@
 """The documentation in a real browser, opened from the disk: nothing goes wrong in a page, and search finds a flag."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 pytest.importorskip("material", reason="needs mkdocs-material (requirements-dev.txt)")
@@ -10,13 +7,13 @@ By = pytest.importorskip("selenium.webdriver.common.by", reason="needs selenium 
 Wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
 
 
-def complaints(browser: Any) -> list[str]:
+def complaints(browser):
     """What the browser logged, but for the list of other versions, which only a published site has."""
     messages = [entry["message"] for entry in browser.get_log("browser")]
     return [message for message in messages if "versions.json" not in message]
 
 
-def test_every_page_opens_without_an_error_and_from_the_disk_alone(browser: Any, site: Path) -> None:
+def test_every_page_opens_without_an_error_and_from_the_disk_alone(browser, site):
     pages = sorted(file for file in site.rglob("*.html") if file.name != "404.html")  # which only a server shows
     assert len(pages) > 40
     wrong = {}
@@ -30,7 +27,7 @@ def test_every_page_opens_without_an_error_and_from_the_disk_alone(browser: Any,
     assert wrong == {}
 
 
-def test_search_finds_a_flag_without_a_server(browser: Any, site: Path) -> None:
+def test_search_finds_a_flag_without_a_server(browser, site):
     browser.get((site / "index.html").as_uri())
     field = browser.find_element(By.CSS_SELECTOR, "input[name=query]")
     browser.execute_script("arguments[0].focus()", field)

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,17 +94,16 @@ def curves(rows: Sequence[Row], most_points: int, evaluation: bool) -> dict[str,
 
     With more rows than ``most_points`` a point is the mean of ``every`` rows, of a ``_max`` their maximum.
     """
-    begin = rows[0].get("time", math.nan) if rows else math.nan
     all_names = dict.fromkeys(name for row in rows for name in row)
     names = [name for name in all_names if name not in ("step", "time") and name.startswith("eval") == evaluation]
     kept = [row for row in rows if not row.keys().isdisjoint(names)]
     every = max(1, -(-len(kept) // most_points))
     buckets = [kept[i : i + every] for i in range(0, len(kept), every)]
-    hours = [round((bucket[-1].get("time", math.nan) - begin) / 3600, 5) for bucket in buckets]
+    times = [row.get("time") for row in (*rows[:1], *(bucket[-1] for bucket in buckets))]
     return {
         "every": every,
         "steps": [bucket[-1]["step"] for bucket in buckets],
-        "hours": [None if math.isnan(hour) else hour for hour in hours],
+        "hours": [None if None in (time, times[0]) else round((time - times[0]) / 3600, 5) for time in times[1:]],
         "values": {name: [_point(name, bucket) for bucket in buckets] for name in names},
     }
 

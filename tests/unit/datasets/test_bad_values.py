@@ -1,53 +1,31 @@
 """Every value that a file can hold, in every column of every format: examples, or an error that names flag and row."""
 
-from typing import Any
-
 import pytest
 
-from openppo.config import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
-from openppo.datasets import (
-    load_documents,
-    load_preferences,
-    load_process_examples,
-    load_prompts,
-    load_sft_examples,
-    number_rows,
-)
+from tests.unit.datasets.loaders import flag_of, load, turns
 
-CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-OTHER = [CHAT[0], {"role": "assistant", "content": "c"}]
+CHAT, OTHER = turns(user="a", assistant="b"), turns(user="a", assistant="c")
 TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 TRANSCRIPTS = {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello", "rejected": "\n\nHuman: Hi\n\nAssistant: Go"}
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 COMMON = [
-    {"messages": CHAT},
-    {"conversations": TURNS},
-    TRANSCRIPTS,
-    PAIR,
-    {"chosen": CHAT, "rejected": OTHER},
-    {"instruction": "a", "input": "b", "output": "c"},
-    {"question": "a", "answer": "b"},
-    {"text": "a"},
+    *({"messages": CHAT}, {"conversations": TURNS}, TRANSCRIPTS, PAIR, {"chosen": CHAT, "rejected": OTHER}),
+    *({"instruction": "a", "input": "b", "output": "c"}, {"question": "a", "answer": "b"}, {"text": "a"}),
 ]
-ROWS: dict[str, list[dict[str, Any]]] = {
+SHAREGPT_PAIR = {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]}
+STEPS = {"prompt": "a", "steps": ["b", "c"]}
+ROWS = {
     "prompts": [*COMMON, {"input": "a", "label": "c"}],
     "sft": [*COMMON, {"input": "a", "output": "c"}],
-    "pairs": [
-        {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": TURNS[1]},
-        {**PAIR, "margin": 1.0},
-        TRANSCRIPTS,
-        {"chosen": CHAT, "rejected": OTHER},
-    ],
+    "pairs": [SHAREGPT_PAIR, {**PAIR, "margin": 1.0}, TRANSCRIPTS, {"chosen": CHAT, "rejected": OTHER}],
     "steps": [
-        {"input": "a ! b !", "label": "a + b -"},
-        {"prompt": "a", "steps": ["b", "c"], "labels": [True, False]},
-        {"prompt": "a", "steps": ["b", "c"], "labels": [0.5, 1.0]},
-        {"prompt": "a", "steps": ["b", "c"], "first_wrong_step": 2},
+        *({"input": "a ! b !", "label": "a + b -"}, {**STEPS, "labels": [True, False]}),
+        *({**STEPS, "labels": [0.5, 1.0]}, {**STEPS, "first_wrong_step": 2}),
     ],
     "documents": [{"text": "a"}],
 }
 NO_NUMBER = float("nan")
-VALUES: list[Any] = [
+VALUES = [
     *(None, "", "  ", "N/A", "\n\nHuman:", "a\0b", "é\u2028", "\ud800", b"ab"),
     *(0, 3, -1, 10**400, 3.5, NO_NUMBER, float("inf"), True),
     *([], [None], [""], ["a"], ["\ud800"], [1, 2], [NO_NUMBER, 1], [10**400, 0], [True, None], [[]], [{}]),
@@ -58,37 +36,25 @@ VALUES: list[Any] = [
 ]
 
 
-def load(task: str, rows: list[dict[str, Any]], tokenizer: Any, chat: bool = False, show: Any = iter) -> Any:
-    """Examples of ``rows``, and where rows may be dropped how many were."""
-    numbered, shown = number_rows(rows, "file"), {"flag": "--flag", "show": show}
-    supervised = SupervisedConfig("m", "d", apply_chat_template=chat, max_len=100)
-    if task == "prompts":
-        options = PPODataConfig("d", apply_chat_template=chat, prompt_max_len=100)
-        return load_prompts(numbered, tokenizer, options, **shown)
-    if task == "documents":
-        return load_documents(numbered, tokenizer, None, 100, show=show)
-    if task == "sft":
-        return load_sft_examples(numbered, tokenizer, supervised, SFTDataConfig(), **shown)
-    if task == "pairs":
-        data = PreferenceConfig(margin_key="margin" if "margin" in rows[0] else None)
-        return load_preferences(numbered, tokenizer, supervised, data, **shown)
-    return load_process_examples(numbered, tokenizer, supervised, ProcessConfig(None, None, "!"), **shown)
+def load_alike(task, rows, *others, **options):
+    """With the judgements and margins of these rows."""
+    data = {"margin_key": "margin"} if "margin" in rows[0] else {"placeholder_token": "!"} if task == "steps" else {}
+    return load(task, rows, *others, data, **options)
 
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("task", ROWS)
 def test_any_value_in_any_column_is_read_or_an_error_naming_flag_and_row(task, chat, tokenizer):
-    flag = "--pretrain_data" if task == "documents" else "--flag"
     n_errors = 0
     for good in ROWS[task]:
         for column in good:
             for value in VALUES:
                 try:
-                    load(task, [good, {**good, column: value}], tokenizer, chat)
+                    load_alike(task, [good, {**good, column: value}], tokenizer, apply_chat_template=chat)
                 except ValueError as error:
                     n_errors += 1
                     rows = ("row 1 of file: ", "row 2 of file: ")  # the first for formats that need, or refuse, a chat
-                    assert any(str(error).startswith(f"{flag}, {row}") for row in rows), (good, column, value)
+                    assert any(str(error).startswith(f"{flag_of(task)}, {row}") for row in rows), (good, column, value)
                     assert len(str(error)) < 500
     assert n_errors >= 5
 
@@ -107,19 +73,18 @@ def test_any_value_in_any_column_is_read_or_an_error_naming_flag_and_row(task, c
     ],
 )
 def test_an_empty_prompt_or_half_a_character_is_an_error(task, row, chat, message, tokenizer):
-    flag = "--pretrain_data" if task == "documents" else "--flag"
-    with pytest.raises(ValueError, match=f"{flag}, row 1 of file: {message}"):
-        load(task, [row], tokenizer, chat)
+    with pytest.raises(ValueError, match=f"{flag_of(task)}, row 1 of file: {message}"):
+        load_alike(task, [row], tokenizer, apply_chat_template=chat)
 
 
 @pytest.mark.parametrize("task", ROWS)
 def test_rows_are_shown_one_by_one_as_they_are_tokenized(tokenizer, task):
     shown = []
 
-    def show(rows: Any) -> Any:
+    def show(rows):
         for row in rows:
             yield row
             shown.append(row.number)
 
-    load(task, [ROWS[task][1 if task == "pairs" else -1]] * 3, tokenizer, show=show)
+    load_alike(task, [ROWS[task][1 if task == "pairs" else -1]] * 3, tokenizer, show=show)
     assert shown == [1, 2, 3]

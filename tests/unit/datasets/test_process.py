@@ -2,20 +2,16 @@
 
 import pytest
 
-from openppo.config import ProcessConfig, SupervisedConfig
-from openppo.datasets import load_process_examples, number_rows
+from openppo.datasets import number_rows
+from tests.unit.datasets.loaders import WITH_CHAT, load
 
-
-def examples_of(rows, tokenizer, columns=None, **options):
-    supervised = SupervisedConfig("model", "data.jsonl", **options)
-    data = ProcessConfig(placeholder_token="K", **(columns or {}))
-    return load_process_examples(number_rows(rows), tokenizer, supervised, data)
+K, STEPS = {"placeholder_token": "K"}, [("sK", "+"), ("tK", "-")]
+LISTS, TWO = {"question": "q", "steps": ["s", "t"], "labels": ["+", "-"]}, "q s K\nt K"
 
 
 def judged(row, tokenizer, columns=None, **options):
     """The text, and at each label its token before the placeholder, the placeholder, and what is there for it."""
-    (example,), dropped = examples_of([row], tokenizer, columns, **options)
-    assert dropped == 0
+    (example,), _ = load("steps", [row], tokenizer, {**K, **(columns or {})}, **options)
     tokens = tokenizer.convert_ids_to_tokens(example.token_ids)
     labels = [
         (tokens[t - 1] + tokens[t], tokenizer.convert_ids_to_tokens(label) if isinstance(label, int) else label)
@@ -25,69 +21,57 @@ def judged(row, tokenizer, columns=None, **options):
     return tokenizer.decode(example.token_ids), labels
 
 
-STEPS = [("sK", "+"), ("tK", "-")]
-
-
 @pytest.mark.parametrize(
-    "row",
+    ("solution", "label"),
     [
-        {"input": "q s K\nt K", "label": "q s +\nt -"},
-        {"input": "q sK\nt   K after", "label": "q s+\nt   - after"},
-        {"input": "q s K\nt K", "label": ["+", "-"]},
-        {"input": "q s K\nt K", "label": [True, False]},
-        {"input": "q s K\nt K", "label": [0.25, 1]},
+        *((TWO, "q s +\nt -"), ("q sK\nt   K after", "q s+\nt   - after")),
+        *((TWO, ["+", "-"]), (TWO, [True, False]), (TWO, [0.25, 1])),
     ],
 )
-def test_judgements_stand_at_the_placeholders_right_after_their_steps(tokenizer, row):
+def test_judgements_stand_at_the_placeholders_right_after_their_steps(tokenizer, solution, label):
     """Numbers are soft labels."""
-    expected = [("sK", 0.25), ("tK", 1.0)] if row["label"][0] == 0.25 else STEPS
-    assert judged(row, tokenizer) == ("<bos>q sK\ntK", expected)
+    expected = [("sK", 0.25), ("tK", 1.0)] if label[0] == 0.25 else STEPS
+    assert judged({"input": solution, "label": label}, tokenizer) == ("<bos>q sK\ntK", expected)
 
 
-def test_a_list_of_steps_follows_its_question(tokenizer):
-    row = {"question": "q", "steps": ["s", "t"], "labels": ["+", "-"]}
-    assert judged(row, tokenizer) == ("<bos>q\n\nsK\n\ntK", STEPS)
-    assert judged(row, tokenizer, input_template="Q{}A") == ("<bos>QqAsK\n\ntK", STEPS)
-    chat = "<bos><user>q<eos>\n<assistant>sK\n\ntK"
-    assert judged(row, tokenizer, apply_chat_template=True) == (chat, STEPS)
-
-
-def test_a_first_step_without_text_is_no_turn_that_a_template_could_refuse(make_tokenizer):
+def test_a_list_of_steps_follows_its_question(tokenizer, make_tokenizer):
+    assert judged(LISTS, tokenizer) == ("<bos>q\n\nsK\n\ntK", STEPS)
+    assert judged(LISTS, tokenizer, input_template="Q{}A") == ("<bos>QqAsK\n\ntK", STEPS)
+    assert judged(LISTS, tokenizer, **WITH_CHAT) == ("<bos><user>q<eos>\n<assistant>sK\n\ntK", STEPS)
     refusing = "{% for m in messages %}{{ m.content or raise_exception('empty') }}{% endfor %}"
-    row = {"question": "q", "steps": ["", "t"], "labels": ["+", "-"]}
-    assert judged(row, make_tokenizer(chat_template=refusing), apply_chat_template=True)[0] == "qK\n\ntK"
+    without_first = {**LISTS, "steps": ["", "t"]}
+    assert judged(without_first, make_tokenizer(chat_template=refusing), **WITH_CHAT)[0] == "qK\n\ntK"
 
 
 def test_named_columns_may_hold_texts_or_lists(tokenizer):
     columns = {"input_key": "text", "label_key": "marks"}
     assert judged({"text": "s Kt K", "marks": ["+", "-"]}, tokenizer, columns)[1] == STEPS
     assert judged({"text": ["s", "t"], "marks": [True, False]}, tokenizer, columns)[1] == STEPS
-    with pytest.raises(ValueError, match=r"row 1: no column 'marks'. Its columns are text: .*--label_key"):
-        examples_of([{"text": "s K"}], tokenizer, columns)
+    with pytest.raises(ValueError, match=r"row 1 of file: no column 'marks'. Its columns are text: .*--label_key"):
+        judged({"text": "s K"}, tokenizer, columns)
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "message"),
+    ("solution", "label", "options", "message"),
     [
-        ({"input": "s K t K", "label": ["+"]}, {}, "2 steps and 1 judgements"),
-        ({"input": "s t", "label": ["+"]}, {}, "no placeholder 'K' in the solution.*--placeholder_token"),
-        ({"input": "s K", "label": "s ?"}, {}, r"not the solution with one of --reward_tokens \+ - in place"),
-        ({"input": "s K", "label": "t +"}, {}, "not the solution with one of --reward_tokens"),
-        ({"input": "s K", "label": ["?"]}, {}, r"\['\?'\] are not all of --reward_tokens \+ -"),
-        ({"input": "s K t K", "label": ["+", 1]}, {}, "are not all of --reward_tokens"),
-        ({"input": "s K", "label": [1.5]}, {}, r"must lie in \[0, 1\] and need exactly two --reward_tokens"),
-        ({"input": "s K", "label": [0.5]}, {}, "some rows are judged by numbers and some by reward tokens"),
-        ({"input": "s K", "label": 1}, {}, "neither a text nor a list: 1"),
-        ({"input": 3, "label": ["+"]}, {}, "not a text but int"),
-        ({"input": "s K", "label": ["+"]}, {"input_template": "Q{}"}, "holds its question too.*--input_template out"),
+        ("s K t K", ["+"], {}, "2 steps and 1 judgements"),
+        ("s t", ["+"], {}, "no placeholder 'K' in the solution.*--placeholder_token"),
+        ("s K", "s ?", {}, r"not the solution with one of --reward_tokens \+ - in place"),
+        ("s K", "t +", {}, "not the solution with one of --reward_tokens"),
+        ("s K", ["?"], {}, r"\['\?'\] are not all of --reward_tokens \+ -"),
+        ("s K t K", ["+", 1], {}, "are not all of --reward_tokens"),
+        ("s K", [1.5], {}, r"must lie in \[0, 1\] and need exactly two --reward_tokens"),
+        ("s K", [0.5], {}, "some rows are judged by numbers and some by reward tokens"),
+        ("s K", 1, {}, "neither a text nor a list: 1"),
+        (3, ["+"], {}, "not a text but int"),
+        ("s K", ["+"], {"input_template": "Q{}"}, "holds its question too.*--input_template out"),
     ],
 )
-def test_a_bad_row_is_an_error_that_names_it(tokenizer, row, options, message):
-    good = {"question": "q", "steps": ["s"], "labels": ["+"]} if options else {"input": "s K", "label": ["+"]}
-    rows = [*number_rows([good], "good"), *number_rows([row], "bad")]
-    supervised = SupervisedConfig("model", "data.jsonl", **options)
+def test_a_bad_row_is_an_error_that_names_it(tokenizer, solution, label, options, message):
+    good, bad = LISTS if options else {"input": "s K", "label": ["+"]}, {"input": solution, "label": label}
+    rows = [*number_rows([good], "good"), *number_rows([bad], "bad")]
     with pytest.raises(ValueError, match=f"--dataset, row 1 of bad: .*{message}"):
-        load_process_examples(rows, tokenizer, supervised, ProcessConfig(placeholder_token="K"))
+        load("steps", rows, tokenizer, K, **options)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +83,5 @@ def test_a_bad_row_is_an_error_that_names_it(tokenizer, row, options, message):
     ],
 )
 def test_tokens_must_be_single_tokens_of_the_tokenizer(tokenizer, columns, message):
-    data = ProcessConfig(**{"placeholder_token": "K", **columns})
     with pytest.raises(ValueError, match=message):
-        load_process_examples(number_rows([{"input": "s", "label": "s"}]), tokenizer, SupervisedConfig("m", "d"), data)
+        load("steps", [{"input": "s", "label": "s"}], tokenizer, {**K, **columns})

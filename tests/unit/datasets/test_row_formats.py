@@ -1,7 +1,5 @@
 """Rows in common formats, read into the same fields."""
 
-import logging
-
 import pytest
 
 from openppo.config import RowsConfig
@@ -10,6 +8,7 @@ from openppo.datasets import RowFields, RowReader, number_rows
 USER, MORE = {"role": "user", "content": "q"}, {"role": "user", "content": "r"}
 GOOD, BAD = {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}
 HUMAN, GPT, GPT_BAD = ({"from": name, "value": text} for name, text in (("human", "q"), ("gpt", "a"), ("gpt", "b")))
+Q_A, Q_B, R_A = (f"\n\nHuman: {q}\n\nAssistant: {a}" for q, a in ("qa", "qb", "ra"))
 
 
 def read(row, task, data_format="auto", chat=True, keys=None):
@@ -19,6 +18,8 @@ def read(row, task, data_format="auto", chat=True, keys=None):
 
 CHAT = RowFields(prompt=[USER], response=[GOOD], label="a", conversation=[USER, GOOD])
 PAIR = RowFields(prompt=[USER], response=[GOOD], chosen=[GOOD], rejected=[BAD])
+MARKED = {"input": "s1 ки s2 ки", "label": "s1 + s2 -"}
+WRONG_AT_2 = {"model_output_steps": ["s", "t", "u"], "model_output_solution_first_error_step": 2}
 READINGS = [
     ({"input": "q", "output": "a"}, "plain", RowFields(prompt="q", response="a", label="a")),
     ({"prompt": "q", "completion": "a", "label": 3}, "plain", RowFields(prompt="q", response="a", label=3)),
@@ -35,75 +36,60 @@ READINGS = [
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference", RowFields("q", "a", "a", "b")),
     ({"question": "q", "chosen": [GOOD], "rejected": [BAD]}, "preference", RowFields("q", [GOOD], [GOOD], [BAD])),
     ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "prompt": "q"}, "preference", PAIR),
-    ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, "hh", PAIR),
-]
-
-
-NO = RowFields("q", ["s", "t"], label=[True, False])
-MARKED = {"input": "s1 ки s2 ки", "label": "s1 + s2 -"}
-WRONG_AT_2 = {"model_output_steps": ["s", "t", "u"], "model_output_solution_first_error_step": 2}
-STEPS = [
+    ({"chosen": Q_A, "rejected": Q_B}, "hh", PAIR),
     (MARKED, "math_shepherd", RowFields(response=MARKED["input"], label=MARKED["label"])),
-    ({"prompt": "q", "completions": ["s", "t"], "labels": [True, False]}, "steps", NO),
-    ({"question": "q", **WRONG_AT_2}, "steps", NO),
+    (
+        *({"prompt": "q", "completions": ["s", "t"], "labels": [True, False]}, "steps"),
+        RowFields("q", ["s", "t"], label=[True, False]),
+    ),
+    ({"question": "q", **WRONG_AT_2}, "steps", RowFields("q", ["s", "t"], label=[True, False])),
     ({"question": "q", "steps": ["s"], "first_wrong_step": None}, "steps", RowFields("q", ["s"], label=[True])),
 ]
 
 
-@pytest.mark.parametrize(("row", "name", "fields"), READINGS + STEPS)
+@pytest.mark.parametrize(("row", "name", "fields"), READINGS)
 def test_a_row_is_recognized_by_its_columns(row, name, fields, caplog):
     """Judged steps are cut after the first wrong one."""
+    caplog.set_level("INFO")
     tasks = ["pairs" if "rejected" in row else "sft", "prompts"]
     for task in ["steps"] if name in ("steps", "math_shepherd") else tasks:
         caplog.clear()
-        with caplog.at_level(logging.INFO):
-            assert read(row, task) == fields
+        assert read(row, task) == fields
         (message,) = caplog.messages
         assert f"--dataset: rows are read as {name}, by their columns " in message
         assert read(row, task, data_format=name) == fields
 
 
 def test_a_named_column_goes_before_recognition():
-    row = {"instruction": "q", "input": "i", "output": "a"}
-    assert read(row, "sft", keys={"prompt": ("input", "--input_key")}) == RowFields(prompt="i")
+    row, keys = {"instruction": "q", "input": "i", "output": "a"}, {"prompt": ("input", "--input_key")}
+    assert read(row, "sft", keys=keys) == RowFields(prompt="i")
     with pytest.raises(ValueError, match="--data_format alpaca knows its columns, and --input_key names others"):
-        read(row, "sft", data_format="alpaca", keys={"prompt": ("input", "--input_key")})
-
-
-def test_a_transcript_as_text_is_kept_to_the_letter():
-    row = {"chosen": "\n\nHuman: q\n\nAssistant:  a ", "rejected": "\n\nHuman: q\n\nAssistant: b"}
-    parts = read(row, "pairs", chat=False)
-    assert (parts.prompt, parts.chosen, parts.rejected) == ("\n\nHuman: q\n\nAssistant:", "  a ", " b")
+        read(row, "sft", data_format="alpaca", keys=keys)
 
 
 def test_transcripts_part_where_they_first_differ_before_an_answer():
-    first = "\n\nHuman: q\n\nAssistant: a"
-    row = {"chosen": first + "\n\nHuman: r\n\nAssistant: a", "rejected": first + "\n\nHuman: s\n\nAssistant: b"}
+    row = {"chosen": Q_A + "\n\nHuman: r\n\nAssistant: a", "rejected": Q_A + "\n\nHuman: s\n\nAssistant: b"}
     parts = read(row, "pairs")
     assert parts.prompt == [USER]
     assert parts.chosen == [GOOD, MORE, GOOD]
     assert parts.rejected == [GOOD, {"role": "user", "content": "s"}, BAD]
-    as_text = read(row, "pairs", chat=False)
-    assert as_text.prompt + as_text.chosen == row["chosen"]
-    assert as_text.prompt + as_text.rejected == row["rejected"]
-
-
-def test_pairs_share_all_but_the_response_or_are_whole_conversations():
-    text, other = "\n\nHuman: q\n\nAssistant: a", "\n\nHuman: r\n\nAssistant: a"
-    assert read({"chosen": text, "rejected": text}, "pairs") == RowFields([USER], [GOOD], [GOOD], [GOOD])
-    row = {"chosen": text, "rejected": other}
+    assert read({"chosen": Q_A, "rejected": Q_A}, "pairs") == RowFields([USER], [GOOD], [GOOD], [GOOD])
+    row = {"chosen": Q_A, "rejected": R_A}  # which have no prompt
     assert read(row, "pairs") == RowFields(response=[USER, GOOD], chosen=[USER, GOOD], rejected=[MORE, GOOD])
-    assert read(row, "pairs", chat=False).chosen == text
+    assert read(row, "pairs", chat=False).chosen == Q_A
+
+
+def test_a_transcript_as_text_is_kept_to_the_letter():
+    parts = read({"chosen": "\n\nHuman: q\n\nAssistant:  a ", "rejected": Q_B}, "pairs", chat=False)
+    assert (parts.prompt, parts.chosen, parts.rejected) == ("\n\nHuman: q\n\nAssistant:", "  a ", " b")
 
 
 def test_each_source_has_a_format_of_its_own(caplog):
+    caplog.set_level("INFO")
     rows = [*number_rows([{"input": "q"}], "one"), *number_rows([{"question": "r"}] * 2, "two")]
-    with caplog.at_level(logging.INFO):
-        reader = RowReader(rows, "prompts", "--prompt_data", RowsConfig())
+    reader = RowReader(rows, "prompts", "--prompt_data", RowsConfig())
     assert [reader.read(row).prompt for row in rows] == ["q", "r", "r"]
-    assert [message[:31] for message in caplog.messages] == [
-        f"--prompt_data {name}: rows are rea" for name in ("one", "two")
-    ]
+    assert [message[:31] for message in caplog.messages] == [f"--prompt_data {n}: rows are rea" for n in ("one", "two")]
 
 
 @pytest.mark.parametrize(
@@ -111,12 +97,7 @@ def test_each_source_has_a_format_of_its_own(caplog):
     [
         ({"a": 1, "b": 2}, "prompts", "auto", "no known format. Its columns are a, b: .*--input_key, or .*--data_form"),
         ({"a": 1}, "pairs", "auto", r"Its columns are a: .*--chosen_key and --rejected_key, or .*--data_format"),
-        (
-            {"input": "q"},
-            "sft",
-            "alpaca",
-            r"'alpaca' \('instruction' and 'output'\). Its columns are input: .*--inp",
-        ),
+        ({"input": "q"}, "sft", "alpaca", r"'alpaca' \('instruction' and 'output'\). Its columns are input: .*--inp"),
         ({"input": "q"}, "pairs", "alpaca", "alpaca is not for this command: use hh, preference, sharegpt"),
         ({"messages": [HUMAN]}, "sft", "auto", 'not a chat message with texts "role" and "content"'),
         ({"conversations": [{"from": "me", "value": "q"}]}, "sft", "auto", r'not a turn with "from" \(one of human, '),
@@ -133,13 +114,9 @@ def test_what_cannot_be_read_is_an_error_with_columns_and_remedy(row, task, data
 
 def test_a_later_row_of_another_format_is_an_error():
     rows = number_rows([{"question": "q", "answer": "a"}, {"question": "q", "reply": "a"}])
-    reader = RowReader(rows, "sft", "--dataset", RowsConfig())
-    message = (
-        r"not of format 'question_answer' \('question' .* 'solution' or 'answer'\).* Its columns are question, reply"
-    )
+    message = r"not of format 'question_answer' \('question' .* or 'answer'\).* starts. Its columns are question, reply"
     with pytest.raises(ValueError, match=message):
-        reader.read(rows[1])
-    pair = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
-    rows = number_rows([pair, {"chosen": "a", "rejected": "b"}])
+        RowReader(rows, "sft", "--dataset", RowsConfig()).read(rows[1])
+    rows = number_rows([{"chosen": Q_A, "rejected": Q_B}, {"chosen": "a", "rejected": "b"}])
     with pytest.raises(ValueError, match="not of format 'hh' .*, with which its source starts"):
         RowReader(rows, "pairs", "--dataset", RowsConfig()).read(rows[1])

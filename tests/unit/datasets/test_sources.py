@@ -39,12 +39,9 @@ def write_array(path):
     path.write_text("\n " + json.dumps(ROWS, indent=2))
 
 
-def write_parquet(path):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-
-
-def save(path):
-    datasets.Dataset.from_list(ROWS).save_to_disk(path)
+def write_parquet(path, table=None, **options):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS) if table is None else table, path, **options)
+    return path
 
 
 def as_gzip(path: Path) -> Path:
@@ -58,7 +55,7 @@ def as_gzip(path: Path) -> Path:
     [
         *(("rows.jsonl", write_jsonl), ("ROWS.JSONL", write_jsonl), ("lines.json", write_jsonl)),
         *(("array.json", write_array), ("we[1]rd *.parquet", write_parquet), ("a::b.parquet", write_parquet)),
-        ("saved", save),
+        ("saved", datasets.Dataset.from_list(ROWS).save_to_disk),
     ],
 )
 def test_every_format_keeps_order_types_and_nested_values(tmp_path, name, write):
@@ -76,11 +73,8 @@ def test_json_values_are_kept_as_written(tmp_path):
     """As ``datasets`` would not: dates, whole numbers beside fractions, large numbers, different columns."""
     rows = [{"a": 1, "d": "2020-01-01"}, {"b": [1, "x", {"y": None}]}, {"a": 1.5}, {"a": "text"}, {"a": 2**70}]
     assert list(map(repr, load(write_jsonl(tmp_path / "rows.jsonl", rows)))) == list(map(repr, rows))
-
-
-def test_byte_order_mark_and_blank_lines_do_not_matter(tmp_path):
     for name, text in (("rows.jsonl", b'{"a": 1}\r\n\r\n{"a": 2}'), ("rows.json", b'\n[{"a": 1},\n{"a": 2}]')):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text)
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text)  # byte order mark and blank lines do not matter
         assert load(tmp_path / name) == [{"a": 1}, {"a": 2}]
 
 
@@ -93,31 +87,26 @@ def test_csv_values_are_strings_with_commas_quotes_and_newlines(tmp_path):
     assert [row.place for row in placed(path)] == ["line 2", "line 4"]
 
 
-def test_a_folder_gives_the_rows_of_the_split(tmp_path):
+def test_a_folder_gives_the_rows_of_the_split_and_each_row_its_place(tmp_path):
     splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     files = tmp_path / "files"
     files.mkdir()
-    write_jsonl(files / "train-00001.jsonl", ROWS[1:])
-    write_jsonl(files / "train-00000.jsonl", ROWS[:1])
-    write_jsonl(files / "harmless-test.jsonl", ROWS[:1])
+    for name, rows in (("train-00001", ROWS[1:]), ("train-00000", ROWS[:1]), ("harmless-test", ROWS[:1])):
+        write_jsonl(files / f"{name}.jsonl", rows)
     (files / "README.md").write_text("about")
     for folder in (tmp_path / "saved", files):
         assert (load(folder, split="train"), load(folder, split="test")) == (ROWS, ROWS[:1])
-        message = r"--prompt_data .*no split 'dev'. Its splits are test, train.*--prompt_split"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"^--prompt_data .*no split 'dev'. .* test, train.*--prompt_split"):
             load(folder, split="dev")
     (tmp_path / "data").mkdir()  # files without a split in their name are train
-    write_jsonl(tmp_path / "data" / "contest.jsonl")
-    assert load(tmp_path) == ROWS
-
-
-def test_a_row_knows_its_file_and_line(tmp_path):
-    write_jsonl(tmp_path / "train-0.jsonl", ROWS[:2])
-    (tmp_path / "train-1.jsonl").write_text('\n\n{"text": "d"}\n')
+    write_jsonl(tmp_path / "data" / "contest.jsonl", ROWS[:1])
+    (tmp_path / "data" / "other.jsonl").write_text('\n\n{"text": "d"}\n')
     rows = placed(tmp_path)
-    assert [row.place for row in rows] == ["train-0.jsonl, line 1", "train-0.jsonl, line 2", "train-1.jsonl, line 3"]
-    message = r"row 3 of .* \(train-1.jsonl, line 3\): no column 'n'. Its columns are text: .*--input_key"
+    assert [(row.row, row.place) for row in rows] == [
+        *((ROWS[0], "contest.jsonl, line 1"), ({"text": "d"}, "other.jsonl, line 3")),
+    ]
+    message = r"row 2 of .* \(other.jsonl, line 3\): no column 'n'. Its columns are text: .*--input_key"
     with pytest.raises(ValueError, match=f"^--prompt_data, {message}"):
         require_column(rows, "n", flag_of_key="--input_key", flag_of_data="--prompt_data")
 
@@ -163,7 +152,6 @@ def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch):
         ("a.txt", "text", r"a.txt: unknown kind of file. Use .jsonl, .json or .csv"),
         ("a.jsonl", b'{"a": "\xff"}', r"a.jsonl, line 1: not UTF-8 text \(byte 0xff: invalid start byte\)"),
         ("a.jsonl", b'{"a": 1}\r\n{"a": "caf\xe9"}\r\n', "a.jsonl, line 2: not UTF-8 text .* Save the file as UTF-8"),
-        ("a.json", b'[{"a": 1},\n\n{"a": "caf\xe9"}]', "a.json, line 3: not UTF-8 text"),
         ("a.csv", b"x\na\ncaf\xe9\n", "a.csv, line 3: not UTF-8 text"),
         ("a.jsonl", '{"a": 1}\n'.encode("utf-16"), "a.jsonl, line 1: not UTF-8 text"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a": "caf\xe9"}\n', mtime=0), "a.jsonl.gz, line 2: not UTF-8 text"),
@@ -195,8 +183,7 @@ def change_a_letter(path):
 def test_a_damaged_parquet_file_is_one_error(tmp_path, compression, damage, capfd, caplog):
     table = pyarrow.Table.from_pylist([{"text": f"a text, number {n}"} for n in range(100)])
     options = {"compression": compression, "write_page_checksum": damage is change_a_letter, "use_dictionary": False}
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", **options)
-    damage(tmp_path / "a.parquet")
+    damage(write_parquet(tmp_path / "a.parquet", table, **options))
     with pytest.raises(ValueError, match="--prompt_data .*a.parquet, from row 1 on: cannot be read as Parquet"):
         load(tmp_path / "a.parquet")
     assert (capfd.readouterr(), caplog.messages) == (("", ""), [])
@@ -206,23 +193,21 @@ def view(value, kind, of=pyarrow.int64):
     return pyarrow.array([value], of()).view(kind)
 
 
+BYTES = pyarrow.array([b"a", b"\xff"], pyarrow.binary())
 TABLES = {
     "milliseconds": view(10**15, pyarrow.timestamp("ms")),
     "days": view(10**8, pyarrow.date32(), pyarrow.int32),
     "duration": view(2**62, pyarrow.duration("s")),
     "unknown zone": view(0, pyarrow.timestamp("s", tz="Nowhere/None")),
-    "not UTF-8": pyarrow.Array.from_buffers(
-        pyarrow.string(), 2, pyarrow.array([b"a", b"\xff"], pyarrow.binary()).buffers()
-    ),
+    "not UTF-8": pyarrow.Array.from_buffers(pyarrow.string(), 2, BYTES.buffers()),
 }
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_value_that_python_cannot_hold_is_an_error(tmp_path, name):
     table = pyarrow.table({"column": TABLES[name]})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="--prompt_data .*a.parquet, from row 1 on: cannot be read .* as text"):
-        load(tmp_path / "a.parquet")
+        load(write_parquet(tmp_path / "a.parquet", table))
     datasets.Dataset(table).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"--prompt_data .*saved: a folder .* that cannot be read .* as text"):
         load(tmp_path / "saved")
@@ -230,12 +215,11 @@ def test_a_value_that_python_cannot_hold_is_an_error(tmp_path, name):
 
 def test_parquet_may_have_maps_but_no_column_twice(tmp_path):
     maps = pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
-    pyarrow.parquet.write_table(pyarrow.table({"input": ["x"], "maps": maps}), tmp_path / "a.parquet")
-    assert load(tmp_path / "a.parquet") == [{"input": "x", "maps": [("a", 1)]}]
-    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["input", "input"])
-    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match=r"b.parquet, .*a column occurs twice"):
-        load(tmp_path / "b.parquet")
+    path = write_parquet(tmp_path / "a.parquet", pyarrow.table({"input": ["x"], "maps": maps}))
+    assert load(path) == [{"input": "x", "maps": [("a", 1)]}]
+    write_parquet(path, pyarrow.Table.from_arrays([maps, maps], names=["input", "input"]))
+    with pytest.raises(ValueError, match=r"a.parquet, .*a column occurs twice"):
+        load(path)
 
 
 @pytest.mark.parametrize(
@@ -256,12 +240,11 @@ def test_a_damaged_saved_folder_is_an_error(tmp_path, pattern, damage):
 
 def test_a_folder_without_data_or_with_several_kinds_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="--prompt_data .*no data file in this folder"):
-        load(tmp_path)
-    write_jsonl(tmp_path / "a.jsonl")
-    (tmp_path / "b.csv").write_text("text\na\n")
-    with pytest.raises(ValueError, match=r"files of several kinds for split 'train' \(a.jsonl, b.csv\)"):
-        load(tmp_path)
+    for message in ("no data file in this folder", r"files of several kinds for split 'train' \(a.jsonl, b.csv\)"):
+        with pytest.raises(ValueError, match=f"^--prompt_data .*{message}"):
+            load(tmp_path)
+        write_jsonl(tmp_path / "a.jsonl")
+        (tmp_path / "b.csv").write_text("text\na\n")
 
 
 # Several sources
@@ -287,12 +270,11 @@ def texts(rows):
 
 def test_without_shares_all_rows_follow_one_another_with_source_and_number(files, caplog):
     caplog.set_level("INFO", "openppo")
-    rows = mix(files, None)
-    assert caplog.messages == []
+    rows, (first, second, _) = mix(files, None), files.split(",")
     assert texts(rows) == [f"{name}{number}" for name, size in SIZES.items() for number in range(size)]
-    assert [(row.source, row.number) for row in rows[39:41]] == [(files.split(",")[0], 40), (files.split(",")[1], 1)]
+    assert [(row.source, row.number) for row in rows[39:41]] == [(first, 40), (second, 1)]
     assert texts(mix(files, None, max_samples=2)) == ["a0", "a1", "b0", "b1", "c0", "c1"], "of each source"
-    first = files.split(",")[0]
+    assert caplog.messages == []
     assert len(mix(f"{first},{first}", None)) == 80
     assert caplog.messages == ["--prompt_data: 40 of 80 rows are copies of others; they are kept"]
 
@@ -314,14 +296,14 @@ def test_with_shares_rows_are_drawn_until_the_first_source_is_used_up(files, pro
 
 
 LOADERS = """
+def rows(source):
+    yield from ({"input": f"{source}{number}"} for number in range(3))
+
 class Rows:
     def __init__(self, source):
         self.source = source
     def __iter__(self):
-        return iter({"input": f"{self.source}{number}"} for number in range(3))
-
-def rows(source):
-    yield from Rows(source)
+        return rows(self.source)
 """
 
 

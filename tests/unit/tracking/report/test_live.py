@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +11,7 @@ from openppo.tracking.report.health import Rule
 from openppo.tracking.trackers import local
 from openppo.tracking.trackers.local import HealthTracker, ReportTracker
 from openppo.types import SingleProcess
-
-MakeRun = Callable[..., Path]
+from tests.unit.tracking.report.runs import write_run
 
 
 class Clock:
@@ -22,23 +19,21 @@ class Clock:
 
     now = 1000.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(local, "time", made)
     return made
 
 
 @pytest.mark.parametrize("n_before", [0, 10])
-def test_a_run_is_warned_once_also_when_resumed(
-    make_run: MakeRun, caplog: pytest.LogCaptureFixture, n_before: int
-) -> None:
+def test_a_run_is_warned_once_also_when_resumed(tmp_path, caplog, n_before):
     before = [{"step": step, "truncated_fraction": 0.9} for step in range(1, n_before + 1)]
-    tracker = HealthTracker(make_run("run", metrics=before, config={"generate_max_len": 16}) / "logs")
+    tracker = HealthTracker(write_run(tmp_path / "run", before, config={"generate_max_len": 16}) / "logs")
     for step in range(n_before + 1, 30):
         tracker.log(step, {"truncated_fraction": 0.9})
     assert len(caplog.messages) == (n_before == 0)
@@ -50,16 +45,16 @@ def test_a_run_is_warned_once_also_when_resumed(
     ("seconds", "expected"), [(10.0, [1000, 1510, 2020, 2530]), (0.0, list(range(1000, 3000, 30)))]
 )
 def test_the_page_takes_a_fiftieth_of_the_time_and_comes_twice_a_minute_at_most(
-    make_run: MakeRun, clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: float, expected: list[int]
-) -> None:
-    written: list[tuple[float, bool]] = []
+    tmp_path, clock, monkeypatch, seconds, expected
+):
+    written = []
 
-    def write(folders: list[Path], output: Path, running: bool) -> None:
+    def write(folders, output, running):
         written.append((clock.now, running))
         clock.now += seconds
 
     monkeypatch.setattr(local, "write_report", write)
-    tracker = ReportTracker(make_run("run") / "logs")
+    tracker = ReportTracker(write_run(tmp_path / "run") / "logs")
     for step in range(2000):
         tracker.log(step, {})
         clock.now += 1.0
@@ -69,32 +64,24 @@ def test_the_page_takes_a_fiftieth_of_the_time_and_comes_twice_a_minute_at_most(
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyError("a bug"), ZeroDivisionError()])
-def test_a_rule_or_page_that_fails_warns_once_and_the_run_continues(
-    make_run: MakeRun,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_rule_or_page_that_fails_warns_once_and_the_run_continues(tmp_path, clock, monkeypatch, caplog, error):
+    def fail(*_):
         raise error
 
     monkeypatch.setattr(local, "RULES", [Rule("broken", ("reward",), "", fail)])
     monkeypatch.setattr(local, "write_report", fail)
-    logs = make_run("run") / "logs"
+    logs = write_run(tmp_path / "run") / "logs"
     trackers = Trackers([HealthTracker(logs), ReportTracker(logs)])  # whose logs have a row to look at already
     for step in range(2, 12):
         trackers.log(step, {"reward": 1.0})
         clock.now += 1000.0
     trackers.close()
-    rules, page = sorted(caplog.messages, reverse=True)
-    assert rules.startswith(f"the rules of health: {type(error).__name__}")
-    assert rules.endswith("; disabled; training continues.")
-    assert page.startswith(f"the report: {type(error).__name__}")
-    assert page.endswith("; disabled; training continues.")
+    for message, what in zip(sorted(caplog.messages), ("the report", "the rules of health"), strict=True):
+        assert message.startswith(f"{what}: {type(error).__name__}")
+        assert message.endswith("; disabled; training continues.")
 
 
-def test_every_run_leaves_a_report_with_its_last_step(tmp_path: Path) -> None:
+def test_every_run_leaves_a_report_with_its_last_step(tmp_path):
     trackers = make_trackers(str(tmp_path), TrackingConfig(), {}, SingleProcess(), [], total_steps=2)
     trackers.log(1, {"reward": 1.0})
     report = tmp_path / "logs" / "report.html"
@@ -104,6 +91,6 @@ def test_every_run_leaves_a_report_with_its_last_step(tmp_path: Path) -> None:
     trackers.log(2, {"reward": 2.0})
     assert report.read_text() == first, "half a minute has not passed"
     trackers.close()
-    data = [json.loads(re.search(r'id="data">(.*?)</script>', text)[1]) for text in (first, report.read_text())]  # type: ignore[index]
+    data = [json.loads(re.search(r'id="data">(.*?)</script>', text)[1]) for text in (first, report.read_text())]
     assert [(found["running"], found["runs"][0]["last_step"]) for found in data] == [(True, 1), (False, 2)]
     assert data[1]["runs"][0]["samples"][0]["tokens"]["value"] == [0.25]

@@ -1,0 +1,231 @@
+"""Prompts, examples of the language-model loss, documents and pairs. BOS is id 2, EOS id 3, <user> 4, <assistant> 5."""
+
+import pytest
+
+from openppo.config import PromptsConfig
+from openppo.datasets import load_prompts, number_rows, render_prompt
+from tests.unit.datasets.loaders import OTHER_WHEN_ASKED, WITH_CHAT, WITHOUT_END, load, targets, turns
+
+BOS, EOS, USER, ASSISTANT = 2, 3, 4, 5
+HI = turns(user="hi")
+
+
+def render(value, tokenizer, template=None, chat=False):
+    return render_prompt(value, tokenizer, input_template=template, apply_chat_template=chat)
+
+
+# tokenizer's additions, value, template, chat -> the tokens
+RENDERED = {
+    "plain": ({}, "hi", None, False, "hi"),
+    "BOS of the tokenizer": ({"bos": True}, "hi", None, False, "<bos>hi"),
+    "EOS of the tokenizer is removed": ({"bos": True, "eos": True}, "hi", None, False, "<bos>hi"),
+    "EOS of the text stays": ({}, "hi<eos>", None, False, "hi<eos>"),
+    "EOS of the text stays beside the tokenizer's": ({"eos": True}, "hi<eos>", None, False, "hi<eos>"),
+    "all three": ({"bos": True, "eos": True}, "hi<eos>", None, False, "<bos>hi<eos>"),
+    "BOS of the text is not doubled": ({"bos": True}, "<bos>ab", None, False, "<bos>ab"),
+    "BOS inside the text stays": ({"bos": True}, "a<bos>b", None, False, "<bos>a<bos>b"),
+    "template and braces": ({"bos": True}, "a{}b{x}", "Q: {}\nA:", False, "<bos>Q: a{}b{x}\nA:"),
+    "chat": ({"bos": True}, HI, None, True, "<bos><user>hi<eos>\n<assistant>"),
+    "text as a chat": ({"bos": True}, "hi", None, True, "<bos><user>hi<eos>\n<assistant>"),
+    "template inside a chat": ({"bos": True}, "hi", "Q: {}", True, "<bos><user>Q: hi<eos>\n<assistant>"),
+}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_a_prompt_is_what_generation_starts_from(make_tokenizer, name):
+    added, value, template, chat, expected = RENDERED[name]
+    tokenizer = make_tokenizer(**added)
+    text, ids = render(value, tokenizer, template, chat)
+    assert tokenizer.decode(ids) == expected
+    assert text == expected if chat else expected.endswith(text)
+    if name == "chat":
+        assert [ids[0], ids[1], ids[4], ids[-1]] == [BOS, USER, EOS, ASSISTANT]
+
+
+@pytest.mark.parametrize(
+    ("value", "chat", "template", "message"),
+    [
+        (HI, False, None, "messages needs --apply_chat_template"),
+        (HI, True, "Q: {}", "--input_template goes around a text"),
+        (None, True, None, "neither a text nor a list of chat messages but NoneType"),
+        ("", False, "Q: {}", "the text is empty"),
+        ([], True, None, "list of chat messages is empty"),
+        ([{"from": "human", "value": "a" * 200}], True, None, r'not a chat message with texts "role" and "conten.*\.'),
+    ],
+)
+def test_a_value_that_is_not_a_prompt_is_an_error(tokenizer, value, chat, template, message):
+    with pytest.raises(ValueError, match=message):
+        render(value, tokenizer, template, chat)
+
+
+def test_templates_that_do_not_work_are_errors(make_tokenizer):
+    for call in (lambda t: render("hi", t, chat=True), lambda t: load("prompts", [{}], t, **WITH_CHAT)):  # before rows
+        with pytest.raises(ValueError, match=r"^--apply_chat_template: the tokenizer of --pretrain has no chat templ"):
+            call(make_tokenizer(chat_template=None))
+    with pytest.raises(ValueError, match=r"--prompt_data, row 1 of file: the text .*'a'.* has no tokens"):
+        load("prompts", [{"input": "a"}], make_tokenizer(chat_template="{{ '' }}"), **WITH_CHAT)
+    with pytest.raises(ValueError, match="the tokenizer of --pretrain has no EOS token"):
+        load("sft", [{"text": "a"}], make_tokenizer(has_eos=False))
+
+
+def test_prompts_keep_order_row_label_messages_and_place(tokenizer):
+    rows = [{"q": "one", "a": 1}, {"q": "two", "a": None}]
+    prompts, dropped = vars(load("prompts", rows, tokenizer, input_key="q", label_key="a")).values()
+    assert [(p.text, p.label, p.row) for p in prompts] == [("one", 1, rows[0]), ("two", None, rows[1])]
+    assert [(p.source, p.index, p.messages) for p in prompts] == [("file", 0, None), ("file", 1, None)]
+    assert (tokenizer.decode(prompts[0].token_ids), dropped) == ("<bos>one", 0)
+    (chat,) = load("prompts", rows[:1], tokenizer, input_key="q", input_template="Q: {}", **WITH_CHAT).prompts
+    assert (chat.messages, chat.text) == (turns(user="Q: one"), "<bos><user>Q: one<eos>\n<assistant>")
+    for options, label in (({}, "a"), ({"label_key": "level"}, 3), ({"input_key": "question"}, None)):
+        (prompt,) = load("prompts", [{"question": "q", "answer": "a", "level": 3}], tokenizer, **options).prompts
+        assert prompt.label == label, "of a recognized format, unless a column is named"
+
+
+def test_what_is_longer_than_the_limit_is_dropped_and_counted(tokenizer, caplog):
+    caplog.set_level("INFO", "openppo")
+    rows = [{"input": "abc"}, {"input": "abcd"}, {"input": "ab"}]  # 4, 5 and 3 tokens with BOS
+    loaded = load("prompts", rows, tokenizer, prompt_max_len=4)
+    assert ([prompt.text for prompt in loaded.prompts], loaded.dropped) == (["abc", "ab"], 1)
+    with pytest.raises(ValueError, match=r"all 2 rows are longer than --prompt_max_len 3; the shortest has 4"):
+        load("prompts", rows[:2], tokenizer, prompt_max_len=3)
+    options = PromptsConfig("model", "data.jsonl", prompt_max_len=2)  # of the commands without training
+    with pytest.raises(ValueError, match="--eval_data: all 3 rows are longer than --prompt_max_len 2"):
+        load_prompts(number_rows(rows), tokenizer, options, flag="--eval_data")
+    rows = [{"chosen": "a", "rejected": "abc"}, {"chosen": "abc", "rejected": "a"}, {"chosen": "a", "rejected": "a"}]
+    pairs, dropped = load("pairs", rows, tokenizer, max_len=4)
+    assert (len(pairs), dropped) == (1, 2)
+    assert caplog.messages[-1] == "--dataset: in 1 of 3 pairs both sides are the same, which teaches nothing"
+    with pytest.raises(ValueError, match="--dataset: all 2 rows are longer than --max_len 4; the shortest has 5"):
+        load("pairs", rows[:2], tokenizer, max_len=4)
+
+
+AB, ONE_TURN, NO_OUTPUT = {"input": "ab", "output": "cd"}, turns(user="a", assistant="b"), {"output_key": None}
+MANY = {"input": "a", "output": [*turns(assistant="b"), *turns(user="c", assistant="d")]}
+SIDES = {"input": turns(system="s", user="a"), "output": turns(assistant="b")}
+A_TO_B = "<bos><user>a<eos>\n<assistant>b<eos>"
+# row, columns, options, template of the tokenizer -> text, targets
+EXAMPLES = {
+    "text": (AB, {}, {}, None, "<bos>abcd<eos>", "cd<eos>"),
+    "chat, whose EOS has a newline": (AB, {}, WITH_CHAT, None, "<bos><user>ab<eos>\n<assistant>cd<eos>", "cd<eos>"),
+    "template without EOS": (AB, {}, WITH_CHAT, WITHOUT_END, "user: ab\nassistant: cd\n<eos>", "cd\n<eos>"),
+    "changed prompt": (AB, {}, WITH_CHAT, OTHER_WHEN_ASKED, "<user>ab<eos><assistant>cd<eos>", "cd<eos>"),
+    "EOS in the response": ({"input": "ab", "output": "cd<eos>"}, {}, {}, None, "<bos>abcd<eos>", "cd<eos>"),
+    "empty response": ({"input": "ab", "output": ""}, {}, {}, None, "<bos>ab<eos>", "<eos>"),
+    "messages on both sides": (SIDES, {}, WITH_CHAT, None, A_TO_B.replace("<us", "<system>s<eos>\n<us"), "b<eos>"),
+    "many turns": (MANY, {}, WITH_CHAT, None, A_TO_B + "\n<user>c<eos>\n<assistant>d<eos>", "b<eos>d<eos>"),
+    "text alone": ({"text": "ab"}, {}, {}, None, "<bos>ab<eos>", "ab<eos>"),
+    "no output": ({"input": "ab"}, NO_OUTPUT, {"input_template": "<{}>"}, None, "<bos><ab><eos>", "<ab><eos>"),
+    "no output, chat": ({"input": ONE_TURN}, NO_OUTPUT, WITH_CHAT, None, A_TO_B, A_TO_B.removeprefix("<bos>")),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_response_and_its_end_are_targets(tokenizer, make_tokenizer, name):
+    row, columns, options, template, text, expected = EXAMPLES[name]
+    tokenizer = tokenizer if template is None else make_tokenizer(chat_template=template)
+    (example,), dropped = load("sft", [row], tokenizer, columns, **options)
+    assert (tokenizer.decode(example.token_ids), targets(example, tokenizer), dropped) == (text, expected, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "max_len", "expected"),
+    [
+        ({"text": "abc"}, "text", 3, "<bos>ab"),
+        ({"text": "abc"}, "text", 4, "<bos>abc"),
+        ({"text": "abc"}, "text", 5, "<bos>abc<eos>"),
+        ({"content": "ab"}, None, 9, "<bos>ab<eos>"),
+        ({"text": "x", "body": "ab"}, "body", 9, "<bos>ab<eos>"),
+    ],
+)
+@pytest.mark.parametrize("eos", [False, True])
+def test_a_document_has_bos_and_eos_is_cut_and_trained_on_whole(make_tokenizer, row, key, max_len, expected, eos):
+    tokenizer = make_tokenizer(bos=True, eos=eos)
+    (document,) = load("documents", [row], tokenizer, {"key": key, "max_len": max_len})
+    assert tokenizer.decode(document.token_ids) == expected
+    assert document.loss_mask == [t > 0 for t in range(len(document.token_ids))]
+
+
+def test_documents_that_are_cut_or_empty_are_counted(tokenizer, caplog):
+    caplog.set_level("INFO", "openppo")
+    rows = [{"text": text} for text in ("ab", "abcdefgh", "", "abcdefg", " \n")]
+    assert len(load("documents", rows, tokenizer, {"max_len": 4})) == 3
+    assert caplog.messages[-2:] == [
+        "--pretrain_data: 2 of 5 documents are empty and left out.",
+        "--pretrain_data: 2 of 3 documents are cut at 4 tokens.",
+    ]
+    with pytest.raises(ValueError, match="--pretrain_data: every text is empty.*--pretrain_key"):
+        load("documents", rows[2:3], tokenizer)
+
+
+A, GOOD, BAD = turns(user="a"), turns(assistant="b"), turns(assistant="c")
+ABC, WITH_PROMPT = {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt_key": "prompt"}
+
+
+def texts_of(row, tokenizer, columns, **options):
+    (pair,), _ = load("pairs", [row], tokenizer, columns, **options)
+    return tokenizer.decode(pair.chosen_ids), tokenizer.decode(pair.rejected_ids)
+
+
+@pytest.mark.parametrize("eos", [False, True])
+@pytest.mark.parametrize(
+    ("row", "columns", "template", "start", "ends"),
+    [
+        ({"chosen": "abc", "rejected": "abd<eos>"}, {}, None, "<bos>", ("abc", "abd")),
+        ({"prompt": "x", "c": "abc", "rejected": "abd"}, {"chosen_key": "c"}, None, "<bos>", ("abc", "abd")),
+        (ABC, WITH_PROMPT, "Q{}", "<bos>Qa", "bc"),
+        (ABC, {}, "Q{}", "<bos>Qa", "bc"),  # a prompt column is recognized
+        ({**ABC, "rejected": ""}, WITH_PROMPT, None, "<bos>a", ("b", "")),
+    ],
+)
+def test_sides_of_text_have_one_bos_and_one_eos(make_tokenizer, eos, row, columns, template, start, ends):
+    tokenizer = make_tokenizer(bos=True, eos=eos)
+    assert texts_of(row, tokenizer, columns, input_template=template) == tuple(start + end + "<eos>" for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        (ABC, WITH_PROMPT),
+        ({"chosen": A + GOOD, "rejected": A + BAD}, {}),
+        ({"prompt": "a", "chosen": GOOD, "rejected": BAD}, WITH_PROMPT),
+        ({"prompt": A, "chosen": GOOD, "rejected": "c"}, WITH_PROMPT),
+        ({"prompt": "a", "chosen": [{**A[0], "id": 1}, *GOOD], "rejected": A + BAD}, WITH_PROMPT),
+    ],
+)
+def test_conversations_turns_and_texts_give_the_same_pair(tokenizer, make_tokenizer, row, columns):
+    changing = make_tokenizer(chat_template=OTHER_WHEN_ASKED)
+    for used, prompt in ((tokenizer, "<bos><user>a<eos>\n<assistant>"), (changing, "<user>a<eos><assistant>")):
+        assert texts_of(row, used, columns, **WITH_CHAT) == (prompt + "b<eos>", prompt + "c<eos>")
+
+
+@pytest.mark.parametrize(
+    ("value", "margin"),
+    [(2, 2.0), ("1.5", 1.5), (-1, -1.0), *((value, None) for value in (None, "much", True, float("inf"), [1]))],
+)
+def test_a_margin_is_a_number_or_an_error(tokenizer, value, margin):
+    row, column = {"chosen": "a", "rejected": "b", "m": value}, {"margin_key": "m"}
+    assert load("pairs", [row], tokenizer)[0][0].margin == 0.0
+    if margin is None:
+        with pytest.raises(ValueError, match=r"row 2 of file: the margin in column 'm' is not a number.*--margin_key"):
+            load("pairs", [{**row, "m": 1}, row], tokenizer, column)
+    else:
+        assert load("pairs", [row], tokenizer, column)[0][0].margin == margin
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "options", "message"),
+    [
+        ({"chosen": GOOD, "rejected": "b"}, {}, {}, "'chosen': a list of chat messages needs --apply_chat_template"),
+        ({"chosen": "a", "rejected": 1}, {}, {}, "row 1 of file: column 'rejected': not a text but int"),
+        ({"chosen": "a", "rejected": "b"}, {}, WITH_CHAT, "'chosen': a whole text cannot be split"),
+        ({"chosen": "a", "rejected": "b"}, {}, {"input_template": "Q{}"}, "goes around a prompt.*prompt_key"),
+        ({"chosen": {"from": "gpt"}, "rejected": "b"}, {}, WITH_CHAT, "neither a text nor a list .* dict"),
+        (
+            *({"prompt": "x", "chosen": A + GOOD, "rejected": A + BAD}, WITH_PROMPT, WITH_CHAT),
+            "--dataset, row 1 of file: column 'chosen' and its prompt: .*not start with the prompt.*--prompt_key",
+        ),
+    ],
+)
+def test_a_pair_with_a_bad_value_is_an_error(tokenizer, row, columns, options, message):
+    with pytest.raises(ValueError, match=message):
+        load("pairs", [row], tokenizer, columns, **options)
