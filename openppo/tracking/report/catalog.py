@@ -20,20 +20,13 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart("Named rewards", ("reward/*", "eval_reward/*"), "Each part of the reward, before its weight."),
         Chart("Reward that training gets", ("shaped_reward", "sampled_reward"), "After normalization and clipping."),
         Chart("Mean of all scores", ("reward_mean", "eval_reward_mean"), "Of a reward model, of both sides of pairs."),
-        Chart(
-            "Chosen and rejected", ("chosen_reward", "rejected_reward", "eval_chosen_reward", "eval_rejected_reward")
-        ),
+        Chart("Both sides", ("chosen_reward", "rejected_reward", "eval_chosen_reward", "eval_rejected_reward")),
         Chart("Reward errors", ("reward_errors", "eval_reward_errors"), "Samples on which the reward function raised."),
         Chart("Held-out pass rate", ("eval_pass@*",), "Share of held-out prompts with a passing response among k."),
         Chart("Held-out by source", ("eval/*",), "The same for each data source."),
     ),
     "Policy": (
-        Chart(
-            "KL from the reference",
-            ("kl", "kl_k3"),
-            "Nats per token: k1 (may be below 0 by chance) and k3 (never). It should grow slowly, with the reward.",
-            "kl_target",
-        ),
+        Chart("KL from the reference", ("kl", "kl_k3"), "Nats per token. It should grow slowly.", "kl_target"),
         Chart("KL per response", ("kl_per_response", "kl_k3_per_response"), "Nats: what the reward has cost."),
         Chart("KL coefficient", ("kl_coef",), "Weight of the penalty; moves with --kl_target."),
         Chart("Entropy", ("entropy",), "Nats per token. Near 0 the policy has stopped exploring."),

@@ -50,11 +50,6 @@ class History:
         values = self.values(name)
         return fmean(values[:FEW]) if len(values) >= 2 * FEW else math.nan
 
-    def step(self, name: str, back: int) -> int:
-        """Step of the ``back``-th last value."""
-        steps = self.series[name][0]
-        return steps[max(len(steps) - back, 0)]
-
     def option(self, name: str, otherwise: Any = None) -> Any:
         """An option of the run; ``otherwise`` where logs of an older version lack it."""
         value = self.config.get(name)
@@ -62,8 +57,7 @@ class History:
 
     def flat_reward(self) -> bool:
         """Whether a window of rewards does not rise: its halves differ by no more than two standard errors."""
-        rewards = self.last("reward", WINDOW)
-        if not rewards:
+        if not (rewards := self.last("reward", WINDOW)):
             return False
         earlier, later, error = halves(rewards)
         return later - earlier <= max(2 * error, 1e-9)

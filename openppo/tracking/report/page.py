@@ -47,10 +47,8 @@ def render(runs: Sequence[RunData], running: bool = False) -> str:
     page, style = ((_PARTS / name).read_text(encoding="utf-8") for name in ("page.html", "style.css"))
     script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}\n}})();\n'
-    script_hash, style_hash = (
-        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in (script, style)
-    )
-    policy = f"default-src 'none'; script-src {script_hash}; style-src {style_hash}; base-uri 'none'"
+    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
+    policy = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(*hashes)
     about = {"version": __version__, "written": int(time.time()), "running": running}
     data = as_json(about | payload(runs))
     for place, text in {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}.items():
@@ -62,31 +60,30 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
     """Everything that the page shows, with as many samples as curves and options leave room for."""
     names = {name for run in runs for row in run.metrics for name in row}
     most_points = max(10, min(MAX_POINTS, MAX_NUMBERS // max(1, len(names))) // len(runs))
-    labels = short_names([run.folder for run in runs])
-    made = [_described(label, run, most_points) for label, run in zip(labels, runs, strict=True)]
+    made = []
+    for label, run in zip(short_names([run.folder for run in runs]), runs, strict=True):
+        health = Health(run.config, RULES)
+        for row in run.metrics:
+            health.look(row["step"], row)
+        made.append(
+            {
+                "name": label,
+                "folder": str(run.folder),
+                "curves": curves(run.metrics, most_points, evaluation=False),
+                "evaluations": curves(run.metrics, most_points, evaluation=True),
+                "last_step": max((row["step"] for row in run.metrics), default=0),
+                "findings": [vars(finding) for finding in health.findings],
+                "config": run.config,
+                "environment": run.environment,
+                "unreadable": run.unreadable,
+            }
+        )
     content = {"charts": charts_of(names), "runs": made}
     room = max(0, MAX_BYTES - len(as_json(content))) // len(runs)
     for described, run in zip(made, runs, strict=True):
         samples = sample_rows(run.samples, run.tokens, room)
         described["samples"], described["sample_steps"], described["all_sample_steps"] = samples
     return content
-
-
-def _described(label: str, run: RunData, most_points: int) -> dict[str, Any]:
-    health = Health(run.config, RULES)
-    for row in run.metrics:
-        health.look(row["step"], row)
-    return {
-        "name": label,
-        "folder": str(run.folder),
-        "curves": curves(run.metrics, most_points, evaluation=False),
-        "evaluations": curves(run.metrics, most_points, evaluation=True),
-        "last_step": max((row["step"] for row in run.metrics), default=0),
-        "findings": [vars(finding) for finding in health.findings],
-        "config": run.config,
-        "environment": run.environment,
-        "unreadable": run.unreadable,
-    }
 
 
 def curves(rows: Sequence[Row], most_points: int, evaluation: bool) -> dict[str, Any]:
@@ -99,11 +96,11 @@ def curves(rows: Sequence[Row], most_points: int, evaluation: bool) -> dict[str,
     kept = [row for row in rows if not row.keys().isdisjoint(names)]
     every = max(1, -(-len(kept) // most_points))
     buckets = [kept[i : i + every] for i in range(0, len(kept), every)]
-    times = [row.get("time") for row in (*rows[:1], *(bucket[-1] for bucket in buckets))]
+    begin, times = rows[0].get("time") if rows else None, [bucket[-1].get("time") for bucket in buckets]
     return {
         "every": every,
         "steps": [bucket[-1]["step"] for bucket in buckets],
-        "hours": [None if None in (time, times[0]) else round((time - times[0]) / 3600, 5) for time in times[1:]],
+        "hours": [None if time is None or begin is None else round((time - begin) / 3600, 5) for time in times],
         "values": {name: [_point(name, bucket) for bucket in buckets] for name in names},
     }
 
@@ -128,30 +125,28 @@ def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_byte
             sizes[line.key] = sizes.get(line.key, 0) + json_size(line.text)
     chosen: set[tuple[int, bool]] = set()
     room = most_bytes
-    for evaluation, share in ((True, most_bytes // 2), (False, most_bytes)):
-        least_left = most_bytes - share
+    for evaluation, reserved in ((True, most_bytes - most_bytes // 2), (False, 0)):
         for key in evenly(sorted(key for key in sizes if key[1] == evaluation)):
-            if sizes[key] <= room - least_left:
+            if sizes[key] <= room - reserved:
                 chosen.add(key)
                 room -= sizes[key]
-    parsed = [(line.key, line.parsed()) for line in tokens if line.key in chosen]
-    by_sample = {(key, row["sample"]): row for key, row in parsed}
+    parsed = [(line.key, json.loads(line.text)) for line in tokens if line.key in chosen]
+    by_sample = {(key, row.pop("sample")): row for key, row in parsed}
     rows = []
     for line in samples:
         if line.key in chosen:
-            row = line.parsed()
+            row = json.loads(line.text)
             row.pop("time", None)
             if (found := by_sample.get((line.key, row.get("sample")))) is not None:
-                row["tokens"] = {k: v for k, v in found.items() if k not in ("step", "time", "evaluation", "sample")}
+                row["tokens"] = {k: v for k, v in found.items() if k not in ("step", "time", "evaluation")}
             rows.append(row)
     return rows, len({step for step, _ in chosen}), len({line.key[0] for line in samples})
 
 
 def evenly(keys: Sequence[Any]) -> list[Any]:
     """All ``keys``, ordered so that every beginning is spread evenly: last, first, middle, quarters, ..."""
-    last = len(keys) - 1
+    last, parts = len(keys) - 1, 2
     places = dict.fromkeys([last, 0][: len(keys)])  # an ordered set
-    parts = 2
     while len(places) < len(keys):
         places |= dict.fromkeys(round(i * last / parts) for i in range(1, parts, 2))
         parts *= 2

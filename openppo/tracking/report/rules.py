@@ -14,47 +14,34 @@ from openppo.tracking.report.health import FEW, LEVEL, WINDOW, History, Rule, ha
 RULES: list[Rule] = []
 
 
-def rule(*metrics: str, last: int | Callable[[History], int]) -> Callable[[Callable[[History], str | None]], Rule]:
-    """Register a function under its name as a rule about the ``last`` values of the first of ``metrics``."""
+def rule(
+    *metrics: str,
+    last: int = FEW,
+    best: Callable[[list[float]], float] | None = None,
+    passes: Callable[[float, History], bool] | None = None,
+) -> Callable[[Callable[..., str | None]], None]:
+    """Register a function under its name as a rule about the first of ``metrics``.
 
-    def register(warn: Callable[[History], str | None]) -> Rule:
-        def check(history: History) -> tuple[str, int] | None:
-            if (text := warn(history)) is None:
-                return None
-            return text, history.step(metrics[0], last if isinstance(last, int) else last(history))
-
-        RULES.append(Rule(warn.__name__, metrics, str(warn.__doc__), check))
-        return RULES[-1]
-
-    return register
-
-
-def level(
-    *metrics: str, last: int = FEW, passes: Callable[[float, History], bool]
-) -> Callable[[Callable[[History, float], str]], Rule]:
-    """Register a rule about the mean of the ``last`` values of the first of ``metrics``, if it ``passes``.
-
-    It shows since the first of these values that does by itself.
+    It is about the ``last`` values, or those from the first ``best`` one on. With ``passes`` it is asked when their
+    mean passes, gets that mean, and shows since the first of these values that passes by itself.
     """
 
-    def register(warn: Callable[[History, float], str]) -> Rule:
+    def register(warn: Callable[..., str | None]) -> None:
         def check(history: History) -> tuple[str, int] | None:
             mean = history.mean(metrics[0], last)
-            if not passes(mean, history):
+            if passes and not passes(mean, history):
                 return None
-            found = zip(*(series[-last:] for series in history.series[metrics[0]]), strict=True)
-            since = next((step for step, value in found if passes(value, history)), history.step(metrics[0], last))
-            return warn(history, mean), since
+            if (text := warn(history, mean) if passes else warn(history)) is None:
+                return None
+            steps, values = history.series[metrics[0]]
+            first = values.index(best(values)) if best else max(0, len(values) - last)
+            if passes:
+                first = next((i for i in range(first, len(values)) if passes(values[i], history)), first)
+            return text, steps[first]
 
         RULES.append(Rule(warn.__name__, metrics, str(warn.__doc__), check))
-        return RULES[-1]
 
     return register
-
-
-def _since(values: list[float], best: Callable[[list[float]], float]) -> int:
-    """How many values there are from the first best one on."""
-    return len(values) - values.index(best(values))
 
 
 @rule("kl", "reward", last=WINDOW)
@@ -73,7 +60,7 @@ def kl_without_reward(history: History) -> str | None:
     )
 
 
-@level("kl", last=LEVEL, passes=lambda kl, history: kl > 2 * history.option("kl_target", math.inf))
+@rule("kl", last=LEVEL, passes=lambda kl, history: kl > 2 * history.option("kl_target", math.inf))
 def kl_above_target(history: History, kl: float) -> str:
     """KL twice --kl_target."""
     target = history.option("kl_target")
@@ -83,17 +70,17 @@ def kl_above_target(history: History, kl: float) -> str:
     )
 
 
-@level("kl_per_response", "kl", passes=lambda whole, h: whole > 30 and h.mean("kl", FEW) > 0.5)
+@rule("kl_per_response", "kl", passes=lambda whole, h: whole > 30 and h.mean("kl", FEW) > 0.5)
 def kl_far(history: History, whole: float) -> str:
     """KL above 30 nats per response and 0.5 nats per token."""
     return (
         f"The policy is far from the reference since step {{since}} (KL {whole:.0f} nats per response, "
-        f"{history.mean('kl', FEW):.2g} per token): read the samples before you believe the reward, which may be "
-        "exploited. Raise --init_kl_coef or lower --actor_learning_rate."
+        f"{history.mean('kl', FEW):.2g} per token): read the samples, as the reward may be exploited. Raise "
+        "--init_kl_coef or lower --actor_learning_rate."
     )
 
 
-@level("kl", "kl_k3", last=LEVEL, passes=lambda kl, _: kl < -0.01)
+@rule("kl", "kl_k3", last=LEVEL, passes=lambda kl, _: kl < -0.01)
 def kl_negative(history: History, kl: float) -> str:
     """The estimate k1 0.01 nats per token below 0, where KL cannot be."""
     return (
@@ -102,7 +89,7 @@ def kl_negative(history: History, kl: float) -> str:
     )
 
 
-@rule("eval_reward", "reward", last=lambda history: _since(history.values("eval_reward"), max))
+@rule("eval_reward", "reward", best=max)
 def evaluation_falls(history: History) -> str | None:
     """The last two evaluations lost a quarter of what the best one had gained, while the reward did not fall."""
     evaluated, rewards = history.values("eval_reward"), history.values("reward")
@@ -110,29 +97,28 @@ def evaluation_falls(history: History) -> str | None:
         return None
     best = max(evaluated)
     gain, lost = best - evaluated[0], best - max(evaluated[-2:])
-    since = history.step("eval_reward", _since(evaluated, max))
-    n_before = bisect_right(history.series["reward"][0], since)
+    n_before = bisect_right(history.series["reward"][0], history.series["eval_reward"][0][evaluated.index(best)])
     around = rewards[max(0, n_before - FEW) : n_before]
     if gain <= 0 or lost <= 0.25 * gain or not around or fmean(rewards[-FEW:]) < fmean(around):
         return None
     return (
-        f"eval_reward has fallen from {best:.3g} at step {{since}} to {evaluated[-1]:.3g} while the reward "
-        "has not: the policy learns its prompts, or exploits the reward. Raise --init_kl_coef, use more prompts or "
-        "fewer --num_episodes; --keep_best eval_reward keeps the best model."
+        f"eval_reward has fallen from {best:.3g} at step {{since}} to {evaluated[-1]:.3g} while the reward has not: "
+        "the policy learns its prompts, or exploits the reward. Raise --init_kl_coef, use more prompts or fewer "
+        "--num_episodes; --keep_best eval_reward keeps the best model."
     )
 
 
-@level("entropy", "reward", passes=lambda entropy, h: entropy < 0.2 * h.start("entropy") and h.flat_reward())
+@rule("entropy", "reward", passes=lambda entropy, h: entropy < 0.2 * h.start("entropy") and h.flat_reward())
 def entropy_collapse(history: History, entropy: float) -> str:
     """Entropy below a fifth of its start while the reward does not rise."""
     return (
         f"Entropy has fallen to {entropy / history.start('entropy'):.0%} of its start by step {{since}} and the reward "
-        "is flat: the policy hardly explores any more. If the reward is not yet where you want it, raise "
-        "--eps_clip_high (0.28), --entropy_coef or --init_kl_coef, or lower --actor_learning_rate."
+        "is flat: the policy hardly explores. Raise --eps_clip_high (0.28), --entropy_coef or --init_kl_coef, or lower "
+        "--actor_learning_rate."
     )
 
 
-@level("entropy", passes=lambda entropy, h: entropy > h.start("entropy") + max(h.start("entropy"), 0.5))
+@rule("entropy", passes=lambda entropy, h: entropy > h.start("entropy") + max(h.start("entropy"), 0.5))
 def entropy_grows(history: History, entropy: float) -> str:
     """Entropy twice its start, and half a nat more."""
     start = history.start("entropy")
@@ -143,9 +129,7 @@ def entropy_grows(history: History, entropy: float) -> str:
     )
 
 
-@level(
-    "clip_fraction", last=LEVEL, passes=lambda share, h: share > 0.3 and h.option("policy_loss_type", "ppo") == "ppo"
-)
+@rule("clip_fraction", last=LEVEL, passes=lambda n, h: n > 0.3 and h.option("policy_loss_type", "ppo") == "ppo")
 def many_clipped(history: History, share: float) -> str:
     """With the loss of PPO 30 % of the tokens outside the clip range."""
     return (
@@ -159,7 +143,7 @@ def policy_stands_still(history: History) -> str | None:
     """KL (k3) below 0.00001 nats per token after 20 reports, and a reward that does not rise."""
     kl = history.mean("kl_k3", WINDOW)
     frozen = max(history.option("freezing_actor_steps", -1), history.option("value_pretrain_steps", 0))
-    if not kl < 1e-5 or not history.flat_reward() or history.step("kl_k3", WINDOW) <= frozen:
+    if not kl < 1e-5 or not history.flat_reward() or history.series["kl_k3"][0][-WINDOW] <= frozen:
         return None
     rate = history.option("actor_learning_rate")
     return (
@@ -212,7 +196,7 @@ def reward_outside_clip(history: History) -> str | None:
     )
 
 
-@level("reward_errors", passes=lambda errors, _: errors > 0)
+@rule("reward_errors", passes=lambda errors, _: errors > 0)
 def reward_fails(history: History, errors: float) -> str:
     """The reward function raised on some sample of the last 5 steps."""
     return (
@@ -221,30 +205,27 @@ def reward_fails(history: History, errors: float) -> str:
     )
 
 
-@level("truncated_fraction", passes=lambda share, _: share > 0.5)
+@rule("truncated_fraction", passes=lambda share, _: share > 0.5)
 def many_truncated(history: History, share: float) -> str:
     """Half of the responses cut at --generate_max_len."""
-    most = history.option("generate_max_len")
+    most = history.option("generate_max_len", "")
     what = "scored unfinished: raise it, or leave such responses out with --overlong_filter"
     if history.option("overlong_filter", False):
         what = "left out by --overlong_filter, so that nothing is learned from them: raise it, or ask for less"
-    return (
-        f"{share:.0%} of the responses are cut at --generate_max_len{'' if most is None else f' {most}'} since step "
-        f"{{since}} and {what}."
-    )
+    cut = f"{share:.0%} of the responses are cut at --generate_max_len {most}".rstrip()
+    return f"{cut} since step {{since}} and {what}."
 
 
-@level("response_length", "reward", passes=lambda n, h: n > 2 * h.start("response_length") and h.flat_reward())
+@rule("response_length", "reward", passes=lambda n, h: n > 2 * h.start("response_length") and h.flat_reward())
 def lengths_run_away(history: History, length: float) -> str:
     """Responses twice as long as at the start while the reward does not rise."""
     return (
         f"Responses have grown from {history.start('response_length'):.0f} to {length:.0f} tokens by step {{since}} "
-        "without more reward: penalize length with --overlong_buffer_len, and look whether the reward likes length for "
-        "its own sake."
+        "without more reward: penalize length with --overlong_buffer_len, and see if the reward likes it for itself."
     )
 
 
-@level("response_length", passes=lambda n, h: n < 0.25 * h.start("response_length"))
+@rule("response_length", passes=lambda n, h: n < 0.25 * h.start("response_length"))
 def lengths_collapse(history: History, length: float) -> str:
     """Responses a quarter as long as at the start."""
     remedy = "lower --actor_learning_rate"
@@ -264,8 +245,7 @@ def gradient_spike(history: History) -> str | None:
         return None
     return (
         f"The actor's gradient was {norms[-1] / max(median(norms[:-1]), 1e-12):.0f} times its usual size at step "
-        "{since}: --max_norm bounds what it does. If it happens again, read the samples of these steps and lower "
-        "--actor_learning_rate."
+        "{since}: --max_norm bounds it. If it happens again, read the samples and lower --actor_learning_rate."
     )
 
 
@@ -277,20 +257,20 @@ def steps_skipped(history: History) -> str | None:
         return None
     return (
         f"{counts[-1]:.0f} optimizer steps so far were skipped because a loss or gradient was not finite (the run ends "
-        "after --max_skipped_steps in a row): lower the learning rate; their batches are in the folder 'skipped' "
-        "beside the logs."
+        "after --max_skipped_steps in a row): lower the learning rate; their batches are in the folder 'skipped'."
     )
 
 
-@level("rollout_kl", "rollout_log_prob_gap", passes=lambda kl, _: kl > 0.01)
+@rule("rollout_kl", "rollout_log_prob_gap", passes=lambda kl, _: kl > 0.01)
 def engine_differs(history: History, kl: float) -> str:
     """KL 0.01 nats per token between the engine that samples and the actor of the same weights."""
     causes = ["--top_p"] if history.option("top_p", 1) < 1 else []
     causes += ["--top_k"] if history.option("top_k") is not None else []
     causes += ["--min_new_tokens"] if history.option("min_new_tokens", 0) else []
     causes += ["--lora_dropout"] if history.option("lora_rank", 0) and history.option("lora_dropout", 0) else []
-    precision = "check the precision of the engine (--bf16, --rollout_engine)"
-    remedy = f"leave out {' and '.join(causes)}" if causes else precision
+    remedy = "check the precision of the engine (--bf16, --rollout_engine)"
+    if causes:
+        remedy = f"leave out {' and '.join(causes)}"
     if history.option("rollout_correction", "none") == "none":
         remedy += ", or weight the tokens with --rollout_correction tis"
     return f"The log-probs at sampling differ from the actor's since step {{since}} (KL {kl:.2g} per token): {remedy}."
@@ -305,18 +285,17 @@ def sampling_bound(history: History) -> str | None:
         return None
     return (
         f"Dynamic sampling stops at --dynamic_sampling_max_batches {bound} in each step since {{since}}, with "
-        f"{groups[-1]:.0f} of {wanted} useful groups: most prompts give responses of one reward. Use harder or easier "
-        "prompts, or more --n_samples_per_prompt."
+        f"{groups[-1]:.0f} of {wanted} useful groups. Use harder or easier prompts, or more --n_samples_per_prompt."
     )
 
 
-@rule("eval_loss", "loss", last=lambda history: _since(history.values("eval_loss"), min))
+@rule("eval_loss", "loss", best=min)
 def overfitting(history: History) -> str | None:
     """Supervised: the last two evaluations 2 % above the lowest eval_loss."""
     evaluated = history.values("eval_loss")
     if len(evaluated) < 3 or min(evaluated[-2:]) <= 1.02 * min(evaluated):
         return None
     return (
-        f"eval_loss rises since step {{since}} ({min(evaluated):.3g} to {evaluated[-1]:.3g}): the model learns its "
-        "data by heart. Use fewer --max_epochs; --keep_best eval_loss keeps the best model."
+        f"eval_loss rises since step {{since}} ({min(evaluated):.3g} to {evaluated[-1]:.3g}): the model overfits. Use "
+        "fewer --max_epochs; --keep_best eval_loss keeps the best model."
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -14,16 +14,11 @@ _STEP = re.compile(r'\{"step": (\d+)')  # every line of our logs begins so
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class LogLine:
+class LogLine(NamedTuple):
     """A line of a log that has not been parsed yet; ``key`` is its step and whether it is of an evaluation."""
 
     key: tuple[int, bool]
     text: str
-
-    def parsed(self) -> Row:
-        """Its content."""
-        return json.loads(self.text)
 
 
 @dataclass(frozen=True)
@@ -53,8 +48,7 @@ def read_run(folder: str | Path) -> RunData:
         with suppress(ValueError):
             row = json.loads(line)
             metrics += [row] if isinstance(row, dict) and isinstance(row.get("step"), int) else []
-    samples, bad_samples = _log_lines(logs / "samples.jsonl")
-    tokens, bad_tokens = _log_lines(logs / "tokens.jsonl")
+    (samples, bad_samples), (tokens, bad_tokens) = map(_log_lines, (logs / "samples.jsonl", logs / "tokens.jsonl"))
     config, environment = _mapping(logs / "config.yaml"), _mapping(logs / "environment.json")
     n_bad = len(lines) - len(metrics) + bad_samples + bad_tokens
     return RunData(logs.parent if logs.name == "logs" else logs, metrics, samples, tokens, config, environment, n_bad)
@@ -87,9 +81,8 @@ def _lines(file: Path) -> list[str]:
 
 def _log_lines(file: Path) -> tuple[list[LogLine], int]:
     lines = _lines(file)
-    found = [(_STEP.match(line), line) for line in lines]
-    whole = [(int(match[1]), line) for match, line in found if match and line[-1] == "}"]
-    kept = [LogLine((step, '"evaluation": true' in line[:120]), line) for step, line in whole]
+    whole = [(match, line) for line in lines if line[-1] == "}" and (match := _STEP.match(line))]
+    kept = [LogLine((int(match[1]), '"evaluation": true' in line[:120]), line) for match, line in whole]
     return kept, len(lines) - len(kept)
 
 
