@@ -5,20 +5,12 @@ from typing import TYPE_CHECKING
 from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.datasets.examples import (
-        PreferenceExample as PreferenceExample,
-        PromptSet as PromptSet,
-        load_documents as load_documents,
-        load_preferences as load_preferences,
-        load_prompts as load_prompts,
-        load_sft_examples as load_sft_examples,
-    )
-    from openppo.datasets.process import (
-        ProcessExample as ProcessExample,
-        StepEncoder as StepEncoder,
-        load_process_examples as load_process_examples,
-        single_token_id as single_token_id,
-    )
+    from openppo.datasets.examples import PreferenceExample as PreferenceExample, PromptSet as PromptSet
+    from openppo.datasets.examples import load_documents as load_documents, load_preferences as load_preferences
+    from openppo.datasets.examples import load_prompts as load_prompts, load_sft_examples as load_sft_examples
+    from openppo.datasets.process import ProcessExample as ProcessExample, StepEncoder as StepEncoder
+    from openppo.datasets.process import load_process_examples as load_process_examples
+    from openppo.datasets.process import single_token_id as single_token_id
     from openppo.datasets.row_formats import RowFields as RowFields, RowReader as RowReader
     from openppo.datasets.sampler import BatchSampler as BatchSampler, cyclic_batches as cyclic_batches, shard as shard
     from openppo.datasets.sources import Row as Row, ShowRows as ShowRows, SourceRow as SourceRow

@@ -94,11 +94,11 @@ def load_sft_examples(
     reader = RowReader(rows, "sft", flag, supervised, _sft_keys(data))
 
     def render(fields: RowFields, row: SourceRow) -> TokenExample:
-        if fields.conversation is not None and chat:
-            return render_conversation(fields.conversation, tokenizer, input_template=template)
         how: dict[str, Any] = {"input_template": template, "apply_chat_template": chat}
         if fields.whole is not None:
             return _all_targets(render_whole(fields.whole, tokenizer, **how))
+        if fields.conversation is not None and chat:
+            return render_conversation(fields.conversation, tokenizer, input_template=template)
         return render_response(fields.prompt, fields.response, tokenizer, **how)
 
     return reader.examples(render, ("--max_len", supervised.max_len), show)
@@ -186,8 +186,7 @@ def load_preferences(
 
     def render(fields: RowFields, row: SourceRow) -> PreferenceExample:
         column = next((name for name in (data.prompt_key, "prompt", "question") if name in row.row), None)
-        is_null = column is not None and row.row[column] is None
-        if is_null and fields.prompt is None and isinstance(fields.chosen, str):  # they would be whole texts
+        if column and fields.prompt is row.row[column] is None and isinstance(fields.chosen, str):  # not a whole text
             raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
         sides = (fields.chosen, data.chosen_key), (fields.rejected, data.rejected_key)
         chosen, rejected = (_render_side(fields.prompt, side, tokenizer, supervised, key) for side, key in sides)

@@ -64,7 +64,6 @@ class RowFormat:
         return found if all(found) and self.fits(row) else []
 
     def describe(self, task: Task) -> str:
-        """Name and columns."""
         return f"{self.name!r} ({' and '.join(' or '.join(map(repr, names)) for names in self.needs[task])})"
 
 
@@ -98,20 +97,17 @@ def _alpaca(row: Row, chat: bool) -> RowFields:
     return RowFields(prompt=prompt, response=row.get("output"), label=row.get("output"))
 
 
-def _parts_of_chat(turns: list[Message]) -> RowFields:
+def _parts_of_chat(conversation: Any) -> RowFields:
     """The last turn is the response if it is the assistant's."""
+    turns = as_messages(conversation)
     if turns[-1]["role"] != "assistant":
         return RowFields(prompt=turns, conversation=turns)
     return RowFields(prompt=turns[:-1], response=turns[-1:], label=turns[-1]["content"], conversation=turns)
 
 
-def _messages(row: Row, chat: bool) -> RowFields:
-    return _parts_of_chat(as_messages(row["messages"]))
-
-
 SHAREGPT_ROLES = {
     **{"human": "user", "user": "user", "system": "system", "observation": "tool", "tool": "tool"},
-    **dict.fromkeys(("gpt", "chatgpt", "assistant"), "assistant"),
+    **{"gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"},
 }
 
 
@@ -119,11 +115,11 @@ def _sharegpt(row: Row, chat: bool) -> RowFields:
     conversation = row["conversations"]
     if not isinstance(conversation, list) or not conversation:
         raise ValueError(f"column 'conversations' is not a list of turns: {shortened(conversation)}.")
-    turns = [_sharegpt_turn(turn) for turn in conversation]
+    turns = list(map(_sharegpt_turn, conversation))
     if "chosen" not in row or "rejected" not in row:
         return _parts_of_chat(turns)
     chosen, rejected = ([_sharegpt_turn(row[side])] for side in ("chosen", "rejected"))
-    return RowFields(prompt=turns, response=chosen, chosen=chosen, rejected=rejected)
+    return RowFields(turns, chosen, chosen, rejected)
 
 
 def _sharegpt_turn(turn: Any) -> Message:
@@ -139,7 +135,7 @@ def _preference(row: Row, chat: bool) -> RowFields:
     prompt, chosen, rejected = _first(row, "prompt", "question"), row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list) and as_messages(chosen)[0]["role"] != "assistant":
         return _divided(as_messages(chosen), as_messages(rejected))
-    return RowFields(prompt=prompt, response=chosen, chosen=chosen, rejected=rejected)
+    return RowFields(prompt, chosen, chosen, rejected)
 
 
 def _divided(chosen: list[Message], rejected: list[Message]) -> RowFields:
@@ -167,12 +163,11 @@ def _hh(row: Row, chat: bool) -> RowFields:
         for turn in chain(*sides):
             turn["content"] = turn["content"].strip()
         return fields
-    chosen, rejected, prompt = row["chosen"], row["rejected"], None
-    if fields.prompt is not None:
-        names = {role: name for name, role in HH_ROLES.items()}
-        prompt = "".join(f"\n\n{names[turn['role']]}:{turn['content']}" for turn in fields.prompt) + "\n\nAssistant:"
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    return RowFields(prompt=prompt, response=chosen, chosen=chosen, rejected=rejected)
+    names = {role: name for name, role in HH_ROLES.items()}
+    asked = "".join(f"\n\n{names[turn['role']]}:{turn['content']}" for turn in fields.prompt or ())
+    prompt = f"{asked}\n\nAssistant:" if asked else ""
+    chosen, rejected = row["chosen"][len(prompt) :], row["rejected"][len(prompt) :]
+    return RowFields(prompt or None, chosen, chosen, rejected)
 
 
 def _turns_of_transcript(value: Any) -> list[Message]:
@@ -185,44 +180,37 @@ def _steps(row: Row, chat: bool) -> RowFields:
     """Steps after the first wrong one are not judged and left out."""
     question, steps, wrong = _first(row, "prompt", *QUESTION), _first(row, *STEPS), _first(row, *FIRST_WRONG)
     if "labels" in row:
-        return RowFields(prompt=question, response=steps, label=row["labels"])
+        return RowFields(question, steps, label=row["labels"])
     if not isinstance(steps, list):
         raise ValueError(f"the steps are not a list but {type(steps).__name__}: {shortened(steps)}. Correct the row.")
     if wrong is None or wrong == "N/A":
-        return RowFields(prompt=question, response=steps, label=[True] * len(steps))
+        return RowFields(question, steps, label=[True] * len(steps))
     if type(wrong) is not int or not 1 <= wrong <= len(steps):
         raise ValueError(f"the first wrong step is {shortened(wrong)}, and there are {len(steps)} steps, from 1 on.")
-    return RowFields(prompt=question, response=steps[:wrong], label=[True] * (wrong - 1) + [False])
-
-
-def _marked(row: Row, chat: bool) -> RowFields:
-    return RowFields(response=row["input"], label=row["label"])
-
-
-def _whole(row: Row, chat: bool) -> RowFields:
-    return RowFields(prompt=_first(row, *WHOLE), whole=_first(row, *WHOLE))
+    return RowFields(question, steps[:wrong], label=[True] * (wrong - 1) + [False])
 
 
 _CHAT: Columns = (("messages",),)
 _TURNS: Columns = (("conversations",),)
 _PAIR: Columns = (("chosen",), ("rejected",))
+_MARKED: Columns = (("input",), ("label",))
 _STEPWISE: Columns = (("prompt", *QUESTION), STEPS, ("labels", *FIRST_WRONG))
 
 ROW_FORMATS = (
-    RowFormat(
-        "messages",
-        dict.fromkeys(("prompts", "sft"), _CHAT),
-        lambda row, _: _parts_of_chat(as_messages(row["messages"])),
-    ),
+    RowFormat("messages", {"prompts": _CHAT, "sft": _CHAT}, lambda row, _: _parts_of_chat(row["messages"])),
     RowFormat("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
     RowFormat("hh", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _hh, fits=_is_transcript),
     RowFormat("preference", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _preference),
     RowFormat("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
     RowFormat("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),
     RowFormat("steps", {"steps": _STEPWISE}, _steps),
-    RowFormat("math_shepherd", {"steps": (("input",), ("label",))}, _marked),
+    RowFormat("math_shepherd", {"steps": _MARKED}, lambda row, _: RowFields(response=row["input"], label=row["label"])),
     RowFormat("plain", {"prompts": (PLAIN_PROMPT,), "sft": (PLAIN_PROMPT, PLAIN_RESPONSE)}, _plain),
-    RowFormat("plain", {"prompts": (("text",),), "sft": (("text",),), "documents": (WHOLE,)}, _whole),
+    RowFormat(
+        "plain",
+        {"prompts": (("text",),), "sft": (("text",),), "documents": (WHOLE,)},
+        lambda row, _: RowFields(prompt=_first(row, *WHOLE), whole=_first(row, *WHOLE)),
+    ),
 )
 """All formats, the more special ones first."""
 
@@ -230,11 +218,11 @@ Keys = Mapping[str, tuple[str, str]]
 """Columns that the user named: by field the column and its flag."""
 
 KEY_FLAGS: Mapping[Task, str] = {
-    "prompts": "the column of the prompt with --input_key",
-    "sft": "the columns with --input_key and --output_key",
-    "pairs": "the columns with --chosen_key and --rejected_key",
-    "steps": "the columns with --input_key and --label_key",
-    "documents": "the column with --pretrain_key",
+    "prompts": "--input_key",
+    "sft": "--input_key and --output_key",
+    "pairs": "--chosen_key and --rejected_key",
+    "steps": "--input_key and --label_key",
+    "documents": "--pretrain_key",
 }
 
 
@@ -248,8 +236,7 @@ class RowReader:
     def __init__(
         self, rows: Sequence[SourceRow], task: Task, flag: str, options: RowsConfig, keys: Keys | None = None
     ) -> None:
-        self.rows, self.flag, self.chat = rows, flag, options.apply_chat_template
-        self.task: Task = task
+        self.rows, self.flag, self.task, self.chat = rows, flag, task, options.apply_chat_template
         candidates = _candidates(task, options.data_format, keys or {})
         for key, flag_of_key in (keys or {}).values():
             require_column(rows, key, flag_of_key=flag_of_key, flag_of_data=flag)
@@ -306,7 +293,7 @@ class RowReader:
 
     def _remedy(self, row: SourceRow) -> str:
         others = "" if self.task == "documents" else ", or the format with --data_format"
-        return f"Its columns are {', '.join(map(str, row.row))}: name {KEY_FLAGS[self.task]}{others}"
+        return f"Its columns are {', '.join(map(str, row.row))}: name them with {KEY_FLAGS[self.task]}{others}"
 
 
 def _candidates(task: Task, data_format: str, keys: Keys) -> list[RowFormat]:
@@ -315,14 +302,13 @@ def _candidates(task: Task, data_format: str, keys: Keys) -> list[RowFormat]:
         flags = " and ".join(flag for _, flag in keys.values())
         raise ValueError(f"--data_format {data_format} knows its columns, and {flags} names others: leave one out.")
     if keys:
-        columns = tuple((key,) for key, _ in keys.values())
+        needs: dict[Task, Columns] = {task: tuple((key,) for key, _ in keys.values())}
         return [
-            RowFormat("plain", {task: columns}, lambda row, _: RowFields(**{part: row[keys[part][0]] for part in keys}))
+            RowFormat("plain", needs, lambda row, _: RowFields(**{part: row[key] for part, (key, _) in keys.items()}))
         ]
     possible = [found for found in ROW_FORMATS if task in found.needs]
-    if data_format == "auto":
-        return possible
-    if not any(found.name == data_format for found in possible):
+    named = [found for found in possible if data_format in ("auto", found.name)]
+    if not named:
         others = ", ".join(sorted({found.name for found in possible}))
         raise ValueError(f"--data_format {data_format} is not for this command: use {others}.")
-    return [found for found in possible if found.name == data_format]
+    return named

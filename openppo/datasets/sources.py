@@ -132,23 +132,22 @@ def naming_row(flag: str, row: SourceRow) -> Iterator[None]:
 
 
 def _interleave(loaded: Sequence[Sequence[SourceRow]], shares: list[float], seed: int) -> list[SourceRow]:
-    places = [Dataset.from_dict({"source": [i] * len(rows), "row": range(len(rows))}) for i, rows in enumerate(loaded)]
+    every = list(chain.from_iterable(loaded))
+    numbers = iter(range(len(every)))
+    places = [Dataset.from_dict({"place": list(islice(numbers, len(rows)))}) for rows in loaded]
     mixed = interleave_datasets(places, shares, seed=seed, stopping_strategy="first_exhausted")
-    return [loaded[source][row] for source, row in zip(mixed["source"][:], mixed["row"][:], strict=True)]
+    return [every[place] for place in mixed["place"][:]]
 
 
 def _rows_made(make: Callable[[str], Any], source: str, where: str, max_samples: int | None) -> list[SourceRow]:
     """Rows that the user's loader ``make`` gives."""
     with leaving_no_trace(where):
         made = make(source)
-        if not isinstance(made, Iterable):
-            raise ValueError(f"{where} gave {type(made).__name__}; it must give rows to iterate over.")
-        rows = list(islice(made, max_samples))
-    for row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{where} gave rows of {type(row).__name__}; each must be a dict of its columns.")
-    if not rows:
-        raise ValueError(f"{where} gave no rows.")
+        rows = list(islice(made, max_samples)) if isinstance(made, Iterable) else []
+    wrong = [f"rows of {type(row).__name__}" for row in rows if not isinstance(row, dict)]
+    if wrong or not rows:
+        what = wrong[0] if wrong else "no rows" if isinstance(made, Iterable) else type(made).__name__
+        raise ValueError(f"{where} gave {what}; it must give rows, each a dict of its columns.")
     return number_rows(rows, source)
 
 
@@ -166,13 +165,11 @@ def _load_by_datasets(source: str, flag: str, split: str, max_samples: int | Non
         n_rows = len(splits.get(split, ()))
         rows: list[Row] = splits[split].take(min(max_samples or n_rows, n_rows)).to_list() if n_rows else []
     except _UNREADABLE as error:
-        what = f"a folder saved by 'datasets' that cannot be read ({error!r}). Save it again, strange dates as text."
-        if not path.is_dir():
-            what = (
-                f"no such file or folder, and split {split!r} of a data set of that name could not be loaded from the "
-                f"hub ({error!r}). Check the path, the name, the split and the network."
-            )
-        raise ValueError(f"{flag} {source}: {what}") from error
+        what = f"no such file or folder, and split {split!r} of a data set of that name cannot be loaded from the hub"
+        remedy = "Check the path, the name, the split and the network."
+        if path.is_dir():
+            what, remedy = "a folder saved by 'datasets' that cannot be read", "Save it again, strange dates as text."
+        raise ValueError(f"{flag} {source}: {what} ({error!r}). {remedy}") from error
     _require_split(split, splits, flag, path)
     return rows
 
@@ -230,7 +227,7 @@ def _read_file(path: Path, flag: str) -> Iterator[PlacedRow]:
 
 
 def _lines(path: Path, where: str) -> Iterator[str]:
-    """Lines of a text file, packed or not, without a byte order mark."""
+    """Without a byte order mark."""
     with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:

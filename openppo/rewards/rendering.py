@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.datasets.templates import end_with_eos
+from openppo.datasets.templates import encode_start, end_with_eos
 from openppo.rewards.scoring import name_sample
 from openppo.types import Prompt, Trajectory
 from openppo.user_code import TEMPLATE_ERRORS
@@ -77,7 +77,7 @@ class RewardModelText:
 
     def _encode(self, prompt: Prompt, response: str, ended: bool) -> list[int]:
         if prompt.messages is None:
-            ids = encode_text(self.own, prompt.text + response)
+            ids = encode_start(self.own, prompt.text + response)
         else:
             # Of a response that was cut off, the rendering ends where it does: no closing tag, no EOS.
             text, cut, _ = _render(self.own, prompt.messages, response + ("" if ended else _CUT)).partition(_CUT)
@@ -117,11 +117,3 @@ def last_tokens(ids: list[int], context: int | None, source: str, trajectory: Tr
         *(source, context, name_sample(trajectory), len(ids)),
     )
     return ids[-context:]
-
-
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of ``text``, with what the tokenizer puts before a text (a BOS) once, and nothing after it."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    bare, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    start = next(i for i in range(len(full)) if full[i : i + len(bare)] == bare)
-    return ids if ids[:start] == full[:start] else full[:start] + ids

@@ -15,7 +15,7 @@ from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import ServerConfig
-from openppo.rewards.rendering import encode_text
+from openppo.datasets.templates import encode_start
 
 logger = logging.getLogger("openppo")
 
@@ -143,7 +143,7 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, text: str, max_len: 
     # No regular expression: one of alternatives takes exponentially long for a text that was made for it.
     while token := next((token for token in ends if text.rstrip().endswith(token)), ""):
         text = text.rstrip().removesuffix(token)
-    return [*encode_text(tokenizer, text), tokenizer.eos_token_id][-max_len:]
+    return [*encode_start(tokenizer, text), tokenizer.eos_token_id][-max_len:]
 
 
 def _queries(body: bytes) -> list[str]:

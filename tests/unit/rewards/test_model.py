@@ -13,13 +13,13 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from openppo.datasets.templates import end_with_eos, render_prompt
+from openppo.datasets.templates import encode_start, end_with_eos, render_prompt
 from openppo.datasets.turns import render_response
 from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards import ModelScorer
 from openppo.rewards.model import Normalization, stored_normalization
-from openppo.rewards.rendering import RewardModelText, encode_text, policy_tokens, reader
+from openppo.rewards.rendering import RewardModelText, policy_tokens, reader
 from openppo.types import Prompt, SingleProcess
 
 
@@ -275,9 +275,9 @@ def test_a_text_that_ended_with_another_token_than_eos_is_read_at_eos(messages, 
 
 
 def test_a_text_gets_one_bos_if_its_tokenizer_wants_one_and_ids_end_with_one_eos(own, make_tokenizer):
-    assert encode_text(own, "ab") == encode_text(own, "<s>ab") == ids_of("<s>", "a", "b")
-    assert encode_text(own, "") == ids_of("<s>")
-    assert encode_text(make_tokenizer(), "ab") == [4, 5]
+    assert encode_start(own, "ab") == encode_start(own, "<s>ab") == ids_of("<s>", "a", "b")
+    assert encode_start(own, "") == ids_of("<s>")
+    assert encode_start(make_tokenizer(), "ab") == [4, 5]
     for tokens, ended in (
         (["a"], ["a", "</s>"]),
         (["a", "</s>"], ["a", "</s>"]),
