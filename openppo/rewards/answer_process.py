@@ -92,9 +92,11 @@ def main(kind: str, *arguments: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     if kind == "math":
         import math_verify  # noqa: F401 (its seconds are not the first answer's)
-    print(_READY, flush=True)
+    sys.stdout.write(_READY + "\n")
+    sys.stdout.flush()
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+        sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
