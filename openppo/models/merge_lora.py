@@ -32,10 +32,7 @@ class LoRAMerge:
                 raise ValueError(f"--pretrain {base} is a PEFT folder; give a base model with full weights.")
         if is_peft_folder(config.save_path):
             raise ValueError(f"--save_path {self.folder} holds adapters, which would hide it: choose another.")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--save_path {self.folder}: cannot be written ({error}).") from error
+        make_folder("--save_path", self.folder)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         try:
             self.tokenizer = load_tokenizer(name, "--lora_path", base, trust)
@@ -55,6 +52,14 @@ class LoRAMerge:
 
     def close(self) -> None:
         """There is no process group to leave."""
+
+
+def make_folder(flag: str, folder: Path) -> None:
+    """Create ``folder``; ``ValueError`` naming ``flag`` where that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag} {folder}: cannot be written ({error}).") from error
 
 
 def _merged(name: str, base: str | None, trust: bool) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from openppo.config import TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
@@ -37,6 +38,7 @@ from openppo.trainer.resume.compatible import check_compatible, measured_otherwi
 
 logger = logging.getLogger("openppo")
 
+WriteModel = Callable[[Path], None]
 _STATE, _RANDOM = "state.json", "random.safetensors"
 _SLACK_BYTES = 16 * 2**20
 """For what is small: random numbers, the trainer's state, a tokenizer."""
@@ -63,7 +65,8 @@ def ensure_checkpoint_on_save_error(
     except OSError as error:
         if checkpointer is None:
             raise
-        kept = checkpointer.kept(step) or save_checkpoint()
+        last = checkpointer.last
+        kept = last[1] if last is not None and last[0] == step else save_checkpoint()
         raise OSError(
             f"{error}. All that was trained is in {kept}: make room, or choose another --save_path beside "
             f"--ckpt_path {kept.parent}, and the same command with --load_checkpoint writes the model."
@@ -85,9 +88,9 @@ class Checkpointer:
         contents: dict[str, str],
     ) -> None:
         self.options, self.strategy, self.comm = config.checkpoint, strategy, strategy.comm
-        path = self.options.ckpt_path or str(Path(config.run.save_path) / f"checkpoints_{kind}")
-        flag = "--ckpt_path" if self.options.ckpt_path else "--save_path"
-        folder = Path(path).resolve()
+        self.save_path, given = Path(config.run.save_path).resolve(), self.options.ckpt_path
+        folder = Path(given).resolve() if given else (self.save_path / f"checkpoints_{kind}").resolve()
+        flag = "--ckpt_path" if given else "--save_path"
         collective(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
         self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
         self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents}
@@ -95,9 +98,8 @@ class Checkpointer:
         self.ema: ParameterAverage | None = None
         self.best: float | None = None
         self.found: Path | None = None
-        self.last: tuple[int, Path] | None = None
+        self.last: tuple[int, Path] | None = None  # step and folder that this session has saved or resumed from
         self.saves_critic = isinstance(config, TrainPPOConfig) and config.model.save_value_network
-        self.save_path = Path(config.run.save_path).resolve()
         self.state: dict[str, Any] = {}
         if self.options.load_checkpoint:
             self._find()
@@ -112,23 +114,18 @@ class Checkpointer:
 
         Raises ``ValueError`` if the disks have no room for a checkpoint or for the trained model.
         """
-        self.models = {role: model for role, model in models.items() if model is not None}
-        self.ema = ema
-        saved = [model for role, model in self.models.items() if role != "critic" or self.saves_critic]
+        self.models, self.ema = {role: model for role, model in models.items() if model is not None}, ema
+        n_bytes = sum(_model_bytes(m) for role, m in self.models.items() if role != "critic" or self.saves_critic)
         place = next(folder for folder in (self.save_path, *self.save_path.parents) if folder.exists())
-        n_bytes, remedy = sum(map(_model_bytes, saved)), "make room, or give another --save_path"
+        of_what = "make room, or give another --save_path", "the trained model takes", ("--save_path", place)
         try:
             self._check_checkpoint_space()
-            self._check_space(n_bytes, remedy, "the trained model takes", ("--save_path", place))
+            self._check_space(n_bytes, *of_what)
         except CheckpointError as error:
             raise ValueError(str(error)) from error
 
     def set_aside_earlier(self) -> None:
-        """Keep what an earlier run has saved apart from this one's; at the start of a run, once nothing can fail.
-
-        A start that fails, or was a mistake, leaves the folder as it was: ``--load_checkpoint`` still resumes from it.
-        """
-        assert self.found is None, "this run resumes from it"
+        """Move what an earlier run has saved; once the start of a run can no longer fail."""
         self.folder.set_aside()
         beside = [self.save_path.with_name(self.save_path.name + "_critic")] if self.saves_critic else []
 
@@ -141,26 +138,18 @@ class Checkpointer:
 
         collective(self.comm, set_aside)
 
-    def kept(self, step: int) -> Path | None:
-        """The checkpoint of ``step`` that this session has saved or resumed from, if any."""
-        return self.last[1] if self.last is not None and self.last[0] == step else None
-
     def due(self, step: int, pass_ended: bool) -> bool:
         """Whether ``--save_steps`` asks for a checkpoint after ``step``."""
         every = self.options.save_steps
         return pass_ended if every == -1 else every > 0 and step % every == 0
 
     def save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        write_model: Callable[[Path], None],
-        random_state: RandomState | None = None,
+        self, step: int, state: Mapping[str, Any], write_model: WriteModel, random_state: RandomState | None = None
     ) -> Path:
         """Write a checkpoint of ``step``; ``CheckpointError`` on all ranks if one of them cannot.
 
-        ``state`` of the trainer is JSON, the same on all ranks. ``write_model`` writes the Hugging Face folder of
-        ``--save_hf_ckpt``. ``random_state`` replaces the current one.
+        ``state`` is JSON, the same on all ranks; ``write_model`` writes the model of ``--save_hf_ckpt``;
+        ``random_state`` replaces the current one.
         """
         self._check_checkpoint_space()
         numbers = {role: model_numbers(model) for role, model in self.models.items()}
@@ -203,13 +192,12 @@ class Checkpointer:
                 names = ", ".join(f"--{name}" for name in changed)
                 logger.warning("%s changed: the best model is looked for anew, %.4g is forgotten", names, self.best)
             self.best = None
-        self._load_random(self.found)
+        self._load_random(load_file(self.found / _RANDOM))
         self.last = int(self.state["step"]), self.found
         logger.info("resuming from %s", self.found)
-        trainer: dict[str, Any] = self.state["trainer"]
-        return trainer
+        return dict(self.state["trainer"])
 
-    def save_if_best(self, step: int, metrics: Mapping[str, float], write_model: Callable[[Path], None]) -> None:
+    def save_if_best(self, step: int, metrics: Mapping[str, float], write_model: WriteModel) -> None:
         """Keep the model as the best one if ``metrics`` of an evaluation say so."""
         name = self.options.keep_best
         if name is None:
@@ -232,20 +220,12 @@ class Checkpointer:
             logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
             return
         self.state = json.loads((found / _STATE).read_text(encoding="utf-8"))
-
-        def check() -> None:
-            if self.state["kind"] != self.identity["kind"]:
-                raise ValueError(
-                    f"--load_checkpoint: {found} is a checkpoint of train_{self.state['kind']}, not of "
-                    f"train_{self.identity['kind']}: give another --ckpt_path."
-                )
-            check_compatible(found, self.state, self.identity)
-
-        collective(self.comm, check)
+        collective(self.comm, lambda: check_compatible(found, self.state, self.identity))
 
     def _check_checkpoint_space(self) -> None:
-        first, *_ = models = list(self.models.values())
-        n_bytes = 12 * sum(map(_n_trained, models)) + 4 * _n_trained(first) * (self.ema is not None)
+        first, *_ = self.models.values()
+        trained = [sum(n_elements(p) for p in m.module.parameters() if p.requires_grad) for m in self.models.values()]
+        n_bytes = 12 * sum(trained) + 4 * trained[0] * (self.ema is not None)
         n_bytes += _model_bytes(first) * self.options.save_hf_ckpt
         remedy = "make room, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped"
         self._check_space(n_bytes, remedy)
@@ -261,8 +241,8 @@ class Checkpointer:
             return fragments
         return {name: fragments[name] for name in sorted(fragments)[self.comm.rank :: self.comm.world_size]}
 
-    def _load_random(self, found: Path) -> None:
-        tensors, prefix = load_file(found / _RANDOM), f"{self.comm.rank}/"
+    def _load_random(self, tensors: dict[str, Tensor]) -> None:
+        prefix = f"{self.comm.rank}/"
         mine = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         ranks = {int(name.partition("/")[0]) for name in tensors}
         if len(ranks) != self.comm.world_size and self.strategy.is_main:
@@ -278,10 +258,6 @@ def _as_text(value: object) -> str:
     """In place of what is no JSON, in a callback's state say: a save upon a signal must not fail for it."""
     logger.warning("the checkpoint has %r as text: the state of a callback must be JSON", value)
     return str(value)
-
-
-def _n_trained(model: TrainableModel) -> int:
-    return sum(map(n_elements, (p for p in model.module.parameters() if p.requires_grad)))
 
 
 def _model_bytes(model: TrainableModel) -> int:

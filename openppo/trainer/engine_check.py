@@ -26,12 +26,17 @@ from openppo.types import Completion, SamplingParams
 
 logger = logging.getLogger("openppo")
 
+Kind = tuple[str, bool]
 REQUESTS = (((3, 1, 0, 2, 2, 1, 3, 0, 1), 2), ((2, 3, 1), 6))
 """Prompts and numbers of sampled tokens: the long row ends first, and the other continues without it."""
 LONGEST = max(len(prompt) + n_new for prompt, n_new in REQUESTS)
-WIDER = 16
-"""Columns of padding that must not change log-probs; on CPUs, rows in bfloat16 are padded by up to 7 anyway."""
-BOUNDS = {("hf", True): 1e-3, ("hf", False): 8 * 2**-8, ("vllm", True): 1e-2, ("vllm", False): 16 * 2**-8}
+WIDER = 16  # columns of padding that must not change log-probs; on CPUs, bfloat16 rows are padded by up to 7 anyway
+BOUNDS = {
+    ("hf", True): 1e-3,
+    ("hf", False): 8 * 2**-8,
+    ("vllm", True): 1e-2,
+    ("vllm", False): 16 * 2**-8,
+}
 """Differences of log-probs that count as rounding, by engine, and whether weights and logits are float32.
 
 In float32 they are nats of any token. Else they are shares of the largest logit, on average over tokens: correct
@@ -41,10 +46,7 @@ Five times the largest difference that padding makes is allowed too: rounding ma
 
 
 def check_hf_engine(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel) -> None:
-    """Refuse, on all ranks, an actor that an ``HFEngine`` samples wrongly.
-
-    The engines are for the check alone, and decode as the run's: with whole weights, or in lockstep.
-    """
+    """Refuse, on all ranks, an actor that an ``HFEngine`` samples wrongly with whole weights, or in lockstep."""
     in_lockstep = not strategy.fits_gathered(actor, config.ppo.offload_idle)
     together, policy = strategy.any_rank if in_lockstep else None, cast(Any, actor.module.model)
     engines: dict[str, Engine] = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
@@ -85,11 +87,7 @@ def check_frozen(options: PromptsConfig, actor: Actor, device: torch.device) -> 
 
 
 def engine_fault(
-    actor: Any,
-    engines: Mapping[str, Engine],
-    weights: WeightSource | None,
-    device: torch.device,
-    kind: tuple[str, bool],
+    actor: Any, engines: Mapping[str, Engine], weights: WeightSource | None, device: torch.device, kind: Kind
 ) -> str | None:
     """Difference between ``engines`` and ``actor`` in words, if any; ``kind`` is a key of ``BOUNDS``.
 
@@ -115,11 +113,7 @@ def engine_fault(
 
 @torch.no_grad()
 def _fault(
-    actor: Any,
-    engines: Mapping[str, Engine],
-    weights: WeightSource | None,
-    device: torch.device,
-    kind: tuple[str, bool],
+    actor: Any, engines: Mapping[str, Engine], weights: WeightSource | None, device: torch.device, kind: Kind
 ) -> str | None:
     policy: Any = getattr(actor, "module", actor).model
     context, n_ids, is_exact = context_length(policy.config), policy.config.get_text_config().vocab_size, kind[1]
@@ -156,16 +150,14 @@ def _fault(
 
 def _sample(engine: Engine, weights: WeightSource | None, n_ids: int) -> tuple[list[list[int]], torch.Tensor]:
     """Rows of prompts and sampled tokens, and the log-probs (N,) of all sampled ones."""
-    prompts = [[token_id % n_ids for token_id in prompt] for prompt, _ in REQUESTS]
     done: dict[int, Completion] = {}
+    prompts: dict[int, list[int]] = {}
     with nullcontext() if weights is None else engine.with_weights(weights):
-        numbers = [
-            engine.submit(prompt, SamplingParams(n, 1.0), seed)
-            for seed, (prompt, (_, n)) in enumerate(zip(prompts, REQUESTS, strict=True))
-        ]
+        for seed, (prompt, n_new) in enumerate(REQUESTS):
+            token_ids = [token_id % n_ids for token_id in prompt]
+            prompts[engine.submit(token_ids, SamplingParams(n_new, 1.0), seed)] = token_ids
         while engine.busy:
             engine.step()
             done |= engine.collect()
-    completions = [done[number] for number in numbers]
-    rows = [[*prompt, *completion.token_ids] for prompt, completion in zip(prompts, completions, strict=True)]
-    return rows, torch.tensor([log_prob for completion in completions for log_prob in completion.log_probs])
+    rows = [[*prompt, *done[number].token_ids] for number, prompt in prompts.items()]
+    return rows, torch.tensor([log_prob for number in prompts for log_prob in done[number].log_probs])

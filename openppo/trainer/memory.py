@@ -5,7 +5,7 @@ States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -66,34 +66,29 @@ class ModelMemory(NamedTuple):
         return min(self.gathered, machine.element * _LIVE)
 
 
-def frozen_memory(size: ModelSize, machine: Machine) -> ModelMemory:
-    """A model that is only evaluated: partitioned under ZeRO-3 alone."""
-    whole = machine.element * size.n_parameters
-    if machine.options.zero_stage < 3:
-        return ModelMemory(whole)
-    return ModelMemory(machine.share(whole), loading=whole, gathered=whole * (machine.n_ranks > 1))
-
-
-def trained_memory(size: ModelSize, machine: Machine, lora: LoRAConfig) -> ModelMemory:
-    """A model with AdamW by ZeRO stage."""
-    s, options, n = machine.element, machine.options, size.n_trained(lora.lora_rank)
-    quantized = size.n_quantized if lora.load_in_4bit else 0
+def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = None) -> ModelMemory:
+    """A model by ZeRO stage: with AdamW if ``lora`` is given, else only evaluated and partitioned by ZeRO-3 alone."""
+    s, options, several = machine.element, machine.options, machine.n_ranks > 1
+    if lora is None:
+        weights = s * size.n_parameters
+        partitioned = ModelMemory(machine.share(weights), loading=weights, gathered=weights * several)
+        return partitioned if options.zero_stage == 3 else ModelMemory(weights)
+    n, quantized = size.n_trained(lora.lora_rank), size.n_quantized if lora.load_in_4bit else 0
     frozen = round(_NF4 * quantized) + s * (size.n_parameters - quantized) if lora.lora_rank > 0 else 0
     stage = max(options.zero_stage, 1) if options.bf16 else options.zero_stage  # as DeepspeedStrategy has it
     weights, share, bucket = frozen + s * n, machine.share(n), 4 * min(n, LARGEST_BUCKET)
     if stage == 0:
         return ModelMemory(weights + 8 * n, 8 * n, backward=4 * n, update=4 * n + bucket)
-    adam, moments, host = 12 * share, 8 * share, 0  # master weights and two moments
-    if options.adam_offload:
-        adam, moments, host = 0, 0, 20 * share  # with gradients twice
+    away = options.adam_offload  # master weights, two moments, and gradients twice
+    adam, moments, host = (0, 0, 20 * share) if away else (12 * share, 8 * share, 0)
     if stage == 3:
-        lasting = machine.share(weights) + bucket + adam + (0 if host else 4 * share)
-        update = bucket + (0 if host else 4 * min(share, _LIVE))
-        return ModelMemory(lasting, moments, host, weights, 0, update, weights * (machine.n_ranks > 1))
-    if stage == 1 and options.bf16 and not host:  # DeepSpeed's BF16_Optimizer keeps gradients
+        lasting = machine.share(weights) + bucket + adam + (0 if away else 4 * share)
+        update = bucket + (0 if away else 4 * min(share, _LIVE))
+        return ModelMemory(lasting, moments, host, weights, 0, update, weights * several)
+    if stage == 1 and options.bf16 and not away:  # DeepSpeed's BF16_Optimizer keeps gradients
         return ModelMemory(weights + 6 * n + adam, moments, loading=s * n)
     kept = 4 * (n if stage == 1 else share)
-    copies = bucket // 2 + bucket * (machine.n_ranks > 1) if options.bf16 else bucket + 4 * share
+    copies = bucket // 2 + bucket * several if options.bf16 else bucket + 4 * share
     return ModelMemory(weights + adam, moments, host, s * n, kept, kept + copies)
 
 
@@ -152,18 +147,20 @@ class Estimate:
     def summary(self) -> str:
         """The models and the highest peak in a line."""
         roles = ", ".join(f"{role} {format_bytes(total)}" for role, total in self.roles.items())
-        where = f" on each of {self.machine.n_ranks} ranks" if self.machine.n_ranks > 1 else ""
-        return f"estimated memory{where}: {roles}; at most {format_bytes(self.peak)}, in {self.largest}"
+        return f"{self._title()}: {roles}; at most {format_bytes(self.peak)}, in {self.largest}"
 
     def table(self) -> list[str]:
         """Models, phases, verdict and checkpoint."""
-        title = f"memory of each of {self.machine.n_ranks} ranks" if self.machine.n_ranks > 1 else "memory"
-        lines = [f"{title}, estimated:", *_columns(self.roles | {"in the host's memory": self.host})]
-        lines += ["peak of each phase:", *_columns(self.phases)]
+        roles = _columns(self.roles | {"in the host's memory": self.host})
+        lines = [f"{self._title()}:", *roles, "peak of each phase:", *_columns(self.phases)]
         if self.machine.memory is not None:
             verdict = "fits into" if self.fits else "DOES NOT FIT into"
             lines.append(f"the highest, {self.largest}, {verdict} {format_bytes(self.machine.memory)} of device memory")
         return [*lines, f"checkpoint on disk: {format_bytes(self.checkpoint)}"]
+
+    def _title(self) -> str:
+        n_ranks = self.machine.n_ranks
+        return f"estimated memory on each of {n_ranks} ranks" if n_ranks > 1 else "estimated memory"
 
 
 def format_bytes(n_bytes: int) -> str:
@@ -171,7 +168,7 @@ def format_bytes(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
 
 
-def _columns(totals: Mapping[str, int]) -> list[str]:
+def _columns(totals: dict[str, int]) -> list[str]:
     return table_lines([(name, format_bytes(total)) for name, total in totals.items()])
 
 
@@ -185,22 +182,16 @@ class Lengths(NamedTuple):
 
 def estimate_ppo(config: TrainPPOConfig, sizes: dict[str, ModelSize], lengths: Lengths, machine: Machine) -> Estimate:
     """Memory of a train_ppo run; ``sizes`` has its models by role in the order of loading."""
-    ppo, batch = config.ppo, config.batch
+    ppo, batch, rank = config.ppo, config.batch, config.model.critic_lora_rank
     samples = machine.share(ppo.rollout_batch_size) * ppo.n_samples_per_prompt
     longest = lengths.longest_prompt + config.generation.generate_max_len
     scored, length = longest - lengths.shortest_prompt, max(longest, lengths.document)
     rows = min(samples, _rows(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, longest))
-    train_rows = min(
-        machine.share(batch.train_batch_size), _rows(batch.micro_train_batch_size, ppo.micro_train_tokens, length)
-    )
-    rank = config.lora.lora_rank if config.model.critic_lora_rank is None else config.model.critic_lora_rank
-    critic = replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
-    loras = {role: lora for role, lora in {"critic": critic, "actor": config.lora}.items() if role in sizes}
-    models = {
-        role: trained_memory(size, machine, loras[role]) if role in loras else frozen_memory(size, machine)
-        for role, size in sizes.items()
-    }
-    trained = {role: sizes[role].n_trained(lora.lora_rank) for role, lora in loras.items()}
+    train_rows = _rows(batch.micro_train_batch_size, ppo.micro_train_tokens, length)
+    train_rows = min(machine.share(batch.train_batch_size), train_rows)
+    loras = {"critic": config.lora if rank is None else replace(config.lora, lora_rank=rank), "actor": config.lora}
+    models = {role: model_memory(size, machine, loras.get(role)) for role, size in sizes.items()}
+    trained = {role: sizes[role].n_trained(lora.lora_rank) for role, lora in loras.items() if role in sizes}
     resting = sum(model.moments for model in models.values()) if ppo.offload_idle else 0
     buffer = _EXPERIENCE * samples * longest * (1 + (machine.n_ranks if machine.n_ranks > 1 else 0))
     host = sum(model.host for model in models.values()) + resting + _TRAJECTORY * samples * longest
@@ -211,8 +202,8 @@ def estimate_ppo(config: TrainPPOConfig, sizes: dict[str, ModelSize], lengths: L
         pass_bytes(size, machine, rows, longest, scored) + models[role].live(machine) for role, size in sizes.items()
     )
     work = train_rows, length, max(scored, lengths.document)
-    training = max(_training(sizes[role], models[role], machine, *work) for role in loras)
-    generation = _generation(config, sizes["actor"], models["actor"].gathered, machine, resident, (samples, longest))
+    training = max(_training(sizes[role], models[role], machine, *work) for role in trained)
+    generation = _generation(config, sizes["actor"], models["actor"].gathered, machine, resident, samples, longest)
     phases = {
         "loading": _loading(models.values()),
         "generation": resident + generation,
@@ -228,7 +219,7 @@ def estimate_supervised(
 ) -> Estimate:
     """Memory of a run that trains one model on rows of ``longest`` tokens with logits at ``scored`` places."""
     rows = min(machine.share(config.batch.train_batch_size), config.batch.micro_train_batch_size)
-    model = trained_memory(size, machine, config.lora)
+    model = model_memory(size, machine, config.lora)
     training = _training(size, model, machine, rows_per_sample * rows, longest, scored)
     phases = {"loading": _loading([model]), "training": model.lasting + model.host * machine.on_cpu + training}
     checkpoint = 12 * size.n_trained(config.lora.lora_rank)
@@ -256,13 +247,13 @@ def _training(size: ModelSize, model: ModelMemory, machine: Machine, rows: int, 
 
 
 def _generation(
-    config: TrainPPOConfig, size: ModelSize, whole: int, machine: Machine, lasting: int, work: tuple[int, int]
+    config: TrainPPOConfig, size: ModelSize, whole: int, machine: Machine, resident: int, samples: int, longest: int
 ) -> int:
     """The engine's cache, and reading prompts or sampling; or vLLM's share of the device."""
-    options, s, (samples, longest) = config.generation, machine.element, work
+    options, s = config.generation, machine.element
     if options.rollout_engine == "vllm":
         return max(int(options.vllm_gpu_memory_utilization * (machine.memory or 0)), s * size.n_parameters)
-    free = 2**62 if machine.on_cpu or machine.memory is None else max(0, machine.memory - lasting)
+    free = 2**62 if machine.on_cpu or machine.memory is None else max(0, machine.memory - resident)
     gathered = whole if whole <= free // 2 else min(whole, s * _LIVE)  # then ranks decode in lockstep
     most, row = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU, s * size.cache * (longest + SLACK_COLUMNS)
     rows = min(samples, options.max_num_seqs or rows_that_fit(max(0, free - gathered), row, most))
@@ -287,6 +278,9 @@ def log_ppo_memory(
         "actor": ("--pretrain", model.pretrain),
         "reference": ("--ref_pretrain", model.ref_pretrain if config.kl.init_kl_coef > 0 else None),
     }
+    prompts = [len(prompt.token_ids) for prompt in data.prompts] or [config.data.prompt_max_len]
+    documents = [len(document.token_ids) for document in data.documents]
+    document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
 
     def estimate(machine: Machine) -> Estimate:
         sizes = {
@@ -296,9 +290,6 @@ def log_ppo_memory(
         }
         if config.kl.init_kl_coef > 0 and config.lora.lora_rank == 0:
             sizes.setdefault("reference", sizes["actor"])
-        prompts = [len(prompt.token_ids) for prompt in data.prompts] or [config.data.prompt_max_len]
-        documents = [len(document.token_ids) for document in data.documents]
-        document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
         return estimate_ppo(config, sizes, Lengths(min(prompts), max(prompts), document), machine)
 
     return _log(estimate, config, strategy)
@@ -311,17 +302,16 @@ def log_supervised_memory(
     options, scored = config.supervised, min(longest, most_scored * config.batch.micro_train_batch_size)
 
     def estimate(machine: Machine) -> Estimate:
-        scalar = isinstance(config, TrainRMConfig)
-        size = _size("--pretrain", options.pretrain, scalar, config.lora, options.trust_remote_code)
+        is_scalar, trust = isinstance(config, TrainRMConfig), options.trust_remote_code
+        size = _size("--pretrain", options.pretrain, is_scalar, config.lora, trust)
         return estimate_supervised(config, size, machine, longest, rows_per_sample, scored)
 
     return _log(estimate, config, strategy)
 
 
-def _size(flag: str, name: str, scalar: bool, lora: LoRAConfig, trust: bool) -> ModelSize:
-    config = check_model(name, flag, trust)
+def _size(flag: str, name: str, is_scalar: bool, lora: LoRAConfig, trust: bool) -> ModelSize:
     try:
-        return model_size(config, scalar, lora.target_modules, trust)
+        return model_size(check_model(name, flag, trust), is_scalar, lora.target_modules, trust)
     except ValueError as error:
         raise ValueError(f"{flag} {name}: {error}") from error
 
@@ -333,28 +323,6 @@ def _log(
 
     None, with a warning, where a model cannot be counted.
     """
-    machine, dry_run = _machine(config, strategy), config.run.dry_run
-    try:
-        estimate = estimate_on(machine)
-    except ValueError as error:
-        if dry_run:
-            raise
-        logger.warning("no estimate of memory: %s", error)
-        return None
-    if strategy.is_main:
-        for line in estimate.table() if dry_run or not estimate.fits else [estimate.summary()]:
-            logger.info("%s", line)
-        if not estimate.fits:
-            flags = remedies(estimate.largest, flat_dict(config), machine.on_cpu)
-            logger.warning("the estimate exceeds the device's memory; what lowers it: %s", ", ".join(flags))
-    if dry_run:
-        strategy.close()
-        raise SystemExit(0)
-    return estimate
-
-
-def _machine(config: TrainPPOConfig | SupervisedCommand, strategy: DeepspeedStrategy) -> Machine:
-    """The ranks and devices of this run, or those that --dry_run_ranks and --dry_run_memory name."""
     run, on_cpu = config.run, strategy.device.type == "cpu" and config.run.dry_run_memory is None
     if run.dry_run_memory is not None:
         memory = round(run.dry_run_memory * 2**30)
@@ -363,4 +331,21 @@ def _machine(config: TrainPPOConfig | SupervisedCommand, strategy: DeepspeedStra
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
     else:
         memory = torch.cuda.get_device_properties(strategy.device).total_memory
-    return Machine(config.deepspeed, run.dry_run_ranks or strategy.comm.world_size, on_cpu, memory)
+    n_ranks = run.dry_run_ranks or strategy.comm.world_size
+    try:
+        estimate = estimate_on(Machine(config.deepspeed, n_ranks, on_cpu, memory))
+    except ValueError as error:
+        if run.dry_run:
+            raise
+        logger.warning("no estimate of memory: %s", error)
+        return None
+    if strategy.is_main:
+        for line in estimate.table() if run.dry_run or not estimate.fits else [estimate.summary()]:
+            logger.info("%s", line)
+        if not estimate.fits:
+            flags = remedies(estimate.largest, flat_dict(config), on_cpu)
+            logger.warning("the estimate exceeds the device's memory; what lowers it: %s", ", ".join(flags))
+    if run.dry_run:
+        strategy.close()
+        raise SystemExit(0)
+    return estimate

@@ -18,12 +18,9 @@ from openppo.trainer.components import PPOComponents
 from openppo.trainer.self_check import check_samples, token_texts
 from openppo.types import Experience, Trajectory
 
-N_SAMPLES = 4
-"""Samples that are logged of a step or of an evaluation."""
-N_TOKEN_STEPS = 100
-"""Steps of a run, about, whose samples are logged token by token."""
-MAX_TOKENS = 2000
-"""Longer responses keep this many tokens, half of them from either end."""
+N_SAMPLES = 4  # are logged of a step or of an evaluation
+N_TOKEN_STEPS = 100  # steps of a run, about, whose samples are logged token by token
+MAX_TOKENS = 2000  # of a longer response are kept, half of them from either end
 
 Row = dict[str, Any]
 
@@ -38,8 +35,7 @@ class StepDiagnostics:
         self.config, self.components, self.total_steps = config, components, total_steps
         self.comm, self.tokenizer = components.strategy.comm, components.tokenizer
         self.weights = config.rewards.weights()
-        self.trained_on: Sequence[Trajectory] | None = None
-        """Trajectories of the last step, until it is shown."""
+        self.trained_on: Sequence[Trajectory] | None = None  # in the last step, until it is shown
         self._checks_next = config.tracking.self_check and self.comm.rank == 0
         self._observed_step = 0
         self._observed: dict[tuple[int, ...], dict[str, Tensor]] = {}  # of the last epoch, (L,) by token ids
@@ -60,18 +56,19 @@ class StepDiagnostics:
         if self.trained_on is None:  # of an earlier session, which has logged it
             return
         if self._checks_next and len(buffer) > 0:
-            self._checks_next = False
-            self._check(step, buffer, metrics.get("kl_coef", 0.0))
+            self._checks_next, rewards = False, self.config.rewards
+            eos = eos_token_ids(self.components.actor.module.model, self.tokenizer)
+            # a function may reward single tokens, and so may steps
+            one_score = rewards.reward_fn is None and rewards.remote_rm_url is None and rewards.prm_pretrain is None
+            penalty = metrics.get("kl_coef", 0.0)
+            check_samples(step, buffer.items, self.tokenizer, eos, self.config.kl, penalty, one_score)
         kept = list(self.trained_on)[len(self.trained_on) - len(buffer) :]  # without those dropped by --buffer_limit
         chosen = choose(kept) if self.comm.rank == 0 else []
         samples = [sample_row(kept[i], self.tokenizer, self.weights, buffer.items[i]) for i in chosen]
         tokens = []
         if self._shows_tokens(step):
             observed = self._of_all_ranks([kept[i] for i in chosen])
-            tokens = [
-                token_row(kept[i], self.tokenizer, buffer.items[i], numbers)
-                for i, numbers in zip(chosen, observed, strict=True)
-            ]
+            tokens = [token_row(kept[i], self.tokenizer, buffer.items[i], observed[n]) for n, i in enumerate(chosen)]
         self._log(step, samples, tokens)
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
             self.components.trackers.log_histograms(step, experience_histograms(buffer.items, self.comm))
@@ -87,29 +84,17 @@ class StepDiagnostics:
     def _shows_tokens(self, step: int) -> bool:
         return step % -(-self.total_steps // N_TOKEN_STEPS) == 0 or step in (1, self.total_steps)
 
-    def _check(self, step: int, buffer: ReplayBuffer, kl_coef: float) -> None:
-        rewards = self.config.rewards
-        eos = eos_token_ids(self.components.actor.module.model, self.tokenizer)
-        # a function may reward single tokens, and so may steps
-        one_score = rewards.reward_fn is None and rewards.remote_rm_url is None and rewards.prm_pretrain is None
-        check_samples(step, buffer.items, self.tokenizer, eos, self.config.kl, kl_coef, one_score)
-
     def _of_all_ranks(self, chosen: Sequence[Trajectory]) -> list[dict[str, Tensor]]:
         """What training forwards computed of rank 0's ``chosen`` samples, on the ranks that trained on them."""
         wanted = self.comm.all_gather_object([tuple(t.token_ids) for t in chosen])[0]
         mine = {ids: self._observed[ids] for ids in wanted if ids in self._observed}
-        found: dict[tuple[int, ...], dict[str, Tensor]] = {}
-        for numbers in self.comm.all_gather_object(mine):
-            found |= numbers
+        found = {ids: row for numbers in self.comm.all_gather_object(mine) for ids, row in numbers.items()}
         return [found.get(tuple(t.token_ids), {}) for t in chosen]
 
     def _log(self, step: int, samples: Sequence[Row], tokens: Sequence[Row], evaluation: bool = False) -> None:
-        start = {"evaluation": True} if evaluation else {}
-        for log, rows in (
-            (self.components.trackers.log_samples, samples),
-            (self.components.trackers.log_tokens, tokens),
-        ):
-            log(step, [start | {"sample": i} | row for i, row in enumerate(rows)])
+        start, trackers = {"evaluation": True} if evaluation else {}, self.components.trackers
+        trackers.log_samples(step, [start | {"sample": i} | row for i, row in enumerate(samples)])
+        trackers.log_tokens(step, [start | {"sample": i} | row for i, row in enumerate(tokens)])
 
 
 def choose(trajectories: Sequence[Trajectory]) -> list[int]:
@@ -120,18 +105,14 @@ def choose(trajectories: Sequence[Trajectory]) -> list[int]:
     groups: dict[int, list[int]] = {}
     for i, trajectory in enumerate(trajectories):
         groups.setdefault(trajectory.group, []).append(i)
-    of_each = 1 if max(map(len, groups.values()), default=0) < 2 else 2
-
-    def checksum(group: int) -> int:
-        return zlib.crc32(repr(trajectories[groups[group][0]].prompt.token_ids).encode())
-
-    return [i for group in sorted(groups, key=checksum) for i in groups[group][:of_each]][:N_SAMPLES]
+    checksums = {g: zlib.crc32(repr(trajectories[i].prompt.token_ids).encode()) for g, (i, *_) in groups.items()}
+    return [i for group in sorted(groups, key=checksums.__getitem__) for i in groups[group][:2]][:N_SAMPLES]
 
 
 def sample_row(
     trajectory: Trajectory,
     tokenizer: PreTrainedTokenizerBase,
-    weights: dict[str, float],
+    weights: Mapping[str, float],
     experience: Experience | None = None,
 ) -> Row:
     """A line of samples.jsonl; of the ``experience`` (1, L) that was trained on, if any, the KL."""
@@ -156,8 +137,7 @@ def token_row(
 ) -> Row:
     """A line of tokens.jsonl: lists over the response's tokens, null where a token is not trained on.
 
-    Numbers are those of the ``experience`` (1, L) and of the training forwards that were ``observed``, (L,); without
-    experience the engine's.
+    Numbers are of the ``experience`` (1, L), else the engine's, and of training forwards that were ``observed``, (L,).
     """
     first, n = len(trajectory.prompt.token_ids), len(trajectory.token_ids)
     mask, columns = trajectory.action_mask, {"log_prob": torch.tensor(trajectory.log_probs, dtype=torch.float64)}

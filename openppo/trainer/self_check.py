@@ -5,7 +5,8 @@ All numbers are those of the experience itself; only the KL is computed again, b
 
 import logging
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -105,9 +106,10 @@ class _Sample:
         for name, column in self.columns.items():
             places[f"is not trained on but has {name}"] = ~self.trained & (column != 0)
         found = [f"token {int(where.nonzero()[0])} {fault}" for fault, where in places.items() if where.any()]
-        if not self.truncated and self.ids[self.actions[-1]] not in self.eos:
-            found.append(f"it ended by itself, but token {self.actions[-1]}, the last trained on, is not EOS")
-        if one_score and self.scored not in ([], self.actions[-1:]):
+        last = self.actions[-1]
+        if not self.truncated and self.ids[last] not in self.eos:
+            found.append(f"it ended by itself, but token {last}, the last trained on, is not EOS")
+        if one_score and self.scored not in ([], [last]):
             found.append(f"the score lies at token {self.scored[0]}, not only at the last one that is trained on")
         return found
 
@@ -118,16 +120,14 @@ class _Sample:
         shown = {*range(max(0, first - _BEFORE), first), *self.actions[:_ENDS], *self.actions[-_ENDS:]}
         shown |= {*self.scored[-_ENDS:], *range(real, min(n, real + 1))}
         rows: list[list[str]] = [["", "token", "id", "attention", "action", *self.columns, ""]]
-        before = -1
-        for i in [*sorted(shown), n]:
+        for before, i in pairwise([-1, *sorted(shown), n]):
             if i > before + 1:
                 rows.append(["", f"... {i - before - 1} more"])
             if i < n:
                 text = escape_control(token_texts(self.ids[: i + 1], tokenizer, first=i)[0][:_LONGEST_TOKEN])
                 masks = [str(int(mask[i])) for mask in (self.attended, self.trained)]
-                numbers = [_number(float(column[i])) if self.trained[i] else "" for column in self.columns.values()]
+                numbers = [f"{column[i]:z.4f}" if self.trained[i] else "" for column in self.columns.values()]
                 rows.append([str(i), f"'{text}'", str(self.ids[i]), *masks, *numbers, self._notes(i)])
-            before = i
         return table_lines(rows, right=[0, *range(2, 5 + len(self.columns))])
 
     def _notes(self, i: int) -> str:
@@ -140,10 +140,6 @@ class _Sample:
         return ", ".join(note for note, holds in notes.items() if holds)
 
 
-def _number(value: float) -> str:
-    return f"{value:.4f}".replace("-0.0000", "0.0000") if abs(value) < 1000 else f"{value:.3g}"
-
-
 def token_texts(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, first: int = 0) -> list[str]:
     """The text that each token from ``first`` on adds; joined, they are the text.
 
@@ -151,11 +147,8 @@ def token_texts(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, fi
     """
     texts, read = [], first
     for end in range(first + 1, len(token_ids) + 1):
-        start = max(0, read - _CONTEXT)
-        before, after = (
-            str(tokenizer.decode(list(token_ids[start:stop]), clean_up_tokenization_spaces=False))
-            for stop in (read, end)
-        )
+        both = [list(token_ids[max(0, read - _CONTEXT) : stop]) for stop in (read, end)]
+        before, after = (str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in both)
         complete = not after.endswith("\ufffd") or end - read >= _CONTEXT or end == len(token_ids)
         texts.append(after[len(before) :] if complete else "")
         if complete:
@@ -165,28 +158,30 @@ def token_texts(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, fi
 
 def show_examples(examples: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Log the first of the ``examples`` of a supervised step: what is read, and what the loss is of."""
-    rows = []
-    for number, example in enumerate(examples[:_SAMPLES], 1):
-        for part, text in _parts(example, tokenizer):
-            shown = escape_control(text, _LONGEST, keep="end" if part == "read" else "start")
-            rows.append((f"{number} {part}", shown))
+    rows = [
+        (f"{number} {part}", escape_control(text, _LONGEST, keep="end" if part == "read" else "start"))
+        for number, example in enumerate(examples[:_SAMPLES], 1)
+        for part, text in _parts(example, tokenizer)
+    ]
     log_lines([f"self-check: what the first step trains on {_HINT}", "", *table_lines(rows), ""])
 
 
 def _parts(example: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """Names and texts of an example's parts: of token examples the last turns of reading and training."""
     if isinstance(example, PreferenceExample):
+        sides = {"chosen": example.chosen_ids, "rejected": example.rejected_ids}
         return [
             (side, f"score at token {len(ids) - 1}, '{tokenizer.decode(ids[-1:])}', of: {tokenizer.decode(ids)}")
-            for side, ids in (("chosen", example.chosen_ids), ("rejected", example.rejected_ids))
+            for side, ids in sides.items()
         ]
     if isinstance(example, ProcessExample):
         judged = {i: label for i, label in enumerate(example.labels) if label != IGNORE_INDEX}
         shown = [f"{x:.2f}" if isinstance(x, float) else str(tokenizer.decode([x])) for x in judged.values()]
         places = ", ".join(f"{label} at {i}" for label, i in zip(shown, judged, strict=True))
         return [("read", str(tokenizer.decode(example.token_ids))), ("judged", f"{len(judged)} steps: {places}")]
-    pairs = zip(
-        ("read", *("trained on" if x else "read" for x in example.loss_mask[1:])), example.token_ids, strict=True
-    )
-    turns = [(part, [i for _, i in turn]) for part, turn in groupby(pairs, key=lambda pair: pair[0])]
-    return [(part, f"{tokenizer.decode(ids)} ({len(ids)} tokens)") for part, ids in turns[-_SEGMENTS:]]
+    targets = zip((False, *example.loss_mask[1:]), example.token_ids, strict=True)
+    turns = [(target, [i for _, i in turn]) for target, turn in groupby(targets, key=itemgetter(0))]
+    return [
+        ("trained on" if target else "read", f"{tokenizer.decode(ids)} ({len(ids)} tokens)")
+        for target, ids in turns[-_SEGMENTS:]
+    ]

@@ -61,21 +61,20 @@ def batch_plan(config: TrainPPOConfig, n_prompts: int, world_size: int, n_steps:
 
     A source without prompts has ``n_steps`` steps, each planned as one of full batches.
     """
-    size, episodes = config.ppo.rollout_batch_size, config.ppo.num_episodes
-    sizes = [min(size, n_prompts - start) for start in range(0, n_prompts, size)]
-    if n_steps is not None:
-        sizes, episodes = [size] * n_steps, 1
-    plans = {size: _step_plan(config, size, world_size) for size in set(sizes)}
-    return BatchPlan(episodes, [plans[size] for size in sizes], config.ppo.max_steps)
-
-
-def _step_plan(config: TrainPPOConfig, n_prompts: int, world_size: int) -> StepPlan:
     ppo, batch = config.ppo, config.batch
-    bounds = [rank * n_prompts // world_size for rank in range(world_size + 1)]  # as prompts are dealt out
-    on_ranks = [(end - start) * ppo.n_samples_per_prompt for start, end in itertools.pairwise(bounds)]
-    n_samples = sum(min(n, ppo.buffer_limit or n) for n in on_ranks)
-    mini_batches = -(-n_samples // batch.train_batch_size)
-    return StepPlan(n_prompts, n_samples, mini_batches, batch.max_epochs * mini_batches)
+
+    def step(n: int) -> StepPlan:
+        bounds = [rank * n // world_size for rank in range(world_size + 1)]  # as prompts are dealt out
+        on_ranks = [(end - start) * ppo.n_samples_per_prompt for start, end in itertools.pairwise(bounds)]
+        n_samples = sum(min(on_rank, ppo.buffer_limit or on_rank) for on_rank in on_ranks)
+        mini_batches = -(-n_samples // batch.train_batch_size)
+        return StepPlan(n, n_samples, mini_batches, batch.max_epochs * mini_batches)
+
+    size = ppo.rollout_batch_size
+    if n_steps is not None:
+        return BatchPlan(1, [step(size)] * n_steps, ppo.max_steps)
+    rest = n_prompts % size
+    return BatchPlan(ppo.num_episodes, [step(size)] * (n_prompts // size) + [step(rest)] * (rest > 0), ppo.max_steps)
 
 
 class Role(NamedTuple):

@@ -15,17 +15,20 @@ from openppo.types import Prompt
 
 logger = logging.getLogger("openppo")
 
-_PART = 1 << 14
-_PARTS = 256
-"""So many parts of so many bytes, evenly spread, stand for a file of weights."""
+_PARTS, _PART = 256, 1 << 14  # so many parts of so many bytes, evenly spread, stand for a file of weights
 
 
 def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compare the ``options`` and ``contents`` of a checkpoint with those of this run, and log what may differ.
+    """Compare ``kind``, ``options`` and ``contents`` of a checkpoint with this run's, and log what may differ.
 
     ``contents`` are fingerprints by flag of what options name: a folder that has moved is the same, another one under
     an old name is not. Raises ``ValueError`` naming every option that contradicts the checkpoint in ``path``.
     """
+    if saved["kind"] != now["kind"]:
+        raise ValueError(
+            f"--load_checkpoint: {path} is a checkpoint of train_{saved['kind']}, not of train_{now['kind']}: give "
+            "another --ckpt_path."
+        )
     must_match = training_options(lambda rules: rules.resume == "must match")
     differ = _differences(saved["options"], now["options"])
     said = {name: f"--{name} was {old}, is {new}" for name, (old, new) in differ.items()}

@@ -23,7 +23,7 @@ from openppo.config import (
 from openppo.config.commands import SupervisedCommand
 from openppo.config.models import refuse_overwriting
 from openppo.experience.estimators import ESTIMATORS
-from openppo.models.merge_lora import LoRAMerge, to_bf16
+from openppo.models.merge_lora import LoRAMerge, make_folder, to_bf16
 from openppo.models.pretrained import check_model, load_tokenizer
 from openppo.strategy.checkpoint.folder import MANIFEST, UnreadableError, damage_of
 from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader
@@ -34,10 +34,8 @@ from openppo.trainer.resume.compatible import model_fingerprint
 from openppo.trainer.supervised.build import load_model
 
 logger = logging.getLogger("openppo")
-
 _KINDS: dict[str, type] = {"ppo": TrainPPOConfig, "sft": TrainSFTConfig, "rm": TrainRMConfig, "prm": TrainPRMConfig}
-_OF_FOLDER = re.compile("[0-9a-f]{64}")
-"""A fingerprint of what lies in a local folder; that of a name on the hub names a commit."""
+_OF_FOLDER = re.compile("[0-9a-f]{64}")  # a fingerprint; that of a name on the hub names a commit
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -65,10 +63,7 @@ class Export:
             raise ValueError(f"FOLDER {self.folder} lies among the checkpoints, which runs remove: choose another.")
         if holds_model(self.folder):
             raise ValueError(f"FOLDER {self.folder} holds a model already: choose another.")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"FOLDER {self.folder}: cannot be written ({error}).") from error
+        make_folder("FOLDER", self.folder)
         self.tokenizer = load_tokenizer(pretrain, "--pretrain", trust_remote_code=options.trust_remote_code)
         self.module = self._module()
         self._fill()
@@ -76,15 +71,15 @@ class Export:
     def fit(self) -> None:
         """Write model and tokenizer; merged weights by way of merge_lora."""
         options, model = self.options, self.module.model
-        if options.merge:
-            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".adapters_") as adapters:
-                self._write(model, Path(adapters))
+        if options.bf16 and not options.merge:
+            to_bf16(model)
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".adapters_") as adapters:
+            written = Path(adapters) if options.merge else self.folder
+            save_model(model, written, is_main=True)
+            save_tokenizer(self.tokenizer, written)
+            if options.merge:
                 more = {"bf16": options.bf16, "trust_remote_code": options.trust_remote_code}
                 LoRAMerge(MergeConfig(adapters, options.folder, pretrain=self.start, **more)).fit()
-        else:
-            if options.bf16:
-                to_bf16(model)
-            self._write(model, self.folder)
         logger.info("wrote the model of step %d of %s to %s", self.state["step"], self.checkpoint, self.folder)
 
     def close(self) -> None:
@@ -104,8 +99,8 @@ class Export:
             raise ValueError(f"--role critic: the run of {self.checkpoint} had none; leave it out.")
         group = "model" if kind == "ppo" else "supervised"
         names = getattr(run, group)
-        now: dict[str, Any] = {"trust_remote_code": given.trust_remote_code, "flash_attn": False}
-        now["pretrain"] = given.pretrain or names.pretrain
+        now: dict[str, Any] = {"pretrain": given.pretrain or names.pretrain, "flash_attn": False}
+        now["trust_remote_code"] = given.trust_remote_code
         if kind == "ppo":
             now["critic_pretrain"] = given.critic_pretrain or names.critic_pretrain
         whole = dataclasses.replace(run.lora, load_in_4bit=False)
@@ -118,7 +113,8 @@ class Export:
         try:
             check_model(name, flag, self.options.trust_remote_code)
         except ValueError as error:
-            raise ValueError(f"{error} The run started from it: say where it is now with {remedy}.") from error
+            said = " ".join(str(error).split())
+            raise ValueError(f"{said} The run started from it: say where it is now with {remedy}.") from error
         before = str(self.state["contents"].get(flag))
         if Path(name).is_dir() and _OF_FOLDER.fullmatch(before) and model_fingerprint(name) != before:
             raise ValueError(f"{flag} {name} is not what the run started from: say where that is with {remedy}.")
@@ -153,10 +149,6 @@ class Export:
                     parameter.copy_(values.view_as(parameter))
         except (ValueError, SafetensorError) as error:
             raise ValueError(f"CHECKPOINT {self.checkpoint} does not fit {self.start}: {error}") from error
-
-    def _write(self, model: Any, folder: Path) -> None:
-        save_model(model, folder, is_main=True)
-        save_tokenizer(self.tokenizer, folder)
 
 
 def find_checkpoint(given: Path) -> Path:

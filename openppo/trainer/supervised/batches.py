@@ -21,10 +21,8 @@ from openppo.types import Comm
 
 logger = logging.getLogger("openppo")
 
-PACKED_ROW = 512
-"""Length of packed rows: attention costs more in longer ones, and shorter ones waste more places."""
-_LEAK, _NOISE = 1e-5, 0.05
-"""Bounds of changes by another row or document, and by padding or place in the row, in bfloat16 too."""
+PACKED_ROW = 512  # tokens: attention costs more in longer rows, and shorter ones waste more places
+_LEAK, _NOISE = 1e-5, 0.05  # bounds of changes by other rows or documents, and by padding or place, in bfloat16 too
 _IDLE = TokenExample(token_ids=[0, 0], loss_mask=[False, False])
 
 
@@ -56,11 +54,7 @@ class StepBatch:
 
 
 def token_batch(
-    examples: Sequence[TokenExample],
-    micro_batch_size: int,
-    pad_token_id: int,
-    comm: Comm,
-    pack_to: int | None = None,
+    examples: Sequence[TokenExample], micro_batch_size: int, pad_token_id: int, comm: Comm, pack_to: int | None = None
 ) -> StepBatch:
     """This rank's share of a step's ``examples``, given alike on all ranks; those without a target are left out.
 

@@ -46,10 +46,7 @@ def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None
 
 
 def _build(
-    config: Any,
-    strategy: DeepspeedStrategy | None,
-    trainer_class: type[Trainer],
-    load_examples: Callable[..., Any],
+    config: Any, strategy: DeepspeedStrategy | None, trainer_class: type[Trainer], load_examples: Callable[..., Any]
 ) -> Trainer:
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
     comm, name, trust = strategy.comm, options.pretrain, options.trust_remote_code
@@ -75,11 +72,8 @@ def _build(
     model = strategy.prepare(load_model(config, tokenizer), config.adam, options.learning_rate, n_steps)
     checkpointer.attach({"model": model})
     trackers = start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step)
-    data = train, held_out
-    components = SupervisedComponents(
-        strategy, tokenizer, model, *data, trackers, checkpointer, SignalStop(comm), estimate
-    )
-    trainer = trainer_class(config, components)
+    parts = strategy, tokenizer, model, train, held_out, trackers, checkpointer, SignalStop(comm), estimate
+    trainer = trainer_class(config, SupervisedComponents(*parts))
     if checkpointer.found is not None:
         trainer.load_checkpoint()
     else:
@@ -97,10 +91,8 @@ def load_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
         if not isinstance(config, TrainRMConfig):
             actor = Actor(options.pretrain, **given)
             return ProcessRewardModel(actor.model) if isinstance(config, TrainPRMConfig) else actor
-        prefix = config.data.value_head_prefix
-        model = get_llm_for_sequence_regression(
-            options.pretrain, "reward", value_head_prefix=prefix, init_value_head=True, **given
-        )
+        given |= {"value_head_prefix": config.data.value_head_prefix, "init_value_head": True}
+        model = get_llm_for_sequence_regression(options.pretrain, "reward", **given)
     model.model.config.pad_token_id = tokenizer.pad_token_id  # plain transformers finds the score through it
     return model
 
@@ -114,7 +106,7 @@ def load_train_and_eval(
     """
     options = config.supervised
 
-    def load(source: str | None, probs: str | None, flag: str, split: str) -> list[Example]:
+    def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Example]:
         if source is None:
             return []
         rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=config.deepspeed.seed)
@@ -125,8 +117,8 @@ def load_train_and_eval(
     train, held_out = collective(
         comm,
         lambda: (
-            load(options.dataset, options.dataset_probs, "--dataset", options.dataset_split),
-            load(options.eval_dataset, None, "--eval_dataset", options.eval_split),
+            load("--dataset", options.dataset, options.dataset_probs, options.dataset_split),
+            load("--eval_dataset", options.eval_dataset, None, options.eval_split),
         ),
     )
     check_same(comm, {"--dataset": train, "--eval_dataset": held_out})

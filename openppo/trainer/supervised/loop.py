@@ -55,10 +55,8 @@ def total_optimizer_steps(config: SupervisedCommand, n_examples: int) -> int:
 class SupervisedTrainer(ABC, Generic[Example]):
     """Base of the three trainers, which say what a batch costs; this says when to step."""
 
-    kind: ClassVar[str]
-    """Of its checkpoints, and of the command."""
-    headline: ClassVar[Sequence[str]]
-    """Metrics to show first."""
+    kind: ClassVar[str]  # of its checkpoints, and of the command
+    headline: ClassVar[Sequence[str]]  # metrics to show first
 
     def __init__(self, config: SupervisedCommand, components: SupervisedComponents[Example]) -> None:
         self.config, self.components = config, components
@@ -151,7 +149,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
                 loss = self.loss(model, batch, micro, metrics, prefix="")
                 model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
             norm = model.step()
-            if self.skipped.accept(norm, "model", f"step {self.global_step + 1}", _tensors(examples)):
+            fields = ((i, name, value) for i, example in enumerate(examples) for name, value in vars(example).items())
+            tensors = {f"{i}/{name}": torch.tensor(value) for i, name, value in fields}
+            if self.skipped.accept(norm, "model", f"step {self.global_step + 1}", tensors):
                 metrics.add("grad_norm", norm)
             else:
                 metrics = Metrics()
@@ -206,12 +206,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def save_checkpoint(self) -> Path:
         """Write all that ``--load_checkpoint`` needs to resume here; ``CheckpointError`` when the disk is full."""
         assert self.components.checkpointer is not None, "the builders make a checkpointer"
-        state = {
-            "global_step": self.global_step,
-            "skipped": self.skipped.state_dict(),
-            "unreported": self.unreported,
-            "stopped_by": self.stopped_by,
-        }
+        state = {"global_step": self.global_step, "skipped": self.skipped.state_dict()}
+        state |= {"unreported": self.unreported, "stopped_by": self.stopped_by}
         return self.components.checkpointer.save(self.global_step, state, self.write_model)
 
     def load_checkpoint(self) -> None:
@@ -227,9 +223,3 @@ class SupervisedTrainer(ABC, Generic[Example]):
     def write_model(self, folder: Path) -> None:
         """Write the model in Hugging Face format to ``folder``, on all ranks together."""
         self.components.strategy.save_pretrained(self.components.model.module.model, folder, self.components.tokenizer)
-
-
-def _tensors(examples: Sequence[Any]) -> dict[str, Tensor]:
-    """Fields of examples as tensors, by number and name."""
-    fields = ((i, name, value) for i, example in enumerate(examples) for name, value in vars(example).items())
-    return {f"{i}/{name}": torch.tensor(value) for i, name, value in fields}

@@ -217,7 +217,7 @@ def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(
     for command in TRAINERS:
         ended = run_line(f"{command} --dry_run --dry_run_ranks 4 --dry_run_memory 80")
         assert ended.code == 0, ended.stderr
-        for part in ("memory of each of 4 ranks", "training", "fits into 80.0 GiB", "checkpoint"):
+        for part in ("memory on each of 4 ranks", "training", "fits into 80.0 GiB", "checkpoint"):
             assert part in ended.stderr
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 

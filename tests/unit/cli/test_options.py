@@ -205,7 +205,7 @@ def test_a_field_is_all_that_a_new_option_needs(
     assert "Width of the data. (default: 4)" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--width must be at least 2, got 1; use 2."):
         config("--width", "1").validate(1)
-    was, now = ({"options": flat_dict(config("--width", width)), "contents": {}} for width in "45")
+    was, now = ({"kind": "sft", "options": flat_dict(config("--width", width)), "contents": {}} for width in "45")
     with pytest.raises(ValueError, match="--load_checkpoint: .* --width was 4, is 5. Restore these options"):
         check_compatible(Path("ckpt"), was, now)
     assert measured_otherwise(was["options"], now["options"]) == ["width"]

@@ -17,9 +17,8 @@ from openppo.trainer.memory import (
     Machine,
     estimate_ppo,
     estimate_supervised,
-    frozen_memory,
+    model_memory,
     pass_bytes,
-    trained_memory,
 )
 
 M, GIB = 1_000_000, 2**30
@@ -57,7 +56,7 @@ STATES = {  # bytes per trained parameter on one of four ranks
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("bf16", STATES)
 def test_states_of_four_ranks_are_those_of_the_table(stage: int, bf16: bool) -> None:
-    lasting = trained_memory(SIZE, machine(4, zero_stage=stage, bf16=bf16), FULL).lasting
+    lasting = model_memory(SIZE, machine(4, zero_stage=stage, bf16=bf16), FULL).lasting
     assert lasting == STATES[bf16][stage] * M
     if (stage, bf16) == (3, True):
         _, deepspeeds, _ = estimate_zero3_model_states_mem_needs(M, 0, 4, 1, cpu_offload=False)
@@ -66,7 +65,7 @@ def test_states_of_four_ranks_are_those_of_the_table(stage: int, bf16: bool) -> 
 
 def test_gradients_come_and_go_by_stage() -> None:
     large = SIZE._replace(n_parameters=8_000 * M)
-    of = {stage: trained_memory(large, machine(8, zero_stage=stage, bf16=stage > 0), FULL) for stage in range(4)}
+    of = {stage: model_memory(large, machine(8, zero_stage=stage, bf16=stage > 0), FULL) for stage in range(4)}
     assert of[0].backward == 4 * 8_000 * M
     assert of[1].backward == 0, "they last"
     assert of[2].backward == 4 * 1_000 * M
@@ -76,7 +75,7 @@ def test_gradients_come_and_go_by_stage() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offloading_moves_the_optimizer_to_the_host(stage: int) -> None:
-    here, away = (trained_memory(SIZE, machine(4, zero_stage=stage, adam_offload=off), FULL) for off in (False, True))
+    here, away = (model_memory(SIZE, machine(4, zero_stage=stage, adam_offload=off), FULL) for off in (False, True))
     assert here.lasting - away.lasting >= 12 * M // 4
     assert (away.moments, here.host) == (0, 0)
     assert away.host >= 12 * M // 4
@@ -85,16 +84,16 @@ def test_offloading_moves_the_optimizer_to_the_host(stage: int) -> None:
 def test_adapters_are_trained_and_the_rest_is_frozen() -> None:
     lora, bf16 = LoRAConfig(lora_rank=8), machine(zero_stage=2, bf16=True)
     adapters = 8 * SIZE.adapter
-    assert trained_memory(SIZE, bf16, lora).lasting == 2 * M + (2 + 4 + 8) * adapters
+    assert model_memory(SIZE, bf16, lora).lasting == 2 * M + (2 + 4 + 8) * adapters
     assert SCALAR.n_trained(8) == adapters + SCALAR.hidden
     scales = 800_000 // 64 + 4 * 800_000 / (64 * 256)  # a byte for 64 weights of 4 bits, a float32 for 256 of those
-    quantized = trained_memory(SIZE, bf16, LoRAConfig(lora_rank=8, load_in_4bit=True))
+    quantized = model_memory(SIZE, bf16, LoRAConfig(lora_rank=8, load_in_4bit=True))
     assert quantized.lasting == round(400_000 + scales) + 2 * 200_000 + (2 + 4 + 8) * adapters
 
 
 def test_frozen_models_are_partitioned_under_zero_3_alone() -> None:
-    assert [frozen_memory(SIZE, machine(4, zero_stage=z, bf16=True)).lasting for z in (2, 3)] == [2 * M, 2 * M // 4]
-    assert [trained_memory(SIZE, machine(n, zero_stage=3), FULL).gathered for n in (1, 2)] == [0, 4 * M]
+    assert [model_memory(SIZE, machine(4, zero_stage=z, bf16=True)).lasting for z in (2, 3)] == [2 * M, 2 * M // 4]
+    assert [model_memory(SIZE, machine(n, zero_stage=3), FULL).gathered for n in (1, 2)] == [0, 4 * M]
 
 
 WIDTHS = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3}

@@ -26,7 +26,7 @@ PATH = Path("ckpt/step_00000004")
 def identity(contents: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
     config = from_options(TrainPPOConfig, **{"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", **options})
     known = {"--pretrain": "weights", "--prompt_data": "rows"}
-    return {"options": flat_dict(config), "contents": known | (contents or {})}
+    return {"kind": "ppo", "options": flat_dict(config), "contents": known | (contents or {})}
 
 
 def refused(then: dict[str, Any], now: dict[str, Any]) -> str:
