@@ -91,7 +91,12 @@ def load_sft_examples(
     """
     chat, template = supervised.apply_chat_template, supervised.input_template
     require_tokenizer(tokenizer, apply_chat_template=chat, eos=True)
-    reader = RowReader(rows, "sft", flag, supervised, _sft_keys(data))
+    named = data.input_key is not None or data.output_key != SFTDataConfig.output_key  # a default does not count
+    column = data.input_key or "input", "--input_key"
+    keys: Keys = {"whole": column}
+    if data.output_key is not None:
+        keys = {"prompt": column, "response": (data.output_key, "--output_key")}
+    reader = RowReader(rows, "sft", flag, supervised, keys if named else None)
 
     def render(fields: RowFields, row: SourceRow) -> TokenExample:
         how: dict[str, Any] = {"input_template": template, "apply_chat_template": chat}
@@ -102,16 +107,6 @@ def load_sft_examples(
         return render_response(fields.prompt, fields.response, tokenizer, **how)
 
     return reader.examples(render, ("--max_len", supervised.max_len), show)
-
-
-def _sft_keys(data: SFTDataConfig) -> Keys | None:
-    """The columns that the user named; a default does not count."""
-    if data.input_key is None and data.output_key == SFTDataConfig.output_key:
-        return None
-    input_column = (data.input_key or "input", "--input_key")
-    if data.output_key is None:
-        return {"whole": input_column}
-    return {"prompt": input_column, "response": (data.output_key, "--output_key")}
 
 
 def load_documents(
@@ -180,7 +175,11 @@ def load_preferences(
     """
     chat = supervised.apply_chat_template
     require_tokenizer(tokenizer, apply_chat_template=chat, eos=True)
-    reader = RowReader(rows, "pairs", flag, supervised, _pair_keys(data))
+    keys: Keys = {"chosen": (data.chosen_key, "--chosen_key"), "rejected": (data.rejected_key, "--rejected_key")}
+    named = [data.chosen_key, data.rejected_key] != [PreferenceConfig.chosen_key, PreferenceConfig.rejected_key]
+    if data.prompt_key is not None:
+        named, keys = True, {"prompt": (data.prompt_key, "--prompt_key"), **keys}
+    reader = RowReader(rows, "pairs", flag, supervised, keys if named else None)  # a default does not count
     if data.margin_key is not None:
         require_column(rows, data.margin_key, flag_of_key="--margin_key", flag_of_data=flag)
 
@@ -199,15 +198,6 @@ def load_preferences(
     if n_equal := sum(pair.chosen_ids == pair.rejected_ids for pair in examples):
         logger.info("%s: in %d of %d pairs both sides are the same, which teaches nothing", flag, n_equal, len(rows))
     return examples, dropped
-
-
-def _pair_keys(data: PreferenceConfig) -> Keys | None:
-    """The columns that the user named; a default does not count."""
-    sides = {"chosen": (data.chosen_key, "--chosen_key"), "rejected": (data.rejected_key, "--rejected_key")}
-    if data.prompt_key is not None:
-        return {"prompt": (data.prompt_key, "--prompt_key"), **sides}
-    defaults = PreferenceConfig.chosen_key, PreferenceConfig.rejected_key
-    return None if (data.chosen_key, data.rejected_key) == defaults else sides
 
 
 def _render_side(

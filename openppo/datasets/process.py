@@ -106,18 +106,15 @@ def load_process_examples(
     number of judgements than of placeholders, ``--placeholder_token`` or ``--reward_tokens`` for one that is not a
     single token, and ``--max_len`` if no example is left.
     """
-    require_tokenizer(tokenizer, apply_chat_template=supervised.apply_chat_template, eos=False)
-    placeholder = data.placeholder_token
+    chat, placeholder = supervised.apply_chat_template, data.placeholder_token
+    require_tokenizer(tokenizer, apply_chat_template=chat, eos=False)
     reward_ids = {token: single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens}
     placeholder_id = single_token_id(tokenizer, placeholder, "--placeholder_token")
-    encode = StepEncoder(
-        tokenizer, placeholder, placeholder_id, supervised.input_template, supervised.apply_chat_template
-    )
-    columns = data.input_key or "input", data.label_key or "label"
-    keys = {"response": (columns[0], "--input_key"), "label": (columns[1], "--label_key")}
+    encode = StepEncoder(tokenizer, placeholder, placeholder_id, supervised.input_template, chat)
+    keys = {"response": (data.input_key or "input", "--input_key"), "label": (data.label_key or "label", "--label_key")}
     named = data.input_key is not None or data.label_key is not None
     reader = RowReader(rows, "steps", flag, supervised, keys if named else None)
-    kinds: set[type] = set()
+    kinds = set()
 
     def render(fields: RowFields, row: SourceRow) -> ProcessExample:
         steps = _steps(fields, placeholder)

@@ -56,9 +56,7 @@ def shard(batch: Sequence[T], rank: int, world_size: int) -> list[T]:
 
 
 def _order(n_rows: int, seed: int, epoch: int) -> list[int]:
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    order: list[int] = torch.randperm(n_rows, generator=generator).tolist()
-    return order
+    return torch.randperm(n_rows, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)).tolist()
 
 
 def _check_sizes(n_rows: int, batch_size: int) -> None:

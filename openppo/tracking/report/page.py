@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -122,7 +122,7 @@ def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_byte
     sizes: dict[tuple[int, bool], int] = {}
     for line in [*samples, *tokens]:
         if line.key in described or not described:
-            sizes[line.key] = sizes.get(line.key, 0) + json_size(line.text)
+            sizes[line.key] = sizes.get(line.key, 0) + len(as_json(line.text))
     chosen: set[tuple[int, bool]] = set()
     room = most_bytes
     for evaluation, reserved in ((True, most_bytes - most_bytes // 2), (False, 0)):
@@ -153,17 +153,9 @@ def evenly(keys: Sequence[Any]) -> list[Any]:
     return [keys[place] for place in places]
 
 
-def as_json(content: Mapping[str, Any]) -> str:
-    """JSON that is safe inside a script element: ASCII without <, > and &."""
-    try:
-        text = json.dumps(content, separators=(",", ":"), default=str, allow_nan=False)
-    except ValueError:  # an option may be infinite, and logs of others may have NaN
-        return as_json(json.loads(json.dumps(content, default=str), parse_constant=str))
+def as_json(content: object) -> str:
+    """JSON that is safe inside a script element: ASCII without <, > and &, and without NaN, which becomes text."""
+    text = json.dumps(content, separators=(",", ":"), default=str)
+    if "NaN" in text or "Infinity" in text:  # an option may be infinite, and logs of others may have NaN
+        text = json.dumps(json.loads(text, parse_constant=str), separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def json_size(text: str) -> int:
-    """Bytes of a line of JSON as ``as_json`` writes it, including spaces between its parts."""
-    ascii = len(text.encode("ascii", "ignore"))
-    others = len(text.encode("utf-16-le", "surrogatepass")) // 2 - ascii  # each is written as \\u and four digits
-    return ascii + 6 * others + 5 * sum(map(text.count, "<>&"))

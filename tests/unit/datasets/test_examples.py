@@ -19,14 +19,12 @@ RENDERED = {
     "plain": ({}, "hi", None, False, "hi"),
     "BOS of the tokenizer": ({"bos": True}, "hi", None, False, "<bos>hi"),
     "EOS of the tokenizer is removed": ({"bos": True, "eos": True}, "hi", None, False, "<bos>hi"),
-    "EOS of the text stays": ({}, "hi<eos>", None, False, "hi<eos>"),
     "EOS of the text stays beside the tokenizer's": ({"eos": True}, "hi<eos>", None, False, "hi<eos>"),
     "all three": ({"bos": True, "eos": True}, "hi<eos>", None, False, "<bos>hi<eos>"),
     "BOS of the text is not doubled": ({"bos": True}, "<bos>ab", None, False, "<bos>ab"),
     "BOS inside the text stays": ({"bos": True}, "a<bos>b", None, False, "<bos>a<bos>b"),
     "template and braces": ({"bos": True}, "a{}b{x}", "Q: {}\nA:", False, "<bos>Q: a{}b{x}\nA:"),
     "chat": ({"bos": True}, HI, None, True, "<bos><user>hi<eos>\n<assistant>"),
-    "text as a chat": ({"bos": True}, "hi", None, True, "<bos><user>hi<eos>\n<assistant>"),
     "template inside a chat": ({"bos": True}, "hi", "Q: {}", True, "<bos><user>Q: hi<eos>\n<assistant>"),
 }
 

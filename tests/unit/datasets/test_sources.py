@@ -307,9 +307,8 @@ class Rows:
 """
 
 
-@pytest.mark.parametrize("name", ["Rows", "rows"])
-def test_a_class_or_function_of_the_users_gives_the_rows_of_each_source(tmp_path, name):
+def test_a_class_or_function_of_the_users_gives_the_rows_of_each_source(tmp_path):
     (tmp_path / "loaders.py").write_text(LOADERS)
-    rows = mix("x,y", None, max_samples=2, dataset_class=f"{tmp_path}/loaders.py:{name}")
-    assert texts(rows) == ["x0", "x1", "y0", "y1"]
-    assert [row.source for row in rows] == ["x", "x", "y", "y"]
+    for name in ("Rows", "rows"):
+        rows = mix("x,y", None, max_samples=2, dataset_class=f"{tmp_path}/loaders.py:{name}")
+        assert [(row.source, row.row["input"]) for row in rows] == [("x", "x0"), ("x", "x1"), ("y", "y0"), ("y", "y1")]

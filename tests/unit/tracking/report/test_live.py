@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,18 +15,10 @@ from openppo.types import SingleProcess
 from tests.unit.tracking.report.runs import write_run
 
 
-class Clock:
-    """Time that passes when a test says so."""
-
-    now = 1000.0
-
-    def monotonic(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    made = Clock()
+    """Time that passes when a test says so."""
+    made = SimpleNamespace(now=1000.0, monotonic=lambda: made.now)
     monkeypatch.setattr(local, "time", made)
     return made
 
