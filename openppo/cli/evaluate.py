@@ -20,7 +20,7 @@ class _Printing:
         self.job, self.close = job, job.close
 
     def fit(self) -> None:
-        metrics = self.job.evaluate().metrics
+        metrics = self.job.evaluate()
         if self.job.strategy.is_main:
             print(table(metrics, self.job.sources))
 
@@ -34,7 +34,7 @@ def _build(config: EvaluateConfig) -> Runnable:
 def table(metrics: Mapping[str, float], sources: Sequence[str]) -> str:
     """One line for each metric, one column for all prompts and, if there are several, for each of their ``sources``.
 
-    ``sources`` has the short name of each prompt's source; ``metrics`` are named as ``Evaluator`` names them.
+    ``sources`` has the short name of each prompt's source; ``metrics`` are named as ``Grading`` names them.
     """
     several = sorted(set(sources)) if len(set(sources)) > 1 else []
     prefixes = {"all": "eval_"} | {source: f"eval/{source}/" for source in several}

@@ -62,14 +62,9 @@ class ActorStep:
 
     def _loss(self, micro: Experience, batch: MiniBatch, metrics: Metrics, kl_coef: float, on_policy: bool) -> Tensor:
         """This micro-batch's part of the mean over the step, a scalar."""
-        assert micro.advantages is not None
         mask, entropy_coef = micro.action_mask, self.config.loss.entropy_coef
-        inputs = micro.sequences, micro.attention_mask, mask
-        entropy = None
-        if entropy_coef > 0:
-            log_probs, entropy = self.model(*inputs, return_entropy=True)
-        else:
-            log_probs = self.model(*inputs)
+        outputs = self.model(micro.sequences, micro.attention_mask, mask, return_entropy=entropy_coef > 0)
+        log_probs, entropy = outputs if entropy_coef > 0 else (outputs, None)
         if self.observe is not None:
             self.observe(micro, log_probs, entropy)
         if micro.log_probs is None:
@@ -93,20 +88,14 @@ class ActorStep:
 
     def _correction(self, micro: Experience, metrics: Metrics) -> Tensor | float:
         """Weights (B, L) for the difference between the sampling and the training policy."""
-        options = self.config.loss
+        options, mask = self.config.loss, micro.action_mask
         if options.rollout_correction == "none":
             return 1.0
         assert micro.log_probs is not None
-        weights = rollout_correction(
-            micro.log_probs,
-            micro.rollout_log_probs,
-            micro.action_mask,
-            options.rollout_correction,
-            options.rollout_correction_low,
-            options.rollout_correction_high,
-        )
-        metrics.add_tensor("rollout_weight", weights, micro.action_mask)
-        metrics.add_tensor("rollout_masked_fraction", (weights == 0).float(), micro.action_mask)
+        how = options.rollout_correction, options.rollout_correction_low, options.rollout_correction_high
+        weights = rollout_correction(micro.log_probs, micro.rollout_log_probs, mask, *how)
+        metrics.add_tensor("rollout_weight", weights, mask)
+        metrics.add_tensor("rollout_masked_fraction", (weights == 0).float(), mask)
         return weights
 
     def _measure(self, loss: Tensor, log_probs: Tensor, micro: Experience, metrics: Metrics) -> None:

@@ -14,7 +14,6 @@ logger = logging.getLogger("openppo")
 
 PPOTrainer: TypeAlias = Any
 """An ``openppo.trainer.PPOTrainer``, whose module imports this one."""
-_KNOWN = [name for charts in GROUPS.values() for chart in charts for name in chart.metrics]
 
 
 class Callback:
@@ -61,81 +60,79 @@ class EarlyStopping(Callback):
                 "EarlyStopping needs patience of at least 1, mode 'max' or 'min', and min_delta of at least 0; got "
                 f"{patience}, {mode!r}, {min_delta}."
             )
+        _check_metric(metric, "EarlyStopping")
         self.metric = metric
         self.patience = patience
-        self.mode = mode
+        self.sign = 1 if mode == "max" else -1
         self.min_delta = min_delta
-        self.best = -math.inf if mode == "max" else math.inf
+        self.best = -self.sign * math.inf
         self.n_without = 0
-        self._has_warned = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and how long ago it was."""
         return {"best": self.best, "n_without": self.n_without}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from an earlier session."""
         self.best, self.n_without = state["best"], state["n_without"]
 
     def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        """Look at a metric of training."""
         if not self.metric.startswith("eval"):
             self._look(trainer, metrics)
 
     def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        """Look at a metric of evaluation."""
         if self.metric.startswith("eval"):
             self._look(trainer, metrics)
 
     def _look(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
         if self.metric not in metrics:  # some come later, such as the policy's while only the critic learns
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning("EarlyStopping: no metric %s yet among %s", self.metric, ", ".join(metrics))
             return
         value = metrics[self.metric]
-        gain = value - self.best if self.mode == "max" else self.best - value
-        if gain > self.min_delta:  # false for NaN
-            self.best, self.n_without = value, 0
-            return
         self.n_without += 1
-        if self.n_without >= self.patience:
+        if self.sign * (value - self.best) > self.min_delta:  # false for NaN
+            self.best, self.n_without = value, 0
+        elif self.n_without >= self.patience:
             trainer.should_stop = True
             logger.info(
                 "stopping early: %s has not been better than %.4g for %d reports", self.metric, self.best, self.patience
             )
 
 
-def check_conditions(conditions: Sequence[Condition]) -> None:
-    """Raise ``ValueError`` for a metric that no run has."""
-    for condition in conditions:
-        if not any(matches(condition.metric, pattern) for pattern in _KNOWN):
-            near = difflib.get_close_matches(condition.metric, _KNOWN, n=1)
-            hint = f"did you mean {near[0]}?" if near else "docs/metrics.md lists them."
-            raise ValueError(f"--stop_when {condition.text!r}: there is no metric {condition.metric}; {hint}")
-
-
-class StopConditions:
-    """Conditions of which the first that holds ends a run."""
+class StopWhen(Callback):
+    """Stops when one of ``conditions`` holds, as ``--stop_when`` states them."""
 
     def __init__(self, conditions: Sequence[Condition]) -> None:
         self.conditions = list(conditions)
+        self.stopped_by: str | None = None
         self._warned: set[str] = set()
 
-    def first_true(self, metrics: Mapping[str, float], step: int, of_evaluation: bool | None = None) -> str | None:
-        """Text of the first condition that holds, logged; else None.
+    def state_dict(self) -> dict[str, Any]:
+        return {"stopped_by": self.stopped_by}
 
-        ``of_evaluation`` says which metrics ``metrics`` are: held-out ones, those of a step, or (None) both.
-        """
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.stopped_by = state["stopped_by"]
+
+    def on_fit_start(self, trainer: PPOTrainer) -> None:
+        if self.stopped_by is not None and not self.still_stops(self.stopped_by):
+            logger.info("--stop_when %s is not given any more: the run resumes", self.stopped_by)
+            trainer.should_stop, self.stopped_by = False, None
+
+    def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        """Look at the metrics of a step and of the evaluation that followed, if any."""
+        if found := self.first_true(metrics, trainer.global_step):
+            self.stopped_by, trainer.should_stop = found, True
+
+    def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        """Look at the evaluation before training."""
+        if trainer.global_step == 0:
+            self.on_step_end(trainer, metrics)
+
+    def first_true(self, metrics: Mapping[str, float], step: int) -> str | None:
+        """Text of the first condition that holds, logged; else None."""
         for each in self.conditions:
-            is_held_out = each.metric.startswith("eval")
-            if of_evaluation is not None and is_held_out != of_evaluation:
-                continue
             if each.holds(metrics):
                 value = metrics[each.metric]
                 logger.info("--stop_when %s: %s is %.4g at step %d; the run ends", each.text, each.metric, value, step)
                 return each.text
-            missing = each.metric not in metrics and (of_evaluation is not None or not is_held_out)
+            missing = step > 0 and not each.metric.startswith("eval") and each.metric not in metrics
             if missing and each.text not in self._warned:  # the policy's come later while only the critic learns
                 self._warned.add(each.text)
                 logger.warning("--stop_when %s: no such metric yet among %s", each.text, ", ".join(sorted(metrics)))
@@ -146,39 +143,18 @@ class StopConditions:
         return text in [each.text for each in self.conditions]
 
 
-class StopWhen(Callback):
-    """Stops when one of ``conditions`` holds, as ``--stop_when`` states them."""
+def check_conditions(conditions: Sequence[Condition]) -> None:
+    """Raise ``ValueError`` for a metric that no run has."""
+    for condition in conditions:
+        _check_metric(condition.metric, f"--stop_when {condition.text!r}")
 
-    def __init__(self, conditions: Sequence[Condition]) -> None:
-        self.stopping = StopConditions(conditions)
-        self.stopped_by: str | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Which one has ended the run."""
-        return {"stopped_by": self.stopped_by}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from an earlier session."""
-        self.stopped_by = state["stopped_by"]
-
-    def on_fit_start(self, trainer: PPOTrainer) -> None:
-        """Resume a run that a condition ended which is not given now."""
-        if self.stopped_by is not None and not self.stopping.still_stops(self.stopped_by):
-            logger.info("--stop_when %s is not given any more: the run resumes", self.stopped_by)
-            trainer.should_stop, self.stopped_by = False, None
-
-    def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        """Check metrics of training."""
-        self._look(trainer, metrics, of_evaluation=False)
-
-    def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        """Check metrics of evaluation."""
-        self._look(trainer, metrics, of_evaluation=True)
-
-    def _look(self, trainer: PPOTrainer, metrics: Mapping[str, float], of_evaluation: bool) -> None:
-        found = self.stopping.first_true(metrics, trainer.global_step, of_evaluation)
-        if found is not None:
-            self.stopped_by, trainer.should_stop = found, True
+def _check_metric(metric: str, where: str) -> None:
+    known = [name for charts in GROUPS.values() for chart in charts for name in chart.metrics]
+    if not any(matches(metric, pattern) for pattern in known):
+        near = difflib.get_close_matches(metric, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "docs/metrics.md lists them."
+        raise ValueError(f"{where}: there is no metric {metric}; {hint}")
 
 
 def notify(callbacks: Sequence[Callback], hook: str, *arguments: Any) -> None:
@@ -189,13 +165,11 @@ def notify(callbacks: Sequence[Callback], hook: str, *arguments: Any) -> None:
 
 def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[dict[str, Any]]) -> bool:
     """Give each callback the state of the next one of its class in ``saved``; whether they are the same as then."""
-    left = list(saved)
-    for callback in callbacks:
-        found = next((each for each in left if each["class"] == type(callback).__name__), None)
-        if found is not None:
-            left.remove(found)
-            callback.load_state_dict(found["state"])
     were, are = [each["class"] for each in saved], [type(callback).__name__ for callback in callbacks]
+    states = {name: [each["state"] for each in saved if each["class"] == name] for name in are}
+    for callback, name in zip(callbacks, are, strict=True):
+        if states[name]:
+            callback.load_state_dict(states[name].pop(0))
     if were != are:
         logger.warning(
             "callbacks were %s and are %s: those of one class resume in their order, others start anew",
@@ -203,26 +177,3 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[dict[str, A
             ", ".join(are) or "none",
         )
     return were == are
-
-
-def end_early(trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-    """Where trajectories have ended before the planned steps, evaluate, log and save as after the last of those.
-
-    ``metrics`` are of the last step, empty without one in this session. All ranks call this together.
-    """
-    parts, run, step = trainer.components, trainer.config.run, trainer.global_step
-    planned = min(trainer.planned_steps, trainer.config.ppo.max_steps or trainer.planned_steps)
-    if parts.strategy.any_rank(trainer.should_stop) or step >= planned:
-        return
-    if parts.strategy.is_main:
-        logger.info("all trajectories are used up in %d global steps of the %d that were planned", step, planned)
-    if step == trainer.total_steps:  # known before the last report
-        return
-    if not any(name.startswith("eval") for name in metrics):
-        unlogged = dict(metrics) if step % run.logging_steps else {}
-        if logged := unlogged | trainer.evaluate():
-            parts.trackers.log(step, logged)
-        if parts.checkpointer is not None:
-            parts.checkpointer.save_if_best(step, logged, parts.write_policy)
-    if parts.checkpointer is not None and parts.checkpointer.due(step, True):
-        trainer.save_checkpoint()

@@ -1,7 +1,7 @@
 """Optimizer steps of the critic: clipped value loss, after its values or in one pass with them."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +13,8 @@ from openppo.experience.measure import measure_staleness
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, join_rows, mini_batches, split_rows
 from openppo.models.loss import ValueLoss, token_weights
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.tracking import Metrics, progress_bar
+from openppo.tracking import Metrics
 from openppo.types import Comm, Experience, Trajectory
-
-
-class CriticUpdate(Protocol):
-    """What takes the optimizer steps of the critic."""
-
-    def train(self, batch: MiniBatch, metrics: Metrics, clip: bool) -> float:
-        """Update the critic on one mini-batch; the gradient's norm."""
-        ...
 
 
 class CriticStep:
@@ -30,38 +22,42 @@ class CriticStep:
 
     def __init__(self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device) -> None:
         self.model = model
+        self.config = config
         self.comm = comm
         self.device = device
         self.loss_agg = loss_aggregation(config)
-        self.max_len = config.generation.generate_max_len
-        self.clipped_loss = ValueLoss(clip_eps=config.loss.value_clip, reduction="none")
-        self.plain_loss = ValueLoss(clip_eps=None, reduction="none")
+        self.taken: tuple[float, Metrics] | None = None
+        """Norm and metrics of a step that ``OnePassCritic`` has taken, until ``train`` reports it."""
 
-    def train(self, batch: MiniBatch, metrics: Metrics, clip: bool = True) -> float:
+    def train(
+        self,
+        batch: MiniBatch,
+        metrics: Metrics,
+        clip: bool = True,
+        complete: Callable[[int, Experience, Tensor], Experience] | None = None,
+    ) -> float:
         """Update the critic on one mini-batch; without ``clip`` values may move as far as they like.
 
-        Returns the gradient's norm. Nothing changes when it is not finite.
+        ``complete`` adds old values and returns to a micro-batch, of which it gets number, experience and the values of
+        now (B, L). Returns the gradient's norm before clipping. Nothing changes when it is not finite.
         """
+        if self.taken is not None:
+            (norm, measured), self.taken = self.taken, None
+            metrics.merge(measured)
+            return norm
+        value_loss = ValueLoss(clip_eps=self.config.loss.value_clip if clip else None, reduction="none")
+        counts = batch.n_tokens, batch.n_sequences, self.config.generation.generate_max_len
         for i, micro in enumerate(batch.micro_batches):
             micro = micro.to(self.device)
             values = self.model(micro.sequences, micro.attention_mask)
-            loss = self.loss(values, micro, batch, metrics, clip)
-            self.model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
-        return self.step(metrics)
-
-    def loss(self, values: Tensor, micro: Experience, batch: MiniBatch, metrics: Metrics, clip: bool) -> Tensor:
-        """This micro-batch's part of the mean over the step, a scalar; ``values`` (B, L) are those of now."""
-        assert micro.values is not None
-        assert micro.returns is not None
-        value_loss = self.clipped_loss if clip else self.plain_loss
-        loss = value_loss(values, micro.values, micro.returns, micro.action_mask)  # (B, L)
-        metrics.add_tensor("value_loss", loss.detach(), micro.action_mask)
-        counts = batch.n_tokens, batch.n_sequences, self.max_len
-        weights = token_weights(micro.action_mask, self.loss_agg, *counts, micro.weight)
-        return (loss * weights).sum()
-
-    def step(self, metrics: Metrics) -> float:
-        """Take the optimizer step; the norm of the gradient before clipping."""
+            if complete is not None:
+                micro = complete(i, micro, values.detach())
+            assert micro.values is not None and micro.returns is not None
+            loss = value_loss(values, micro.values, micro.returns, micro.action_mask)  # (B, L)
+            metrics.add_tensor("value_loss", loss.detach(), micro.action_mask)
+            weights = token_weights(micro.action_mask, self.loss_agg, *counts, micro.weight)
+            mean = (loss * weights).sum() * self.comm.world_size
+            self.model.backward(mean, last=i == len(batch.micro_batches) - 1)
         metrics.add("critic_learning_rate", self.model.learning_rate, reduce="max")
         norm = self.model.step()
         metrics.add("critic_grad_norm", norm)
@@ -72,15 +68,13 @@ class OnePassCritic(ExperienceMaker):
     """A maker that trains the critic while it makes experience, where the whole rollout fits in one optimizer step.
 
     That step's forward runs with the weights that experience is made with: its outputs are the values, which a forward
-    of its own would give again. ``train`` then stands for the step that is taken already. Longer rollouts are made and
-    trained on as usual. ``build_ppo_trainer`` chooses it; nothing else depends on it.
+    of its own would give again. ``critic_step.train`` then stands for the step that is taken already. Longer rollouts
+    are made and trained on as usual. ``build_ppo_trainer`` chooses it; nothing else depends on it.
     """
 
     def __init__(self, critic_step: CriticStep, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.critic_step = critic_step
-        self.taken: tuple[float, Metrics] | None = None
-        """Norm and metrics of the rollout's first optimizer step, until ``train`` reports them."""
 
     @staticmethod
     def is_exact(config: TrainPPOConfig) -> bool:
@@ -100,14 +94,6 @@ class OnePassCritic(ExperienceMaker):
             rows = self._with_values([] if batch is None else list(split_rows(batch)), n_done)
         return self._completed(join_rows(rows).to(self.device) if rows else None, metrics, n_done)
 
-    def train(self, batch: MiniBatch, metrics: Metrics, clip: bool = True) -> float:
-        """One optimizer step of the critic, as of ``CriticStep``: the one that is taken already, if it is."""
-        if self.taken is None:
-            return self.critic_step.train(batch, metrics, clip)
-        (norm, measured), self.taken = self.taken, None
-        metrics.merge(measured)
-        return norm
-
     def _with_values(self, rows: list[Experience], n_done: int) -> list[Experience]:
         """This rank's samples with values, by an optimizer step on all ranks' samples."""
         buffer, measured = ReplayBuffer(self.comm, zero_stage=self.config.deepspeed.zero_stage), Metrics()
@@ -117,27 +103,18 @@ class OnePassCritic(ExperienceMaker):
         if self.config.ppo.offload_idle:
             model.load_adam_moments()
         batch = next(mini_batches(buffer, self.config, n_done))
-        values: dict[int, Tensor] = {}
-        for i, micro in enumerate(progress_bar(batch.micro_batches, "critic", enabled=self.comm.rank == 0)):
-            micro = micro.to(self.device)
-            predicted = model(micro.sequences, micro.attention_mask)
-            known = torch.where(micro.action_mask, predicted.detach(), 0.0)
-            micro = self._add_returns(micro.with_fields(values=known), n_done)
-            loss = self.critic_step.loss(predicted, micro, batch, measured, clip)
-            model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
-            values.update(zip(batch.places[i], known.cpu(), strict=False))  # none for a micro-batch that fills up
-        self.taken = self.critic_step.step(measured), measured
-        return self._back(buffer.items, values)
+        found: dict[int, Tensor] = {}  # values (L,) by place among the samples of all ranks
 
-    def _back(self, items: list[Experience], values: dict[int, Tensor]) -> list[Experience]:
-        """``items``, which are this rank's, with the values (L,) that some rank has by place among all samples."""
-        flat = torch.cat([torch.zeros(0), *values.values()])
-        of_ranks = self.comm.all_gather_object((len(items), list(values), [len(v) for v in values.values()], flat))
-        everyones: dict[int, Tensor] = {}
-        for _, places, lengths, joined in of_ranks:
-            everyones.update(zip(places, joined.split(lengths), strict=True))
-        first = sum(n for n, *_ in of_ranks[: self.comm.rank])
+        def with_returns(number: int, micro: Experience, values: Tensor) -> Experience:
+            values = torch.where(micro.action_mask, values, 0.0)
+            found.update(zip(batch.places[number], map(Tensor.clone, values.cpu()), strict=False))
+            return self._add_returns(micro.with_fields(values=values), n_done)
+
+        self.critic_step.taken = self.critic_step.train(batch, measured, clip, with_returns), measured
+        of_ranks = self.comm.all_gather_object((len(rows), found))
+        everyones = {place: values for _, of_rank in of_ranks for place, values in of_rank.items()}
+        first = sum(n for n, _ in of_ranks[: self.comm.rank])
         return [
-            item.with_fields(values=everyones[place][: item.sequences.shape[1]][None])
-            for place, item in enumerate(items, start=first)
+            row.with_fields(values=everyones[place][None, : row.sequences.shape[1]])
+            for place, row in enumerate(buffer.items, start=first)
         ]

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import TrainPPOConfig
-from openppo.datasets import ShowRows, TokenExample, load_documents, load_mixed_rows, load_prompts
+from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts
 from openppo.experience.estimators import ESTIMATORS, check_estimator
-from openppo.models.adapters import refuse_stacked_adapters
 from openppo.models.loading import load_options
 from openppo.models.pretrained import check_model, check_token_ids, context_length
 from openppo.rewards.build import own_tokenizer
@@ -51,63 +50,39 @@ def load_ppo_data(
 
     ``ValueError`` names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
-    data = collective(comm, lambda: _load(config, tokenizer, actor_config, tokenizing(comm), prompts))
-    prompt_ids, held_out = ([(p.token_ids, p.label) for p in each] for each in (data.prompts, data.held_out))
-    check_same(comm, {"--prompt_data": prompt_ids, "--eval_data": held_out, "--pretrain_data": data.documents})
+    options, evaluation, new_tokens = config.data, config.evaluation, config.generation.generate_max_len
+    model, seed, show = f"--pretrain {config.model.pretrain}", config.deepspeed.seed, tokenizing(comm)
+
+    def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Prompt]:
+        if source is None or not prompts:
+            return []
+        rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
+        loaded = load_prompts(rows, tokenizer, options, flag=flag, show=show)
+        log_dropped(loaded.dropped, len(loaded.prompts), flag, "--prompt_max_len")
+        return loaded.prompts
+
+    def load_all() -> PPOData:
+        read = load("--prompt_data", options.prompt_data, options.prompt_data_probs, options.prompt_split)
+        held_out = load("--eval_data", evaluation.eval_data, None, evaluation.eval_split)
+        ids = [prompt.token_ids for prompt in [*read, *held_out]]
+        longest = max(map(len, ids), default=options.prompt_max_len)
+        if prompts:
+            check_context(actor_config, model, longest, new_tokens)
+        documents: list[TokenExample] = []
+        fingerprint = ""
+        if options.pretrain_data is not None and config.ppo.ptx_coef > 0:
+            given, split = (options.pretrain_data, options.pretrain_data_probs), options.pretrain_split
+            rows = load_mixed_rows(options, *given, flag="--pretrain_data", split=split, seed=seed)
+            key = options.pretrain_key or options.input_key
+            documents = load_documents(rows, tokenizer, key, longest + new_tokens, show)
+            fingerprint = examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
+        check_token_ids(actor_config, model, tokenizer, ids + [document.token_ids for document in documents])
+        return PPOData(read, held_out, documents, fingerprint, longest + new_tokens)
+
+    data = collective(comm, load_all)
+    prompt_ids, held_out_ids = ([(p.token_ids, p.label) for p in each] for each in (data.prompts, data.held_out))
+    check_same(comm, {"--prompt_data": prompt_ids, "--eval_data": held_out_ids, "--pretrain_data": data.documents})
     return data
-
-
-def _load(
-    config: TrainPPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    actor_config: PreTrainedConfig,
-    show: ShowRows,
-    with_prompts: bool,
-) -> PPOData:
-    data, new_tokens = config.data, config.generation.generate_max_len
-    prompts: list[Prompt] = []
-    held_out: list[Prompt] = []
-    longest = data.prompt_max_len + new_tokens
-    if with_prompts:
-        given = data.prompt_data, data.prompt_data_probs, data.prompt_split
-        prompts = _prompts(config, tokenizer, "--prompt_data", *given, show)
-        if (source := config.evaluation.eval_data) is not None:
-            held_out = _prompts(config, tokenizer, "--eval_data", source, None, config.evaluation.eval_split, show)
-        longest = max(len(prompt.token_ids) for prompt in [*prompts, *held_out]) + new_tokens
-        check_context(actor_config, f"--pretrain {config.model.pretrain}", longest - new_tokens, new_tokens)
-    documents, fingerprint = _documents(config, tokenizer, longest, show)
-    rows = [prompt.token_ids for prompt in [*prompts, *held_out]] + [document.token_ids for document in documents]
-    check_token_ids(actor_config, f"--pretrain {config.model.pretrain}", tokenizer, rows)
-    return PPOData(prompts, held_out, documents, fingerprint, longest)
-
-
-def _prompts(
-    config: TrainPPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    flag: str,
-    source: str,
-    probs: str | None,
-    split: str,
-    show: ShowRows,
-) -> list[Prompt]:
-    rows = load_mixed_rows(config.data, source, probs, flag=flag, split=split, seed=config.deepspeed.seed)
-    loaded = load_prompts(rows, tokenizer, config.data, flag=flag, show=show)
-    log_dropped(loaded.dropped, len(loaded.prompts), flag, "--prompt_max_len")
-    return loaded.prompts
-
-
-def _documents(
-    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, max_len: int, show: ShowRows
-) -> tuple[list[TokenExample], str]:
-    """Documents and their fingerprint."""
-    data = config.data
-    if data.pretrain_data is None or config.ppo.ptx_coef == 0:
-        return [], ""
-    given, seed = (data.pretrain_data, data.pretrain_data_probs), config.deepspeed.seed
-    rows = load_mixed_rows(data, *given, flag="--pretrain_data", split=data.pretrain_split, seed=seed)
-    key = data.pretrain_key or data.input_key
-    documents = load_documents(rows, tokenizer, key, max_len, show)
-    return documents, examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
 
 
 def check_models(
@@ -117,107 +92,82 @@ def check_models(
 
     Only a run that ``samples`` needs an engine.
     """
-    model = config.model
-    _check_algorithm(config)
-    actor_config = collective(strategy.comm, lambda: check_model(model.pretrain, "--pretrain", model.trust_remote_code))
-    _check_lora(config)
+    model, estimator = config.model, config.advantage.advantage_estimator
+    trust = model.trust_remote_code
+    check_estimator(estimator, config.ppo.n_samples_per_prompt)
+    if not ESTIMATORS[estimator].uses_critic:
+        _refuse_critic_options(config)
+    actor_config = collective(strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust))
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
-    _check_gpu_options(config, actor_config, strategy, samples)
-    if samples:
-        _check_engine(config, actor_config, strategy)
-    tokenizer = load_policy_tokenizer(model.pretrain, model.trust_remote_code, config.data.chat_template_kwargs)
-    critic = critic_start(config) if ESTIMATORS[config.advantage.advantage_estimator].uses_critic else None
-    _check_vocabularies(config, tokenizer, critic)
-    return tokenizer, actor_config, critic
-
-
-def _check_algorithm(config: TrainPPOConfig) -> None:
-    """Pairs of options of which one depends on the estimator."""
-    name = config.advantage.advantage_estimator
-    check_estimator(name, config.ppo.n_samples_per_prompt)
-    if ESTIMATORS[name].uses_critic:
-        return
-    for flag, given in (
-        ("--freezing_actor_steps", config.ppo.freezing_actor_steps > 0),
-        ("--value_pretrain_steps", config.ppo.value_pretrain_steps > 0),
-        ("--save_value_network", config.model.save_value_network),
-        ("--critic_pretrain", config.model.critic_pretrain is not None),
-        ("--critic_lora_rank", config.model.critic_lora_rank is not None),
-        ("--lambd_critic", config.advantage.lambd_critic is not None),
-        ("--adaptive_lambd_alpha", config.advantage.adaptive_lambd_alpha is not None),
-    ):
-        if given:
-            raise ValueError(f"{flag} is about a critic, and --advantage_estimator {name} has none: leave it out.")
-
-
-def _check_lora(config: TrainPPOConfig) -> None:
-    """Before other models are loaded, which takes long."""
-    if config.lora.lora_rank > 0:
-        try:
-            refuse_stacked_adapters(config.model.pretrain)
-        except ValueError as error:
-            raise ValueError(f"--pretrain {error}") from error
-
-
-def _check_engine(config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy) -> None:
-    if config.generation.rollout_engine == "vllm":
-        collective(strategy.comm, check_vllm)
-    else:
-        check_cache(actor_config)
-        check_transformers()
-
-
-def _check_gpu_options(
-    config: TrainPPOConfig, actor_config: PreTrainedConfig, strategy: DeepspeedStrategy, samples: bool
-) -> None:
-    here = strategy.device.type == "cuda" or config.run.dry_run  # which may be about another machine
+    has_gpu = strategy.device.type == "cuda" or config.run.dry_run  # which may be about another machine
     if samples and config.generation.cuda_graphs:
-        if not here:
+        if not has_gpu:
             raise ValueError("--cuda_graphs records steps on a GPU, and this run is on a CPU: leave it out.")
         check_layers(actor_config)
-    if config.ppo.offload_idle and not here and strategy.is_main:
+    if config.ppo.offload_idle and not has_gpu and strategy.is_main:
         logger.warning("--offload_idle: there is no GPU whose memory it would save, it only takes time")
-
-
-def _check_vocabularies(
-    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, critic: tuple[str, str] | None
-) -> None:
-    """Refuse a critic or reference with another vocabulary than the actor."""
-    trust, of_critic = config.model.trust_remote_code, critic or ("", None)
-    for flag, name, role in ((*of_critic, "a critic"), ("--ref_pretrain", config.model.ref_pretrain, "a reference")):
-        if name is None or flag == "--pretrain":
-            continue
+    if samples and config.generation.rollout_engine == "vllm":
+        collective(strategy.comm, check_vllm)
+    elif samples:
+        check_cache(actor_config)
+        check_transformers()
+    tokenizer = load_policy_tokenizer(model.pretrain, trust, config.data.chat_template_kwargs)
+    critic = critic_start(config) if ESTIMATORS[estimator].uses_critic else None
+    for flag, name in _other_models(config, critic):
         check_model(name, flag, trust)
-        if own_tokenizer(flag, name, config.model.pretrain, tokenizer, trust) is not None:
-            remedy = (
+        if own_tokenizer(flag, name, model.pretrain, tokenizer, trust) is not None:
+            role = "a reference" if flag == "--ref_pretrain" else "a critic"
+            other = (
                 "name another with --critic_pretrain" if flag == "--reward_pretrain" else "use one of the same family"
             )
             raise ValueError(
-                f"{flag} {name} has another vocabulary than --pretrain {config.model.pretrain}, and as {role} it would "
-                f"read token ids that are not its own: {remedy}."
+                f"{flag} {name} has another vocabulary than --pretrain {model.pretrain}, and as {role} it would read "
+                f"token ids that are not its own: {other}."
             )
+    return tokenizer, actor_config, critic
+
+
+def _refuse_critic_options(config: TrainPPOConfig) -> None:
+    """``ValueError`` for options about a critic, of an estimator without one."""
+    ppo, model, advantage = config.ppo, config.model, config.advantage
+    given = {
+        "freezing_actor_steps": ppo.freezing_actor_steps > 0,
+        "value_pretrain_steps": ppo.value_pretrain_steps > 0,
+        "save_value_network": model.save_value_network,
+        "critic_pretrain": model.critic_pretrain is not None,
+        "critic_lora_rank": model.critic_lora_rank is not None,
+        "lambd_critic": advantage.lambd_critic is not None,
+        "adaptive_lambd_alpha": advantage.adaptive_lambd_alpha is not None,
+    }
+    if name := next((name for name, is_given in given.items() if is_given), None):
+        estimator = advantage.advantage_estimator
+        raise ValueError(f"--{name} is about a critic, and --advantage_estimator {estimator} has none: leave it out.")
 
 
 def critic_start(config: TrainPPOConfig) -> tuple[str, str]:
     """Flag and name of the model that the critic starts from."""
-    starts = (
-        ("--critic_pretrain", config.model.critic_pretrain),
-        ("--reward_pretrain", config.rewards.reward_pretrain),
-    )
-    return next(((flag, name) for flag, name in starts if name), ("--pretrain", config.model.pretrain))
+    if config.model.critic_pretrain:
+        return "--critic_pretrain", config.model.critic_pretrain
+    if config.rewards.reward_pretrain:
+        return "--reward_pretrain", config.rewards.reward_pretrain
+    return "--pretrain", config.model.pretrain
+
+
+def _other_models(config: TrainPPOConfig, critic: tuple[str, str] | None) -> list[tuple[str, str]]:
+    """Flag and name of what critic and reference start from, where it is not the actor's model."""
+    starts = [critic or ("--pretrain", ""), ("--ref_pretrain", config.model.ref_pretrain)]
+    return [(flag, name) for flag, name in starts if flag != "--pretrain" and name is not None]
 
 
 def check_contexts(config: TrainPPOConfig, data: PPOData, critic: tuple[str, str] | None) -> None:
     """Refuse sequences beyond the context of critic or reference."""
     new_tokens = config.generation.generate_max_len
-    for flag, name in (critic or ("", None), ("--ref_pretrain", config.model.ref_pretrain)):
-        if name is not None and flag != "--pretrain":
-            model_config = check_model(name, flag, config.model.trust_remote_code)
-            check_context(model_config, f"{flag} {name}", data.longest - new_tokens, new_tokens)
+    for flag, name in _other_models(config, critic):
+        model_config = check_model(name, flag, config.model.trust_remote_code)
+        check_context(model_config, f"{flag} {name}", data.longest - new_tokens, new_tokens)
 
 
 def longest_sequence(config: TrainPPOConfig, actor_config: PreTrainedConfig) -> int:
     """Largest number of tokens of a prompt with its response."""
     wanted = max(config.data.prompt_max_len + config.generation.generate_max_len, LONGEST)
-    context = context_length(actor_config)
-    return wanted if context is None else min(wanted, context)
+    return min(wanted, context_length(actor_config) or wanted)

@@ -12,10 +12,11 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.phase import phase
-from openppo.trainer.callbacks import Callback, end_early, notify, restore_callbacks
+from openppo.trainer.callbacks import Callback, notify, restore_callbacks
 from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
-from openppo.trainer.components import PPOComponents, PromptRollouts
+from openppo.trainer.components import PPOComponents
 from openppo.trainer.sample_log import StepDiagnostics
+from openppo.trainer.source import PromptSource
 from openppo.trainer.update import Update
 from openppo.types import Interrupted, Prompt, RolloutSource, Trajectory
 
@@ -55,11 +56,9 @@ class PPOTrainer:
         A signal (see ``openppo.strategy.signals``) ends it early, with a checkpoint instead of a trained model.
         """
         with self._session():
-            metrics: dict[str, float] = {}
             for trajectories in self._rollouts():
-                self.report(metrics := self.train_on(trajectories))
+                self.report(self.train_on(trajectories))
                 self.source.publish(self.state.policy_version)
-            end_early(self, metrics)
 
     def step(self, prompts: Sequence[str | Prompt]) -> dict[str, float]:
         """One global step on responses to ``prompts``; returns its metrics, the same on all ranks."""
@@ -118,8 +117,9 @@ class PPOTrainer:
         folder = Path(self.config.run.save_path).resolve()
         with ensure_checkpoint_on_save_error(self.components.checkpointer, self.global_step, self.save_checkpoint):
             self.components.write_policy(folder)
-            if self.config.model.save_value_network:
-                self.components.write_critic(folder.with_name(folder.name + "_critic"))
+            if self.config.model.save_value_network and (critic := self.components.critic) is not None:
+                beside = folder.with_name(folder.name + "_critic")
+                self.components.strategy.save_pretrained(critic.module.model, beside, self.components.tokenizer)
         logger.info("saved the trained model to %s", folder)
         notify(self.callbacks, "on_save", self, folder)
 
@@ -142,7 +142,7 @@ class PPOTrainer:
         """Resume from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
         assert self.components.checkpointer is not None
         saved = self.components.checkpointer.load()
-        self.state.load_state_dict(saved["state"])
+        vars(self.state).update(saved["state"])
         self.source.load_state_dict(saved["source"])
         self.maker.load_state_dict(saved["maker"])
         self.update.load_state_dict(saved["skipped"])
@@ -180,8 +180,8 @@ class PPOTrainer:
         return min(n for n in (self.source.steps, self.config.ppo.max_steps) if n is not None)
 
     @property
-    def _prompt_source(self) -> PromptRollouts:
-        if not isinstance(self.source, PromptRollouts):
+    def _prompt_source(self) -> PromptSource:
+        if not isinstance(self.source, PromptSource):
             raise TypeError(f"{type(self.source).__name__} takes no prompts: iterate over trainer.source instead.")
         return self.source
 
@@ -194,9 +194,19 @@ class PPOTrainer:
                 self._mark()
                 self.components.stop()
                 if (trajectories := next(source, None)) is None:
+                    self._end_early()
                     return
                 yield trajectories
                 bar.update(total=self.total_steps)  # dynamic sampling may have used up prompts of later steps
+
+    def _end_early(self) -> None:
+        """Where trajectories end before the planned steps: evaluate and save a checkpoint, as after the last one."""
+        if self.components.strategy.is_main:
+            logger.info("no more trajectories after %d of %d steps", self.global_step, self.total_steps)
+        if evaluated := self.evaluate():
+            self.components.trackers.log(self.global_step, evaluated)
+        if self.components.checkpointer is not None and self.components.checkpointer.due(self.global_step, True):
+            self.save_checkpoint()
 
     @contextmanager
     def _session(self) -> Iterator[None]:

@@ -51,13 +51,11 @@ class PromptSource:
         return self.components.state.global_step + left
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
-        for prompts in self.prompt_batches():
-            yield self.rollout(prompts)
+        return map(self.rollout, self.prompt_batches())
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
         """Pass over all prompts in every episode, in an order of its own."""
-        while (batch := self._next_prompts()) is not None:
-            yield batch
+        return iter(self._next_prompts, None)
 
     def rollout(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
         """Sample and score responses to this rank's share of ``prompts``; scores may still be under way.
@@ -66,22 +64,19 @@ class PromptSource:
         ``--prompt_data``. ``Interrupted`` on all ranks upon a signal.
         """
         with self.timer.step(self.components.state.global_step + 1):
-            if self.config.ppo.dynamic_sampling:
-                return self._filtered(prompts)
-            return self._sampled(prompts)
+            return self._filtered(prompts) if self.config.ppo.dynamic_sampling else self._sampled(prompts)
 
     def publish(self, version: int) -> None:
         """Nothing to do: the engine reads the actor's weights in place when it samples."""
 
     def evaluate(self) -> list[Trajectory]:
         """Scored responses to ``--eval_data``: of the average with ``--enable_ema``, as it is what ``save`` writes."""
-        held_out, options = self.components.held_out, self.config.evaluation
-        if not held_out:
+        if not self.components.held_out:
             return []
-        params = sampling_params(self.config.generation, options.eval_temperature)
-        n_samples, seed = options.eval_n_samples_per_prompt, self.config.deepspeed.seed
+        options, seed = self.config.evaluation, self.config.deepspeed.seed
+        sampling = sampling_params(self.config.generation, options.eval_temperature), options.eval_n_samples_per_prompt
         with self.components.weights_to_save(), self.with_weights():
-            responses = generate_responses(self.engine, self.comm, held_out, params, n_samples, seed)
+            responses = generate_responses(self.engine, self.comm, self.components.held_out, *sampling, seed)
         rollout = self._score(responses, "eval_reward_errors")
         wait_for_scores(rollout, self.components.stop)
         return rollout
@@ -111,16 +106,11 @@ class PromptSource:
         self.consumed_batches += 1
         return [self.components.prompts[i] for i in next(self.sampler.batches(episode, start))]
 
-    def _share(self, prompts: Sequence[Prompt]) -> tuple[list[Prompt], int]:
-        """This rank's prompts, and the place of their first."""
-        rank, world = self.comm.rank, self.comm.world_size
-        return shard(prompts, rank, world), rank * len(prompts) // world
-
     def _sample(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
         """Responses to this rank's share of ``prompts``, those of one prompt beside each other."""
         ready = [as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts]
-        mine, first = self._share(ready)
-        first += self.consumed_prompts
+        rank, world = self.comm.rank, self.comm.world_size
+        mine, first = shard(ready, rank, world), self.consumed_prompts + rank * len(ready) // world
         seed, n_samples = self.config.deepspeed.seed, self.config.ppo.n_samples_per_prompt
         params = sampling_params(self.config.generation)
         with self.timer.phase("generation"), self.with_weights():
@@ -161,20 +151,19 @@ class PromptSource:
     def _filtered(self, prompts: Sequence[str | Prompt]) -> Rollout:
         """Groups with different rewards, sampled until they fill a rollout batch or a bound is reached."""
         wanted, bound = self.config.ppo.rollout_batch_size, self.config.ppo.dynamic_sampling_max_batches
-        metrics, kept, n_groups, batch = Metrics(), [], 0, prompts
-        for n_batches in range(1, bound + 1):
+        metrics, kept, n_groups, n_batches = Metrics(), [], 0, 0
+        batch: Sequence[str | Prompt] | None = prompts
+        while batch is not None:
             sampled = self._sampled(batch)
+            n_batches += 1
             with self.timer.phase("scoring"):
                 wait_for_scores(sampled, self.components.stop)
             metrics.merge(sampled.metrics)
             for trajectory in sampled:
                 metrics.add("sampled_reward", trajectory.total_reward(self.reward_weights))
             kept += self.filter_groups(sampled)
-            n_groups = self._count_groups(kept)
-            further = None if n_groups >= wanted or n_batches == bound else self._next_prompts()
-            if further is None:
-                break
-            batch = further
+            n_groups = int(self.comm.all_reduce(torch.tensor(len({t.group for t in kept}))))
+            batch = None if n_groups >= wanted or n_batches == bound else self._next_prompts()
         metrics.add("sampled_batches", n_batches, reduce="max")
         metrics.add("useful_groups", n_groups, reduce="max")
         return Rollout(self._first_groups(kept), metrics)
@@ -183,17 +172,12 @@ class PromptSource:
         """Trajectories whose group has different rewards: the others teach nothing (arXiv 2503.14476)."""
         if not trajectories:
             return []
-        rewards = torch.tensor([t.total_reward(self.reward_weights) for t in trajectories])
+        rewards = [t.total_reward(self.reward_weights) for t in trajectories]
         if self.estimator.compares_steps:  # unequal steps teach something even if their sums are equal
-            kinds: dict[tuple[float, ...], int] = {}
             earned = [(t.total_score(self.reward_weights), *t.step_rewards) for t in trajectories]
-            rewards = torch.tensor([kinds.setdefault(each, len(kinds)) for each in earned])
-        same = one_reward_groups(rewards, torch.tensor([t.group for t in trajectories]))
+            rewards = [earned.index(each) for each in earned]
+        same = one_reward_groups(torch.tensor(rewards), torch.tensor([t.group for t in trajectories]))
         return [t for t, drop in zip(trajectories, same.tolist(), strict=True) if not drop]
-
-    def _count_groups(self, trajectories: Sequence[Trajectory]) -> int:
-        """Groups over all ranks."""
-        return int(self.comm.all_reduce(torch.tensor(len({t.group for t in trajectories}))))
 
     def _first_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The first ``rollout_batch_size`` of all ranks' groups, dealt out as a rollout deals prompts."""

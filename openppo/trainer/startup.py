@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +60,10 @@ def check_options(config: Any, comm: Comm, **given: bool) -> None:
     places = {name for name, declared in declared_options(type(config)).items() if rules_of(declared).place}
     for name, value in flat_dict(config).items():
         mine[f"--{name}"] = ("not given" if value is None else "given") if name in places else str(value)
-    everyones = comm.all_gather_object(mine)
-    differences = []
+    everyones, differences = comm.all_gather_object(mine), []
     for name, value in everyones[0].items():
-        others = [rank for rank, theirs in enumerate(everyones) if theirs.get(name) != value]
-        if others:
-            theirs = f"{everyones[others[0]].get(name)} on {name_ranks(comm, others)}"
+        if others := [rank for rank, theirs in enumerate(everyones) if theirs[name] != value]:
+            theirs = f"{everyones[others[0]][name]} on {name_ranks(comm, others)}"
             differences.append(f"{name} is {value} on rank 0 and {theirs}")
     if differences:
         raise ValueError(f"{'; '.join(differences)}: start all ranks alike.")
@@ -87,28 +85,24 @@ def start_trackers(
 
     Logs of a run that resumes after step ``resume_step`` are continued there; any other logs are set aside.
     """
-    found = environment(strategy.comm)
+    path, options, found = config.run.save_path, flat_dict(config), environment(strategy.comm)
 
     def prepare() -> None:
         if not strategy.is_main:
             return
-        logs = Path(config.run.save_path) / "logs"
+        logs = Path(path) / "logs"
         try:
             if resume_step is None:
                 set_aside_logs(logs)
             else:
                 cut_logs(logs, resume_step)
-            save_config(logs, flat_dict(config))
+            save_config(logs, options)
             save_environment(logs, found)
         except OSError as error:
-            raise ValueError(
-                f"--save_path {config.run.save_path}: cannot be written ({error}); choose another folder."
-            ) from error
+            raise ValueError(f"--save_path {path}: cannot be written ({error}); choose another folder.") from error
 
     collective(strategy.comm, prepare)
-    return make_trackers(
-        config.run.save_path, config.tracking, flat_dict(config), strategy.comm, headline, total_steps, resume_step
-    )
+    return make_trackers(path, config.tracking, options, strategy.comm, headline, total_steps, resume_step)
 
 
 def tokenizing(comm: Comm) -> ShowRows:
@@ -130,9 +124,13 @@ def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, kwargs: str | 
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:
     """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``model``: a flag and a name."""
-    text = model_config.get_text_config()
-    context, why = context_length(model_config), rescaled_positions(model_config)
-    for length, what in _alone_up_to(text):
+    context, why, text = context_length(model_config), rescaled_positions(model_config), model_config.get_text_config()
+    limits = {}  # row lengths beyond which an engine's other rows matter
+    if getattr(text, "attn_temperature_tuning", False) and getattr(text, "floor_scale", None):  # Llama 4
+        limits["attention temperatures, which count columns,"] = text.floor_scale - 1
+    if getattr(text, "keep_window_size", None):  # Doge
+        limits["dynamic masks"] = text.keep_window_size
+    for what, length in limits.items():
         if context is None or length <= context:
             context, why = length, f" Beyond it, {what} make log-probs depend on what else is in a batch."
     if context is not None and longest_prompt + new_tokens > context:
@@ -140,11 +138,3 @@ def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: in
             f"The longest prompt has {longest_prompt} tokens; with --generate_max_len {new_tokens} that exceeds the "
             f"context of {context} tokens of {model}. Lower --generate_max_len or --prompt_max_len.{why}"
         )
-
-
-def _alone_up_to(text: PreTrainedConfig) -> Iterator[tuple[int, str]]:
-    """Row lengths beyond which an engine's other rows matter, with reasons."""
-    if getattr(text, "attn_temperature_tuning", False) and getattr(text, "floor_scale", None):  # Llama 4
-        yield text.floor_scale - 1, "attention temperatures, which count columns,"
-    if getattr(text, "keep_window_size", None):  # Doge
-        yield text.keep_window_size, "dynamic masks"

@@ -65,7 +65,7 @@ def test_the_batch_of_a_skipped_step_is_kept_by_each_rank(folder: Any) -> None:
         f"global_step_2_optimizer_step_1_actor_rank{rank}.safetensors" for rank in (0, 1)
     ]
     tensors = load_file(files[1])
-    assert {"0/sequences", "0/advantages", "1/log_probs"} <= tensors.keys()
+    assert {"samples/0/sequences", "samples/0/advantages", "samples/1/log_probs"} <= tensors.keys()
     assert {"documents/0/sequences", "documents/0/loss_mask"} <= tensors.keys(), "the gradient is of both"
 
 

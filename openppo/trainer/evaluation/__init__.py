@@ -1,5 +1,1 @@
-"""Models at held-out prompts: the evaluator of training, and the commands that answer prompts without training."""
-
-from openppo.trainer.evaluation.evaluator import Evaluation, Evaluator, Grading, pass_at_k
-
-__all__ = ["Evaluation", "Evaluator", "Grading", "pass_at_k"]
+"""Responses to held-out prompts: their metrics in training, and the commands that answer prompts without training."""

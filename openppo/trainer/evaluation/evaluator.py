@@ -53,14 +53,6 @@ def generate_responses(
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """``metrics`` are the same on all ranks; ``trajectories`` are this rank's, scored and in prompt order."""
-
-    metrics: dict[str, float]
-    trajectories: list[Trajectory]
-
-
-@dataclass(frozen=True)
 class Grading:
     """How scored responses to held-out prompts become metrics.
 
@@ -113,35 +105,20 @@ class Grading:
             metrics.add(f"{prefix}truncated_fraction", response.finish_reason is FinishReason.LENGTH)
 
 
-@dataclass(frozen=True)
-class Evaluator:
-    """Samples responses to the same ``prompts`` with the same random numbers each time, and scores them.
-
-    ``prompts`` are given alike on all ranks, which call every method together.
-    """
-
-    engine: Engine
-    scorer: Scorer
-    comm: Comm
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    n_samples: int = 1
-    pass_reward: float | None = 1.0
-    reward_weights: Mapping[str, float] = field(default_factory=dict)
-    seed: int = 42
-
-    def evaluate(self) -> Evaluation:
-        """Generate, score, measure. ``ValueError`` if ``reward_weights`` names a reward that does not occur."""
-        trajectories = generate_responses(self.engine, self.comm, self.prompts, self.params, self.n_samples, self.seed)
-        scores = self.scorer.score(trajectories)
-        write_scores(trajectories, scores)
-        check_weights(trajectories, self.reward_weights)
-        errors = Metrics()
-        if n_failed := sum(score.failed for score in scores):
-            errors.add("eval_reward_errors", n_failed, reduce="sum")
-        return Evaluation(self.grading.measure(Rollout(trajectories, errors)), trajectories)
-
-    @property
-    def grading(self) -> Grading:
-        """How the responses are measured."""
-        return Grading(self.comm, self.pass_reward, self.reward_weights)
+def sample_and_score(
+    engine: Engine,
+    scorer: Scorer,
+    grading: Grading,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    n_samples: int,
+    seed: int,
+) -> Rollout:
+    """This rank's scored share of ``generate_responses``, to be measured by ``grading``."""
+    responses = generate_responses(engine, grading.comm, prompts, params, n_samples, seed)
+    scores, errors = scorer.score(responses), Metrics()
+    write_scores(responses, scores)
+    check_weights(responses, grading.reward_weights)
+    if n_failed := sum(score.failed for score in scores):
+        errors.add("eval_reward_errors", n_failed, reduce="sum")
+    return Rollout(responses, errors)

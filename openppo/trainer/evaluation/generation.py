@@ -23,7 +23,7 @@ from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
 from openppo.strategy.comm import InferenceStrategy, check_transformers
 from openppo.tracking import progress_bar
 from openppo.trainer.engine_check import check_frozen
-from openppo.trainer.evaluation.evaluator import Evaluation, Evaluator, generate_responses, short_names
+from openppo.trainer.evaluation.evaluator import Grading, generate_responses, sample_and_score, short_names
 from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, tokenizing
 from openppo.trainer.supervised.batches import pack_where_exact
 from openppo.types import Comm, Prompt, Trajectory
@@ -38,7 +38,7 @@ class _Job:
         self.strategy = InferenceStrategy(options.bf16)
         self.comm = self.strategy.comm
         self.tokenizer, self.prompts = _load_prompts(options, self.comm)
-        self.params = sampling_params(options)
+        self.sampling = self.prompts, sampling_params(options), options.n_samples_per_prompt, options.seed
 
     def close(self) -> None:
         """Leave the process group."""
@@ -54,26 +54,22 @@ class _Job:
         if options.engine_check == "on":
             check_frozen(options, actor, self.strategy.device)
         policy: Any = actor.model
-        engine = HFEngine(
-            policy,
-            known_eos_token_ids(policy, self.tokenizer),
-            pad_token_id(self.tokenizer),
-            options.micro_batch_size,
-            show_progress=self.strategy.is_main,
-        )
+        eos, pad = known_eos_token_ids(policy, self.tokenizer), pad_token_id(self.tokenizer)
+        engine = HFEngine(policy, eos, pad, options.micro_batch_size, show_progress=self.strategy.is_main)
         engine.decode = decoder(self.tokenizer)
         return actor, engine
 
     def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
         """What is written of the response of that number on this rank; its text ends before a stop string."""
+        _, params, n_samples, _ = self.sampling
         ids = response.response_ids
         text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         return {
             "source": response.prompt.source,
             "row": response.prompt.index,
-            "sample": number % self.options.n_samples_per_prompt,
+            "sample": number % n_samples,
             "prompt": response.prompt.text,
-            "response": text_before_stop(text, ids, self.params, decoder(self.tokenizer)),
+            "response": text_before_stop(text, ids, params, decoder(self.tokenizer)),
             "finish_reason": response.finish_reason.value,
             "n_tokens": len(ids),
             "label": response.prompt.label,
@@ -92,12 +88,9 @@ class GenerateJob(_Job):
 
     def fit(self) -> None:
         """Generate and write."""
-        n_samples, seed = self.options.n_samples_per_prompt, self.options.seed
-        responses = generate_responses(self.engine, self.comm, self.prompts, self.params, n_samples, seed)
-        rows = [
-            self._row(response, i) | {"mean_log_prob": self._mean_log_prob(response)}
-            for i, response in enumerate(progress_bar(responses, "log-probs", enabled=self.strategy.is_main))
-        ]
+        responses = generate_responses(self.engine, self.comm, *self.sampling)
+        shown = progress_bar(responses, "log-probs", enabled=self.strategy.is_main)
+        rows = [self._row(t, i) | {"mean_log_prob": self._mean_log_prob(t)} for i, t in enumerate(shown)]
         write_rows(self.output, rows, self.comm)
 
     @torch.no_grad()
@@ -130,19 +123,10 @@ class EvaluateJob(_Job):
             trust_remote_code=options.trust_remote_code,
             pack_where_exact=pack_where_exact if options.flash_attn else None,
         )
-        scorer = build_scorer(config.rewards, self.tokenizer, setup)
-        _, engine = self._load_policy()
-        self.evaluator = Evaluator(
-            engine,
-            scorer,
-            self.comm,
-            self.prompts,
-            self.params,
-            options.n_samples_per_prompt,
-            config.rewards.pass_threshold(judgement.pass_reward),
-            config.rewards.weights(),
-            options.seed,
-        )
+        self.scorer = build_scorer(config.rewards, self.tokenizer, setup)
+        _, self.engine = self._load_policy()
+        passing = config.rewards.pass_threshold(judgement.pass_reward)
+        self.grading = Grading(self.comm, passing, config.rewards.weights())
 
     @property
     def sources(self) -> list[str]:
@@ -150,36 +134,34 @@ class EvaluateJob(_Job):
         names = short_names(prompt.source for prompt in self.prompts)
         return [names[prompt.source] for prompt in self.prompts]
 
-    def evaluate(self) -> Evaluation:
-        """Generate, score, and write; collective."""
-        evaluation = self.evaluator.evaluate()
+    def evaluate(self) -> dict[str, float]:
+        """Generate, score, and write; the metrics, the same on all ranks."""
+        responses = sample_and_score(self.engine, self.scorer, self.grading, *self.sampling)
         if self.output is not None:
-            rows = [self._row(response, i) for i, response in enumerate(evaluation.trajectories)]
-            write_rows(self.output, rows, self.comm)
-        return evaluation
+            write_rows(self.output, [self._row(response, i) for i, response in enumerate(responses)], self.comm)
+        return self.grading.measure(responses)
 
     def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
-        grading = self.evaluator.grading
-        reward = response.total_reward(grading.reward_weights)
+        reward = response.total_reward(self.grading.reward_weights)
         row = super()._row(response, number) | {"rewards": response.scores, "reward": reward}
-        return row if grading.pass_reward is None else row | {"passed": grading.passes(reward)}
+        return row if self.grading.pass_reward is None else row | {"passed": self.grading.passes(reward)}
 
 
 def _load_prompts(options: PromptsConfig, comm: Comm) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
     """The tokenizer and the rendered prompts; ``ValueError`` names the flag to change."""
-    model_config, named = check_model(options.pretrain, "--pretrain", options.trust_remote_code), "--pretrain "
+    trust, model = options.trust_remote_code, f"--pretrain {options.pretrain}"
+    model_config = check_model(options.pretrain, "--pretrain", trust)
     check_cache(model_config)
     check_transformers()
     attention_implementation(options.flash_attn, options.bf16)
-    tokenizer = load_policy_tokenizer(options.pretrain, options.trust_remote_code, options.chat_template_kwargs)
-    rows = load_mixed_rows(
-        options, options.prompt_data, flag="--prompt_data", split=options.prompt_split, seed=options.seed
-    )
+    tokenizer = load_policy_tokenizer(options.pretrain, trust, options.chat_template_kwargs)
+    source, split, seed = options.prompt_data, options.prompt_split, options.seed
+    rows = load_mixed_rows(options, source, flag="--prompt_data", split=split, seed=seed)
     loaded = load_prompts(rows, tokenizer, options, show=tokenizing(comm))
     log_dropped(loaded.dropped, len(loaded.prompts), "--prompt_data", "--prompt_max_len")
     ids = [prompt.token_ids for prompt in loaded.prompts]
-    check_context(model_config, named + options.pretrain, max(map(len, ids)), options.generate_max_len)
-    check_token_ids(model_config, named + options.pretrain, tokenizer, ids)
+    check_context(model_config, model, max(map(len, ids)), options.generate_max_len)
+    check_token_ids(model_config, model, tokenizer, ids)
     return tokenizer, loaded.prompts
 
 
@@ -197,10 +179,7 @@ def check_output(path: str) -> Path:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], comm: Comm) -> None:
-    """Write the rows of all ranks, in rank order, as lines of JSON; collective.
-
-    They have another name until all are written, so that a file of the name ``path`` is always whole.
-    """
+    """Write the rows of all ranks, in rank order, as lines of JSON; a file of the name ``path`` is always whole."""
     rows_of_ranks = comm.all_gather_object(rows)
     if comm.rank != 0:
         return

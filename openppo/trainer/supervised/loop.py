@@ -17,7 +17,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, PhaseTimer, Trackers, progress_bar, step_tracer
 from openppo.tracking.phase import begin_step, phase
-from openppo.trainer.callbacks import StopConditions
+from openppo.trainer.callbacks import StopWhen
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.memory import Estimate
 from openppo.trainer.self_check import show_examples
@@ -67,7 +67,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.global_step = 0
         self.skipped = SkippedSteps(config.run, self.comm)
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
-        self.stopping = StopConditions(config.run.stop_conditions)
+        self.stopping = StopWhen(config.run.stop_conditions)
         self.stopped_by: str | None = None  # the condition that has ended the run
         self.traced = step_tracer(config.run.save_path, config.tracking, self.comm.rank)
         self._shows_next = config.tracking.self_check and self.comm.rank == 0
@@ -149,9 +149,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
                 loss = self.loss(model, batch, micro, metrics, prefix="")
                 model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
             norm = model.step()
-            fields = ((i, name, value) for i, example in enumerate(examples) for name, value in vars(example).items())
-            tensors = {f"{i}/{name}": torch.tensor(value) for i, name, value in fields}
-            if self.skipped.accept(norm, "model", f"step {self.global_step + 1}", tensors):
+            if self.skipped.accept(norm, "model", f"step {self.global_step + 1}", examples=list(map(vars, examples))):
                 metrics.add("grad_norm", norm)
             else:
                 metrics = Metrics()

@@ -10,14 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from openppo.types import Experience, SingleProcess
 
-SIZES = {
-    "vocab_size": 20,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "initializer_range": 0.3,
-}
+SIZES: dict[str, Any] = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "initializer_range": 0.3}
 
 
 class RecordingEngine:

@@ -1,14 +1,23 @@
-"""When EarlyStopping stops, told by hand-made curves."""
+"""When callbacks and --stop_when end a run, told by hand-made metrics; and which callback gets which state back."""
 
 import inspect
 import logging
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from openppo.trainer.callbacks import Callback, EarlyStopping
+from openppo.config.run import parse_condition
+from openppo.trainer.callbacks import Callback, EarlyStopping, StopWhen, check_conditions, restore_callbacks
+
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+
+
+def conditions(*texts: str) -> list[Any]:
+    return [parse_condition(text, "--stop_when") for text in texts]
 
 
 def stopped_after(callback: EarlyStopping, curve: list[float], hook: str = "on_evaluate") -> int | None:
@@ -35,40 +44,119 @@ def stopped_after(callback: EarlyStopping, curve: list[float], hook: str = "on_e
         ([math.nan, math.nan, 1], 3, "min", 0, None),
     ],
 )
-def test_it_stops_after_so_many_reports_without_a_gain(
+def test_early_stopping_ends_after_patience_reports_without_gain(
     curve: list[float], patience: int, mode: Any, min_delta: float, expected: int | None
 ) -> None:
     assert stopped_after(EarlyStopping("eval_reward", patience, mode, min_delta), curve) == expected
 
 
-def test_it_looks_where_its_metric_is_reported() -> None:
-    assert stopped_after(EarlyStopping("reward", 1), [1, 1], "on_step_end") == 2
-    assert stopped_after(EarlyStopping("reward", 1), [1, 1], "on_evaluate") is None
-    assert stopped_after(EarlyStopping("eval/gsm8k/pass@1", 1), [1, 1], "on_step_end") is None
-    assert stopped_after(EarlyStopping("eval/gsm8k/pass@1", 1), [1, 1], "on_evaluate") == 2
-
-
-def test_it_says_once_that_a_metric_is_missing(caplog: pytest.LogCaptureFixture) -> None:
-    stopping, trainer = EarlyStopping("rewrad", 1), SimpleNamespace(should_stop=False)
-    with caplog.at_level(logging.WARNING, "openppo"):
-        for _ in range(3):
-            stopping.on_step_end(trainer, {"reward": 1.0, "kl": 0.1})  # type: ignore[arg-type]
-    assert not trainer.should_stop
-    [record] = caplog.records
-    assert record.getMessage() == "EarlyStopping: no metric rewrad yet among reward, kl"
+@pytest.mark.parametrize(("metric", "hook"), [("reward", "on_step_end"), ("eval/gsm8k/pass@1", "on_evaluate")])
+def test_early_stopping_looks_where_its_metric_is_reported(metric: str, hook: str) -> None:
+    for each in ("on_step_end", "on_evaluate"):
+        assert stopped_after(EarlyStopping(metric, 1), [1, 1], each) == (2 if each == hook else None)
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"patience": 0}, {"patience": 1, "mode": "up"}, {"patience": 1, "min_delta": -1}]
+    ("arguments", "message"),
+    [
+        ({"patience": 0}, "patience of at least 1, mode 'max' or 'min', and min_delta"),
+        ({"patience": 1, "mode": "up"}, "patience of at least 1"),
+        ({"patience": 1, "min_delta": -1}, "patience of at least 1"),
+        ({"metric": "rewrad", "patience": 1}, "EarlyStopping: there is no metric rewrad; did you mean reward"),
+    ],
 )
-def test_arguments_that_make_no_sense_are_errors(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="patience of at least 1, mode 'max' or 'min', and min_delta"):
-        EarlyStopping("reward", **arguments)
+def test_early_stopping_refuses_arguments_that_cannot_work(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EarlyStopping(**{"metric": "reward", **arguments})
 
 
 def test_a_callback_without_methods_of_its_own_does_nothing() -> None:
     hooks = {name: hook for name, hook in inspect.getmembers(Callback, inspect.isfunction) if name.startswith("on_")}
     assert set(hooks) == {"on_fit_start", "on_step_end", "on_evaluate", "on_save", "on_fit_end"}
     for name, hook in hooks.items():
-        nothing = [None] * (len(inspect.signature(hook).parameters) - 1)
-        assert getattr(Callback(), name)(*nothing) is None
+        assert getattr(Callback(), name)(*[None] * (len(inspect.signature(hook).parameters) - 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("kl > 0.2", {0.2: False, 0.21: True}),
+        ("kl>=2e-1", {0.2: True, 0.19: False}),
+        (" kl <-1 ", {-1.0: False, -1.1: True, math.nan: False}),
+        ("kl<= -1", {-1.0: True, math.inf: False}),
+    ],
+)
+def test_a_condition_compares_as_it_reads(text: str, values: dict[float, bool]) -> None:
+    (condition,) = conditions(text)
+    assert {value: condition.holds({"kl": value}) for value in values} == values
+    assert not condition.holds({"kl_k3": 9.0, "other": -9.0})
+
+
+def test_every_documented_metric_may_end_a_run() -> None:
+    section = DOCUMENT.split("\n## Rewards")[1].split("\n## samples.jsonl")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+    names = [re.sub(r"<\w+>", "1", name) for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert len(names) > 50
+    check_conditions(conditions(*(f"{name} > 0" for name in [*names, "eval/my data/pass@1"])))
+    with pytest.raises(ValueError, match="--stop_when 'eval_rewards > 1': .*did you mean eval_reward"):
+        check_conditions(conditions("kl > 1", "eval_rewards > 1"))
+
+
+def test_the_first_condition_that_holds_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "openppo")
+    callback, trainer = StopWhen(conditions("kl > 0.2", "eval_reward > 0.9")), SimpleNamespace(should_stop=False)
+    for step, metrics in enumerate([{"eval_reward": 0.5}, {"kl": 0.1, "eval_reward": 0.9}, {"reward": 0.1}]):
+        trainer.global_step = step
+        (callback.on_step_end if step else callback.on_evaluate)(trainer, metrics)
+    assert not trainer.should_stop
+    assert caplog.text.count("no such metric yet") == 1
+    assert "--stop_when kl > 0.2: no such metric yet among reward" in caplog.text
+    callback.on_step_end(trainer, {"kl": 0.1, "eval_reward": 0.95})
+    assert trainer.should_stop
+    assert "--stop_when eval_reward > 0.9: eval_reward is 0.95 at step 2; the run ends" in caplog.text
+
+
+@pytest.mark.parametrize(("text", "resumes"), [("kl > 0.2", False), ("kl > 0.4", True)])
+def test_a_run_that_had_stopped_resumes_under_another_condition(text: str, resumes: bool) -> None:
+    trainer: Any = SimpleNamespace(global_step=3, should_stop=False)
+    first, second = StopWhen(conditions("kl > 0.2")), StopWhen(conditions(text))
+    first.on_step_end(trainer, {"kl": 0.3})
+    second.load_state_dict(first.state_dict())
+    second.on_fit_start(trainer)
+    assert trainer.should_stop is not resumes
+
+
+class First(Callback):
+    """Remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"number": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Second(First):
+    """Another one."""
+
+
+@pytest.mark.parametrize(
+    ("classes", "numbers"),
+    [
+        ([First, Second, First], [0, 1, 2]),
+        ([Second, First, First], [1, 0, 2]),
+        ([Second], [1]),
+        ([First, First, First], [0, 2, None]),
+        ([], []),
+    ],
+)
+def test_a_callback_resumes_from_the_state_of_its_class(
+    classes: list[type[First]], numbers: list[int | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = [{"class": name, "state": {"number": i}} for i, name in enumerate(["First", "Second", "First"])]
+    callbacks = [each() for each in classes]
+    with caplog.at_level(logging.WARNING, "openppo"):
+        same = restore_callbacks(callbacks, saved)
+    assert [callback.state["number"] for callback in callbacks] == numbers
+    assert same is (classes == [First, Second, First])
+    assert ("callbacks were First, Second, First and are" in caplog.text) is not same

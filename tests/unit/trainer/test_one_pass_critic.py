@@ -27,47 +27,35 @@ class Sgd:
     learning_rate = 0.1
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.n_forwards = 0
+        self.module, self.train, self.n_forwards = module, module.train, 0
 
     def __call__(self, *inputs: Any) -> Tensor:
         self.n_forwards += 1
         return self.module(*inputs)
 
-    def train(self, mode: bool = True) -> None:
-        self.module.train(mode)
-
     def backward(self, loss: Tensor, last: bool) -> None:
         loss.backward()
 
+    @torch.no_grad()
     def step(self) -> float:
-        norm = torch.cat([p.grad.flatten() for p in self.module.parameters() if p.grad is not None]).norm().item()
-        with torch.no_grad():
-            for p in self.module.parameters():
-                p -= 0.0 if p.grad is None else self.learning_rate * p.grad
+        trained = [p for p in self.module.parameters() if p.grad is not None]
+        norm = torch.cat([p.grad.flatten() for p in trained]).norm().item()
+        for p in trained:
+            p -= self.learning_rate * p.grad
         self.module.zero_grad(set_to_none=True)
         return norm
 
 
+def trajectory(i: int) -> Trajectory:
+    ids = [(3 * i + t) % 20 for t in range(4 + i % 4)]
+    mask = [t >= 2 and (t + i) % 4 != 0 for t in range(len(ids))]
+    log_probs, versions = [-1.0 * m for m in mask], [m - 1 for m in mask]
+    prompt, scores = Prompt("", ids[:2]), {"a": float(i % 3)}
+    return Trajectory(ids, mask, log_probs, versions, FinishReason.STOP, prompt, i, scores=scores)
+
+
 def trajectories(n: int) -> list[Trajectory]:
-    rows = []
-    for i in range(n):
-        length = 4 + i % 4
-        mask = [t >= 2 and (t + i) % 4 != 0 for t in range(length)]
-        ids = [(3 * i + t) % 20 for t in range(length)]
-        rows.append(
-            Trajectory(
-                ids,
-                mask,
-                [-1.0 * m for m in mask],
-                [0 if m else -1 for m in mask],
-                FinishReason.STOP,
-                Prompt("", ids[:2]),
-                i,
-                scores={"a": float(i % 3)},
-            )
-        )
-    return rows
+    return [trajectory(i) for i in range(n)]
 
 
 def outcome(
@@ -79,11 +67,10 @@ def outcome(
     step = CriticStep(model, config, SingleProcess(), CPU)
     arguments: Any = (lambda *_, **__: None, model, None, config, SingleProcess(), CPU, 0)
     maker = OnePassCritic(step, *arguments) if one_pass else ExperienceMaker(*arguments)
-    trains: Any = maker if one_pass else step
     buffer, metrics = ReplayBuffer(normalize=True), Metrics()
     buffer.fill(maker.make(Rollout(trajectories(n), Metrics()), metrics))
     for batch in mini_batches(buffer, config, 0):
-        trains.train(batch, metrics, True)
+        step.train(batch, metrics, True)
     fields = [item.tensors() for item in buffer.items]
     return fields, metrics.reduced(SingleProcess()), list(model.module.parameters()), model.n_forwards
 

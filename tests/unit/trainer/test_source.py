@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from openppo.config import TrainPPOConfig, from_options
-from openppo.rollout.rollout import Rollout, wait_for_scores
+from openppo.rollout.rollout import Rollout
 from openppo.tracking import PhaseTimer
 from openppo.trainer.source import PromptSource
 from openppo.types import Completion, FinishReason, NeverStops, Prompt, SamplingParams, Score, SingleProcess, Trajectory
@@ -34,19 +34,6 @@ class EchoEngine:
         ]
 
 
-class Strategy:
-    """As much of a strategy as rollouts see; counts how often weights were gathered."""
-
-    def __init__(self, comm: Any) -> None:
-        self.comm = comm
-        self.n_gathered = 0
-
-    @contextlib.contextmanager
-    def for_generation(self, engine: Any, in_lockstep: bool) -> Iterator[None]:
-        self.n_gathered += not in_lockstep
-        yield
-
-
 class LastTokenScorer:
     """A trajectory earns its last token as "number", and 1 as "one"."""
 
@@ -63,7 +50,7 @@ def source_of(comm: Any = None, estimator: str = "gae", first_group: int = 0, **
     groups = {"advantage_estimator": estimator, "n_samples_per_prompt": 2, **options}
     config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **groups)
     parts: Any = SimpleNamespace(
-        strategy=Strategy(comm or SingleProcess()),
+        strategy=SimpleNamespace(comm=comm or SingleProcess(), for_generation=None),
         actor=SimpleNamespace(),
         engine=EchoEngine(),
         scorer=LastTokenScorer(),
@@ -106,14 +93,6 @@ def test_the_greedy_response_is_sampled_once_per_prompt_and_scored_too() -> None
     assert [g.scores["number"] for g in greedy if g] == [0.0] * 4
     assert all(t.scores["number"] == t.token_ids[-1] > 0 for t in trajectories)
     assert sampled(source_of(), PROMPTS[:1])[0].greedy is None
-
-
-def test_scores_are_written_when_they_are_waited_for() -> None:
-    rollout = source_of().rollout(PROMPTS)
-    assert isinstance(rollout, Rollout)
-    assert rollout.unscored[0].scores == {}
-    wait_for_scores(rollout, NeverStops())
-    assert [t.scores["number"] for t in rollout.unscored] == [t.token_ids[-1] for t in rollout]
 
 
 def test_a_weight_for_a_reward_that_does_not_exist_is_an_error() -> None:
@@ -160,15 +139,10 @@ def scored(group: int, *rewards: float) -> list[Trajectory]:
 def test_groups_with_one_reward_are_of_no_use() -> None:
     mixed, same, other = scored(4, 0.0, 1.0), scored(2, 1.0, 1.0), scored(9, 0.5, 0.5)
     other[1].token_rewards = [0.0, 0.25]
-    source = source_of()
-    assert source.filter_groups([*mixed, *same, *other]) == [*mixed, *other]
-    assert source.filter_groups([]) == []
-    weightless = source_of(reward_weights=("a=0",))
-    assert weightless.filter_groups(mixed) == []
-
-
-def test_unequal_steps_are_of_use_though_sums_are_equal() -> None:
-    same, unequal = scored(2, 1.0, 1.0), scored(4, 1.0, 1.0)
+    assert source_of().filter_groups([*mixed, *same, *other]) == [*mixed, *other]
+    assert source_of().filter_groups([]) == []
+    assert source_of(reward_weights=("a=0",)).filter_groups(mixed) == []
+    unequal = scored(4, 1.0, 1.0)  # of use where steps are compared, though sums are equal
     for row in (*same, *unequal):
         row.token_ids, row.action_mask, row.token_rewards = [1, 2, 2], [False, True, True], [0.0, 0.5, 0.0]
     unequal[1].token_rewards = [0.0, 0.0, 0.5]
@@ -177,7 +151,5 @@ def test_unequal_steps_are_of_use_though_sums_are_equal() -> None:
 
 
 def test_of_too_many_groups_the_first_of_the_run_are_kept() -> None:
-    source = source_of(rollout_batch_size=2)
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
-    assert source._count_groups([*third, *first, *second]) == 3
-    assert source._first_groups([*third, *first, *second]) == [*first, *second]
+    assert source_of(rollout_batch_size=2)._first_groups([*third, *first, *second]) == [*first, *second]

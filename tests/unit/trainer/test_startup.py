@@ -1,11 +1,9 @@
-"""What ranks, perhaps of several hosts, must have in common; ranks are threads here."""
+"""What ranks, perhaps of several hosts, must have in common; and which sequences a model can read."""
 
 import datetime
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,38 +20,9 @@ from openppo.trainer.data import load_ppo_data
 from openppo.trainer.startup import check_context, check_options
 from openppo.types import SamplingParams, SingleProcess
 from tests.architectures import tiny_config
+from tests.ranks import on_ranks
 
 HOST = socket.gethostname()
-
-
-class Threads:
-    """The ``Comm`` of one of several threads."""
-
-    def __init__(self, rank: int, shared: list[Any], barrier: Barrier) -> None:
-        self.rank, self.world_size = rank, len(shared)
-        self.shared, self.barrier = shared, barrier
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self.shared[self.rank] = value
-        self.barrier.wait()
-        values = list(self.shared)
-        self.barrier.wait()  # before anyone writes again
-        return values
-
-
-def run(n_ranks: int, work: Callable[[Any], Any]) -> list[Any]:
-    """What ``work(comm)`` returns on each rank, or the message of its ``ValueError``."""
-    shared: list[Any] = [None] * n_ranks
-    barrier = Barrier(n_ranks, timeout=60)
-
-    def one(rank: int) -> Any:
-        try:
-            return work(Threads(rank, shared, barrier))
-        except ValueError as error:
-            return str(error)
-
-    with ThreadPoolExecutor(n_ranks) as pool:
-        return list(pool.map(one, range(n_ranks)))
 
 
 def config(**options: Any) -> TrainPPOConfig:
@@ -61,101 +30,76 @@ def config(**options: Any) -> TrainPPOConfig:
     return from_options(TrainPPOConfig, **{"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"} | options)
 
 
-def test_an_option_that_differs_is_named_with_the_ranks_that_have_it_so() -> None:
-    messages = run(4, lambda comm: check_options(config(seed=7 if comm.rank > 1 else 42), comm))
-    assert messages == [f"--seed is 42 on rank 0 and 7 on rank 2 ({HOST}), rank 3 ({HOST}): start all ranks alike."] * 4
-
-
-def test_all_options_that_differ_are_named() -> None:
-    (message, _) = run(2, lambda comm: check_options(config(gamma=0.5 + comm.rank / 4, bf16=comm.rank == 1), comm))
-    assert f"--gamma is 0.5 on rank 0 and 0.75 on rank 1 ({HOST}); --bf16 is False on rank 0 and True on" in message
-
-
-def test_places_may_differ_but_not_whether_they_are_given() -> None:
-    elsewhere = run(2, lambda comm: check_options(config(pretrain=f"{comm.rank}/m", save_path=f"{comm.rank}"), comm))
-    assert elsewhere == [None, None]
-    (message, _) = run(2, lambda comm: check_options(config(eval_data=[None, "e"][comm.rank]), comm))
-    assert message == f"--eval_data is not given on rank 0 and given on rank 1 ({HOST}): start all ranks alike."
+@pytest.mark.parametrize(
+    ("n_ranks", "options", "message"),
+    [
+        (4, lambda rank: {"seed": 7 if rank > 1 else 42}, "42 on rank 0 and 7 on rank 2 (HOST), rank 3 (HOST): start"),
+        (2, lambda rank: {"gamma": 0.5 + rank / 4, "bf16": rank == 1}, "0.75 on rank 1 (HOST); --bf16 is False on"),
+        (2, lambda rank: {"eval_data": [None, "e"][rank]}, "--eval_data is not given on rank 0 and given on rank 1"),
+        (3, lambda rank: {}, "--train_batch_size 128 does not divide among 3 ranks: use a multiple of 3."),
+        (2, lambda rank: {"pretrain": f"{rank}/m", "save_path": f"{rank}"}, "None"),  # places may differ
+    ],
+)  # fmt: skip
+def test_options_that_differ_are_an_error_on_all_ranks(
+    n_ranks: int, options: Callable[[int], dict[str, Any]], message: str
+) -> None:
+    said = on_ranks(n_ranks, lambda comm: check_options(config(**options(comm.rank)), comm))
+    assert all(message.replace("HOST", HOST) in str(each) for each in said)
+    assert len(set(map(str, said))) == 1
 
 
 def test_versions_that_differ_are_named() -> None:
-    class OlderTorch(Threads):
-        """A rank of another environment."""
+    def work(comm: Any) -> None:
+        gather = comm.all_gather_object
+        if comm.rank == 1:  # of another environment
+            comm.all_gather_object = lambda value: gather(
+                value | {"torch": "1.0"} if isinstance(value, dict) else value
+            )
+        check_options(config(), comm)
 
-        def all_gather_object(self, value: Any) -> list[Any]:
-            return super().all_gather_object(value | {"torch": "1.0"} if isinstance(value, dict) else value)
-
-    def work(comm: Threads) -> None:
-        check_options(config(), OlderTorch(comm.rank, comm.shared, comm.barrier) if comm.rank == 1 else comm)
-
-    (message, _) = run(2, work)
-    assert message == f"torch is {torch.__version__} on rank 0 and 1.0 on rank 1 ({HOST}): start all ranks alike."
-
-
-def test_options_that_cannot_work_are_an_error_on_all_ranks() -> None:
-    messages = run(3, lambda comm: check_options(config(), comm))
-    assert messages == ["--train_batch_size 128 does not divide among 3 ranks: use a multiple of 3."] * 3
-
-
-@pytest.mark.parametrize("content", [[([1, 2], "a")], "def f(): ...", [TokenExample([1], [False])]])
-def test_the_same_content_is_the_same(content: Any) -> None:
-    assert run(3, lambda comm: check_same(comm, {"--prompt_data": content})) == [None] * 3
-
-
-def test_other_content_is_an_error_that_names_flag_and_ranks() -> None:
-    (message, *others) = run(3, lambda comm: check_same(comm, {"--a": "x", "--b": [comm.rank == 2]}))
-    assert message == f"--b holds something else on rank 2 ({HOST}) than on rank 0: copy the same file to all hosts."
-    assert others == [message] * 2
-
-
-def test_labels_that_json_does_not_know_are_compared_by_their_type() -> None:
-    def check(comm: Any) -> None:
-        check_same(comm, {"--prompt_data": [([1, 2], object()), ([3], datetime.datetime.now())]})
-
-    assert run(2, check) == [None] * 2
-
-
-def test_examples_are_compared_by_what_they_hold() -> None:
-    def check(comm: Any) -> None:
-        check_same(comm, {"--dataset": [TokenExample([1, 2, 3 + comm.rank], [False, True, True])]})
-
-    assert all("--dataset holds something else" in message for message in run(2, check))
+    message = f"torch is {torch.__version__} on rank 0 and 1.0 on rank 1 ({HOST}): start all ranks alike."
+    assert str(on_ranks(2, work)[0]) == message
 
 
 @pytest.mark.parametrize(
-    ("rope", "fits"),
+    ("content", "differs"),
     [
-        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, False),
-        ({"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64}, False),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, True),
-        ({"full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, False),
-        ({"rope_type": "default"}, True),
+        (lambda rank: [([1, 2], "a")], False),
+        (lambda rank: "def f(): ...", False),
+        (lambda rank: [TokenExample([1, 2, 3], [False, True, True])], False),
+        (lambda rank: [([1, 2], object()), ([3], datetime.datetime.now())], False),  # by type: JSON does not know them
+        (lambda rank: [rank == 2], True),
+        (lambda rank: [TokenExample([1, 2, int(rank == 2)], [False, True, True])], True),
     ],
 )
-def test_positions_that_turn_short_rows_otherwise_beside_long_ones_end_at_the_original_context(
-    rope: dict[str, Any], fits: bool
-) -> None:
-    config: Any = SimpleNamespace(max_position_embeddings=256, rope_parameters=rope, get_text_config=lambda: config)
-    check_context(config, "--pretrain model", 40, 24)
-    if fits:
-        check_context(config, "--pretrain model", 100, 156)
-        return
-    with pytest.raises(ValueError, match="exceeds the context of 64 tokens of --pretrain model.*depend on what else"):
-        check_context(config, "--pretrain model", 40, 25)
+def test_other_content_is_an_error_that_names_flag_and_ranks(content: Callable[[int], Any], differs: bool) -> None:
+    said = on_ranks(3, lambda comm: check_same(comm, {"--a": "x", "--b": content(comm.rank)}))
+    message = f"--b holds something else on rank 2 ({HOST}) than on rank 0: copy the same file to all hosts."
+    assert list(map(str, said)) == [message if differs else "None"] * 3
+
+
+def rotary(kind: str, **more: Any) -> Any:
+    rope = {"rope_type": kind, "original_max_position_embeddings": 64, **more}
+    config = SimpleNamespace(max_position_embeddings=256, rope_parameters=rope)
+    config.get_text_config = lambda: config
+    return config
 
 
 @pytest.mark.parametrize(
     ("config", "most", "reason"),
     [
+        (rotary("longrope"), 64, "depend on what else"),  # positions that turn short rows otherwise beside long ones
+        (rotary("dynamic", factor=4.0), 64, "depend on what else"),
+        (rotary("yarn", factor=4.0), 256, ""),
         (Llama4TextConfig(), 8191, "temperatures.*depend on what else is in a batch"),
         (DogeConfig(keep_window_size=512), 512, "dynamic masks make log-probs depend on what else is in a batch"),
         (MptConfig(max_seq_len=512), 512, ""),
     ],
 )
 def test_rows_end_where_their_neighbours_would_matter(config: PreTrainedConfig, most: int, reason: str) -> None:
-    check_context(config, "--pretrain model", most - 100, 100)
+    check_context(config, "--pretrain model", most - 24, 24)
     with pytest.raises(ValueError, match=f"context of {most} tokens of --pretrain model.*generate_max_len.*{reason}"):
-        check_context(config, "--pretrain model", most - 100, 101)
+        check_context(config, "--pretrain model", most - 24, 25)
 
 
 @pytest.mark.parametrize("beyond", [0, 12])

@@ -50,49 +50,23 @@ def test_examples_without_a_target_are_left_out(pack_to: int | None) -> None:
     assert (len(only_prompts.micro_batches), only_prompts.n_targets) == (1, 0)
 
 
-def test_the_first_token_is_never_a_target() -> None:
-    batch = token_batch([example(4, 5, 6, first=0), example(7, 8, first=0)], 2, PAD, SingleProcess())
-    assert batch.micro_batches[0].loss_mask.tolist() == [[False, True, True], [False, True, False]]
-    assert batch.n_targets == 3
-
-
+@pytest.mark.parametrize("pack_to", [None, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("micro", [1, 2, 3, 10])
-def test_every_example_is_used_once_in_equally_many_micro_batches(world_size: int, micro: int, rank_of: Comm) -> None:
-    examples = [example(number, *range(2 + number % 3)) for number in range(7)]
-    batches = [token_batch(examples, micro, PAD, rank_of(rank, world_size)) for rank in range(world_size)]
-    assert len({len(batch.micro_batches) for batch in batches}) == 1
-    assert {batch.n_targets for batch in batches} == {sum(len(e.token_ids) - 1 for e in examples)}
-    tensors = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
-    first_ids = [int(s[0]) for m in tensors for s, t in zip(m.sequences, m.loss_mask, strict=True) if t.any()]
-    assert sorted(first_ids) == list(range(7))
-    assert sum(int(m.loss_mask.sum()) for m in tensors) == batches[0].n_targets
-    assert max(len(m.sequences) for m in tensors) <= micro
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("micro", [1, 2, 10])
-def test_packed_rows_too_come_in_equally_many_micro_batches(world_size: int, micro: int, rank_of: Comm) -> None:
-    examples = [example(*range(number, number + 2 + number % 3)) for number in range(0, 70, 10)]  # 19 tokens
-    batches = [token_batch(examples, micro, PAD, rank_of(rank, world_size), pack_to=5) for rank in range(world_size)]
+def test_every_example_is_used_once_in_equally_many_micro_batches(
+    world_size: int, micro: int, pack_to: int | None, rank_of: Comm
+) -> None:
+    examples = [example(*range(number, number + 2 + number % 3), first=0) for number in range(0, 70, 10)]  # 19 tokens
+    batches = [token_batch(examples, micro, PAD, rank_of(rank, world_size), pack_to) for rank in range(world_size)]
     assert len({len(batch.micro_batches) for batch in batches}) == 1
     assert {batch.n_targets for batch in batches} == {sum(len(e.token_ids) - 1 for e in examples)}
     tensors = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
     targets = [token for m in tensors for token in m.sequences[m.loss_mask].tolist()]
     assert sorted(targets) == sorted(token for e in examples for token in e.token_ids[1:])
-    assert all(m.position_ids is not None and m.position_ids.shape == m.sequences.shape for m in tensors)
-
-
-def test_a_rank_with_less_to_do_gets_rows_without_target(rank_of: Comm) -> None:
-    [one, other] = (token_batch([example(4, 5)], 1, PAD, rank_of(rank, 2)) for rank in range(2))
-    targets = sorted(int(batch.micro_batches[0].loss_mask.sum()) for batch in (one, other))
-    assert targets == [0, 1]
-    assert (one.n_targets, other.n_targets) == (1, 1)
+    assert max(len(m.sequences) for m in tensors) <= micro
+    assert pack_to is None or all(m.position_ids.shape == m.sequences.shape for m in tensors)
 
 
 def test_micro_batches_keep_the_order_of_the_examples() -> None:
     assert equal_micro_batches(list("abcde"), 2, SingleProcess()) == [["a", "b"], ["c", "d"], ["e"]]
-
-
-def test_no_example_at_all_is_one_empty_micro_batch() -> None:
     assert equal_micro_batches([], 2, SingleProcess()) == [[]]
