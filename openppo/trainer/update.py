@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -181,7 +182,7 @@ def _write(batch: Mapping[str, list[dict[str, Any]]], file: Path) -> None:
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+        save_file({name: torch.as_tensor(value).detach().cpu().contiguous() for name, value in tensors.items()}, file)
     except (OSError, SafetensorError) as error:
         logger.warning("%s cannot be written (%s)", file, error)
 
