@@ -1,4 +1,4 @@
-"""Checkpoints from outside: what openppo export takes for one, and what starts of commands leave of earlier ones."""
+"""What openppo export takes for a checkpoint, and how it refuses the rest."""
 
 import hashlib
 import json
@@ -31,21 +31,13 @@ def test_the_newest_of_a_folder_of_checkpoints_is_taken(tmp_path: Path) -> None:
         write_checkpoint(checkpoints / f"step_{step:08d}")
     (checkpoints / "latest").symlink_to("step_00000009")
     (checkpoints / ".step_100000001.partial").mkdir()
-    assert find_checkpoint(checkpoints).name == "step_100000000"
-    assert find_checkpoint(checkpoints / "step_00000010").name == "step_00000010"
-    assert find_checkpoint(checkpoints / "latest").name == "step_00000009"
+    given = {"": "step_100000000", "step_00000010": "step_00000010", "latest": "step_00000009"}
+    assert {name: find_checkpoint(checkpoints / name).name for name in given} == given
     with pytest.raises(ValueError, match=f"there is no checkpoint of a training command; give {checkpoints}"):
         find_checkpoint(tmp_path / "run")
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "step_00000001")
-    (checkpoint / "state.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"step_00000001 is damaged \(state.json .*\): give another"):
-        find_checkpoint(checkpoint)
-
-
-def test_the_message_after_a_stop_names_the_command() -> None:
+    (checkpoints / "step_00000010" / "state.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"step_00000010 is damaged \(state.json .*\): give another"):
+        find_checkpoint(checkpoints / "step_00000010")
     said = stopped("SIGTERM", 3, 9, Path("my runs/step_00000003"))
     assert said.endswith("; 'openppo export 'my runs/step_00000003' FOLDER' makes a model of it")
 
@@ -74,33 +66,3 @@ def test_what_cannot_be_exported_is_one_line(run_in_process: RunCommand, models:
         assert ended.code == 2
         (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error")]
         assert re.search(says, line), line
-
-
-PPO = "train_ppo --prompt_data data.jsonl --generate_max_len 4 --rollout_batch_size 1 --train_batch_size 1"
-STARTS = {
-    "weights of train_sft": ("train_sft --pretrain {models}/broken_weights --dataset data.jsonl", "--pretrain"),
-    "weights of train_ppo": (
-        PPO + " --pretrain {models}/broken_weights --reward_pretrain {models}/reward",
-        "--pretrain",
-    ),
-    "reward server": (
-        PPO + " --pretrain {models}/actor --remote_rm_url http://127.0.0.1:9 --remote_rm_retries 0",
-        "--remote_rm_url",
-    ),
-}
-
-
-@pytest.mark.parametrize(("start", "said"), STARTS.values(), ids=STARTS)
-def test_a_start_that_fails_leaves_an_earlier_runs_checkpoints_where_they_are(
-    start: str, said: str, models: Path, tmp_path: Path, run_in_process: RunCommand
-) -> None:
-    """Nobody who forgot --load_checkpoint would find them under the same name again."""
-    command, *flags = start.format(models=models).split()
-    (tmp_path / "data.jsonl").write_text(json.dumps({"input": "a b", "output": "c"}) + "\n")
-    checkpoints = tmp_path / "run" / f"checkpoints_{command.removeprefix('train_')}"
-    (checkpoints / "step_00000004").mkdir(parents=True)
-    ended = run_in_process(command, *flags, "--save_path", "run")
-    assert ended.code == 2
-    assert f"error: {said}" in ended.stderr
-    assert (checkpoints / ".lock").exists(), "it failed before it looked at checkpoints"
-    assert (checkpoints / "step_00000004").is_dir()

@@ -4,11 +4,12 @@ import random
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openppo.config import TrainPPOConfig, from_options
@@ -45,6 +46,7 @@ IN_BFLOAT16 = """
     opt phi3 phimoe qwen2 qwen3 qwen3_moe
 """.split()
 """All that is named is refused in bfloat16 too, but for RoFormer, whose error grows with length."""
+WRONG_POSITIONS = "bart roberta mbart marian pegasus blenderbot camembert".split()
 SCALES = (0.02, 0.2)
 """Of random weights: as transformers draws them, and so that logits differ as those of trained models do."""
 
@@ -93,9 +95,6 @@ def test_more_than_a_hundred_architectures_pass() -> None:
     assert len(NAMES) - len(REFUSED) >= 109
 
 
-WRONG_POSITIONS = "bart roberta mbart marian pegasus blenderbot camembert".split()
-
-
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", every(IN_BFLOAT16 + WRONG_POSITIONS))
 def test_only_wrong_positions_are_more_than_rounding_in_bfloat16(name: str, scale: float) -> None:
@@ -120,7 +119,7 @@ def test_engine_and_actor_have_the_log_probs_of_transformers(name: str) -> None:
         torch.testing.assert_close(trained, theirs, atol=1e-4, rtol=0)
 
 
-def test_only_noise_in_training_mode_is_found() -> None:
+def test_noise_in_training_mode_is_found_where_an_actor_keeps_it() -> None:
     for name, noise in (("mixtral", "router_jitter_noise"), ("phimoe", "input_jitter_noise")):
         assert fault_of(Actor(tiny_model(name, **{noise: 0.3}))) is None, "an Actor's routers have none"
     actor = Actor(tiny_model("mixtral"))
@@ -153,9 +152,8 @@ def test_a_model_that_sees_padding_is_refused(dtype: torch.dtype, shift: float) 
     assert f"padded to other lengths differ by {shift:.2g} nats" in str(said)
 
 
-@pytest.mark.parametrize("length", [10, 11, 12, 20])
-def test_positions_that_end_early_are_never_exceeded(length: int) -> None:
-    assert said_of("gpt2", n_positions=length) is None
+def test_positions_that_end_early_are_never_exceeded() -> None:
+    assert [said_of("gpt2", n_positions=length) for length in (10, 11, 12, 20)] == [None] * 4
 
 
 def test_refusing_names_model_reason_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,25 +166,19 @@ def test_refusing_names_model_reason_and_remedy(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_check_leaves_modes_and_random_numbers_as_they_were() -> None:
-    """Of adapters with dropout, which pass."""
-    actor = Actor(tiny_model("llama"), lora_rank=2, lora_dropout=0.5)
-    modes = [part.training for part in actor.modules()]
-    assert len(set(modes)) == 2  # of a loaded model, in a module that is new
-
-    def drawn(between: Any = None) -> list[Any]:
+    actor = Actor(tiny_model("llama"), lora_rank=2, lora_dropout=0.5)  # of a loaded model, in a module that is new
+    modes, drawn = [part.training for part in actor.modules()], []
+    assert len(set(modes)) == 2
+    for checked in (False, True):
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
-        assert between is None or fault_of(between) is None
-        return [random.random(), np.random.rand(), torch.rand(1).item()]
-
-    assert drawn(actor) == drawn()
+        assert not checked or fault_of(actor) is None
+        drawn.append([random.random(), np.random.rand(), torch.rand(1).item()])
+    assert drawn[0] == drawn[1]
     assert [part.training for part in actor.modules()] == modes
 
 
 def test_memory_that_ends_is_no_verdict_about_a_model() -> None:
-    class Full(nn.Module):
-        def forward(self, *args: Any, **kwargs: Any) -> None:
-            raise torch.OutOfMemoryError("full")
-
-    engine: Any = SimpleNamespace(with_weights=lambda weights: nullcontext(), submit=Full())
+    full = Mock(side_effect=torch.OutOfMemoryError("full"))
+    engine: Any = SimpleNamespace(with_weights=lambda weights: nullcontext(), submit=full)
     with pytest.raises(torch.OutOfMemoryError):
         fault_of(Actor(tiny_model("llama")), {"": engine})

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -80,36 +80,28 @@ def test_packed_documents_have_the_numbers_they_have_alone(name: str, attention:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
 
 
-class WithoutPositions(nn.Module):
+def without_positions(actor: Actor) -> Any:
     """An actor that drops position ids, so that a row is one document to it."""
-
-    def __init__(self, actor: Actor) -> None:
-        super().__init__()
-        self.actor = actor
-
-    def forward(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
-        return self.actor(sequences, attention_mask)
+    return lambda sequences, attention_mask, position_ids: actor(sequences, attention_mask)
 
 
-class WithoutRestart(WithoutPositions):
+def without_restart(actor: Actor) -> Any:
     """An actor that separates documents but embeds their tokens at their place in the row."""
 
-    def forward(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
+    def forward(sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
         starts = (position_ids == 0).cumsum(-1)
-        return self.actor(sequences, attention_mask, position_ids=torch.arange(sequences.shape[1]) + 10 * starts)
+        return actor(sequences, attention_mask, position_ids=torch.arange(sequences.shape[1]) + 10 * starts)
 
-
-def refuses(sequences: Tensor, attention_mask: Tensor) -> Tensor:
-    raise AssertionError("never called without position ids")
+    return forward
 
 
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (WithoutPositions(actor_of("llama")), "change each other's outputs"),
-        (WithoutPositions(actor_of("llama", initializer_range=0.02)), "change each other's outputs"),
-        (WithoutRestart(actor_of("gpt2")), "their own by their place"),
-        (refuses, "takes no position ids"),
+        (without_positions(actor_of("llama")), "change each other's outputs"),
+        (without_positions(actor_of("llama", initializer_range=0.02)), "change each other's outputs"),
+        (without_restart(actor_of("gpt2")), "their own by their place"),
+        (lambda sequences, attention_mask: None, "takes no position ids"),
     ],
     ids=["mixes documents", "mixes them a little", "shifts documents", "refuses position ids"],
 )
@@ -118,15 +110,17 @@ def test_the_probe_finds_models_that_cannot_and_says_so(
 ) -> None:
     assert not packing_is_exact(model, CPU)
     assert reason in caplog.text and "documents are not packed" in caplog.text
+    assert packed_row_length(model, documents([5]), 2048, CPU) is None
 
 
 def test_rows_are_as_long_as_the_longest_document_and_512_where_that_is_allowed() -> None:
-    actor = actor_of("llama")
-    assert packed_row_length(actor, documents([5, 30, 7]), 2048, CPU) == 512
-    assert packed_row_length(actor, documents([5, 30, 7]), 100, CPU) == 100
-    assert packed_row_length(actor, documents([5, 700, 7]), 2048, CPU) == 700
-    assert packed_row_length(actor, [], 2048, CPU) is None
-    assert packed_row_length(WithoutPositions(actor), documents([5]), 2048, CPU) is None
+    for lengths, limit, expected in (
+        ([5, 30], 2048, 512),
+        ([5, 30], 100, 100),
+        ([5, 700], 2048, 700),
+        ([], 2048, None),
+    ):
+        assert packed_row_length(actor_of("llama"), documents(lengths), limit, CPU) == expected
 
 
 def lengths_of(rows: list[list[TokenExample]]) -> list[list[int]]:

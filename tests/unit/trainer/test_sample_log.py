@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,21 +24,21 @@ from openppo.trainer.self_check import token_texts
 from openppo.types import Experience, FinishReason, Prompt, SingleProcess, Trajectory
 
 
-@pytest.fixture(scope="module")
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte, as byte-level BPE falls back to."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
+BYTES = byte_tokenizer()
+
+
 def response_to(prompt: list[int], group: int, n_tokens: int = 2, mask: list[int] | None = None) -> Trajectory:
-    actions = [bool(a) for a in mask or [1] * n_tokens]
     return Trajectory(
         token_ids=[*prompt, *range(7, 7 + n_tokens)],
-        action_mask=[False] * len(prompt) + actions,
+        action_mask=[False] * len(prompt) + [bool(a) for a in mask or [1] * n_tokens],
         log_probs=[0.0] * len(prompt) + [-0.5] * n_tokens,
         versions=[0] * (len(prompt) + n_tokens),
         finish_reason=FinishReason.STOP,
@@ -49,11 +49,14 @@ def response_to(prompt: list[int], group: int, n_tokens: int = 2, mask: list[int
 
 
 def experience_of(t: Trajectory, **fields: list[float]) -> Experience:
-    mask = torch.tensor([t.action_mask])
+    mask, rollout = torch.tensor([t.action_mask]), torch.tensor([t.log_probs])
     numbers = {name: torch.tensor([values]) for name, values in fields.items()}
-    rollout = torch.tensor([t.log_probs])
     made = Experience(torch.tensor([t.token_ids]), torch.ones_like(mask), mask, rollout, torch.tensor([False]))
     return made.with_fields(**({"log_probs": rollout} | numbers))
+
+
+NINE = [response_to([i], group=i) for i in range(9)]
+ONE = NINE[1]
 
 
 def test_the_same_prompts_are_chosen_from_any_batch() -> None:
@@ -62,40 +65,31 @@ def test_the_same_prompts_are_chosen_from_any_batch() -> None:
     other = [response_to(prompt, 100 + group) for group, prompt in enumerate(reversed(prompts))]
     chosen = [first[i].prompt.token_ids for i in choose(first)]
     assert len(chosen) == 4
-    assert [other[i].prompt.token_ids for i in choose(other)] == chosen
-    without_the_rest = [t for t in first if t.prompt.token_ids in chosen]
-    assert [without_the_rest[i].prompt.token_ids for i in choose(without_the_rest)] == chosen
-
-
-def test_of_groups_two_responses_each_are_chosen() -> None:
+    for batch in (other, [t for t in first if t.prompt.token_ids in chosen]):
+        assert [batch[i].prompt.token_ids for i in choose(batch)] == chosen
     groups = [response_to([group], group) for group in range(6) for _ in range(8)]
-    first, second, third, fourth = (groups[i].group for i in choose(groups))
-    assert first == second != third == fourth
-    assert choose([]) == []
-    assert choose([response_to([1], 0)]) == [0]
+    one, two, three, four = (groups[i].group for i in choose(groups))
+    assert one == two != three == four, "two responses of each group"
+    assert (choose([]), choose([ONE])) == ([], [0])
 
 
-def test_a_label_of_any_type_is_json(byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_label_of_any_type_is_json(tmp_path: Path) -> None:
     day, tracker = datetime.date(2026, 11, 22), JSONLTracker(tmp_path)
     for label in ("text", {"a": [1, 2.5, None, True]}, day, Decimal("1.10"), b"\xff", (1, {day: math.nan, 2: "b"})):
-        prompt = Prompt("p", [1, 2], label=label)
-        sample = sample_row(dataclasses.replace(response_to([1, 2], 0), prompt=prompt), byte_tokenizer, {})
+        sample = sample_row(dataclasses.replace(ONE, prompt=Prompt("p", [1], label=label)), BYTES, {})
         assert json.loads(json.dumps(sample)) == sample
         tracker.log_samples(1, [sample, sample | {"label": label}])
     lines = [json.loads(line)["label"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert lines[::2] == lines[1::2]
 
 
-def test_bytes_wait_for_the_end_of_their_character(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = byte_tokenizer("aé€b")["input_ids"]
-    assert token_texts(ids, byte_tokenizer) == ["a", "", "é", "", "", "€", "b"]
-    assert token_texts(ids, byte_tokenizer, first=3) == ["", "", "€", "b"]
-    ids = byte_tokenizer("€")["input_ids"]
-    assert token_texts(ids[:2], byte_tokenizer) == ["", "\ufffd"]  # the response ends within the character
-    broken = [ids[0], *byte_tokenizer("ab")["input_ids"]]
-    assert token_texts(broken, byte_tokenizer) == ["", "\ufffda", "b"]
-    many = [ids[1]] * 20
-    assert "".join(token_texts(many, byte_tokenizer)) == byte_tokenizer.decode(many)
+def test_bytes_wait_for_the_end_of_their_character() -> None:
+    ids, euro = BYTES("aé€b")["input_ids"], BYTES("€")["input_ids"]
+    assert token_texts(ids, BYTES) == ["a", "", "é", "", "", "€", "b"]
+    assert token_texts(ids, BYTES, first=3) == ["", "", "€", "b"]
+    assert token_texts(euro[:2], BYTES) == ["", "\ufffd"], "the response ends within the character"
+    assert token_texts([euro[0], *BYTES("ab")["input_ids"]], BYTES) == ["", "\ufffda", "b"]
+    assert "".join(token_texts([euro[1]] * 20, BYTES)) == BYTES.decode([euro[1]] * 20)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral-v3", "phi3-mini", "qwen2.5"])
@@ -109,7 +103,7 @@ def test_token_texts_of_real_tokenizers_put_together_are_the_text(name: str, ass
     assert "".join(texts) == whole[len(before) :]
 
 
-def test_each_token_has_its_numbers_and_untrained_ones_have_none(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_each_token_has_its_numbers_and_untrained_ones_have_none() -> None:
     t = response_to([1, 2], group=0, n_tokens=3, mask=[1, 0, 1])
     experience = experience_of(
         t,
@@ -120,7 +114,7 @@ def test_each_token_has_its_numbers_and_untrained_ones_have_none(byte_tokenizer:
         advantages=[0.0, 0.0, -1.25, 0.0, 1.5],
         returns=[0.0, 0.0, 1.99, 0.0, 2.0],
     )
-    row = token_row(t, byte_tokenizer, experience)
+    row = token_row(t, BYTES, experience)
     assert {name: value for name, value in row.items() if name != "texts"} == {
         "first": 2,
         "n_tokens": 3,
@@ -133,27 +127,25 @@ def test_each_token_has_its_numbers_and_untrained_ones_have_none(byte_tokenizer:
         "advantage": [-1.25, None, 1.5],
         "return": [1.99, None, 2.0],
     }
-    without = token_row(t, byte_tokenizer, experience_of(t, rewards=[0.0] * 5, advantages=[0.0] * 5))
+    without = token_row(t, BYTES, experience_of(t, rewards=[0.0] * 5, advantages=[0.0] * 5))
     assert {"kl", "value", "return"} & without.keys() == set(), "what a run does not have is left out"
 
 
-def test_of_a_long_response_both_ends_are_kept(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    n = MAX_TOKENS + 500
+def test_of_a_long_response_both_ends_are_kept() -> None:
+    n, half = MAX_TOKENS + 500, MAX_TOKENS // 2
     t = response_to([1, 1], group=0, n_tokens=n)
     t.token_ids[2:] = [i % 200 for i in range(n)]
-    row = token_row(t, byte_tokenizer, experience_of(t, values=[float(i) for i in range(n + 2)]))
+    row = token_row(t, BYTES, experience_of(t, values=[float(i) for i in range(n + 2)]))
     assert row["n_tokens"] == n
-    half = MAX_TOKENS // 2
     assert row["value"] == [float(i + 2) for i in [*range(half), *range(n - half, n)]]
     assert len(row["texts"]) == len(row["ids"]) == len(row["trained"]) == MAX_TOKENS
 
 
 class Ranks(SingleProcess):
-    """Rank ``rank`` of several; ``others`` is what the last of them hands over in each gathering."""
+    """Rank ``rank`` of two; ``others`` is what the other hands over in each gathering."""
 
     def __init__(self, rank: int = 0, others: Sequence[Any] = ()) -> None:
-        self.rank, self.world_size = rank, 2 if others else 1
-        self.others = list(others)
+        self.rank, self.world_size, self.others = rank, 2, list(others)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value, self.others.pop(0)] if self.others else [value]
@@ -162,38 +154,29 @@ class Ranks(SingleProcess):
 class View(StepDiagnostics):
     """Keeps what it logs."""
 
-    def __init__(self, tokenizer: Any, total_steps: int, comm: Any) -> None:
+    def __init__(self, total_steps: int = 3, comm: Any = None) -> None:
         self.samples: list[dict[str, Any]] = []
         self.tokens: list[dict[str, Any]] = []
         trackers = SimpleNamespace(
             log_samples=lambda step, rows: self.samples.extend({"step": step} | row for row in rows),
             log_tokens=lambda step, rows: self.tokens.extend({"step": step} | row for row in rows),
         )
-        parts: Any = SimpleNamespace(
-            strategy=SimpleNamespace(comm=comm), tokenizer=tokenizer, trackers=trackers, state=SimpleNamespace()
-        )
+        strategy = SimpleNamespace(comm=comm or SingleProcess())
+        parts: Any = SimpleNamespace(strategy=strategy, tokenizer=BYTES, trackers=trackers, state=SimpleNamespace())
         given = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "self_check": False}
         super().__init__(from_options(TrainPPOConfig, **given), parts, total_steps)
         self.weights = {"a": 0.5}
 
-    def train_on(
-        self, step: int, items: Sequence[Experience], change: float = 0.0, entropy: float | None = 1.5
-    ) -> None:
+    def train_on(self, step: int, buffer: ReplayBuffer, change: float = 0.0, entropy: float | None = 1.5) -> None:
         """Forwards that find each token e^change times as likely as before."""
         self.components.state.global_step = step - 1
-        for item in items:
+        for item in buffer.items:
             now = torch.where(item.action_mask, item.old_or_rollout_log_probs + change, 0.0)
             self.observe(item, now, None if entropy is None else torch.full_like(now, entropy))
 
-    def show(self, step: int, trajectories: list[Trajectory], buffer: ReplayBuffer) -> None:
+    def show(self, step: int, trajectories: list[Trajectory], buffer: ReplayBuffer | None = None) -> None:
         self.trained_on = trajectories
-        self.show_step(step, buffer, {})
-
-
-@pytest.fixture
-def view_of(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., View]:
-    """The view of a run of so many steps."""
-    return lambda total_steps=3, comm=None: View(byte_tokenizer, total_steps, comm or Ranks())
+        self.show_step(step, buffer or filled(trajectories), {})
 
 
 def filled(trajectories: list[Trajectory], limit: int = 0, **fields: list[float]) -> ReplayBuffer:
@@ -204,12 +187,11 @@ def filled(trajectories: list[Trajectory], limit: int = 0, **fields: list[float]
     return buffer
 
 
-def test_ratio_and_entropy_are_of_the_last_training_forward(view_of: Callable[..., View]) -> None:
-    view, trajectories = view_of(), [response_to([i], group=i) for i in range(9)]
-    buffer = filled(trajectories)
+def test_ratio_and_entropy_are_of_the_last_training_forward() -> None:
+    view, buffer = View(), filled(NINE)
     for change, entropy in ((0.25, 2.0), (0.5, 1.5)):
-        view.train_on(1, buffer.items, change, entropy)
-    view.show(1, trajectories, buffer)
+        view.train_on(1, buffer, change, entropy)
+    view.show(1, NINE, buffer)
     assert len(view.samples) == len(view.tokens) == 4
     for number, (sample, tokens) in enumerate(zip(view.samples, view.tokens, strict=True)):
         group = int(sample["prompt"].split("[")[1].rstrip("]"))
@@ -221,48 +203,42 @@ def test_ratio_and_entropy_are_of_the_last_training_forward(view_of: Callable[..
         assert tokens["entropy"] == [1.5, 1.5]
 
 
-def test_what_training_does_not_compute_is_left_out(view_of: Callable[..., View]) -> None:
+def test_what_training_does_not_compute_is_left_out() -> None:
     """Without an entropy bonus the entropy of the forward before training stands, if there was one."""
-    view, t, before = view_of(), response_to([1], group=1), response_to([2], group=2)
-    view.train_on(1, filled([before, t]).items)  # a step that a loop of one's own never reports
-    for buffer in (filled([t]), filled([t], entropy=[0.0, 0.5, 0.25])):
-        view.train_on(3, buffer.items, entropy=None)
-        view.show(3, [t], buffer)
-    view.show(3, [t], filled([t]))  # the actor was not trained
+    view = View()
+    view.train_on(1, filled([NINE[2], ONE]))  # a step that a loop of one's own never reports
+    for buffer in (filled([ONE]), filled([ONE], entropy=[0.0, 0.5, 0.25])):
+        view.train_on(3, buffer, entropy=None)
+        view.show(3, [ONE], buffer)
+    view.show(3, [ONE])  # the actor was not trained
     without, known, frozen = view.tokens
-    assert "entropy" not in without
-    assert without["ratio"] == [1.0, 1.0]
-    assert known["entropy"] == [0.5, 0.25]
-    assert "ratio" not in frozen
+    assert "entropy" not in without and "ratio" not in frozen
+    assert (without["ratio"], known["entropy"]) == ([1.0, 1.0], [0.5, 0.25])
 
 
-def test_forwards_of_other_ranks_are_collected(view_of: Callable[..., View]) -> None:
-    t = response_to([1], group=1)
-    elsewhere = {tuple(t.token_ids): {"ratio": torch.tensor([1.0, 2.0, 3.0])}}
-    view, other = view_of(comm=Ranks(others=[[], elsewhere])), view_of(comm=Ranks(rank=1))
+def test_rank_0_logs_with_forwards_of_other_ranks() -> None:
+    elsewhere = {tuple(ONE.token_ids): {"ratio": torch.tensor([1.0, 2.0, 3.0])}}
+    view, other = View(comm=Ranks(others=[[], elsewhere])), View(comm=Ranks(rank=1))
     for each in (view, other):
-        each.show(1, [t], filled([t]))
+        each.show(1, [ONE])
     assert view.tokens[0]["ratio"] == [2.0, 3.0]
     assert (other.samples, other.tokens) == ([], [])
 
 
-def test_tokens_are_of_a_hundred_steps_and_samples_of_all(view_of: Callable[..., View]) -> None:
-    view, t = view_of(total_steps=995), response_to([1], group=1)
+def test_tokens_are_of_a_hundred_steps_and_samples_of_all() -> None:
+    view = View(total_steps=995)
     for step in range(1, 996):
-        view.show(step, [t], filled([t]))
+        view.show(step, [ONE])
     assert [row["step"] for row in view.tokens] == [1, *range(10, 995, 10), 995]
     assert len(view.samples) == 995
+    dropping = View()
+    dropping.show(1, NINE, filled(NINE, limit=2))
+    assert sorted(row["advantage"][0] for row in dropping.tokens) == [7.0, 8.0], "what --buffer_limit keeps"
 
 
-def test_samples_that_the_buffer_has_dropped_are_not_logged(view_of: Callable[..., View]) -> None:
-    view, trajectories = view_of(), [response_to([i], group=i) for i in range(9)]
-    view.show(1, trajectories, filled(trajectories, limit=2))
-    assert sorted(row["advantage"][0] for row in view.tokens) == [7.0, 8.0]
-
-
-def test_held_out_samples_have_the_engines_log_probs(view_of: Callable[..., View]) -> None:
-    view = view_of()
-    view.show_evaluation(5, [response_to([1], group=0)])
+def test_held_out_samples_have_the_engines_log_probs() -> None:
+    view = View()
+    view.show_evaluation(5, [ONE])
     (sample,), (tokens,) = view.samples, view.tokens
     assert sample["evaluation"] is tokens["evaluation"] is True
     assert sample["step"] == tokens["step"] == 5

@@ -71,7 +71,7 @@ CUT = row(3, 9, score=-1.5, truncated=True)
 
 
 def test_tokens_show_numbers_score_eos_and_padding(logged: pytest.LogCaptureFixture) -> None:
-    assert check(GOOD, CUT) == []
+    assert check(GOOD, GOOD, GOOD, CUT) == [], "one that ended and one that was cut are shown"
     lines = page(logged)
     assert logged.messages[-1] == "self-check: masks, EOS, score and padding lie where they should"
     assert lines[0] == "sample 1: 5 of 9 tokens are trained on, 4 to 8; EOS at 8, trained on"
@@ -81,25 +81,20 @@ def test_tokens_show_numbers_score_eos_and_padding(logged: pytest.LogCaptureFixt
     assert by_number["3"] == ["3", "'", "d'", "3", "1", "0"]
     numbers = ["-1.0000", "0.1000", "0.2500", "-0.0500", "0.7500"]
     assert by_number["4"] == ["4", "'\\x1b[2J'", "4", "1", "1", *numbers, "first", "action"]
-    assert by_number["8"] == [
-        *("8", "'</s>'", "9", "1", "1", "-1.0000", "0.1000", "0.2500", "1.9500", "0.7500"),
-        *("EOS,", "score", "+2"),
-    ]
+    numbers[3] = "1.9500"
+    assert by_number["8"] == ["8", "'</s>'", "9", "1", "1", *numbers, "EOS,", "score", "+2"]
     assert by_number["9"][-3:] == ["0", "0", "padding"]
     second = lines.index("sample 2: 9 of 12 tokens are trained on, 3 to 11; cut by --generate_max_len, no EOS")
     assert lines[second + 1] == "earned -1.5; in the rewards beside the KL penalty: -1.5 at 11"
     assert max(map(len, lines)) <= 110
 
 
-def test_one_sample_that_ended_and_one_cut_are_shown(logged: pytest.LogCaptureFixture) -> None:
-    check(GOOD, GOOD, GOOD, CUT)
-    assert any("EOS at 8" in line for line in page(logged))
-    assert any("cut by" in line for line in page(logged))
-
-
-def test_without_a_penalty_in_the_rewards_all_is_score(logged: pytest.LogCaptureFixture) -> None:
+def test_penalties_beside_the_rewards_and_untrained_samples_are_told(logged: pytest.LogCaptureFixture) -> None:
     check(GOOD, use_kl_loss=True)
     assert "-0.05 at 4, -0.05 at 5, -0.05 at 6 and 2 more" in page(logged)[1]
+    logged.clear()
+    assert check(GOOD.with_fields(action_mask=torch.zeros_like(GOOD.action_mask))) == []
+    assert "9 tokens, none of them trained on" in page(logged)[0]
 
 
 def changed(field: str, token: int, value: Any) -> Experience:
@@ -120,24 +115,12 @@ def changed(field: str, token: int, value: Any) -> Experience:
         ("values", 0, 1.0, "sample 1: token 0 is not trained on but has value"),
         ("sequences", 8, 3, "sample 1: it ended by itself, but token 8, the last trained on, is not EOS"),
         ("action_mask", 8, False, "sample 1: it ended by itself, but token 7, the last trained on, is not EOS"),
+        ("rewards", 7, 2.0, "sample 1: the score lies at token 7, not only at the last one that is trained on"),
     ],
 )
 def test_faults_are_named(field: str, token: int, value: Any, fault: str, logged: pytest.LogCaptureFixture) -> None:
     assert fault in check(changed(field, token, value))
     assert any(record.levelno == logging.WARNING and fault in record.getMessage() for record in logged.records)
-
-
-def test_a_score_elsewhere_than_on_the_last_action_is_told() -> None:
-    """What TRL once did: the score on the token before, or on the first padding."""
-    assert GOOD.rewards is not None
-    moved = GOOD.with_fields(rewards=GOOD.rewards.roll(-1, 1) * GOOD.action_mask)
-    moved.rewards[0, 8] = -0.05  # type: ignore[index]
-    assert any("the score lies at token 7, not only at the last" in fault for fault in check(moved))
-
-
-def test_samples_left_out_of_training_are_called_so(logged: pytest.LogCaptureFixture) -> None:
-    assert check(GOOD.with_fields(action_mask=torch.zeros_like(GOOD.action_mask))) == []
-    assert "9 tokens, none of them trained on" in page(logged)[0]
 
 
 @pytest.mark.parametrize(

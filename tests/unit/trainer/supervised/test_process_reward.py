@@ -33,28 +33,18 @@ SOFT = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def trainer_of(examples: list[ProcessExample], micro: int, comm: Any = None) -> ProcessRewardTrainer:
     core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>")
-
-
-@pytest.fixture
-def trainer_of(tokenizer: PreTrainedTokenizerFast) -> Callable[..., ProcessRewardTrainer]:
-    """A trainer of these examples on one rank."""
-
-    def make(examples: list[ProcessExample], micro: int, comm: Any = None) -> ProcessRewardTrainer:
-        config = TrainPRMConfig(
-            SupervisedConfig("model", "data"),
-            data=ProcessConfig(placeholder_token="#", reward_tokens=("+", "-")),
-            batch=BatchConfig(train_batch_size=len(examples), micro_train_batch_size=micro),
-        )
-        strategy = SimpleNamespace(comm=comm or SingleProcess(), device=torch.device("cpu"))
-        parts: Any = SimpleNamespace(strategy=strategy, tokenizer=tokenizer, train_examples=examples)
-        return ProcessRewardTrainer(config, parts)
-
-    return make
+    config = TrainPRMConfig(
+        SupervisedConfig("model", "data"),
+        data=ProcessConfig(placeholder_token="#", reward_tokens=("+", "-")),
+        batch=BatchConfig(train_batch_size=len(examples), micro_train_batch_size=micro),
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>")
+    strategy = SimpleNamespace(comm=comm or SingleProcess(), device=torch.device("cpu"))
+    parts: Any = SimpleNamespace(strategy=strategy, tokenizer=tokenizer, train_examples=examples)
+    return ProcessRewardTrainer(config, parts)
 
 
 def judged_steps(model: LlamaForCausalLM, examples: list[ProcessExample]) -> list[tuple[Tensor, float]]:
@@ -69,27 +59,24 @@ def judged_steps(model: LlamaForCausalLM, examples: list[ProcessExample]) -> lis
     return steps
 
 
+def mean_loss(steps: list[tuple[Tensor, float]]) -> Tensor:
+    assert len(steps) == 7
+    return -sum(wanted * logp[0] + (1 - wanted) * logp[1] for logp, wanted in steps) / 7  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize("examples", [HARD, SOFT], ids=["hard", "soft"])
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 2), (1, 9), (2, 1), (2, 2), (3, 1), (7, 4)])
 def test_gradient_is_that_of_the_mean_over_steps_for_any_split(
-    trainer_of: Callable[..., ProcessRewardTrainer],
-    causal: LlamaForCausalLM,
-    rank_of: Comm,
-    examples: list[ProcessExample],
-    ranks: int,
-    micro: int,
+    causal: LlamaForCausalLM, rank_of: Comm, examples: list[ProcessExample], ranks: int, micro: int
 ) -> None:
-    steps = judged_steps(causal, examples)
-    assert len(steps) == 7
-    naive = -sum(wanted * logp[0] + (1 - wanted) * logp[1] for logp, wanted in steps) / len(steps)
+    naive = mean_loss(judged_steps(causal, examples))
     expected = torch.autograd.grad(naive, list(causal.parameters()))
-
-    model = ProcessRewardModel(causal)
     total: Any = 0.0
     for rank in range(ranks):
         trainer = trainer_of(examples, micro, rank_of(rank, ranks))
         batch = trainer.make_batch(examples)
-        total += sum(trainer.loss(model, batch, part, Metrics(), prefix="") for part in batch.micro_batches)
+        parts = batch.micro_batches
+        total += sum(trainer.loss(ProcessRewardModel(causal), batch, part, Metrics(), prefix="") for part in parts)
     torch.testing.assert_close(total.item(), naive.item(), rtol=0, atol=1e-6)
     for ours, theirs in zip(torch.autograd.grad(total, list(causal.parameters())), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
@@ -97,17 +84,15 @@ def test_gradient_is_that_of_the_mean_over_steps_for_any_split(
 
 @pytest.mark.parametrize("examples", [HARD, SOFT], ids=["hard", "soft"])
 def test_loss_and_accuracy_count_every_judged_step_once(
-    trainer_of: Callable[..., ProcessRewardTrainer], causal: LlamaForCausalLM, examples: list[ProcessExample]
+    causal: LlamaForCausalLM, examples: list[ProcessExample]
 ) -> None:
     trainer, metrics = trainer_of(examples, micro=2), Metrics()
-    batch = trainer.make_batch(examples)
+    batch, steps = trainer.make_batch(examples), judged_steps(causal, examples)
     for part in batch.micro_batches:
         trainer.loss(ProcessRewardModel(causal), batch, part, metrics, prefix="eval_")
-    steps = judged_steps(causal, examples)
     right = [(logp[0] > logp[1]).item() == (wanted > 0.5) for logp, wanted in steps]
     assert 0 < sum(right) < len(steps)
     reduced = metrics.reduced(SingleProcess())
     assert reduced["eval_accuracy"] == pytest.approx(sum(right) / len(steps))
-    naive = -sum(wanted * logp[0] + (1 - wanted) * logp[1] for logp, wanted in steps) / len(steps)
-    assert reduced["eval_loss"] == pytest.approx(naive.item(), abs=1e-6)
+    assert reduced["eval_loss"] == pytest.approx(mean_loss(steps).item(), abs=1e-6)
     assert batch.n_input_tokens == 8 + 2 + 4 + 5 + 3

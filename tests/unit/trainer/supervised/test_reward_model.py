@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,10 +15,6 @@ from openppo.trainer.supervised.trainers import RewardModelTrainer
 from openppo.types import Interrupted, SingleProcess
 
 PAIRS = [PreferenceExample([3 + i % 9] * (2 + i % 5), [9 - i % 7, 4]) for i in range(1025)]
-
-
-def already_asked_to_stop() -> None:
-    raise Interrupted("SIGTERM")
 
 
 @pytest.mark.parametrize(("n_train", "n_held_out", "used"), [(5, 0, 5), (5, 2, 2), (1025, 0, 513)])
@@ -40,7 +37,7 @@ def test_mean_and_std_are_of_held_out_or_spread_training_pairs(
         tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=None),
         train_examples=PAIRS[:n_train],
         eval_examples=PAIRS[:n_held_out],
-        stop=already_asked_to_stop,  # a checkpoint upon a signal has the model whole
+        stop=Mock(side_effect=Interrupted("SIGTERM")),  # a checkpoint upon a signal has the model whole
         checkpointer=None,
     )
     config = TrainRMConfig(SupervisedConfig("model", "data"), batch=BatchConfig(4, micro_train_batch_size=3))
