@@ -95,17 +95,15 @@ def as_messages(value: object, role: str | None = None, input_template: str | No
 
 
 def _as_message(message: object) -> Message:
-    what = shortened(message)
-    if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-        raise ValueError(f'not a chat message with texts "role" and "content": {what}.')
-    calls, content = message.get("tool_calls") or [], message.get("content")
+    given = message if isinstance(message, dict) else {}
+    calls, content, role = given.get("tool_calls") or [], given.get("content"), given.get("role")
     if not (isinstance(calls, list) and all(isinstance(_function(call).get("name"), str) for call in calls)):
-        raise ValueError(f'not a chat message with "tool_calls" like [{{"function": {{"name": "add"}}}}]: {what}.')
-    if content is None and calls:
-        return {**message, "content": None}
-    if content is None and not (message["role"] in ("assistant", "tool") and "content" in message):
-        raise ValueError(f'not a chat message with texts "role" and "content": {what}.')
-    return {**message, "content": text_of(content)}
+        what = f'"tool_calls" like [{{"function": {{"name": "add"}}}}]: {shortened(message)}'
+        raise ValueError(f"not a chat message with {what}.")
+    may_lack_text = calls or (role in ("assistant", "tool") and "content" in given)
+    if not isinstance(role, str) or (content is None and not may_lack_text):
+        raise ValueError(f'not a chat message with texts "role" and "content": {shortened(message)}.')
+    return {**given, "content": None if content is None and calls else text_of(content)}
 
 
 def text_of(content: object) -> str:
