@@ -55,10 +55,7 @@ def build_ppo_trainer(
     callbacks: Sequence[Callback] = (),
     source: RolloutSource | None = None,
 ) -> PPOTrainer:
-    """A trainer ready for ``fit()`` or ``step()``. ``ValueError`` names the flag of whatever cannot work.
-
-    ``source`` makes trajectories in place of responses to ``--prompt_data``.
-    """
+    """A trainer, of ``source`` in place of ``--prompt_data``. ``ValueError`` names the flag of whatever cannot work."""
     strategy, samples = strategy or DeepspeedStrategy(config.deepspeed), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
     check_options(config, comm, own_source=not samples)
@@ -83,14 +80,13 @@ def build_ppo_trainer(
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
     critic_step = None if critic is None else CriticStep(critic, config, comm, device)
     one_pass = partial(OnePassCritic, critic_step) if critic_step and OnePassCritic.is_exact(config) else None
+    make = one_pass or ExperienceMaker
     components = PPOComponents(
         strategy=strategy,
         tokenizer=tokenizer,
         actor=actor,
         critic_step=critic_step,
-        maker=(one_pass or ExperienceMaker)(
-            actor, critic, reference, config, comm, device, pad_token_id(tokenizer), hooks
-        ),
+        maker=make(actor, critic, reference, config, comm, device, pad_token_id(tokenizer), hooks),
         engine=engine,
         scorer=scorer,
         prompts=data.prompts,
