@@ -23,6 +23,7 @@ MOVED = {
     "openppo.models.lora": "openppo.models",
     "openppo.models.masked": "openppo.models.log_probs",
     "openppo.models.policy_losses": "openppo.models.loss",
+    "openppo.models.rollout_correction": "openppo.models.loss",
     "openppo.rollout.rewards": "openppo.rewards",
     "openppo.strategy.engine": "openppo.strategy",
     "openppo.tracking.timers": "openppo.tracking.phase",

@@ -81,7 +81,7 @@ class Actor(nn.Module):
         if self.packs_rows and position_ids is None:
             rows = pack_rows(sequences, attention_mask)
             places = wanted.flatten().nonzero()[:, 0]  # (K,): of the tokens in the flat batch
-            places = places if len(places) > 0 else places.new_ones(1)
+            places = places if len(places) > 0 else places.new_full((1,), wanted.numel() - 1)
             inputs, kept = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}, rows.places[places - 1]
             labels, dim = sequences.flatten()[places], 0  # (K,)
         else:

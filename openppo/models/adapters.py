@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
             # On some CPUs bitsandbytes repacks 4-bit weights at the first forward in evaluation mode, for a kernel that
             # has no gradient: silently wrong gradients from then on.
             vars(layer)["support_avx512bf16_for_cpu"] = False
-    given: str | Sequence[str] = lora.target_modules
+    given = lora.target_modules
     targets = [given] if isinstance(given, str) else list(given)
     config = LoraConfig(
         task_type=task,  # with SEQ_CLS peft finds the head by itself: no adapter on it, and it is saved beside them
@@ -66,19 +66,14 @@ def refuse_stacked_adapters(name: str) -> None:
 
 
 def refuse_tied(adapted: nn.Module) -> None:
-    """``ValueError`` for a PEFT model with an adapter on a weight that two layers share: merging would change both."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers: dict[int, str] = {}
-    for name, layer in adapted.named_modules():
-        if isinstance(layer, BaseTunerLayer):
-            base: Any = layer.get_base_layer()
-            layers.update({id(parameter): name for parameter in base.parameters(recurse=False)})
+    """``ValueError`` for a PEFT model with an adapter on a weight that two layers share."""
+    names: dict[int, list[str]] = {}
     for name, parameter in adapted.named_parameters(remove_duplicate=False):
-        layer_name = layers.get(id(parameter))
-        if layer_name is not None and not name.startswith(f"{layer_name}."):
+        names.setdefault(id(parameter), []).append(name)
+    for shared in names.values():
+        if len(shared) > 1 and any(".base_layer." in name for name in shared):
             raise ValueError(
-                f"there is an adapter on {layer_name}, whose weight is also {name}: merged, it would change both. "
+                f"there is an adapter on a weight that is {' and '.join(shared)}: merged, it would change both. "
                 "Leave that layer out."
             )
 
@@ -86,9 +81,9 @@ def refuse_tied(adapted: nn.Module) -> None:
 class AdapterOffReference:
     """The trained model with its adapters off, without gradients: a reference that takes no memory.
 
-    ``model`` is a module or a wrapper with one as ``.module``, such as ``TrainableModel``; under ZeRO-3 all ranks call
-    together. The adapters run with a scale of 0, which adds exactly nothing. Switching them off would toggle
-    ``requires_grad`` and change the order of modules that ZeRO-3 has learned to prefetch, twice for every batch.
+    ``model`` has the PEFT model in its ``.module``; under ZeRO-3 all ranks call together. Adapters run with a scale of
+    0, which adds exactly nothing. Switching them off would toggle ``requires_grad`` and change the order of modules
+    that ZeRO-3 has learned to prefetch, twice for every batch.
     """
 
     def __init__(self, model: Any) -> None:

@@ -22,7 +22,6 @@ _LONGEST_WITH_AMX = 512
 """There SDPA in bfloat16 is as fast for longer ones."""
 _SCORES = 1 << 20
 """Scores at a time, about: 4 MiB in float32."""
-Capability = tuple[int, int]
 
 
 def use_fast_attention(model: PreTrainedModel) -> None:
@@ -122,9 +121,8 @@ def _backward(
     heads, groups, width = query.shape[1], key.shape[1], query.shape[-1]
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     grad = grad.transpose(1, 2)  # (B, H, L, D)
-    # The mean gradient of a query's weights, (B, H, L, 1)
     products = grad.to(torch.promote_types(query.dtype, torch.float32)) * output.transpose(1, 2)
-    mean = products.sum(-1, keepdim=True).to(query.dtype)
+    mean = products.sum(-1, keepdim=True).to(query.dtype)  # gradient of a query's weights, (B, H, L, 1)
     for rows, start, end, place in _pieces(query):
         gradients = _queries(grad, key, rows, start, end)
         weights = kept[place].view(len(gradients), -1, end)
@@ -194,32 +192,28 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, T
 causal_operator.register_autograd(_differentiate, setup_context=_keep)
 
 
-def repeats_keys(dtype: torch.dtype, capability: Capability, masked: bool) -> bool:
-    """Whether grouped heads need repeated keys for a fast kernel.
+def repeats_keys(dtype: torch.dtype, capability: tuple[int, int], masked: bool) -> bool:
+    """Whether grouped heads need repeated keys for a fast kernel: only FlashAttention, of half precision, shares them.
 
-    Only FlashAttention takes grouped heads: in half precision, from sm_80 on, and without a mask. Under a mask
-    transformers does what is needed by itself.
+    Under a mask transformers does what is needed by itself.
     """
     return not masked and not (dtype in (torch.bfloat16, torch.float16) and capability >= (8, 0))
 
 
 def _attend_on_gpu(
-    capability: Capability,
-    module: nn.Module,
+    capability: tuple[int, int],
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of (B, H, L, D) to keys (B, G, L, D): (B, L, H, D)."""
     groups = query.shape[1] // key.shape[1]
-    if groups == 1 or not repeats_keys(query.dtype, capability, attention_mask is not None):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if query.shape[2] == 1:  # under a mask, even of nothing, the queries of a group share their keys without a copy
-        all_keys = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=key.device)
-        return sdpa_attention_forward(module, query, key, value, all_keys, **options)
-    options["is_causal"] = _is_causal(module, options)
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    no_module: Any = None  # its groups would reach SDPA
-    return sdpa_attention_forward(no_module, query, key, value, None, **options)
+    if groups > 1 and repeats_keys(query.dtype, capability, attention_mask is not None):
+        if query.shape[2] == 1:  # under a mask, even of nothing, the queries of a group share their keys without a copy
+            attention_mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=key.device)
+        else:
+            options["is_causal"] = _is_causal(module, options)
+            module, key, value = None, repeat_kv(key, groups), repeat_kv(value, groups)  # its groups would reach SDPA
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

@@ -24,14 +24,12 @@ _DECODERS = ("bert", "electra", "ernie", "megatron-bert", "rembert")
 
 
 class HeadOnTransformer(PreTrainedModel):
-    """Transformer of a causal language model and a linear head ``score``.
+    """Transformer of a causal language model and a linear head ``score``, as transformers' own classifiers have it.
 
-    That is what transformers' own classifiers of causal families are. Saved, it holds the transformer's weights under
-    the names of the causal language model, and ``score.weight`` (labels, hidden).
+    Saved, it holds the transformer's weights under the names of the causal language model, and ``score.weight``.
     """
 
     causal: ClassVar[type[PreTrainedModel]]
-    """The causal language model; see ``_on_transformer_of``."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -49,7 +47,7 @@ class HeadOnTransformer(PreTrainedModel):
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **_: Any) -> HeadOnTransformer:
-        """With random weights, as the same method of transformers' auto classes."""
+        """With random weights."""
         return cls(config)
 
 

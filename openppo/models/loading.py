@@ -35,31 +35,24 @@ def _require(module: str, flag: str, remedy: str) -> None:
         raise ValueError(f"{flag} needs the package {package}, which is not installed: {remedy}, or omit the flag.")
 
 
-def quantization(load_in_4bit: bool, bf16: bool) -> BitsAndBytesConfig | None:
-    """Weights, except heads, in 4 bits (NF4, quantized scales, arXiv 2305.14314); None without ``load_in_4bit``."""
-    if not load_in_4bit:
-        return None
-    _require("bitsandbytes", "--load_in_4bit", "pip install bitsandbytes")
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
-        llm_int8_skip_modules=["lm_head", "score"],
-    )
-
-
 def load_options(
     bf16: bool, flash_attn: bool, load_in_4bit: bool = False, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Keyword arguments for ``from_pretrained``: dtype, attention, 4 bits, code. Dropout: see ``disable_dropout``."""
-    options: dict[str, Any] = {
-        "dtype": torch.bfloat16 if bf16 else torch.float32,
-        "attn_implementation": attention_implementation(flash_attn, bf16),
-        "quantization_config": quantization(load_in_4bit, bf16),
-        "trust_remote_code": trust_remote_code,
-    }
-    return {name: value for name, value in options.items() if value is not None}
+    """Keyword arguments for ``from_pretrained``; 4 bits are NF4 with quantized scales (arXiv 2305.14314)."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if (attention := attention_implementation(flash_attn, bf16)) is not None:
+        options["attn_implementation"] = attention
+    if load_in_4bit:
+        _require("bitsandbytes", "--load_in_4bit", "pip install bitsandbytes")
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=["lm_head", "score"],
+        )
+    return options
 
 
 def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTrainedModel:
@@ -106,13 +99,12 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if getattr(module, "router_jitter_noise", 0) > 0:
             # Phi-MoE draws among the experts within that margin, which it has in evaluation mode too: it stays there.
-            vars(module.eval())["train"] = partial(_keep_mode, module)
+            vars(module.eval())["train"] = partial(_stay, module)
         for name, value in vars(module).items():
             is_random = any(word in name for word in ("dropout", "pdrop", "layerdrop", "jitter"))
             if isinstance(value, float) and is_random and name != "router_jitter_noise":
                 setattr(module, name, 0.0)
 
 
-def _keep_mode(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Stand for a module's ``train``."""
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
     return module

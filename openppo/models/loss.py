@@ -1,15 +1,14 @@
-"""Policy and value losses, and how losses of tokens add up to that of an optimizer step. Needs torch only.
+"""Policy and value losses, their correction, and how losses of tokens add up over an optimizer step. Needs torch only.
 
-``--policy_loss_type`` names an entry of ``POLICY_LOSSES``. The losses of SFT and reward models are in
-``supervised_loss.py``, and importable from here too.
+``--policy_loss_type`` names an entry of ``POLICY_LOSSES``. All tensors are (B, L) float, masks bool. The losses of SFT
+and reward models are in ``supervised_loss.py``, and importable from here too.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,32 +17,11 @@ from openppo.models.log_probs import masked_mean
 from openppo.models.supervised_loss import GPTLMLoss, LogExpLoss, PairWiseLoss, PRMLoss  # noqa: F401
 
 if TYPE_CHECKING:
-    from openppo.config import LossAggregation, LossConfig
+    from openppo.config import LossAggregation, LossConfig, RolloutCorrection
 
 logger = logging.getLogger("openppo")
 
 Reduction = Literal["sequence_mean", "token_mean", "none"]
-
-
-class ClippedLoss(Protocol):
-    """A policy or value loss: of log-probs and advantages, or of values and returns."""
-
-    def __call__(
-        self,
-        new: Tensor,
-        old: Tensor,
-        target: Tensor,
-        action_mask: Tensor | None = None,
-        rollout_log_probs: Tensor | None = None,
-        /,
-    ) -> Tensor:
-        """Loss of each token, (B, L) float as all inputs, 0 outside the mask; or a scalar, by its ``reduction``.
-
-        ``rollout_log_probs`` are those under which the engine sampled, for policy losses that correct for it.
-        """
-
-    def clipped(self, new: Tensor, old: Tensor, action_mask: Tensor | None = None, /) -> Tensor:
-        """Tokens whose change from ``old`` to ``new`` reached a bound, bool (B, L)."""
 
 
 def token_weights(
@@ -117,12 +95,7 @@ class PolicyLoss(nn.Module):
         self.reduction: Reduction = reduction
 
     def forward(
-        self,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        action_mask: Tensor | None = None,
-        rollout_log_probs: Tensor | None = None,
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None = None
     ) -> Tensor:
         """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``."""
         ratio = self.ratio(log_probs, old_log_probs, action_mask)
@@ -162,8 +135,7 @@ class GSPOLoss(PolicyLoss):
         """Ratio of each token's sequence, which is clipped: (B, L), 1 outside the mask."""
         log_ratios = log_ratio(log_probs.detach(), old_log_probs, action_mask)
         sequence_ratio = masked_mean(log_ratios, action_mask, dim=-1).exp()[:, None]  # (B, 1)
-        gradient_only = policy_ratio(log_probs, log_probs.detach(), action_mask)  # 1
-        spread = sequence_ratio * gradient_only
+        spread = sequence_ratio * policy_ratio(log_probs, log_probs.detach(), action_mask)  # times 1, for the gradient
         return spread if action_mask is None else torch.where(action_mask.bool(), spread, 1.0)
 
 
@@ -176,12 +148,7 @@ class CISPOLoss(nn.Module):
         self.reduction: Reduction = reduction
 
     def forward(
-        self,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        action_mask: Tensor | None = None,
-        rollout_log_probs: Tensor | None = None,
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None = None
     ) -> Tensor:
         """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``."""
         truncated = policy_ratio(log_probs.detach(), old_log_probs, action_mask).clamp(max=self.eps_max)
@@ -192,6 +159,39 @@ class CISPOLoss(nn.Module):
     def clipped(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
         """Tokens whose ratio is truncated, bool (B, L)."""
         return policy_ratio(log_probs, old_log_probs, action_mask) > self.eps_max
+
+
+DEFAULT_RANGES: dict[str, tuple[float, float]] = {"tis": (0.0, 2.0), "mis": (0.5, 2.0), "icepop": (0.5, 5.0)}
+"""Lower and upper threshold of each method of ``--rollout_correction``."""
+
+
+def rollout_correction(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    action_mask: Tensor,
+    method: RolloutCorrection,
+    low: float | None = None,
+    high: float | None = None,
+) -> Tensor:
+    """Weights of token losses for k = exp(log_probs - rollout_log_probs), (B, L), without gradient; 0 outside the mask.
+
+    The engine samples from pi_rollout, ratios are against pi_old of the training actor with the same weights; weights
+    k = pi_old / pi_rollout make the loss unbiased. "tis" min(k, high), truncated importance sampling
+    (https://fengyao.notion.site/off-policy-rl); "mis" k inside [low, high] and 0 outside, masked importance sampling
+    of single tokens (https://yingru.notion.site/When-Speed-Kills-Stability-271211a558b7808d8b12d403fd15edda);
+    "icepop" the same with a wider upper default (https://ringtech.notion.site/icepop); "none" 1. Tokens of weight 0
+    still count where a loss divides by the number of tokens. ``low`` and ``high`` default to ``DEFAULT_RANGES``.
+    """
+    mask = action_mask.bool()
+    if method == "none":
+        return mask.to(log_probs.dtype)
+    if method not in DEFAULT_RANGES:
+        raise ValueError(f"method must be none, {', '.join(DEFAULT_RANGES)}, got {method!r}")
+    default_low, default_high = DEFAULT_RANGES[method]
+    low, high = default_low if low is None else low, default_high if high is None else high
+    k = policy_ratio(log_probs, rollout_log_probs, mask).detach()
+    weights = k.clamp(max=high) if method == "tis" else torch.where((k >= low) & (k <= high), k, 0.0)
+    return torch.where(mask, weights, 0.0)
 
 
 class ValueLoss(nn.Module):
@@ -222,11 +222,10 @@ class ValueLoss(nn.Module):
         return moved if action_mask is None else moved & action_mask.bool()
 
 
-@dataclass(frozen=True)
-class PolicyLossEntry:
+class PolicyLossEntry(NamedTuple):
     """One entry of ``POLICY_LOSSES``."""
 
-    make: Callable[[LossConfig], ClippedLoss]
+    make: Callable[[LossConfig], PolicyLoss | CISPOLoss]
     """Builds a loss of single tokens from options."""
     loss_agg: LossAggregation | None = None
     """How they add up unless an option says otherwise (None: as the advantage estimator wants)."""
@@ -250,6 +249,6 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
 """By the names of ``--policy_loss_type``."""
 
 
-def policy_loss(config: LossConfig) -> ClippedLoss:
+def policy_loss(config: LossConfig) -> PolicyLoss | CISPOLoss:
     """The loss that ``--policy_loss_type`` names."""
     return POLICY_LOSSES[config.policy_loss_type].make(config)

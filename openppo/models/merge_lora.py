@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openppo.config import MergeConfig
 from openppo.models.adapters import HEAD_TASK
 from openppo.models.loading import load_causal_lm, model_error_context
-from openppo.models.pretrained import check_model, is_peft_folder, load_tokenizer, task_of
+from openppo.models.pretrained import adapter_config, check_model, is_peft_folder, load_tokenizer
 from openppo.models.scalar_head import load_classifier
 
 logger = logging.getLogger("openppo")
@@ -39,7 +39,12 @@ class LoRAMerge:
         except ValueError as error:
             logger.warning("no tokenizer is written: %s", error)
         with model_error_context("--lora_path", name):
-            self.model = _merged(name, base, trust)
+            if adapter_config(name).get("task_type") == HEAD_TASK:
+                self.model, headless = load_classifier(name, base=base, dtype=torch.float32, trust_remote_code=trust)
+                if headless:
+                    raise ValueError(f"{name}: neither it nor its base model has a scalar head 'score.weight'.")
+            else:
+                self.model = load_causal_lm(name, base, bf16=False, flash_attn=False, trust_remote_code=trust)
         if config.bf16:
             to_bf16(self.model)
 
@@ -60,15 +65,6 @@ def make_folder(flag: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{flag} {folder}: cannot be written ({error}).") from error
-
-
-def _merged(name: str, base: str | None, trust: bool) -> PreTrainedModel:
-    if task_of(name) != HEAD_TASK:
-        return load_causal_lm(name, base, bf16=False, flash_attn=False, trust_remote_code=trust)
-    model, headless = load_classifier(name, base=base, dtype=torch.float32, trust_remote_code=trust)
-    if headless:
-        raise ValueError(f"{name}: neither it nor its base model has a scalar head 'score.weight'.")
-    return model
 
 
 def to_bf16(model: Any) -> None:

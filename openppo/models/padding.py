@@ -16,7 +16,7 @@ from openppo.models.pretrained import context_length
 class MicroBatchSize:
     """Limit of one forward: ``rows``, or as many as fit into ``tokens``, padding included.
 
-    ``overhead`` of an extra micro-batch is a fraction of a full one; split only if that much padding is saved.
+    ``overhead`` of an extra micro-batch is a fraction of a full one: a batch is split if that much padding is saved.
     """
 
     rows: int
@@ -36,7 +36,7 @@ def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int
     the least padding and overhead.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
-    n, longest = len(order), lengths[order[0]] if order else 0
+    n, longest = len(order), max(lengths, default=0)
     overhead = size.overhead * (min(size.rows, n) * longest if size.tokens is None else size.tokens)
     least, ends = [0.0] * (n + 1), [n] * (n + 1)  # for sequences i to n: the cost, and where the first batch ends
     for first in reversed(range(n)):
@@ -78,15 +78,11 @@ def pad_width(sequences: Tensor, model: Any) -> Tensor:
 
 
 class PackedRows(NamedTuple):
-    """Real tokens of a batch (B, L) in one row of T.
+    """Real tokens of a batch (B, L) in one row of T."""
 
-    ``input_ids`` and ``position_ids`` int64 (1, T), the latter from 0 in each row; ``places`` int64 (B x L,) maps the
-    batch to that row (padding: to the last real token before it).
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    places: Tensor
+    input_ids: Tensor  # int64 (1, T)
+    position_ids: Tensor  # int64 (1, T), from 0 in each row of the batch
+    places: Tensor  # int64 (B x L,) of the batch's tokens in the row (padding: of the last real token before it)
 
 
 def pack_rows(sequences: Tensor, attention_mask: Tensor) -> PackedRows:

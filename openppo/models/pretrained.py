@@ -10,7 +10,10 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
+from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger("openppo")
@@ -54,23 +57,16 @@ def is_peft_folder(name: str) -> bool:
     return (Path(name) / _ADAPTER_CONFIG).is_file()
 
 
-def task_of(folder: str) -> str | None:
-    """Task of the adapters, CAUSAL_LM or SEQ_CLS (None: not given). Errors as in ``base_model_of``."""
-    return _read_adapter_config(folder).get("task_type")
-
-
 def base_model_of(name: str) -> str:
     """Base model of a PEFT folder, else ``name`` itself.
 
-    ``ValueError`` if ``adapter_config.json`` cannot be read, or names no base model or another PEFT folder.
+    ``ValueError`` as in ``adapter_config``, and if that names no base model or another PEFT folder.
     """
     if not is_peft_folder(name):
         return name
-    base = _read_adapter_config(name).get("base_model_name_or_path")
-    if not isinstance(base, str) or base == "":
-        raise ValueError(
-            f"{name}: its {_ADAPTER_CONFIG} names no base model; write one there as base_model_name_or_path."
-        )
+    base = adapter_config(name).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{name}: its {_ADAPTER_CONFIG} lacks base_model_name_or_path, so it names no base model.")
     if is_peft_folder(base):
         raise ValueError(
             f"{name}: its base model {base} is a PEFT folder too. Merge that one with openppo.cli.merge_lora and write "
@@ -79,7 +75,8 @@ def base_model_of(name: str) -> str:
     return base
 
 
-def _read_adapter_config(folder: str) -> Any:
+def adapter_config(folder: str) -> Any:
+    """The adapters' ``adapter_config.json``; ``ValueError`` if it cannot be read."""
     try:
         return json.loads((Path(folder) / _ADAPTER_CONFIG).read_text())
     except (OSError, ValueError) as error:
@@ -95,6 +92,12 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
         raise ValueError(f"{named}: this folder has no config.json, so it is not a Hugging Face model.")
     if not path.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"{named}: no such local folder, and no hub name of the form owner/model. Check the path.")
+    if not path.is_dir() and not constants.HF_HUB_OFFLINE and try_to_load_from_cache(name, "config.json") is None:
+        try:
+            urlopen(constants.ENDPOINT, timeout=10).close()  # transformers would retry for half a minute
+        except OSError as error:
+            if not isinstance(error, HTTPError):  # else it answered
+                raise ValueError(f"{named}: no such local folder, and the hub is unreachable ({error}).") from error
     try:
         base = base_model_of(name)
     except ValueError as error:
@@ -123,11 +126,11 @@ def load_config(
 def context_length(config: PreTrainedConfig) -> int | None:
     """Most tokens that a model reads, by its config; None where the config does not say.
 
-    Positions that are rescaled for longer rows end earlier: see ``rescaled_positions``.
+    Positions that are rescaled for a batch's longest row end earlier: see ``rescaled_positions``.
     """
     text = config.get_text_config()
-    lengths = (getattr(text, name, None) for name in _CONTEXT_NAMES)
-    longest = next((length for length in lengths if length is not None and length > 0), None)
+    lengths = (getattr(text, name, None) or 0 for name in _CONTEXT_NAMES)
+    longest = next((length for length in lengths if length > 0), None)
     return min((rope["original_max_position_embeddings"] for rope in _rescaled(text)), default=longest)
 
 
@@ -138,11 +141,10 @@ def rescaled_positions(config: PreTrainedConfig) -> str:
 
 
 def _rescaled(text: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Rope parameters of positions rescaled by a batch's longest row."""
     found = getattr(text, "rope_parameters", None) or {}
     every = [found, *(value for value in found.values() if isinstance(value, dict))]
-    kinds = [rope for rope in every if rope.get("rope_type") in ("longrope", "dynamic")]
-    return [rope for rope in kinds if rope.get("original_max_position_embeddings") is not None]
+    rescaled = [rope for rope in every if rope.get("rope_type") in ("longrope", "dynamic")]
+    return [rope for rope in rescaled if rope.get("original_max_position_embeddings") is not None]
 
 
 def load_tokenizer(
@@ -155,41 +157,33 @@ def load_tokenizer(
     """Tokenizer of a model; of a PEFT folder its own, else that of its ``base``.
 
     A missing PAD token is left missing: masks never depend on it. ``ValueError`` names ``flag``. The chat template
-    always gets ``template_kwargs``, those of ``--chat_template_kwargs``.
+    always gets ``template_kwargs``; those that are reserved or that it does not use are an error.
     """
     has_tokenizer = (Path(name) / "tokenizer_config.json").is_file()
     try:
         with forbid_remote_code(name):
             source = name if has_tokenizer else base or base_model_of(name)
             if Path(source).is_dir() and not any(any(Path(source).glob(pattern)) for pattern in _TOKENIZER_FILES):
-                raise ValueError(  # transformers would invent a tokenizer
-                    "the folder has no tokenizer files, such as tokenizer.json. Copy those of the model that it was "
-                    "made from."
-                )
+                files = "tokenizer files, such as tokenizer.json"  # transformers would invent a tokenizer
+                raise ValueError(f"the folder has no {files}. Copy those of the model that it was made from.")
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except UntrustedModelError as error:
         raise UntrustedModelError(f"{flag} {error}") from error
     except (OSError, ValueError, KeyError) as error:
         says = " ".join(str(error).split())
         raise ValueError(f"{flag} {name}: its tokenizer cannot be loaded: {says}") from error
-    if template_kwargs:
-        _check_template_kwargs(tokenizer, f"{flag} {name}", template_kwargs)
-        vars(tokenizer)["apply_chat_template"] = partial(tokenizer.apply_chat_template, **template_kwargs)
-    return tokenizer
-
-
-def _check_template_kwargs(tokenizer: PreTrainedTokenizerBase, model: str, template_kwargs: Mapping[str, Any]) -> None:
-    """Refuse reserved arguments, and those the chat template does not use."""
-    taken = {"messages", *signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
-    templates = str(tokenizer.chat_template or "")
-    for argument in template_kwargs:
-        if argument in taken:
+    apply, template = tokenizer.apply_chat_template, str(tokenizer.chat_template or "")
+    reserved = {"messages", *signature(apply).parameters} - {"tools", "documents"}
+    for argument in template_kwargs or {}:
+        if argument in reserved:
             says = f"{argument!r} is not an argument of chat templates. Leave it out."
-        elif templates and not re.search(rf"\b{re.escape(argument)}\b", templates):
-            says = f"the chat template of {model} does not use {argument!r}. Correct the name, or leave it out."
-        else:
-            continue
-        raise ValueError(f"--chat_template_kwargs: {says}")
+            raise ValueError(f"--chat_template_kwargs: {says}")
+        if template and not re.search(rf"\b{re.escape(argument)}\b", template):
+            says = f"the chat template of {flag} {name} does not use {argument!r}. Correct the name, or leave it out."
+            raise ValueError(f"--chat_template_kwargs: {says}")
+    if template_kwargs:
+        vars(tokenizer)["apply_chat_template"] = partial(apply, **template_kwargs)
+    return tokenizer
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -23,12 +23,11 @@ Role = Literal["critic", "reward"]
 
 
 class ScalarHeadModel(nn.Module):
-    """A causal transformer with a linear head of one output, wrapped around a Hugging Face classifier ``.model``.
+    """A Hugging Face classifier ``.model``: a causal transformer with a linear head of one output.
 
     As ``critic`` the forward returns values (B, L), entry t the value of the state in which token t was chosen:
     the head's output at t - 1, and 0 at the first token. As ``reward`` it returns scores (B,), the head's output
-    at the last real token of each row. Both float32. With ``lora`` of a positive rank, ``.model`` becomes a PEFT model
-    whose adapters and head are trained.
+    at the last real token of each row. Both float32. With a LoRA rank ``.model`` is a PEFT model.
     """
 
     def __init__(self, model: PreTrainedModel, role: Role, lora: LoRAConfig | None = None) -> None:
@@ -73,10 +72,9 @@ class ProcessRewardModel(nn.Module):
         self.model = model
 
     def forward(self, sequences: Tensor, places: Tensor) -> Tensor:
-        """Logits (N, V) at the N true ``places``, row by row.
+        """Logits (N, V) at the N true ``places``, row by row; ``sequences`` int64 and ``places`` bool, both (B, L).
 
-        ``sequences`` int64 and ``places`` bool, both (B, L), padded on the right. Logits are computed only in columns
-        that some row asks for. Without any place the model runs all the same, as partitioned weights demand.
+        Without any place the model runs all the same, as partitioned weights demand.
         """
         columns = places.any(0).nonzero()[:, 0]  # (K,)
         inputs = pad_width(sequences, self.model)  # without attention mask for the reason given in Actor.forward
@@ -100,8 +98,7 @@ def get_llm_for_sequence_regression(
     Reads causal language models and sequence-classification checkpoints with one label; ``value_head_prefix``
     is the head's name in the checkpoint. ``init_value_head`` allows a fresh head, normal(0, 1/sqrt(hidden + 1)),
     where the checkpoint has none: by default a critic may, a reward model may not. ``lora`` are fields of
-    ``LoRAConfig``, as for ``Actor``. Raises ``ValueError`` for a missing head that may not be fresh, for a head of
-    several labels, for models without such a head, and as in ``merge_adapters``.
+    ``LoRAConfig``, as for ``Actor``. ``ValueError`` for a model without such a head, and as in ``merge_adapters``.
     """
     options = LoRAConfig(**lora)
     options.validate()
@@ -127,8 +124,7 @@ def load_classifier(
 ) -> tuple[PreTrainedModel, bool]:
     """A classifier with one label, adapters merged if ``name`` is a PEFT folder, and whether its head is random.
 
-    ``base`` replaces the base model that a PEFT folder names; ``load`` are keywords for ``from_pretrained``. Raises
-    ``ValueError`` as ``get_llm_for_sequence_regression`` does.
+    ``base`` replaces the base model that a PEFT folder names; ``load`` are keywords for ``from_pretrained``.
     """
     renamed = {} if value_head_prefix == HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{HEAD}."}
     load.setdefault("trust_remote_code", False)
@@ -159,7 +155,8 @@ def _check_head(name: str, model: PreTrainedModel, report: dict[str, set], value
     mismatched = [key for key, *_ in report["mismatched_keys"]]
     if f"{HEAD}.weight" in mismatched:
         raise ValueError(
-            f"{name}: its head '{value_head_prefix}' has several labels; exactly one is needed (num_labels=1)."
+            f"{name}: its head '{value_head_prefix}' has several labels; exactly one is needed (num_labels=1). "
+            "Train one with openppo.cli.train_rm."
         )
     broken = sorted(mismatched) + sorted(key for key in report["missing_keys"] if not key.startswith(f"{HEAD}."))
     if broken:

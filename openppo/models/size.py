@@ -60,11 +60,8 @@ def model_size(
 
 def n_elements(parameter: Any) -> int:
     """Elements of a whole parameter, also one that ZeRO-3 partitions or bitsandbytes packs."""
-    if hasattr(parameter, "ds_numel"):
-        return int(parameter.ds_numel)
-    if getattr(parameter, "quant_state", None) is not None:
-        return int(parameter.quant_state.shape.numel())
-    return int(parameter.numel())
+    packed = getattr(parameter, "quant_state", None)
+    return int(getattr(parameter, "ds_numel", 0) or (parameter if packed is None else packed.shape).numel())
 
 
 def cache_elements(config: PreTrainedConfig) -> int:

@@ -25,16 +25,11 @@ class PairWiseLoss(nn.Module):
     def forward(self, chosen_reward: Tensor, reject_reward: Tensor, margin: Tensor | None = None) -> Tensor:
         """Rewards and optional ``margin`` of shape (B,); scalar."""
         difference = chosen_reward - reject_reward
-        if margin is not None:
-            difference = difference - margin
-        return -F.logsigmoid(difference).mean()
+        return -F.logsigmoid(difference if margin is None else difference - margin).mean()
 
 
 class LogExpLoss(nn.Module):
-    """log(1 + exp(r_rejected - r_chosen)), averaged over pairs (arXiv 2204.05862).
-
-    Equals PairWiseLoss without margin.
-    """
+    """log(1 + exp(r_rejected - r_chosen)), averaged over pairs (arXiv 2204.05862): PairWiseLoss without margin."""
 
     def forward(self, chosen_reward: Tensor, reject_reward: Tensor) -> Tensor:
         """Rewards of shape (B,); scalar."""
@@ -60,8 +55,7 @@ class PRMLoss(nn.Module):
         """``inputs`` int64 (B, L), ``logits`` (B, L, V), ``labels`` int64 or float (B, L).
 
         Returns the scalar mean over placeholders, and with ``return_acc`` also the share of placeholders at
-        which the likeliest (reward) token is the labelled one. Raises ``ValueError`` for labels that are no
-        reward token, and for float labels without exactly two reward tokens.
+        which the likeliest (reward) token is the labelled one.
         """
         chosen = (inputs == self.placeholder_token_id) & (labels != IGNORE_INDEX)
         step_logits, step_labels = logits[chosen], labels[chosen]  # (N, V), (N,)

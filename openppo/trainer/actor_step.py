@@ -10,8 +10,7 @@ from openppo.experience.estimators import loss_aggregation
 from openppo.experience.measure import measure_mismatch
 from openppo.experience.replay_buffer import MiniBatch
 from openppo.models.log_probs import compute_approx_kl
-from openppo.models.loss import log_ratio, policy_loss, token_weights
-from openppo.models.rollout_correction import rollout_correction
+from openppo.models.loss import log_ratio, policy_loss, rollout_correction, token_weights
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import StepBatch
@@ -70,7 +69,7 @@ class ActorStep:
         if micro.log_probs is None:
             micro = micro.with_fields(log_probs=log_probs.detach() if on_policy else micro.rollout_log_probs)
         assert micro.log_probs is not None and micro.advantages is not None
-        loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs)  # (B, L)
+        loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask)  # (B, L)
         self._measure(loss, log_probs, micro, metrics)
         if on_policy and micro.entropy is None:
             measure_mismatch(log_probs, micro.rollout_log_probs, mask, metrics)
