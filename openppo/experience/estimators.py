@@ -18,9 +18,9 @@ from openppo.models.loss import POLICY_LOSSES
 
 Rewarded = tuple[Tensor, Tensor | None]
 Rewards = Callable[[Tensor, StepRewards | None, Tensor, Tensor | None], Rewarded]
-"""``rewards(scores, steps, groups, greedy)``: each trajectory's score, rewards of its steps (None without any), the id
-of its prompt int64, and the reward of the greedy response to it (None unless ``needs_greedy``), all (B,) in any order.
-Returns what replaces scores (B,) and rewards of steps (B, L)."""
+"""``rewards(scores, steps, groups, greedy)``: each trajectory's score, rewards of its steps, its prompt's id int64,
+and the reward of the greedy response to it (None unless ``needs_greedy``), all (B,) in any order, to what replaces
+scores (B,) and rewards of steps (B, L)."""
 Baseline = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """``baseline(totals, groups, greedy)``: what to subtract from whole rewards, and what to divide by; (B,) each."""
 Advantages = Callable[[Tensor, Tensor | None, Tensor, AdvantageConfig, float | None], tuple[Tensor, Tensor]]
@@ -59,7 +59,7 @@ def generalized_advantages(
     rewards: Tensor, values: Tensor | None, action_mask: Tensor, config: AdvantageConfig, lambd_critic: float | None
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, with another lambda for the critic's targets where options ask for it."""
-    assert values is not None, "this estimator needs the critic's values"
+    assert values is not None
     lambd: float | Tensor = config.lambd
     for_critic = lambd_critic if lambd_critic is not None else config.lambd_critic
     if config.adaptive_lambd_alpha is not None:
@@ -111,13 +111,12 @@ def group_mean_and_std(totals: Tensor, groups: Tensor, greedy: Tensor | None) ->
     """Mean and unbiased standard deviation + 1e-9 of the rewards of the prompt (GRPO, arXiv 2402.03300)."""
     count, mean, squares = _group_statistics(totals, groups)
     _require_several(count, "group_norm")
-    std = (squares / (count - 1)).sqrt()
-    return mean.to(totals.dtype), _divisor(std, mean.abs()).to(totals.dtype)
+    return mean.to(totals.dtype), _divisor((squares / (count - 1)).sqrt(), mean.abs()).to(totals.dtype)
 
 
 def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
     """The reward of the greedy response to the prompt (ReMax, arXiv 2310.10505)."""
-    assert greedy is not None, "remax needs the rewards of greedy responses"
+    assert greedy is not None
     return greedy.to(totals), torch.ones_like(totals)
 
 
@@ -129,11 +128,10 @@ def normalized_by_group(scores: Tensor, steps: StepRewards | None, groups: Tenso
 
 
 def normalize_steps(scores: Tensor, steps: StepRewards, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalize scores (B,) and step rewards (B, L) by their group.
+    """Normalize scores (B,) and step rewards (B, L) by their group (arXiv 2402.03300, section 4.1.3, with scores).
 
-    Process supervision of arXiv 2402.03300, section 4.1.3, where scores are 0. Each less the mean of its kind, both
-    divided by the root of the sum of both variances: weights between the kinds keep their meaning. Steps
-    with the same rewards in all responses of a group are left out.
+    Each less the mean of its kind, both divided by the root of the sum of both variances: weights between the kinds
+    keep their meaning. Steps with the same rewards in all responses of a group are left out.
     """
     ends = steps.ends & ~_are_alike(steps, groups)[:, None]
     count, mean, squares = _group_statistics(scores, groups)
@@ -159,7 +157,6 @@ def _group_statistics(rewards: Tensor, groups: Tensor, counted: Tensor | None = 
 
 
 def _group_sum(numbers: Tensor, groups: Tensor) -> Tensor:
-    """Sum over each row's group, (B,)."""
     _, index = groups.unique(return_inverse=True)
     return torch.zeros_like(numbers).index_add_(0, index, numbers)[index]
 
@@ -170,7 +167,7 @@ def _divisor(std: Tensor, size: Tensor) -> Tensor:
 
 
 def _are_alike(steps: StepRewards, groups: Tensor) -> Tensor:
-    """Whether a row's group has equal step rewards in order; bool (B,)."""
+    """Whether all rows of the group have the same step rewards in order, bool (B,)."""
     counts, rows = steps.ends.sum(-1), pack_actions(steps.rewards, steps.ends, steps.ends.cumsum(-1) - 1)
     ids, index = groups.unique(return_inverse=True)
     every = torch.arange(len(groups), device=groups.device)
@@ -204,10 +201,10 @@ def check_estimator(name: str, n_samples_per_prompt: int) -> None:
     if name not in ESTIMATORS:
         raise ValueError(f"--advantage_estimator {name} does not exist; use one of {', '.join(ESTIMATORS)}.")
     if ESTIMATORS[name].needs_groups and n_samples_per_prompt < 2:
-        *others, last = [other for other, entry in ESTIMATORS.items() if not entry.needs_groups]
+        others = " or ".join(other for other, entry in ESTIMATORS.items() if not entry.needs_groups)
         raise ValueError(
             f"--advantage_estimator {name} compares the responses to one prompt: use --n_samples_per_prompt of at "
-            f"least 2 instead of {n_samples_per_prompt}, or --advantage_estimator {', '.join(others)} or {last}."
+            f"least 2 instead of {n_samples_per_prompt}, or --advantage_estimator {others}."
         )
 
 

@@ -26,6 +26,7 @@ from openppo.experience.token_rewards import (
 from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
 from openppo.rollout.rollout import Rollout, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
+from openppo.tracking.metrics import Moments
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
 
 Model = Callable[..., Any]
@@ -46,9 +47,8 @@ class Hooks:
 class ExperienceMaker:
     """Runs the models over trajectories and computes what the losses need; ``make`` does all of it.
 
-    ``actor`` and ``reference`` are called like ``Actor.forward``, ``critic`` like a ``ScalarHeadModel``. ``critic`` is
-    None for estimators without one, ``reference`` without a KL penalty. All ranks call every method together, each
-    with its own trajectories; those of one group must be on one rank.
+    ``actor`` and ``reference`` (None without a KL) are called like ``Actor.forward``, ``critic`` (None for estimators
+    without one) like a ``ScalarHeadModel``. All ranks call every method together, groups being whole on a rank.
     """
 
     def __init__(
@@ -73,20 +73,18 @@ class ExperienceMaker:
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
         self.weights = config.rewards.weights()
         self.moments, self.step_moments = RunningMoments(), RunningMoments()
-        kl = config.kl
-        self.kl_controller = (
-            FixedKLController(kl.init_kl_coef)
-            if kl.kl_target is None
-            else AdaptiveKLController(kl.init_kl_coef, kl.kl_target, kl.kl_horizon)
-        )
+        coef, target = config.kl.init_kl_coef, config.kl.kl_target
+        self.kl_controller = FixedKLController(coef)
+        if target is not None:
+            self.kl_controller = AdaptiveKLController(coef, target, config.kl.kl_horizon)
 
     def make(
         self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0, version: int = 0
     ) -> list[Experience]:
         """One experience per trajectory, in their order, on this maker's device.
 
-        Runs the models, then waits for scores still under way. ``n_done`` global steps have been trained before, to the
-        policy of ``version``. ``Interrupted`` on all ranks if a signal comes while scores are awaited.
+        Runs the models, then waits for scores still under way (or for a signal: ``Interrupted`` on all ranks).
+        ``n_done`` global steps have been trained before, to the policy of ``version``.
         """
         batch = self._rewarded(trajectories, metrics, n_done, version)
         measure_staleness(trajectories, version, metrics)
@@ -121,8 +119,9 @@ class ExperienceMaker:
             metrics.merge(trajectories.metrics)
         with timer.phase("experience"):
             if shaping.normalize_reward and shaping.reward_normalizer == "running":
-                self.moments.update(self._total_scores(unscored), self.comm)
-                self.step_moments.update(torch.tensor([r for t in unscored for r in t.step_rewards]), self.comm)
+                steps = torch.tensor([r for t in unscored for r in t.step_rewards])
+                self.moments.merge(Moments.of(self._total_scores(unscored), self.comm))
+                self.step_moments.merge(Moments.of(steps, self.comm))
             if not experiences:
                 return None
             measure_scores(unscored, self.weights, metrics)
@@ -145,9 +144,7 @@ class ExperienceMaker:
     ) -> OldLogProbsFrom:
         """Source of the old policy's log-probs, the same on all ranks."""
         foreign = not isinstance(given, Rollout)  # not sampled by this run's engine
-        stale = any(
-            v != version for t in unscored for v, sampled in zip(t.versions, t.action_mask, strict=True) if sampled
-        )
+        stale = any({*t.versions} - {version, -1} for t in unscored)
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
         n_samples, n_foreign, n_stale = counts.tolist()
         single_update = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
@@ -187,8 +184,8 @@ class ExperienceMaker:
         metrics.add_tensor("shaped_reward", scores if steps is None else steps.added_to(scores))
         greedy = None
         if self.estimator.needs_greedy:
-            of_greedy, steps_of_greedy = self._shaped([t.greedy for t in trajectories if t.greedy is not None])
-            greedy = of_greedy if steps_of_greedy is None else steps_of_greedy.added_to(of_greedy)
+            greedy, greedy_steps = self._shaped([t.greedy for t in trajectories if t.greedy is not None])
+            greedy = greedy if greedy_steps is None else greedy_steps.added_to(greedy)
             assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
         groups = torch.tensor([t.group for t in trajectories], device=self.device)
         scores, token_rewards = self.estimator.rewards(scores, steps, groups, greedy)
@@ -228,8 +225,8 @@ class ExperienceMaker:
 def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: bool = True) -> OldLogProbsFrom:
     """Source of the old policy's log-probs, see ``--old_log_probs``; "training": the forward that is trained on.
 
-    ``single_update`` says that one optimizer step trains the actor on all samples, with the weights that
-    sampled them; ``by_engine`` that this run's engine did. Log-probs of other trajectories may be anything.
+    ``single_update``: one optimizer step trains the actor on all samples, with the weights that sampled them;
+    ``by_engine``: this run's engine did. Log-probs of other trajectories may be anything.
     """
     if config.loss.old_log_probs != "auto":
         return config.loss.old_log_probs
@@ -246,6 +243,5 @@ def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: b
 
 def forward_size(config: TrainPPOConfig) -> MicroBatchSize:
     """Size of a forward that trains nothing."""
-    ppo = config.ppo
-    overhead = split_overhead(config.deepspeed.zero_stage)
-    return MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, overhead)
+    rows, tokens = config.ppo.micro_rollout_batch_size, config.ppo.micro_rollout_tokens
+    return MicroBatchSize(rows, tokens, split_overhead(config.deepspeed.zero_stage))

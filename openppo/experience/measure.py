@@ -34,8 +34,7 @@ def measure_staleness(trajectories: Sequence[Trajectory], policy_version: int, m
 def measure_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, metrics: Metrics) -> None:
     """Distance of the engine's log-probs from the actor's, both (B, L), over ``mask``.
 
-    ``rollout_kl`` estimates KL(rollout || actor) by k3, ``rollout_kl_k1`` by k1; ``rollout_ratio_max`` is the largest
-    exp(log_probs - rollout_log_probs), ``rollout_log_prob_gap`` the mean distance of log-probs.
+    ``rollout_kl`` estimates KL(rollout || actor) by k3, ``rollout_kl_k1`` by k1.
     """
     mask, log_probs, rollout_log_probs = mask.bool(), log_probs.detach(), rollout_log_probs.detach()
     metrics.add_tensor("rollout_kl", compute_approx_kl(rollout_log_probs, log_probs, mask, "k3"), mask)
@@ -49,8 +48,7 @@ def measure_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor,
 def measure_experience(batch: Experience, metrics: Metrics) -> None:
     """Means over responses and over action tokens of everything that is known of ``batch``.
 
-    Where log-probs were not recomputed there is no mismatch to see here, and the entropy is estimated: minus the mean
-    log-prob of what was sampled.
+    Where log-probs were not recomputed, entropy is estimated by minus the mean log-prob of what was sampled.
     """
     mask = batch.action_mask
     assert batch.scores is not None
@@ -64,24 +62,22 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
     if batch.entropy is not None:
         measure_mismatch(batch.old_or_rollout_log_probs, batch.rollout_log_probs, mask, metrics)
     entropy = -batch.old_or_rollout_log_probs if batch.entropy is None else batch.entropy
-    for name, tensor in (("entropy", entropy), ("values", batch.values), ("returns", batch.returns)):
+    named = {"entropy": entropy, "values": batch.values, "returns": batch.returns, "advantages": batch.advantages}
+    for name, tensor in named.items():
         if tensor is not None:
             metrics.add_tensor(name, tensor, mask)
     if batch.values is not None and batch.returns is not None:
         metrics.add_tensor("returns_std", batch.returns, mask, reduce="std")
         metrics.add_tensor("value_error_std", batch.returns - batch.values, mask, reduce="std")
     if batch.advantages is not None:
-        metrics.add_tensor("advantages", batch.advantages, mask)
         metrics.add_tensor("advantages_std", batch.advantages, mask, reduce="std")
     metrics.add_tensor("response_length", mask.sum(-1).float())
     metrics.add_tensor("truncated_fraction", batch.truncated.float())
 
 
 def experience_histograms(samples: Sequence[Experience], comm: Comm) -> dict[str, Histogram]:
-    """How all ranks' samples (each of one row) are distributed: ``reward`` and ``response_length`` of responses;
-    ``kl`` (k1), ``values``, ``returns`` and ``advantages``, as they are trained on, of action tokens.
-
-    What no sample has is left out. All ranks call this together.
+    """Distributions over all ranks' samples (each of one row): ``reward`` and ``response_length`` of responses; ``kl``
+    (k1), ``values``, ``returns`` and ``advantages`` of action tokens. What no sample has is left out. Collective.
     """
     found: dict[str, list[Tensor]] = {name: [] for name in ("reward", "response_length", *_PER_TOKEN)}
     for sample in samples:

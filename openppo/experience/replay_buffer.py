@@ -53,10 +53,9 @@ def join_rows(rows: Sequence[Experience]) -> Experience:
 
 def idle_experience(like: Experience | None = None) -> Experience:
     """One row of two tokens without any action, for a rank that has less to do than others."""
-    names = [field.name for field in fields(Experience)]
-    made = {name: torch.zeros((1,) if name in PER_ROW_FIELDS else (1, 2)) for name in names}
-    made["sequences"] = made["sequences"].long()
-    made |= {name: made[name].bool() for name in ("attention_mask", "action_mask", "truncated")}
+    dtypes = {"sequences": torch.int64} | dict.fromkeys(("attention_mask", "action_mask", "truncated"), torch.bool)
+    sizes = {field.name: (1,) if field.name in PER_ROW_FIELDS else (1, 2) for field in fields(Experience)}
+    made = {name: torch.zeros(size, dtype=dtypes.get(name)) for name, size in sizes.items()}
     made["attention_mask"] = ~made["attention_mask"]
     return Experience(**made).to("cpu" if like is None else like.sequences.device)
 
@@ -65,10 +64,9 @@ def idle_experience(like: Experience | None = None) -> Experience:
 class MiniBatch:
     """One rank's share of an optimizer step.
 
-    ``micro_batches`` has the same length on all ranks; where a rank has no samples left it holds one row without
-    any action. ``n_tokens`` counts the action tokens of the whole step and ``n_sequences`` its samples with any
-    action, over all micro-batches and ranks, each times its sample's weight. ``places`` are those of each micro-batch's
-    samples among the samples of all ranks.
+    ``micro_batches`` are equally many on all ranks, idle ones of one row without any action. ``n_tokens`` counts the
+    action tokens of the whole step, ``n_sequences`` its samples with any action, over all ranks, each times its
+    sample's weight. ``places`` are those of each micro-batch's samples among the samples of all ranks.
     """
 
     micro_batches: list[Experience]
@@ -78,11 +76,10 @@ class MiniBatch:
 
 
 class ReplayBuffer:
-    """Experiences of single samples.
+    """Experiences of single samples, those of one rank.
 
-    Each rank fills its own; ``mini_batches`` puts all ranks' samples together, so that which samples share an
-    optimizer step does not depend on how many ranks made them. ``limit`` is the largest number of samples of one
-    rank (0: none): the oldest are dropped first. With ``normalize`` a buffer that is filled has normalized advantages.
+    Which samples share an optimizer step does not depend on how many ranks made them. ``limit`` is the largest number
+    of samples of one rank (0: none): the oldest are dropped first. With ``normalize``, ``fill`` normalizes advantages.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class ReplayBuffer:
 
     def fill(self, experiences: Iterable[Experience]) -> None:
         """Replace the samples by those of a new rollout. All ranks call this together."""
-        self.items = []
+        self.clear()
         self.extend(experiences)
         if self.normalizes:
             self.normalize("advantages")
@@ -125,27 +122,22 @@ class ReplayBuffer:
         self.items = []
 
     def normalize(self, name: str) -> None:
-        """(x - mean) / sqrt(var + 1e-8) over the action tokens of all ranks, for the field ``name``; 0 elsewhere.
-
-        Mean and (biased) variance are taken in float64. All ranks call this together.
-        """
-        tensors = [item.tensors()[name] for item in self.items]
-        kept = [tensor[item.action_mask].double().cpu() for tensor, item in zip(tensors, self.items, strict=True)]
+        """(x - mean) / sqrt(var + 1e-8) over the action tokens of all ranks, for a field; in float64. Collective."""
+        kept = [item.tensors()[name][item.action_mask].double().cpu() for item in self.items]
         moments = Moments.of(torch.cat([torch.zeros(0, dtype=torch.float64), *kept]), self.comm)
         scale = math.sqrt(moments.variance + 1e-8)
-        for i, tensor in enumerate(tensors):
+        for i, item in enumerate(self.items):
+            tensor = item.tensors()[name]
             normalized = ((tensor.double() - moments.mean) / scale).to(tensor.dtype)
-            masked = torch.where(self.items[i].action_mask, normalized, 0.0)
-            self.items[i] = self.items[i].with_fields(**{name: masked})
+            self.items[i] = item.with_fields(**{name: torch.where(item.action_mask, normalized, 0.0)})
 
     def mini_batches(
         self, batch_size: int, micro_batch_size: int, epochs: int, seed: int, micro_tokens: int | None = None
     ) -> Iterator[MiniBatch]:
         """All ranks' samples, shuffled anew for each epoch from ``seed``, ``batch_size`` of them per optimizer step.
 
-        The last step of an epoch takes what is left. Micro-batches have ``micro_batch_size`` samples, or with
-        ``micro_tokens`` as many as fit into that number of tokens with padding. All ranks call this together, with the
-        same arguments.
+        The last step of an epoch takes what is left. Micro-batches have ``micro_batch_size`` samples, or as many as fit
+        into ``micro_tokens`` with padding. Collective, with the same arguments.
         """
         items = self.items
         if self.comm.world_size > 1:
@@ -173,10 +165,11 @@ class ReplayBuffer:
         joined = [join_rows([step[place] for place in places]) for places in mine]
         n_idle = max(map(len, plans)) - len(joined)
         joined += [idle_experience(like=step[ordered[0]]) for _ in range(n_idle)]
-        weights = [1.0 if item.weight is None else float(item.weight) for item in step.values()]
-        actions = [int(item.action_mask.sum()) for item in step.values()]
-        n_tokens = sum(weight * n for weight, n in zip(weights, actions, strict=True))
-        n_sequences = sum(weight for weight, n in zip(weights, actions, strict=True) if n > 0)
+        weighted = [(1.0 if x.weight is None else float(x.weight), int(x.action_mask.sum())) for x in step.values()]
+        n_tokens, n_sequences = (
+            sum(weight * n for weight, n in weighted),
+            sum(weight for weight, n in weighted if n > 0),
+        )
         return MiniBatch(joined, n_tokens, n_sequences, places=mine + [[]] * n_idle)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from openppo.config import RewardShapingConfig
 from openppo.models.log_probs import KLEstimator, compute_approx_kl
 from openppo.tracking.metrics import Moments
-from openppo.types import Comm, Trajectory
+from openppo.types import Trajectory
 
 _LARGEST_K3 = 10.0
 _EPS = 1e-8
@@ -43,10 +43,7 @@ def collect_step_rewards(trajectories: Sequence[Trajectory], device: torch.devic
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, kl_estimator: KLEstimator) -> Tensor:
-    """KL penalty (B, L); k3 at most 10, like verl's ``low_var_kl``.
-
-    Without a bound a single token at a log-prob of -14, where the reference has -0.1, is a million nats.
-    """
+    """KL penalty (B, L); k3 at most 10, like verl's ``low_var_kl``: one unlikely token may be a million nats."""
     kl = compute_approx_kl(log_probs, ref_log_probs, action_mask, kl_estimator)
     return kl.clamp(max=_LARGEST_K3) if kl_estimator == "k3" else kl
 
@@ -62,8 +59,7 @@ def compute_reward(
     """r_t = -kl_coef kl_t + token_reward_t + [t is the last action] clip(score) (arXiv 1909.08593, 2009.01325).
 
     ``scores`` (B,), ``kl`` (B, L) per-token estimates or None without a reference, ``action_mask`` bool (B, L),
-    ``token_rewards`` (B, L) of single tokens, which are not clipped. Returns float32 (B, L), 0 where the mask is
-    not set; a row without any action has no reward.
+    ``token_rewards`` (B, L) are not clipped. Returns float32 (B, L), 0 outside the mask.
     """
     mask = action_mask.bool()
     if reward_clip_range is not None:
@@ -96,9 +92,8 @@ def shape_scores(
     """
     if config.missing_eos_penalty is not None:
         scores = scores - config.missing_eos_penalty * truncated.to(scores.dtype)
-    if config.overlong_buffer_len is not None:
-        buffer = config.overlong_buffer_len, config.overlong_penalty_factor
-        scores = scores + soft_overlong_penalty(lengths, max_len, *buffer)
+    if (buffer := config.overlong_buffer_len) is not None:
+        scores = scores + soft_overlong_penalty(lengths, max_len, buffer, config.overlong_penalty_factor)
     return scores.clamp(*config.reward_clip_range)
 
 
@@ -121,10 +116,6 @@ def one_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 class RunningMoments(Moments):
     """Moments of all scores of all ranks so far."""
 
-    def update(self, scores: Tensor, comm: Comm) -> None:
-        """Take in this rank's ``scores`` (B,); B may differ and be 0. Collective."""
-        self.merge(Moments.of(scores, comm))
-
     def normalize(self, scores: Tensor, further_variance: float = 0.0) -> Tensor:
         """(score - mean) / sqrt(var + ``further_variance`` + 1e-8), same shape."""
         return (scores - self.mean) / (self.variance + further_variance + _EPS) ** 0.5
@@ -139,7 +130,7 @@ class RunningMoments(Moments):
 
 
 class FixedKLController:
-    """A coefficient that never changes; a checkpoint does not change it either, since the option is in force."""
+    """A coefficient that never changes, by a checkpoint neither."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
@@ -148,7 +139,7 @@ class FixedKLController:
         """Ignore the measured KL."""
 
     def state_dict(self) -> dict[str, float]:
-        """What ``AdaptiveKLController.load_state_dict`` can resume from."""
+        """What ``load_state_dict`` takes."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -35,21 +35,19 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
             # On some CPUs bitsandbytes repacks 4-bit weights at the first forward in evaluation mode, for a kernel that
             # has no gradient: silently wrong gradients from then on.
             vars(layer)["support_avx512bf16_for_cpu"] = False
-    given = lora.target_modules
-    targets = [given] if isinstance(given, str) else list(given)
     config = LoraConfig(
         task_type=task,  # with SEQ_CLS peft finds the head by itself: no adapter on it, and it is saved beside them
         r=lora.lora_rank,
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
-        target_modules="all-linear" if "all-linear" in targets else targets,
+        target_modules="all-linear" if "all-linear" in lora.target_modules else list(lora.target_modules),
     )
     try:
         with quiet_peft():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # DeepSpeed keeps float32 masters
         refuse_tied(adapted)
     except ValueError as error:
-        raise ValueError(f"--target_modules {' '.join(targets)}: {error}") from error
+        raise ValueError(f"--target_modules {' '.join(lora.target_modules)}: {error}") from error
     base = Path(model.name_or_path or "")
     if base.is_dir():  # so that the saved folder finds it from everywhere
         config.base_model_name_or_path = str(base.resolve())

@@ -70,17 +70,6 @@ def test_advantages_cross_the_environments_tokens_without_discount_kl_or_value()
     assert bool((advantages[~mask] == 0).all())
 
 
-@pytest.mark.parametrize("n_tokens", [1, 7, 500])
-def test_more_tokens_of_the_environment_change_no_advantage(n_tokens):
-    def advantages_of(n):
-        mask = torch.tensor([[False, True, True, *[False] * n, True, True]])
-        rewards, values = (torch.where(mask, 0.0, 7.0) for _ in range(2))
-        rewards[mask], values[mask] = torch.tensor([0.1, -0.2, 0.3, 1.0]), torch.tensor([0.5, 0.25, -1.0, 2.0])
-        return get_advantages_and_returns(values, rewards, mask, GAMMA, LAMBDA)[0][mask].tolist()
-
-    assert advantages_of(n_tokens) == advantages_of(0)
-
-
 def weighted_loss(batch, loss_agg, n_tokens, n_sequences):
     """Loss, and its gradient by log-probs."""
     old = batch.rollout_log_probs
@@ -117,14 +106,6 @@ def test_the_split_into_micro_batches_does_not_matter_with_weights(loss_agg, mic
     assert counts == (0.25 * 4 + 2 + 0.75 * 4 + 4, 3.0)
     parts = [weighted_loss(part, loss_agg, *counts)[0] for part in step.micro_batches]
     assert sum(parts) == pytest.approx(weighted_loss(collate(rows, 0), loss_agg, *counts)[0], rel=1e-6)
-
-
-def test_the_halves_of_an_episode_count_as_one_sequence_beside_another():
-    halves = [episode(action_mask=[False, False, True, True, *[False] * 5], weight=0.5)]
-    halves.append(episode(action_mask=[*[False] * 7, True, True], weight=0.5))
-    batch = collate([*halves, single()], pad_token_id=0)
-    weights = token_weights(batch.action_mask, "sequence_mean", 4.0, 2.0, 5, batch.weight)
-    assert weights.sum(-1).tolist() == pytest.approx([0.25, 0.25, 0.5])
 
 
 def test_staleness_is_in_versions_of_action_tokens():

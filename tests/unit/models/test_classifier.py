@@ -81,7 +81,9 @@ def test_a_critic_reads_what_the_language_model_reads(name, tmp_path):
 def test_transformers_reads_a_saved_critic_and_adapters_are_merged(name, tmp_path):
     torch.manual_seed(3)
     AutoModelForCausalLM.from_config(tiny_config(name)).save_pretrained(tmp_path / "causal")
-    targets = ["q_proj", "v_proj"] if name == "llama4_text" else "all-linear"  # its router is a layer of another kind
+    targets = (
+        ("q_proj", "v_proj") if name == "llama4_text" else ("all-linear",)
+    )  # its router is a layer of another kind
     options = {"init_value_head": True, "lora_rank": 2, "target_modules": targets}
     adapted: Any = get_llm_for_sequence_regression(str(tmp_path / "causal"), "reward", **options)
     for parameter in adapted.parameters():

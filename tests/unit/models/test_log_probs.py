@@ -17,7 +17,6 @@ from openppo.models.log_probs import (
 )
 
 ROWS, VOCAB = 7, 11
-TEMPERATURES = pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
 NOT_FINITE = [math.nan, math.inf, -math.inf]
 
 
@@ -38,7 +37,7 @@ def chunked(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("chunked")
-@TEMPERATURES
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_log_probs_entropy_and_gradient_equal_the_definition_in_float64(dtype, temperature):
     logits, labels = random_logits(dtype)
@@ -58,19 +57,12 @@ def test_log_probs_entropy_and_gradient_equal_the_definition_in_float64(dtype, t
 
 
 @pytest.mark.usefixtures("chunked")
-@TEMPERATURES
-def test_gradcheck_agrees_with_log_probs_and_entropy(temperature):
-    logits, labels = random_logits(torch.float64, scale=1.0)
+def test_gradcheck_agrees_with_log_probs_and_entropy_of_any_leading_dimensions():
+    logits, labels = (x[:6].unflatten(0, (2, 3)) for x in random_logits(torch.float64, scale=1.0))
     logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: log_probs_from_logits(x, labels, temperature), logits)
-    assert torch.autograd.gradcheck(lambda x: log_probs_and_entropy(x, labels, temperature), logits)
-
-
-def test_leading_dimensions_are_kept():
-    logits, labels = random_logits(torch.float64)
-    shaped = log_probs_from_logits(logits[:6].view(2, 3, VOCAB), labels[:6].view(2, 3))
-    torch.testing.assert_close(shaped, by_definition(logits[:6], labels[:6], 1.0).view(2, 3), rtol=0, atol=1e-12)
-    assert entropy_from_logits(logits[:6].view(2, 3, VOCAB)).shape == (2, 3)
+    assert log_probs_from_logits(logits, labels).shape == entropy_from_logits(logits).shape == (2, 3)
+    assert torch.autograd.gradcheck(lambda x: log_probs_from_logits(x, labels, 0.7), logits)
+    assert torch.autograd.gradcheck(lambda x: log_probs_and_entropy(x, labels, 0.7), logits)
 
 
 def test_huge_logits_and_minus_infinity_stay_exact():
@@ -154,14 +146,5 @@ def test_kl_estimates_keep_their_digits():
     log_probs, reference = torch.tensor([[-1.0], [-0.0009765625]], dtype=torch.bfloat16)[:, None]
     estimate = compute_approx_kl(log_probs, reference)  # would be lost if the difference were bfloat16
     assert (estimate.dtype, estimate.item()) == (torch.float32, -0.9990234375)
-
-
-def test_the_expectation_of_k1_and_of_k3_is_the_exact_kl():
-    policy, reference = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.4, 0.1]], dtype=torch.float64)
-    exact = sum(p * math.log(p / q) for p, q in zip(policy.tolist(), reference.tolist(), strict=True))
-    for estimator, is_unbiased, lowest in (("k1", True, -1.0), ("k2", False, 0.0), ("k3", True, 0.0)):
-        estimates = compute_approx_kl(policy.log()[None], reference.log()[None], kl_estimator=estimator)[0]
-        assert ((estimates * policy).sum().item() == pytest.approx(exact, abs=1e-6)) == is_unbiased
-        assert estimates.min() >= lowest
     with pytest.raises(ValueError, match="k1, k2 or k3, got 'k4'"):
         compute_approx_kl(torch.zeros(1, 1), torch.zeros(1, 1), kl_estimator="k4")

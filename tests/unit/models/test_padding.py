@@ -9,15 +9,8 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from openppo.models import Actor, ScalarHeadModel
-from openppo.models.padding import MicroBatchSize, micro_batches, pad_right, rounded_width, split_overhead
+from openppo.models.padding import MicroBatchSize, micro_batches, rounded_width, split_overhead
 from openppo.models.scalar_head import ProcessRewardModel
-
-
-def test_rows_are_padded_on_the_right_and_masks_come_from_lengths():
-    sequences, mask = pad_right([[5, 9, 7], [9], []], pad_token_id=9)
-    assert sequences.tolist() == [[5, 9, 7], [9, 9, 9], [9, 9, 9]]
-    assert mask.tolist() == [[True, True, True], [True, False, False], [False, False, False]]
-    assert (sequences.dtype, mask.dtype) == (torch.int64, torch.bool)
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,14 @@ WIDTH = 7
 SEQUENCES = torch.tensor([row + [END] * (WIDTH - len(row)) for row in ROWS])
 MASK = torch.tensor([[t < len(row) for t in range(WIDTH)] for row in ROWS])
 ROLES = ("critic", "reward")
+EACH_ROLE = pytest.mark.parametrize("role", ROLES)
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
 
 
 def classifier(num_labels=1):
     torch.manual_seed(7)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    options = {"vocab_size": 40, "initializer_range": 0.2, "pad_token_id": None, **sizes}
-    return LlamaForSequenceClassification(LlamaConfig(num_labels=num_labels, **options))
+    config = LlamaConfig(num_labels=num_labels, initializer_range=0.2, pad_token_id=None, **SIZES)
+    return LlamaForSequenceClassification(config)
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +40,7 @@ def reward_folder(tmp_path_factory):
     """A standard sequence-classification checkpoint with one label."""
     folder = tmp_path_factory.mktemp("reward")
     classifier().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def edited(reward_folder, tmp_path):
-    """Copies the checkpoint with other weights, and another config."""
-
-    def edit(change=dict, **config):
-        folder = shutil.copytree(reward_folder, tmp_path / "edited")
-        weights = change(load_file(folder / "model.safetensors"))
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        options = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**options, **config}))
-        return str(folder)
-
-    return edit
+    return str(folder)
 
 
 @torch.no_grad()
@@ -65,7 +51,7 @@ def head_outputs(model, row):
 
 
 def test_values_are_the_head_at_the_token_before_and_scores_at_the_last(reward_folder):
-    critic, reward = (get_llm_for_sequence_regression(str(reward_folder), role) for role in ROLES)
+    critic, reward = (get_llm_for_sequence_regression(reward_folder, role) for role in ROLES)
     theirs = AutoModelForSequenceClassification.from_pretrained(reward_folder).eval()
     values, scores, plain = critic(SEQUENCES, MASK), reward(SEQUENCES, MASK), classifier().eval()
     assert (values.shape, scores.shape) == (SEQUENCES.shape, (3,))
@@ -76,50 +62,62 @@ def test_values_are_the_head_at_the_token_before_and_scores_at_the_last(reward_f
         assert scores[b].item() == pytest.approx(theirs(input_ids=torch.tensor([row])).logits.item(), abs=2e-6)
 
 
-@pytest.mark.parametrize("role", ROLES)
+@EACH_ROLE
 def test_extra_padding_changes_nothing_whatever_it_holds(role):
     model = ScalarHeadModel(classifier().double(), role)
     wide = torch.cat([SEQUENCES, torch.full((3, 5), 19)], dim=1)
-    wide_mask = torch.cat([MASK, torch.zeros(3, 5, dtype=torch.bool)], dim=1)
-    narrow, found = model(SEQUENCES, MASK), model(wide, wide_mask)
+    narrow, found = model(SEQUENCES, MASK), model(wide, torch.cat([MASK, torch.zeros(3, 5, dtype=torch.bool)], dim=1))
     if role == "critic":
         narrow, found = torch.where(MASK, narrow, 0), torch.where(MASK, found[:, :WIDTH], 0)
     torch.testing.assert_close(found, narrow, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("role", ROLES)
+@EACH_ROLE
 def test_a_standard_checkpoint_keeps_its_weights_bit_for_bit(reward_folder, role, caplog):
     with caplog.at_level(logging.INFO, logger="openppo"):
-        loaded = get_llm_for_sequence_regression(str(reward_folder), role).model.state_dict()
+        loaded = get_llm_for_sequence_regression(reward_folder, role).model.state_dict()
     assert "fresh" not in caplog.text
-    saved = load_file(reward_folder / "model.safetensors")
+    saved = load_file(f"{reward_folder}/model.safetensors")
     assert loaded.keys() == saved.keys()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-    in_bf16 = get_llm_for_sequence_regression(str(reward_folder), role, bf16=True)
+    in_bf16 = get_llm_for_sequence_regression(reward_folder, role, bf16=True)
     assert {p.dtype for p in in_bf16.parameters()} == {torch.bfloat16}
     assert in_bf16(SEQUENCES, MASK).dtype == torch.float32
 
 
-def test_a_causal_model_is_no_reward_model_unless_a_fresh_head_is_allowed(llama_folder):
-    with pytest.raises(ValueError, match=r"no scalar head 'score.weight'.*train_rm.*--value_head_prefix"):
-        get_llm_for_sequence_regression(str(llama_folder), "reward")
-    with pytest.raises(ValueError, match="no scalar head"):
-        get_llm_for_sequence_regression(str(llama_folder), "critic", init_value_head=False)
+def test_a_causal_model_gets_a_fresh_head_only_where_one_is_allowed(llama_folder, tmp_path, caplog):
+    for role, options, says in (
+        ("reward", {}, r"no scalar head 'score.weight'.*train_rm.*--value_head_prefix"),
+        ("critic", {"init_value_head": False}, "no scalar head"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            get_llm_for_sequence_regression(str(llama_folder), role, **options)
     reward = get_llm_for_sequence_regression(str(llama_folder), "reward", init_value_head=True)
     assert reward(SEQUENCES, MASK).shape == (3,)
-
-
-def test_a_causal_model_as_critic_gets_a_fresh_head_and_the_log_says_so(tmp_path, caplog):
     sizes = {"hidden_size": 1024, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 16}
     LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, logger="openppo"):
-        critic = get_llm_for_sequence_regression(str(tmp_path), "critic")
-    weight = critic.model.score.weight.detach().double()
+        weight = get_llm_for_sequence_regression(str(tmp_path), "critic").model.score.weight.detach().double()
     expected, n = 1 / 1025**0.5, 1024
     assert weight.shape == (1, n)
     assert abs(weight.std().item() - expected) < 4 * expected / (2 * n) ** 0.5  # four standard errors
     assert abs(weight.mean().item()) < 4 * expected / n**0.5
     assert "fresh scalar head for the critic" in caplog.text
+
+
+@pytest.fixture
+def edited(reward_folder, tmp_path):
+    """Copies the checkpoint with other weights, and another config."""
+
+    def edit(change, **config):
+        folder = shutil.copytree(reward_folder, tmp_path / "edited")
+        weights = change(load_file(folder / "model.safetensors"))
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        options = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**options, **config}))
+        return str(folder)
+
+    return edit
 
 
 @pytest.mark.parametrize("prefix", ["value_head", "v_head.summary", "head+"])
@@ -131,17 +129,16 @@ def test_a_head_under_another_name_is_found_by_its_prefix(edited, prefix):
         get_llm_for_sequence_regression(folder, "reward")
 
 
-def test_checkpoints_that_do_not_fit_are_refused(edited, tmp_path):
-    classifier(num_labels=2).save_pretrained(tmp_path / "two")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    BertForSequenceClassification(BertConfig(vocab_size=40, num_labels=1, **sizes)).save_pretrained(tmp_path / "bert")
-    for folder, says in (
-        ("two", r"several labels.*num_labels=1"),
-        ("bert", r"BertForSequenceClassification.*no linear head named 'score'.*causal"),
+@EACH_ROLE
+def test_checkpoints_that_do_not_fit_are_refused(role, tmp_path):
+    bert = BertForSequenceClassification(BertConfig(num_labels=1, **SIZES))
+    for model, says in (
+        (classifier(num_labels=2), r"several labels.*num_labels=1.*openppo.cli.train_rm"),
+        (bert, r"BertForSequenceClassification.*no linear head named 'score'.*causal"),
     ):
-        for role in ROLES:
-            with pytest.raises(ValueError, match=says):
-                get_llm_for_sequence_regression(str(tmp_path / folder), role)
+        model.save_pretrained(tmp_path / says[:4])
+        with pytest.raises(ValueError, match=says):
+            get_llm_for_sequence_regression(str(tmp_path / says[:4]), role)
 
 
 @pytest.mark.parametrize(
@@ -165,22 +162,15 @@ def test_any_causal_architecture_can_be_a_critic_without_dropout(any_causal, tmp
     assert first[0].tolist() == pytest.approx([0.0, *head_outputs(critic.model.eval(), ROWS[0])[:-1]], abs=1e-5)
 
 
-PLACES = torch.zeros(3, WIDTH, dtype=torch.bool)
-PLACES[0, [2, 5]] = True
-PLACES[2, [1, 2, 3]] = True
-
-
 def test_a_process_reward_model_gives_logits_at_places_only(any_causal):
+    places = torch.zeros(3, WIDTH, dtype=torch.bool)
+    places[0, [2, 5]] = places[2, 1:4] = True
     model, widths = any_causal().eval(), []
     plain = [model(input_ids=SEQUENCES[:1]).logits[0, [2, 5]], model(input_ids=SEQUENCES[2:, :4]).logits[0, 1:]]
     model.get_output_embeddings().register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
-    torch.testing.assert_close(ProcessRewardModel(model)(SEQUENCES, PLACES), torch.cat(plain), rtol=0, atol=1e-5)
+    torch.testing.assert_close(ProcessRewardModel(model)(SEQUENCES, places), torch.cat(plain), rtol=0, atol=1e-5)
     assert widths == [4]  # columns 1, 2, 3 and 5 of 7
-
-
-def test_without_a_place_the_model_runs_and_gradients_are_zero(llama):
-    model = llama()
-    logits = ProcessRewardModel(model)(SEQUENCES, torch.zeros_like(PLACES))
+    logits = ProcessRewardModel(model)(SEQUENCES, torch.zeros_like(places))
     assert logits.shape == (0, model.config.vocab_size)
-    logits.sum().backward()
+    logits.sum().backward()  # without a place the model runs all the same
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

@@ -62,14 +62,8 @@ def test_adapters_are_counted_as_peft_makes_them(targets: tuple[str, ...], scala
 
 
 def test_a_model_of_70_billion_takes_no_memory() -> None:
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    )
-    size = model_size(config)
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    size = model_size(LlamaConfig(vocab_size=128256, **heads, **sizes))
     assert size.n_parameters == 70_553_706_496  # as Meta counts Llama-3.1-70B
     assert size.n_quantized == 70_553_706_496 - 2 * 128256 * 8192 - 161 * 8192  # all but embeddings, head and norms
