@@ -33,51 +33,31 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
 }
 
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_HIDDEN = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+_ATTENTION = {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}
+_FFN = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
+_EXPERTS = {"moe_topk": 2, "expert_ffn_hidden_size": 16, "zero_expert_num": 2}
 _OWN: dict[str, dict[str, Any]] = {
-    "cohere": {"logit_scale": 1.0},
-    "cohere2": {"logit_scale": 1.0},
-    "cohere2_moe": {"logit_scale": 1.0},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-    },
-    "dbrx": {
-        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
-    },
+    **{key: {"logit_scale": 1.0} for key in ("cohere", "cohere2", "cohere2_moe")},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "dbrx": {"attn_config": _ATTENTION, "ffn_config": _FFN},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "gemma3n_text": {
-        "num_kv_shared_layers": 0,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "vocab_size_per_layer_input": VOCAB,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 4,
+        **{"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 4},
+        **_HIDDEN,
     },
-    "gemma4_text": {
-        "global_head_dim": _HEAD_WIDTH,
-        "vocab_size_per_layer_input": VOCAB,
-        "hidden_size_per_layer_input": 8,
-    },
+    "gemma4_text": {"global_head_dim": _HEAD_WIDTH, **_HIDDEN},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "hunyuan_v1_dense": {"head_dim": _HEAD_WIDTH},
-    "hunyuan_v1_moe": {"head_dim": _HEAD_WIDTH},
+    **{key: {"head_dim": _HEAD_WIDTH} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "longcat_flash": {
-        "moe_topk": 2,
-        "expert_ffn_hidden_size": 16,
-        "zero_expert_num": 2,
-        "q_lora_rank": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-    },
+    "longcat_flash": {**_EXPERTS, "q_lora_rank": 16, "num_key_value_heads": 4, "head_dim": 8},
     "mamba2": {"head_dim": 16, "n_groups": 1},
-    "ministral": {"head_dim": _HEAD_WIDTH},
     "nemotron": {"num_key_value_heads": 2},
     "prophetnet": {
-        "num_encoder_layers": 2,
-        "num_decoder_layers": 2,
-        "num_encoder_attention_heads": 4,
-        "num_decoder_attention_heads": 4,
+        **dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), 2),
+        **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
     },
     "xlnet": {"d_head": _HEAD_WIDTH},
     "xmod": {"default_language": "en_XX"},

@@ -17,33 +17,23 @@ def get_advantages_and_returns(
 
     delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lambd A_next, R_t = A_t + V_t, where next is the
     next action of the row and V and A after the last action are 0. All (B, L), ``action_mask`` bool; returns
-    advantages and returns, 0 where the mask is not set. What lies outside the mask is never read.
-
-    ``lambd`` may be one number per row, (B,). With ``lambd_critic`` the returns are those of that lambda (decoupled
-    GAE, arXiv 2503.01491); 1 gives Monte-Carlo returns.
+    advantages and returns, 0 outside the mask. ``lambd`` may be one number per row, (B,). With ``lambd_critic`` the
+    returns are those of that lambda (decoupled GAE, arXiv 2503.01491); 1 gives Monte-Carlo returns.
     """
     mask = action_mask.bool()
-    advantages = _generalized_advantages(values, rewards, mask, gamma, lambd)
-    for_critic = advantages
-    if lambd_critic is not None:
-        for_critic = _generalized_advantages(values, rewards, mask, gamma, lambd_critic)
-    return advantages, torch.where(mask, for_critic + values, 0.0)
-
-
-def _generalized_advantages(
-    values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: float | Tensor
-) -> Tensor:
     places = mask.cumsum(-1) - 1
-    values, rewards = pack_actions(values, mask, places), pack_actions(rewards, mask, places)
-    deltas = rewards + gamma * F.pad(values[:, 1:], (0, 1)) - values
-    return _unpack_actions(_discounted_sums(deltas, gamma * lambd), mask, places)
+    packed = pack_actions(values, mask, places)
+    deltas = pack_actions(rewards, mask, places) + gamma * F.pad(packed[:, 1:], (0, 1)) - packed
+    advantages = for_critic = _unpack_actions(_discounted_sums(deltas, gamma * lambd), mask, places)
+    if lambd_critic is not None:
+        for_critic = _unpack_actions(_discounted_sums(deltas, gamma * lambd_critic), mask, places)
+    return advantages, torch.where(mask, for_critic + values, 0.0)
 
 
 def length_adaptive_lambda(action_mask: Tensor, alpha: float) -> Tensor:
     """lambda = max(0, 1 - 1 / (alpha * length)) with the number of actions of each row as length (arXiv 2504.05118).
 
-    ``action_mask`` bool (B, L); float32 (B,). Long responses get a lambda near 1: the sum of the weights lambda^k of
-    all later steps is alpha * length.
+    ``action_mask`` bool (B, L); float32 (B,).
     """
     lengths = action_mask.bool().sum(-1).clamp(min=1)
     return (1 - 1 / (alpha * lengths)).clamp(min=0)

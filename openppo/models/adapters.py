@@ -24,9 +24,8 @@ HEAD_TASK = "SEQ_CLS"
 def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Module:
     """``model`` as PEFT model: trainable adapters on ``lora.target_modules``, the head of SEQ_CLS trained whole.
 
-    All else is frozen; adapters have the dtype of the model. Dropout is active in training mode only, so with
-    ``lora_dropout`` above 0 log-probs of the training pass differ from old ones taken in evaluation mode, and the
-    policy ratio from 1 before any update. ``ValueError`` when nothing is called like a target.
+    All else is frozen; adapters have the dtype of the model. With ``lora_dropout`` above 0, active in training mode,
+    the policy ratio differs from 1 before any update. ``ValueError`` when nothing is called like a target.
     """
     from peft import LoraConfig, get_peft_model  # heavy, and needed with LoRA only
 

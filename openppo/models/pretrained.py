@@ -30,13 +30,10 @@ class UntrustedModelError(ValueError):
 
 @contextmanager
 def forbid_remote_code(name: str) -> Iterator[None]:
-    """Context of each ``from_pretrained``: ``UntrustedModelError`` for code in ``name``, or pickles beyond tensors.
-
-    transformers and PEFT read pickles with ``weights_only``, so nothing in them has run.
-    """
+    """Context of each ``from_pretrained``: ``UntrustedModelError`` for code, or pickles beyond tensors, in ``name``."""
     try:
         yield
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:  # of weights_only, so nothing has run
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
             raise  # not about a file
         raise UntrustedModelError(
@@ -99,17 +96,14 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
             if not isinstance(error, HTTPError):  # else it answered
                 raise ValueError(f"{named}: no such local folder, and the hub is unreachable ({error}).") from error
     try:
-        base = base_model_of(name)
-    except ValueError as error:
-        raise ValueError(f"{flag} {error}") from error
-    if base != name:
-        check_model(base, f"{named}: its base model", trust_remote_code)
-    try:
+        if (base := base_model_of(name)) != name:
+            check_model(base, f"{named}: its base model", trust_remote_code)
         return load_config(name, trust_remote_code=trust_remote_code)
-    except UntrustedModelError as error:
-        raise ValueError(f"{flag} {error}") from error
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{named}: its config cannot be read: {error}") from error
+        if str(error).startswith(named):
+            raise
+        says = error if str(error).startswith(f"{name}: ") else f"{name}: its config cannot be read: {error}"
+        raise ValueError(f"{flag} {says}") from error
 
 
 def load_config(
@@ -212,15 +206,12 @@ def check_token_ids(
 def known_eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """``eos_token_ids`` that the model can sample; a warning names the others."""
     found, n_embeddings = eos_token_ids(model, tokenizer), model.config.get_text_config().vocab_size
-    known = [token_id for token_id in found if token_id < n_embeddings]
-    if known != found:
+    if unknown := [token_id for token_id in found if token_id >= n_embeddings]:
         logger.warning(
-            "EOS ids outside the model's vocabulary of %d tokens: %s. No response can end with them; correct "
-            "eos_token_id in config.json, generation_config.json or the tokenizer.",
-            n_embeddings,
-            ", ".join(map(str, found[len(known) :])),  # sorted, so the others are the last
+            f"EOS ids outside the model's vocabulary of {n_embeddings} tokens: {', '.join(map(str, unknown))}. No "
+            "response can end with them; correct eos_token_id in config.json, generation_config.json or the tokenizer."
         )
-    return known
+    return found[: len(found) - len(unknown)]  # sorted
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:

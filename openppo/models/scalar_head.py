@@ -126,8 +126,6 @@ def load_classifier(
 
     ``base`` replaces the base model that a PEFT folder names; ``load`` are keywords for ``from_pretrained``.
     """
-    renamed = {} if value_head_prefix == HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{HEAD}."}
-    load.setdefault("trust_remote_code", False)
     classifier, config = classifier_of(load_config(name, base, trust_remote_code=load["trust_remote_code"]))
     with forbid_remote_code(name):
         model, report = classifier.from_pretrained(
@@ -135,7 +133,7 @@ def load_classifier(
             config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with a message that helps
-            key_mapping=renamed or None,
+            key_mapping=None if value_head_prefix == HEAD else {rf"^{re.escape(value_head_prefix)}\.": f"{HEAD}."},
             **load,
         )
     _check_head(name, model, report, value_head_prefix)

@@ -208,14 +208,6 @@ def test_named_scores_are_weighted_and_logged_one_by_one(trajectory):
     assert (found["reward"], found["reward/right"], found["reward/brief"]) == (pytest.approx(-0.25), 0.5, 3.0)
 
 
-def test_the_baseline_of_remax_is_the_shaped_score_of_the_greedy_response(trajectory):
-    rows = [trajectory([5], [6, END], score=3.0), trajectory([5], [7, END], score=-1.0)]
-    for row in rows:
-        row.greedy = trajectory([5], [8, 9], reason=FinishReason.LENGTH, score=2.0)
-    made = critic_free(rows, "remax", missing_eos_penalty=0.5)
-    assert [rewards_without_kl(e)[-1] for e in made] == pytest.approx([3.0 - 1.5, -1.0 - 1.5], abs=1e-6)
-
-
 def test_responses_that_were_cut_off_are_penalized_and_left_out_of_the_losses(trajectories):
     made, found = make(trajectories, overlong_filter=True, missing_eos_penalty=0.25, reward_clip_range=WIDE)
     for row, experience in zip(trajectories, made, strict=True):
@@ -260,16 +252,11 @@ def fake_models(calls):
     ("n_samples", "options", "source"),
     [
         (4, {}, "rollout"),
-        (4, {"top_p": 0.9}, "recompute"),
         (4, {"min_new_tokens": 1}, "recompute"),
-        (4, {"stop": ("x",)}, "rollout"),
-        (4, {"old_log_probs": "recompute"}, "recompute"),
         (4, {"bf16": True}, "training"),
         (5, {"bf16": True}, "recompute"),  # several optimizer steps
         (3, {"bf16": True}, "training"),
         (4, {"bf16": True, "freezing_actor_steps": 1}, "recompute"),  # the actor is not trained
-        (4, {"bf16": True, "rollout_batch_size": 8}, "recompute"),  # other steps of the run are larger
-        (4, {"bf16": True, "lora_rank": 2, "lora_dropout": 0.1}, "recompute"),
     ],
 )
 def test_where_old_log_probs_come_from(n_samples, options, source, trajectory):

@@ -6,16 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from openppo.experience import ReplayBuffer, compute_reward, get_advantages_and_returns
+from openppo.experience import ReplayBuffer
 from openppo.experience.measure import measure_staleness
 from openppo.experience.replay_buffer import collate
-from openppo.experience.token_rewards import collect_step_rewards
 from openppo.models.loss import PolicyLoss, token_weights
 from openppo.rollout.rollout import write_scores
 from openppo.tracking import Metrics
 from openppo.types import FinishReason, Prompt, Score, SingleProcess, Span, Trajectory
 
-GAMMA, LAMBDA, KL_COEF = 0.9, 0.8, 0.1
 AGGREGATIONS = pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
 
 
@@ -48,26 +46,6 @@ def test_spans_and_rewards_are_those_of_action_tokens():
     assert (sample.total_reward({}), sample.step_rewards) == (2.75, [0, 0.5, 0.25, 0])
     with pytest.raises(ValueError, match="zip"):
         write_scores([sample], [Score(token_rewards=[1.0] * 4)])
-
-
-def test_advantages_cross_the_environments_tokens_without_discount_kl_or_value():
-    sample = episode()
-    write_scores([sample], [Score({"game": 2.0}, token_rewards=[0, 0, 0, 0.5, 0, 0, 0, 0, 0])])
-    mask = collate([sample], pad_token_id=0).action_mask
-    steps = collect_step_rewards([sample], torch.device("cpu"))
-    assert steps is not None
-    kl = torch.tensor([[9.0, 9, 0.1, 0.2, 9, 9, 9, 0.3, 0.4]])  # 9: must not be read
-    values = torch.tensor([[9.0, 9, 1, 2, 9, 9, 9, 3, 4]])
-    rewards = compute_reward(torch.tensor([2.0]), kl, mask, KL_COEF, token_rewards=steps.rewards)
-    r = [-0.01, -0.02 + 0.5, -0.03, -0.04 + 2.0]
-    assert rewards[0].tolist() == pytest.approx([0, 0, r[0], r[1], 0, 0, 0, r[2], r[3]])
-    advantages, returns = get_advantages_and_returns(values, rewards, mask, GAMMA, LAMBDA)
-    v, expected = [1, 2, 3, 4, 0], [0.0] * 5
-    for t in reversed(range(4)):
-        expected[t] = r[t] + GAMMA * v[t + 1] - v[t] + GAMMA * LAMBDA * expected[t + 1]
-    assert advantages[mask].tolist() == pytest.approx(expected[:4])
-    assert returns[mask].tolist() == pytest.approx([expected[t] + v[t] for t in range(4)])
-    assert bool((advantages[~mask] == 0).all())
 
 
 def weighted_loss(batch, loss_agg, n_tokens, n_sequences):

@@ -1,12 +1,9 @@
 """The policy against the plain Hugging Face model, read row by row without padding."""
 
-import sys
-
 import pytest
 import torch
 
 from openppo.models import Actor
-from openppo.models.loading import attention_implementation
 
 ROWS = [[5, 9, 2, 17, 30, 8, 2], [11, 2, 3], [7, 21, 38, 4, 2]]  # 2 is the end of a sequence, also in the middle
 ACTIONS = [[0, 0, 1, 1, 0, 0, 1], [0, 1, 0], [0, 0, 0, 0, 0]]  # holes, one action, no action at all
@@ -40,8 +37,8 @@ def same(found, expected):
 @pytest.mark.parametrize("mask", [None, ACTION_MASK], ids=["all", "holes"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_and_entropy_are_those_of_the_plain_model(any_causal, temperature, mask):
-    model = any_causal().double().eval()
-    log_probs, entropy = Actor(model, temperature=temperature)(padded(ROWS), attention(), mask, return_entropy=True)
+    model, inputs = any_causal().double().eval(), (padded(ROWS), attention(), mask)
+    log_probs, entropy = Actor(model, temperature=temperature)(*inputs, return_entropy=True)
     for found, expected in zip((log_probs, entropy), plain(model, temperature=temperature), strict=True):
         expected = expected if mask is None else torch.where(mask, expected, 0.0)
         same(found, expected)
@@ -50,15 +47,11 @@ def test_log_probs_and_entropy_are_those_of_the_plain_model(any_causal, temperat
         )
         for pair in zip(*gradients, strict=True):
             same(*pair)
-    of_call = Actor(model, temperature=5.0)(padded(ROWS), attention(), mask, temperature=temperature)
+    of_call = Actor(model, temperature=5.0)(*inputs, temperature=temperature)
     assert torch.equal(of_call, log_probs), "the temperature of the call replaces that of the actor"
-
-
-def test_extra_padding_changes_nothing_whatever_it_holds(any_causal):
-    model = any_causal().double().eval()
     filler = torch.randint(0, 40, (3, 12), generator=torch.Generator().manual_seed(0))
-    found = Actor(model)(torch.where(attention(12), padded(ROWS, 12), filler), attention(12))
-    same(found, plain(model, width=12)[0])
+    wide = Actor(model)(torch.where(attention(12), padded(ROWS, 12), filler), attention(12))
+    same(wide, plain(model, width=12)[0])  # padding holds anything
 
 
 @pytest.mark.parametrize("make_mask", [torch.ones, torch.zeros])
@@ -116,12 +109,3 @@ def test_flash_attn_needs_its_package_and_bf16(llama_folder, monkeypatch):
     for bf16, says in ((True, "pip install flash-attn"), (False, "--flash_attn needs --bf16")):
         with pytest.raises(ValueError, match=says):
             Actor(str(llama_folder), flash_attn=True, bf16=bf16)
-
-
-def test_flash_attn_is_never_imported_unless_asked_for(llama_folder, tmp_path, monkeypatch):
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text("raise RuntimeError('imported although unused')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    Actor(str(llama_folder))(padded(ROWS), attention())
-    assert attention_implementation(flash_attn=True, bf16=True) == "flash_attention_2"  # found, not imported
-    assert "flash_attn" not in sys.modules

@@ -1,6 +1,8 @@
 """Attention in blocks on CPUs and repeated keys on GPUs are attention: the outputs and gradients of torch's own."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +27,9 @@ BF16 = pytest.mark.parametrize("bf16", [False, True])
 
 def heads(rows, queries, keys, length, width, dtype):
     """Queries, keys and values as models hand them over: views of (B, L, H, D)."""
-    generator = torch.Generator().manual_seed(length)
-    return [
-        torch.randn(rows, length, n, width, generator=generator).to(dtype).transpose(1, 2).requires_grad_()
-        for n in (queries, keys, keys)
-    ]
+    generator, sizes = torch.Generator().manual_seed(length), (queries, keys, keys)
+    drawn = [torch.randn(rows, length, n, width, generator=generator).to(dtype).transpose(1, 2) for n in sizes]
+    return [tensor.requires_grad_() for tensor in drawn]
 
 
 def outputs_and_gradients(output, inputs):
@@ -37,28 +37,17 @@ def outputs_and_gradients(output, inputs):
     return [output.detach(), *torch.autograd.grad(output, inputs, weights)]
 
 
+@pytest.mark.parametrize("scores", [attention._SCORES, 300], ids=["at once", "row by row"])
 @pytest.mark.parametrize("length", [2, 31, 128, 129, 300])
 @GROUPED
-def test_outputs_and_gradients_are_those_of_torch(length, queries, keys):
+def test_outputs_and_gradients_are_those_of_torch(length, queries, keys, scores, monkeypatch):
+    monkeypatch.setattr(attention, "_SCORES", scores * length)
     inputs = heads(3, queries, keys, length, 8, torch.float32)
-    ours = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
+    output, kept = causal_attention(*inputs, SCALE, True)
     plain = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=SCALE, enable_gqa=queries != keys)
-    torch.testing.assert_close(ours, outputs_and_gradients(plain.transpose(1, 2), inputs), rtol=1e-4, atol=2e-5)
-
-
-def test_pieces_of_a_batch_change_nothing(monkeypatch):
-    inputs = heads(5, 4, 2, 40, 8, torch.float64)
-    whole = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
-    monkeypatch.setattr(attention, "_BLOCK", 7)
-    monkeypatch.setattr(attention, "_SCORES", 4 * 7 * 40 * 2)  # two rows at a time, and one is left
-    pieces = outputs_and_gradients(causal_attention(*inputs, SCALE, True)[0], inputs)
-    torch.testing.assert_close(whole, pieces, rtol=1e-10, atol=1e-12)
-
-
-def test_weights_are_kept_for_the_backward_pass_only():
-    inputs = heads(2, 4, 2, 128, 8, torch.float32)
-    assert len(causal_attention(*inputs, SCALE, False)[1]) == 0
-    assert len(causal_attention(*inputs, SCALE, True)[1]) == 2 * 4 * (64 * 64 + 64 * 128), "two blocks of 64 queries"
+    expected = outputs_and_gradients(plain.transpose(1, 2), inputs)
+    torch.testing.assert_close(outputs_and_gradients(output, inputs), expected, rtol=1e-4, atol=2e-5)
+    assert len(kept) > len(causal_attention(*inputs, SCALE, False)[1]) == 0, "weights for the backward pass only"
 
 
 @pytest.fixture
@@ -88,6 +77,10 @@ def dtypes(calls):
     return [dtype for dtype, *_ in calls]
 
 
+def load(saved, bf16=False):
+    return load_causal_lm(saved, bf16=bf16, flash_attn=False)
+
+
 def attend(model, inputs, mask, **asked):
     """As transformers calls it."""
     attention = AttentionInterface()[model.config._attn_implementation]
@@ -95,13 +88,11 @@ def attend(model, inputs, mask, **asked):
 
 
 def test_models_in_bfloat16_are_about_as_exact_with_it(saved, calls):
-    ours = load_causal_lm(saved, bf16=True, flash_attn=False)
-    plain = LlamaForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
-    exact = LlamaForCausalLM.from_pretrained(saved)
+    ours, exact = load(saved, bf16=True), LlamaForCausalLM.from_pretrained(saved)
     for mine, theirs in zip(exact.parameters(), ours.parameters(), strict=True):
         mine.data.copy_(theirs.data)  # rounded to bfloat16
     gradients, outputs = [], []
-    for model in (ours, plain, exact):
+    for model in (ours, LlamaForCausalLM.from_pretrained(saved, dtype=torch.bfloat16), exact):
         logits = model(input_ids=IDS).logits.float()
         logits.logsumexp(-1).sum().backward()
         gradients.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
@@ -112,7 +103,7 @@ def test_models_in_bfloat16_are_about_as_exact_with_it(saved, calls):
 
 
 def test_in_bfloat16_decode_steps_and_padded_prompts_go_to_torch(saved, calls):
-    model, mask = load_causal_lm(saved, bf16=True, flash_attn=False), torch.ones(3, 20, dtype=torch.int64)
+    model, mask = load(saved, bf16=True), torch.ones(3, 20, dtype=torch.int64)
     cache = model(input_ids=IDS, use_cache=True).past_key_values
     assert calls == []
     model(input_ids=IDS[:, :1], past_key_values=cache)
@@ -124,9 +115,8 @@ def test_in_bfloat16_decode_steps_and_padded_prompts_go_to_torch(saved, calls):
 @pytest.mark.parametrize("asked", [{"is_causal": False}, {"dropout": 0.5}, {"position_bias": torch.zeros(1, 4, 1, 20)}])
 @BF16
 def test_what_more_is_asked_for_goes_to_torch(saved, calls, asked, bf16):
-    model = load_causal_lm(saved, bf16=bf16, flash_attn=False)
     query, key, value = heads(2, 4, 2, 20, 16, torch.bfloat16 if bf16 else torch.float32)
-    attend(model, [query if bf16 else query[:, :, :1], key, value], None, **asked)
+    attend(load(saved, bf16), [query if bf16 else query[:, :, :1], key, value], None, **asked)
     assert dtypes(calls) == ([] if not bf16 and "is_causal" in asked else [torch.float32])
 
 
@@ -134,7 +124,7 @@ def test_what_more_is_asked_for_goes_to_torch(saved, calls, asked, bf16):
 def test_long_rows_go_to_torch_which_keeps_no_weights(saved, calls, monkeypatch, amx, limit):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
     monkeypatch.setattr(attention, limit, 19)
-    model = load_causal_lm(saved, bf16=True, flash_attn=False)
+    model = load(saved, bf16=True)
     model(input_ids=IDS[:, :19])
     assert calls == []
     model(input_ids=IDS)
@@ -145,12 +135,11 @@ def test_long_rows_go_to_torch_which_keeps_no_weights(saved, calls, monkeypatch,
 @GROUPED
 def test_decode_steps_in_float32_are_those_of_torch(saved, calls, queries, keys, masked):
     """Over keys and values that are a part of larger buffers, as in the engine's cache."""
-    model = load_causal_lm(saved, bf16=False, flash_attn=False)
     torch.manual_seed(0)
     inputs = [torch.randn(4, 1, queries, 8).transpose(1, 2), *torch.randn(2, 5, keys, 30, 8)[:, :4, :, 3:20]]
     mask = torch.arange(17)[None, None, None] >= torch.tensor([0, 3, 16, 5])[:, None, None, None]  # (B, 1, 1, L)
     given = mask if masked else None
-    ours = attend(model, inputs, given)
+    ours = attend(load(saved), inputs, given)
     assert calls == []
     theirs = F.scaled_dot_product_attention(*inputs, attn_mask=given, scale=SCALE, enable_gqa=True)
     torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=1e-5, atol=1e-6)
@@ -160,7 +149,7 @@ def test_a_model_in_float32_reads_bit_for_bit_as_with_torch(saved):
     mask = torch.ones(3, 20, dtype=torch.int64)
     mask[0, :5] = 0
     outputs = []
-    for model in (load_causal_lm(saved, bf16=False, flash_attn=False), LlamaForCausalLM.from_pretrained(saved)):
+    for model in (load(saved), LlamaForCausalLM.from_pretrained(saved)):
         read = model(input_ids=IDS[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
         decoded = model(input_ids=IDS[:, -1:], attention_mask=mask, past_key_values=read.past_key_values)
         outputs.append((read.logits[1:], decoded.logits))
@@ -169,14 +158,14 @@ def test_a_model_in_float32_reads_bit_for_bit_as_with_torch(saved):
 
 
 @pytest.fixture
-def on_gpu(monkeypatch):
-    """Calls a loader as on a GPU of this capability; the model stays on the CPU."""
+def on_gpu(saved, monkeypatch):
+    """Loads the model as on a GPU of this capability; it stays on the CPU."""
 
-    def load(loader, *arguments, capability=H100, **options):
+    def load(capability=H100, loader=load_causal_lm, **options):
         with monkeypatch.context() as patched:
             patched.setattr(torch.cuda, "is_available", lambda: True)
             patched.setattr(torch.cuda, "get_device_capability", lambda: capability)
-            return loader(*arguments, **options)
+            return loader(saved, flash_attn=False, **options)
 
     return load
 
@@ -191,32 +180,31 @@ def run_engine(model):
     return torch.tensor([completion.log_probs for completions in drawn for completion in completions])
 
 
-@pytest.mark.parametrize("name", ["actor", "engine", "critic"])
-def test_no_head_shares_keys_in_float32_on_gpus(name, saved, on_gpu, calls):
-    run = {"actor": run_actor, "engine": run_engine}.get(name, lambda model: model(IDS, torch.ones_like(IDS).bool()))
-    loader, options = load_causal_lm, {"bf16": False, "flash_attn": False}
-    if name == "critic":
-        loader, options = get_llm_for_sequence_regression, {"role": "critic"}
+def run_critic(model):
+    return model(IDS, torch.ones_like(IDS).bool())
+
+
+@pytest.mark.parametrize("run", [run_actor, run_engine, run_critic])
+def test_no_head_shares_keys_in_float32_on_gpus(run, saved, on_gpu, calls):
+    loader: Any = partial(get_llm_for_sequence_regression, role="critic") if run is run_critic else load_causal_lm
     torch.manual_seed(0)  # of a fresh head
-    ours = run(on_gpu(loader, saved, **options))
+    ours = run(on_gpu(loader=loader, bf16=False))
     assert calls
     assert all(queries == keys and not grouped for _, queries, keys, grouped in calls)
     torch.manual_seed(0)
-    torch.testing.assert_close(ours, run(loader(saved, **options)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, run(loader(saved, bf16=False, flash_attn=False)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("capability", "expected"), [(H100, (2, True)), (T4, (4, False))])
-def test_the_fast_kernel_of_bfloat16_keeps_its_shared_keys(saved, on_gpu, calls, capability, expected):
-    run_actor(on_gpu(load_causal_lm, saved, bf16=True, flash_attn=False, capability=capability))
+def test_the_fast_kernel_of_bfloat16_keeps_its_shared_keys(on_gpu, calls, capability, expected):
+    run_actor(on_gpu(capability, bf16=True))
     assert {(keys, grouped) for *_, keys, grouped in calls} == {expected}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @BF16
 def test_models_compile_in_one_piece_and_save_nothing_of_it(saved, tmp_path, on_gpu, device, bf16):
-    options = {"bf16": bf16, "flash_attn": False}
-    on_cpu = device == "cpu"
-    model = load_causal_lm(saved, **options) if on_cpu else on_gpu(load_causal_lm, saved, capability=T4, **options)
+    model = load(saved, bf16) if device == "cpu" else on_gpu(T4, bf16=bf16)
     assert model.config._attn_implementation == f"openppo_{device}"
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(input_ids=IDS).logits, model(input_ids=IDS).logits)

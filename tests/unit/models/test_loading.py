@@ -1,18 +1,27 @@
 """What a user can get wrong when naming a model is said at once, and ids of a model are all found."""
 
 import logging
+import time
 
 import pytest
 import torch
-from torch import nn
-from transformers import BloomConfig, GPT2Config, LlamaConfig, MptConfig, PhimoeForCausalLM, XLNetConfig
+from transformers import BloomConfig, GPT2Config, LlamaConfig, MptConfig, Phi3Config, PhimoeForCausalLM, XLNetConfig
 
 from openppo.models import pretrained
 from openppo.models.loading import disable_dropout
-from openppo.models.pretrained import check_model, check_token_ids, context_length, known_eos_token_ids, load_tokenizer
+from openppo.models.pretrained import (
+    check_model,
+    check_token_ids,
+    context_length,
+    known_eos_token_ids,
+    load_tokenizer,
+    rescaled_positions,
+)
 from tests.architectures import tiny_config
 
 FLAG = "--pretrain"
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48, "rope_theta": 10000.0}
 
 
 def test_the_config_of_a_folder_is_read_without_its_weights(llama_folder):
@@ -43,10 +52,19 @@ def test_what_is_no_model_folder_is_an_error_that_names_the_flag(tmp_path, file,
         check_model(str(name), FLAG)
 
 
-def test_a_hub_that_cannot_be_reached_is_an_error_that_names_the_flag(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=rf"{FLAG} nobody/nothing: its config cannot be read: .*couldn't connect"):
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("HF_HUB_OFFLINE", True, "its config cannot be read: .*couldn't connect"),
+        ("ENDPOINT", "http://127.0.0.1:9", "no such local folder, and the hub is unreachable .*refused"),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_an_error_at_once(name, value, says, monkeypatch):
+    monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=rf"{FLAG} nobody/nothing: {says}"):
         check_model("nobody/nothing", FLAG)
+    assert time.monotonic() - started < 10, "transformers retries for half a minute"
 
 
 @pytest.mark.parametrize(("make", "says"), [("llama", ""), ("gpt2", "no tokenizer files, such as .* Copy those of")])
@@ -77,15 +95,6 @@ def test_end_of_sequence_ids_outside_the_vocabulary_are_named(gpt2, make_tokeniz
     assert caplog.text == ""
 
 
-def test_dropout_is_removed_from_modules_and_from_plain_attributes():
-    layer = nn.Module()
-    vars(layer).update(attention_dropout=0.3, attn_pdrop=0.2, layerdrop=0.2, jitter_noise=0.2, eps=0.1)
-    model = nn.Sequential(layer, nn.Dropout(0.2))
-    disable_dropout(model)
-    found = layer.attention_dropout, layer.attn_pdrop, layer.layerdrop, layer.jitter_noise, layer.eps, model[1].p
-    assert found == (0.0, 0.0, 0.0, 0.0, 0.1, 0.0)
-
-
 @torch.no_grad()
 def test_routers_that_draw_experts_choose_as_in_evaluation_mode():
     torch.manual_seed(3)
@@ -106,7 +115,10 @@ def test_routers_that_draw_experts_choose_as_in_evaluation_mode():
         (MptConfig(max_seq_len=96), 96),
         (BloomConfig(seq_length=96), None),  # the length of its training, not of its positions
         (XLNetConfig(), None),
+        (LlamaConfig(max_position_embeddings=16, rope_parameters=DYNAMIC), 16),
+        (Phi3Config(max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=LONG), 16),
     ],
 )
 def test_the_context_is_found_by_each_of_its_names(config, length):
     assert context_length(config) == length
+    assert bool(rescaled_positions(config)) == isinstance(config, Phi3Config)

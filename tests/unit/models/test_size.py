@@ -42,23 +42,17 @@ def test_parameters_and_cache_are_those_of_the_model(config: PreTrainedConfig) -
     assert 3 * (20 + SLACK_COLUMNS) * cache_elements(config) == elements
 
 
-def test_a_critic_has_a_scalar_head() -> None:
-    config = LlamaConfig(vocab_size=96, **SIZES)
-    size = model_size(config, scalar=True)
-    config.num_labels = 1
-    real = AutoModelForSequenceClassification.from_config(config)
-    assert (size.n_parameters, size.vocabulary) == (sum(p.numel() for p in real.parameters()), 0)
-
-
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
 @pytest.mark.parametrize("scalar", [False, True])
-def test_adapters_are_counted_as_peft_makes_them(targets: tuple[str, ...], scalar: bool) -> None:
+def test_a_critic_has_a_scalar_head_and_adapters_are_those_of_peft(targets: tuple[str, ...], scalar: bool) -> None:
     config = Qwen2Config(vocab_size=96, num_key_value_heads=2, pad_token_id=0, **SIZES)
     size = model_size(config, scalar, targets)
     config.num_labels = 1
-    auto, task = (AutoModelForSequenceClassification, "SEQ_CLS") if scalar else (AutoModelForCausalLM, "CAUSAL_LM")
-    real = add_adapters(auto.from_config(config), LoRAConfig(lora_rank=4, target_modules=targets), task)  # type: ignore[arg-type]
-    assert size.n_trained(4) == sum(p.numel() for p in real.parameters() if p.requires_grad)
+    real = (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_config(config)
+    assert (size.n_parameters, size.vocabulary) == (sum(p.numel() for p in real.parameters()), 0 if scalar else 96)
+    lora = LoRAConfig(lora_rank=4, target_modules=targets)
+    adapted = add_adapters(real, lora, "SEQ_CLS" if scalar else "CAUSAL_LM")
+    assert size.n_trained(4) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
 def test_a_model_of_70_billion_takes_no_memory() -> None:

@@ -38,14 +38,12 @@ def test_pairwise_losses_by_hand():
     assert LogExpLoss()(chosen, rejected).item() == pytest.approx(plain, abs=1e-9)
     assert PairWiseLoss()(chosen, rejected, margin).item() == pytest.approx(with_margin, abs=1e-9)
 
-
-@pytest.mark.parametrize("loss", [PairWiseLoss(), LogExpLoss()])
-@pytest.mark.parametrize(("lead", "expected", "slope"), [(1000.0, 0.0, 0.0), (-1000.0, 1000.0, -1.0)])
-def test_huge_differences_are_stable_in_value_and_gradient(loss, lead, expected, slope):
-    pair = torch.tensor([[lead], [0.0]], requires_grad=True)
-    found = loss(*pair)
-    assert found.item() == expected
-    assert torch.autograd.grad(found, pair)[0].tolist() == [[slope], [-slope]]
+    for loss in (PairWiseLoss(), LogExpLoss()):
+        for lead, expected, slope in ((1000.0, 0.0, 0.0), (-1000.0, 1000.0, -1.0)):  # huge differences are stable
+            pair = torch.tensor([[lead], [0.0]], requires_grad=True)
+            found = loss(*pair)
+            assert found.item() == expected
+            assert torch.autograd.grad(found, pair)[0].tolist() == [[slope], [-slope]]
 
 
 INPUTS = torch.tensor([[1, PLACEHOLDER, 3, PLACEHOLDER], [PLACEHOLDER, 5, 6, 7]])
