@@ -26,7 +26,6 @@ from openppo.experience.token_rewards import (
 from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
 from openppo.rollout.rollout import Rollout, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
-from openppo.tracking.metrics import Moments
 from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
 
 Model = Callable[..., Any]
@@ -120,8 +119,8 @@ class ExperienceMaker:
         with timer.phase("experience"):
             if shaping.normalize_reward and shaping.reward_normalizer == "running":
                 steps = torch.tensor([r for t in unscored for r in t.step_rewards])
-                self.moments.merge(Moments.of(self._total_scores(unscored), self.comm))
-                self.step_moments.merge(Moments.of(steps, self.comm))
+                self.moments.update(self._total_scores(unscored), self.comm)
+                self.step_moments.update(steps, self.comm)
             if not experiences:
                 return None
             measure_scores(unscored, self.weights, metrics)

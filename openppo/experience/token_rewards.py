@@ -10,7 +10,7 @@ from torch import Tensor
 from openppo.config import RewardShapingConfig
 from openppo.models.log_probs import KLEstimator, compute_approx_kl
 from openppo.tracking.metrics import Moments
-from openppo.types import Trajectory
+from openppo.types import Comm, Trajectory
 
 _LARGEST_K3 = 10.0
 _EPS = 1e-8
@@ -115,6 +115,10 @@ def one_reward_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 
 class RunningMoments(Moments):
     """Moments of all scores of all ranks so far."""
+
+    def update(self, scores: Tensor, comm: Comm) -> None:
+        """Take in this rank's ``scores`` (B,); B may differ and be 0. Collective."""
+        self.merge(Moments.of(scores, comm))
 
     def normalize(self, scores: Tensor, further_variance: float = 0.0) -> Tensor:
         """(score - mean) / sqrt(var + ``further_variance`` + 1e-8), same shape."""

@@ -16,7 +16,6 @@ from openppo.experience.token_rewards import (
     shape_scores,
     soft_overlong_penalty,
 )
-from openppo.tracking.metrics import Moments
 from openppo.types import SingleProcess
 
 KL = torch.tensor([[0.5, 0.25, -1.0, 2.0, 4.0, 8.0]])
@@ -111,7 +110,7 @@ def moments_of(batches, comm, start=None):
     if start is not None:
         moments.load_state_dict(start)
     for batch in batches:
-        moments.merge(Moments.of(torch.tensor(batch)[comm.rank :: comm.world_size], comm))
+        moments.update(torch.tensor(batch)[comm.rank :: comm.world_size], comm)
     return moments
 
 

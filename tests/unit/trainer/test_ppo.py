@@ -18,7 +18,6 @@ from openppo.experience import ExperienceMaker
 from openppo.experience.maker import Hooks
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import PhaseTimer, Trackers, step_tracer
-from openppo.tracking.metrics import Moments
 from openppo.tracking.phase import begin_step, current
 from openppo.trainer import PPOTrainer
 from openppo.trainer.callbacks import Callback
@@ -308,7 +307,7 @@ def test_a_signal_in_an_evaluation_keeps_the_metrics_of_its_step_for_the_report(
 
 def test_a_resumed_run_normalizes_steps_as_before() -> None:
     before, after = (trainer_of(1, normalize_reward=True, reward_normalizer="running") for _ in range(2))
-    before.maker.step_moments.merge(Moments.of(torch.tensor([0.25, 1.0, 0.5]), SingleProcess()))
+    before.maker.step_moments.update(torch.tensor([0.25, 1.0, 0.5]), SingleProcess())
     after.maker.load_state_dict(json.loads(json.dumps(before.maker.state_dict())))
     assert after.maker.step_moments.state_dict() == before.maker.step_moments.state_dict()
 
