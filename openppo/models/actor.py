@@ -67,17 +67,15 @@ class Actor(nn.Module):
         """Log-probs of ``sequences``, token-aligned: entry t is log p(token t | tokens before t).
 
         ``sequences`` int64, ``attention_mask`` and ``action_mask`` bool, all (B, L), padded on the right.
-        Returns float32 (B, L), 0 where ``action_mask`` (default: ``attention_mask``) is not set and for the
-        first token; with ``return_entropy`` also the entropy in nats of the distribution token t came from.
-        Logits are computed only at positions that some row asks for. ``position_ids`` int64 (B, L) that start again
-        at 0 mark several documents in one row, which do not see each other (see ``packing_is_exact``); the first
-        token of each must not be in ``action_mask``.
+        Returns float32 (B, L), 0 outside ``action_mask`` (default: ``attention_mask``) and for the first token; with
+        ``return_entropy`` also the entropy in nats of the distribution token t came from. ``position_ids`` int64 (B, L)
+        that start again at 0 mark several documents in one row, which do not see each other (see ``packing_is_exact``);
+        the first token of each must not be in ``action_mask``.
         """
         wanted = attention_mask.bool() if action_mask is None else action_mask.bool()
         wanted = F.pad(wanted[:, 1:], (1, 0))  # (B, L)
         temperature = self.temperature if temperature is None else temperature
-        # No attention mask: padding is on the right, and a causal model never looks there. SDPA then keeps its
-        # fast causal kernel.
+        # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
         if self.packs_rows and position_ids is None:
             rows = pack_rows(sequences, attention_mask)
             places = wanted.flatten().nonzero()[:, 0]  # (K,): of the tokens in the flat batch

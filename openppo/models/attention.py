@@ -1,7 +1,4 @@
-"""Attention where torch's SDPA is slow, as transformers calls it.
-
-On CPUs of decode steps in float32, and causal in bfloat16; on GPUs of grouped heads in float32.
-"""
+"""Attention where SDPA is slow: on CPUs decode steps, and causal in bfloat16; on GPUs grouped heads in float32."""
 
 from collections.abc import Iterator
 from functools import partial

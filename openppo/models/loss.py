@@ -34,10 +34,10 @@ def token_weights(
 ) -> Tensor:
     """Weights (B, L) with which losses of tokens add up over an optimizer step, 0 outside ``action_mask``.
 
-    ``n_tokens`` and ``n_sequences`` count the action tokens, and the rows that have any, of all micro-batches and
-    ranks of the step, each times its row's ``weight`` (B,) (None: 1). Summed over them, (loss * weights).sum() is for
-    "token_mean" the mean over tokens, for "sequence_mean" the mean over sequences of each one's mean over tokens, and
-    for "constant" the sum over n_sequences * ``max_len`` (arXiv 2503.20783). Float32, or the dtype of ``weight``.
+    ``n_tokens`` and ``n_sequences`` count the action tokens, and the rows that have any, of the whole step, each times
+    its row's ``weight`` (B,) (None: 1). (loss * weights).sum() over the step is for "token_mean" the mean over tokens,
+    for "sequence_mean" that of each sequence's mean, for "constant" the sum over n_sequences * ``max_len``
+    (arXiv 2503.20783). Float32, or the dtype of ``weight``.
     """
     mask = action_mask.bool()
     share = mask.float() if weight is None else mask * weight[:, None]  # (B, L)
@@ -118,8 +118,8 @@ class PolicyLoss(nn.Module):
 class GSPOLoss(PolicyLoss):
     """Clipped surrogate of one ratio per sequence (arXiv 2507.18071, eq. 5): the geometric mean of its token ratios.
 
-    Each token gets the sequence's ratio, near 1, and the gradient of its own log-prob (GSPO-token, eq. 13), so
-    advantages may differ from token to token. Where they are equal, the mean over a sequence has the gradient of eq. 5.
+    Each token gets the sequence's ratio and the gradient of its own log-prob (GSPO-token, eq. 13), so advantages may
+    differ from token to token. Where they are equal, the mean over a sequence has the gradient of eq. 5.
     """
 
     def __init__(
@@ -223,12 +223,10 @@ class ValueLoss(nn.Module):
 
 
 class PolicyLossEntry(NamedTuple):
-    """One entry of ``POLICY_LOSSES``."""
+    """Builds a loss of tokens, which add up by ``loss_agg`` (None: as the estimator wants) unless an option says."""
 
     make: Callable[[LossConfig], PolicyLoss | CISPOLoss]
-    """Builds a loss of single tokens from options."""
     loss_agg: LossAggregation | None = None
-    """How they add up unless an option says otherwise (None: as the advantage estimator wants)."""
 
 
 def _gspo(config: LossConfig) -> GSPOLoss:

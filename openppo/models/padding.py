@@ -32,8 +32,7 @@ def split_overhead(zero_stage: int) -> float:
 def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int]]:
     """Indices of sequences in batches of similar length, the longest first.
 
-    A sequence longer than ``size`` allows has a batch of its own. Of all ways to cut the sorted sequences, the one with
-    the least padding and overhead.
+    Of all ways to cut the sorted sequences, the one with the least padding and overhead; what is too long is alone.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
     n, longest = len(order), max(lengths, default=0)

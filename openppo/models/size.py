@@ -33,10 +33,7 @@ class ModelSize(NamedTuple):
 def model_size(
     config: PreTrainedConfig, scalar: bool = False, targets: Sequence[str] = ("all-linear",), trust: bool = False
 ) -> ModelSize:
-    """Count a language model, or with a ``scalar`` head a critic or reward model.
-
-    ``targets`` are ``--target_modules``; ``trust`` is ``--trust_remote_code``.
-    """
+    """Count a language model, or with a ``scalar`` head a critic or reward model. ``targets``: ``--target_modules``."""
     kind: Any
     kind, own = classifier_of(config) if scalar else (AutoModelForCausalLM, copy.deepcopy(config))
     with torch.device("meta"):
@@ -73,7 +70,7 @@ def cache_elements(config: PreTrainedConfig) -> int:
 
 
 def _largest(text: Any, name: str) -> int | None:
-    """A size in a model's config, the largest where layers differ; None where the config has no such size."""
+    """A size in a model's config, the largest where layers differ."""
     try:
         found: Any = getattr(text, name, None)
     except RuntimeError:  # transformers refuses to read it from the config of all layers

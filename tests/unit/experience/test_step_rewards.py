@@ -93,15 +93,6 @@ def test_equal_responses_have_no_advantage_anywhere(name, score):
     assert advantages(name, [response(steps, score, after=2, greedy=greedy) for _ in range(4)]) == [[0.0] * 8] * 4
 
 
-@pytest.mark.parametrize("name", ["group_norm", *WHOLE[:3]])
-def test_groups_without_steps_keep_their_numbers_bit_for_bit(name):
-    plain = [response([], score, group=5, after=3) for score in (0.1, 0.7, 0.9)]
-    for row in plain:
-        row.token_rewards = row.step_ends = None
-    others = [response([(1, reward)], group=2) for reward in (0.5, 0.2)]
-    assert advantages(name, plain) == advantages(name, [*others, *plain])[2:]
-
-
 def naive(rows, gamma):
     """Process supervision, one group, response and token after the other."""
     result = []
