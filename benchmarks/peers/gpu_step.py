@@ -102,7 +102,7 @@ def run_openppo(arguments: argparse.Namespace, shape: gpu_models.Shape, folder: 
     return counted | {
         "prefill": statistics.median(prefill),
         "peak_gib": max(*peaks, peak_gib()),
-        "estimated_gib": estimate.peak / GIB if estimate else None,
+        "estimated_gib": max(estimate.phases.values()) / GIB if estimate else None,
     }
 
 

@@ -56,10 +56,7 @@ def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
 def ensure_checkpoint_on_save_error(
     checkpointer: Checkpointer | None, step: int, save_checkpoint: Callable[[], Path]
 ) -> Iterator[None]:
-    """If saving the model fails, make sure that a checkpoint of ``step`` exists, and name it in the error.
-
-    The block raises ``OSError`` on all ranks or none. ``CheckpointError`` if no checkpoint can be written either.
-    """
+    """If the block fails to save the model (on all ranks), name a checkpoint of ``step``, written now if need be."""
     try:
         yield
     except OSError as error:
@@ -76,8 +73,8 @@ def ensure_checkpoint_on_save_error(
 class Checkpointer:
     """Saves and loads a run of the command ``kind``. All ranks call every method together.
 
-    With ``--load_checkpoint`` it finds the newest checkpoint at once, ``found``, so that options that contradict it
-    are an error before models are loaded: ``contents`` are fingerprints by flag (see ``check_compatible``).
+    ``found`` is the newest checkpoint with ``--load_checkpoint``; ``ValueError`` if options or ``contents``,
+    fingerprints by flag, contradict it.
     """
 
     def __init__(
@@ -110,10 +107,7 @@ class Checkpointer:
         return None if self.found is None else int(self.state["step"])
 
     def attach(self, models: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None) -> None:
-        """Say what to save and load, by role.
-
-        Raises ``ValueError`` if the disks have no room for a checkpoint or for the trained model.
-        """
+        """Name what to save and load; ``ValueError`` if disks have no room for a checkpoint or the trained model."""
         self.models, self.ema = {role: model for role, model in models.items() if model is not None}, ema
         n_bytes = sum(_model_bytes(m) for role, m in self.models.items() if role != "critic" or self.saves_critic)
         place = next(folder for folder in (self.save_path, *self.save_path.parents) if folder.exists())
@@ -174,10 +168,7 @@ class Checkpointer:
         return path
 
     def load(self) -> dict[str, Any]:
-        """Give models, averages and random numbers the state of ``found``; returns the trainer's state.
-
-        Raises ``ValueError`` if it does not fit this run's models.
-        """
+        """Restore ``found`` and return the trainer's state; ``ValueError`` if it does not fit this run's models."""
         assert self.found is not None, "nothing was found"
         for role, model in self.models.items():
             with FragmentReader(self.found.glob(f"{role}-*.safetensors")) as reader:

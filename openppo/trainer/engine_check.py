@@ -31,12 +31,7 @@ REQUESTS = (((3, 1, 0, 2, 2, 1, 3, 0, 1), 2), ((2, 3, 1), 6))
 """Prompts and numbers of sampled tokens: the long row ends first, and the other continues without it."""
 LONGEST = max(len(prompt) + n_new for prompt, n_new in REQUESTS)
 WIDER = 16  # columns of padding that must not change log-probs; on CPUs, bfloat16 rows are padded by up to 7 anyway
-BOUNDS = {
-    ("hf", True): 1e-3,
-    ("hf", False): 8 * 2**-8,
-    ("vllm", True): 1e-2,
-    ("vllm", False): 16 * 2**-8,
-}
+BOUNDS = {("hf", True): 1e-3, ("hf", False): 8 * 2**-8, ("vllm", True): 1e-2, ("vllm", False): 16 * 2**-8}
 """Differences of log-probs that count as rounding, by engine, and whether weights and logits are float32.
 
 In float32 they are nats of any token. Else they are shares of the largest logit, on average over tokens: correct

@@ -5,7 +5,7 @@ States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -125,11 +125,6 @@ class Estimate:
         return max(self.phases, key=lambda name: self.phases[name])
 
     @property
-    def peak(self) -> int:
-        """Bytes of the highest peak."""
-        return self.phases[self.largest]
-
-    @property
     def peaks(self) -> dict[str, int]:
         """Bytes at the peak of each phase of a step, and of the whole ``step``."""
         in_step = {name: total for name, total in self.phases.items() if name != "loading"}
@@ -138,7 +133,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the peak is below the device's memory; True where that is unknown."""
-        return self.machine.memory is None or self.peak <= self.machine.memory
+        return self.machine.memory is None or self.phases[self.largest] <= self.machine.memory
 
     def lines(self) -> list[str]:
         """What each model takes on one rank."""
@@ -146,8 +141,8 @@ class Estimate:
 
     def summary(self) -> str:
         """The models and the highest peak in a line."""
-        roles = ", ".join(f"{role} {format_bytes(total)}" for role, total in self.roles.items())
-        return f"{self._title()}: {roles}; at most {format_bytes(self.peak)}, in {self.largest}"
+        roles = ", ".join(f"{role} {_format(total)}" for role, total in self.roles.items())
+        return f"{self._title()}: {roles}; at most {_format(self.phases[self.largest])}, in {self.largest}"
 
     def table(self) -> list[str]:
         """Models, phases, verdict and checkpoint."""
@@ -155,21 +150,21 @@ class Estimate:
         lines = [f"{self._title()}:", *roles, "peak of each phase:", *_columns(self.phases)]
         if self.machine.memory is not None:
             verdict = "fits into" if self.fits else "DOES NOT FIT into"
-            lines.append(f"the highest, {self.largest}, {verdict} {format_bytes(self.machine.memory)} of device memory")
-        return [*lines, f"checkpoint on disk: {format_bytes(self.checkpoint)}"]
+            lines.append(f"the highest, {self.largest}, {verdict} {_format(self.machine.memory)} of device memory")
+        return [*lines, f"checkpoint on disk: {_format(self.checkpoint)}"]
 
     def _title(self) -> str:
         n_ranks = self.machine.n_ranks
         return f"estimated memory on each of {n_ranks} ranks" if n_ranks > 1 else "estimated memory"
 
 
-def format_bytes(n_bytes: int) -> str:
+def _format(n_bytes: int) -> str:
     """In GiB, or MiB below one."""
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
 
 
 def _columns(totals: dict[str, int]) -> list[str]:
-    return table_lines([(name, format_bytes(total)) for name, total in totals.items()])
+    return table_lines([(name, _format(total)) for name, total in totals.items()])
 
 
 class Lengths(NamedTuple):
@@ -282,17 +277,12 @@ def log_ppo_memory(
     documents = [len(document.token_ids) for document in data.documents]
     document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
 
-    def estimate(machine: Machine) -> Estimate:
-        sizes = {
-            role: _size(flag, name, role in ("reward model", "critic"), config.lora, model.trust_remote_code)
-            for role, (flag, name) in models.items()
-            if name is not None
-        }
+    def estimate(sizes: dict[str, ModelSize], machine: Machine) -> Estimate:
         if config.kl.init_kl_coef > 0 and config.lora.lora_rank == 0:
             sizes.setdefault("reference", sizes["actor"])
         return estimate_ppo(config, sizes, Lengths(min(prompts), max(prompts), document), machine)
 
-    return _log(estimate, config, strategy)
+    return _log(estimate, models, model.trust_remote_code, config, strategy)
 
 
 def log_supervised_memory(
@@ -300,28 +290,24 @@ def log_supervised_memory(
 ) -> Estimate | None:
     """Estimate a supervised run and ``_log`` it; ``most_scored``: most logits of an example."""
     options, scored = config.supervised, min(longest, most_scored * config.batch.micro_train_batch_size)
+    role = "reward model" if isinstance(config, TrainRMConfig) else "model"
 
-    def estimate(machine: Machine) -> Estimate:
-        is_scalar, trust = isinstance(config, TrainRMConfig), options.trust_remote_code
-        size = _size("--pretrain", options.pretrain, is_scalar, config.lora, trust)
-        return estimate_supervised(config, size, machine, longest, rows_per_sample, scored)
+    def estimate(sizes: dict[str, ModelSize], machine: Machine) -> Estimate:
+        return estimate_supervised(config, sizes[role], machine, longest, rows_per_sample, scored)
 
-    return _log(estimate, config, strategy)
-
-
-def _size(flag: str, name: str, is_scalar: bool, lora: LoRAConfig, trust: bool) -> ModelSize:
-    try:
-        return model_size(check_model(name, flag, trust), is_scalar, lora.target_modules, trust)
-    except ValueError as error:
-        raise ValueError(f"{flag} {name}: {error}") from error
+    return _log(estimate, {role: ("--pretrain", options.pretrain)}, options.trust_remote_code, config, strategy)
 
 
 def _log(
-    estimate_on: Callable[[Machine], Estimate], config: TrainPPOConfig | SupervisedCommand, strategy: DeepspeedStrategy
+    estimate_of: Callable[[dict[str, ModelSize], Machine], Estimate],
+    models: Mapping[str, tuple[str, str | None]],
+    trust: bool,
+    config: TrainPPOConfig | SupervisedCommand,
+    strategy: DeepspeedStrategy,
 ) -> Estimate | None:
-    """Log an estimate on rank 0; the table if it does not fit, or with --dry_run, which ends the process.
+    """Log an estimate of ``models``, flag and name by role; the table if it does not fit.
 
-    None, with a warning, where a model cannot be counted.
+    The table too with --dry_run, which ends the process. None, with a warning, where a model cannot be counted.
     """
     run, on_cpu = config.run, strategy.device.type == "cpu" and config.run.dry_run_memory is None
     if run.dry_run_memory is not None:
@@ -331,9 +317,13 @@ def _log(
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
     else:
         memory = torch.cuda.get_device_properties(strategy.device).total_memory
-    n_ranks = run.dry_run_ranks or strategy.comm.world_size
+    n_ranks, sizes = run.dry_run_ranks or strategy.comm.world_size, {}
     try:
-        estimate = estimate_on(Machine(config.deepspeed, n_ranks, on_cpu, memory))
+        for role, (flag, name) in models.items():
+            if name is not None:
+                is_scalar = role in ("reward model", "critic")
+                sizes[role] = _size(flag, name, is_scalar, config.lora.target_modules, trust)
+        estimate = estimate_of(sizes, Machine(config.deepspeed, n_ranks, on_cpu, memory))
     except ValueError as error:
         if run.dry_run:
             raise
@@ -349,3 +339,11 @@ def _log(
         strategy.close()
         raise SystemExit(0)
     return estimate
+
+
+def _size(flag: str, name: str, is_scalar: bool, target_modules: tuple[str, ...], trust: bool) -> ModelSize:
+    config = check_model(name, flag, trust)
+    try:
+        return model_size(config, is_scalar, target_modules, trust)
+    except ValueError as error:
+        raise ValueError(f"{flag} {name}: {error}") from error

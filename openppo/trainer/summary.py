@@ -19,7 +19,6 @@ from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.tracking.console import log_lines, table_lines
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.memory import Estimate, format_bytes
 from openppo.trainer.supervised.loop import SupervisedTrainer
 
 _LONGEST_NAME = 40
@@ -142,7 +141,7 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
     if components.scorer is not None:
         roles += _scorer_roles(components.scorer, sources, strategy)
     facts = _ppo_facts(config, plan, len(components.prompts), strategy.comm.world_size)
-    _log(roles, facts, components.estimate, done, plan.n_steps)
+    _log(roles, facts, done, plan.n_steps)
 
 
 def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, n_prompts: int, ranks: int) -> Facts:
@@ -193,26 +192,20 @@ def log_supervised_start(trainer: SupervisedTrainer[Any]) -> None:
         facts.append(("held out", count(len(components.eval_examples), "sample")))
     name, module = config.supervised.pretrain, components.model.module
     role = model_role("model", name, module, components.strategy, is_trained=True)
-    _log([role], facts, components.estimate, trainer.global_step, trainer.total_steps)
+    _log([role], facts, trainer.global_step, trainer.total_steps)
 
 
-def _log(roles: Sequence[Role], facts: Facts, estimate: Estimate | None, done: int, total: int) -> None:
-    """Log versions, the table of roles, and ``facts`` with steps ``done`` before and the estimated memory."""
+def _log(roles: Sequence[Role], facts: Facts, done: int, total: int) -> None:
+    """Log versions, the table of roles, and ``facts`` with steps ``done`` before."""
     if done > 0:
         facts = [*facts, ("resumes", f"after step {done:,} of {total:,}")]
-    if estimate is not None:
-        memory = estimate.machine.memory
-        room = "" if memory is None else f"; there are {format_bytes(memory)}"
-        each = " on each rank" if estimate.machine.n_ranks > 1 else ""
-        peak = f"{format_bytes(estimate.peak)} at most by estimate, in {estimate.largest}"
-        facts = [*facts, ("memory", f"{peak}{room}{each} (--dry_run says more)")]
     libraries = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}"
+    versions = f"{libraries}, Python {platform.python_version()}"
     table: list[Sequence[str]] = [("role", "model", "trained", "frozen", "dtype", "where")]
     for role in roles:
         counts = [f"{n:,}" if role.dtype else "" for n in (role.trained, role.frozen)]
         model = role.model if len(role.model) <= _LONGEST_NAME else "..." + role.model[3 - _LONGEST_NAME :]
         table.append((role.name, model, *counts, role.dtype, role.place))
-    versions = f"{libraries}, Python {platform.python_version()}"
     log_lines(["", versions, "", *table_lines(table, right=(2, 3)), "", *table_lines(facts), ""])
 
 

@@ -86,23 +86,19 @@ def pack(examples: Sequence[TokenExample], max_len: int) -> list[list[TokenExamp
     rows: list[list[TokenExample]] = []
     room: list[int] = []
     for example in sorted(examples, key=lambda example: len(example.token_ids), reverse=True):
-        length = len(example.token_ids)
-        row = next((i for i, left in enumerate(room) if length <= left), len(rows))
+        row = next((i for i, left in enumerate(room) if len(example.token_ids) <= left), len(rows))
         if row == len(rows):
             rows.append([])
             room.append(max_len)
         rows[row].append(example)
-        room[row] -= length
+        room[row] -= len(example.token_ids)
     return rows
 
 
 def packed_row_length(
     model: Callable[..., Tensor], documents: Sequence[TokenExample], limit: int, device: torch.device
 ) -> int | None:
-    """Length of rows that ``documents`` share: 512 if ``limit`` allows it, or their longest.
-
-    None without documents, or if ``model`` does not keep them apart.
-    """
+    """Length of rows of ``documents``: 512, ``limit`` or the longest; None without any, or if ``model`` mixes them."""
     if not documents or not packing_is_exact(model, device):
         return None
     return max(min(PACKED_ROW, limit), max(len(document.token_ids) for document in documents))

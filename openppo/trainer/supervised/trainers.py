@@ -79,10 +79,9 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         if not micro:
             return 0.0 * loss  # runs along with ranks that have more pairs
         metrics.add(f"{prefix}loss", loss.detach(), weight=len(pairs))
-        metrics.add_tensor(f"{prefix}accuracy", (chosen > rejected).float().detach())
-        metrics.add_tensor(f"{prefix}chosen_reward", chosen.detach())
-        metrics.add_tensor(f"{prefix}rejected_reward", rejected.detach())
-        metrics.add_tensor(f"{prefix}reward_mean", scores)
+        named = {"accuracy": (chosen > rejected).float(), "chosen_reward": chosen, "rejected_reward": rejected}
+        for name, of_pairs in (named | {"reward_mean": scores}).items():
+            metrics.add_tensor(f"{prefix}{name}", of_pairs.detach())
         metrics.add_tensor(f"{prefix}reward_std", scores, reduce="std")
         return loss * len(pairs) / batch.n_targets
 
@@ -105,10 +104,7 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
 
 
 class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
-    """Trains a ``ProcessRewardModel``; the loss is the mean over the judged steps of each optimizer step.
-
-    A step is judged at the placeholder after it.
-    """
+    """Trains a ``ProcessRewardModel`` by the mean over judged steps; a step is judged at the placeholder after it."""
 
     kind = "prm"
     headline = RewardModelTrainer.headline

@@ -185,7 +185,7 @@ def test_verdict_and_tables_name_phase_and_device() -> None:
     fits, large = (ppo(on={"n_ranks": 4, "memory": memory}) for memory in (GIB, M))
     assert fits.fits and not large.fits
     roles = "reward model 3 MiB, critic 6 MiB, actor 7 MiB, reference 4 MiB"  # 4 bytes, and (4 + 8) / 4 where trained
-    peak = f"at most {fits.peak / 2**20:.0f} MiB, in {fits.largest}"
+    peak = f"at most {max(fits.phases.values()) / 2**20:.0f} MiB, in {fits.largest}"
     assert fits.summary() == f"estimated memory on each of 4 ranks: {roles}; {peak}"
     for estimate, verdict in ((fits, "fits into 1.0 GiB"), (large, "DOES NOT FIT into 1 MiB")):
         table = "\n".join(estimate.table())

@@ -38,7 +38,7 @@ def test_the_table_counts_small_last_steps_max_steps_and_ranks(
     monkeypatch.setattr(summary, "model_role", lambda *_, **__: summary.Role("model", "m"))
     n, total, done, ranks = run
     parts = SimpleNamespace(strategy=SimpleNamespace(is_main=True), train_examples=[None] * n, eval_examples=[])
-    parts.model, parts.estimate = SimpleNamespace(module=None), None
+    parts.model = SimpleNamespace(module=None)
     config, comm = from_options(TrainSFTConfig, pretrain="m", dataset="d", **options), SimpleNamespace(world_size=ranks)
     trainer: Any = SimpleNamespace(components=parts, config=config, comm=comm, total_steps=total, global_step=done)
     with caplog.at_level(logging.INFO, logger="openppo"):

@@ -1,21 +1,22 @@
-"""Process reward models: the mean over all judged steps, however the samples are split, and what is reported of it."""
+"""Process reward models: the mean over all judged steps, however split; reward models: mean and std of their scores."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from openppo.config import BatchConfig, ProcessConfig, SupervisedConfig, TrainPRMConfig
-from openppo.datasets import ProcessExample
-from openppo.models.scalar_head import ProcessRewardModel
+from openppo.config import BatchConfig, ProcessConfig, SupervisedConfig, TrainPRMConfig, TrainRMConfig
+from openppo.datasets import PreferenceExample, ProcessExample
+from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel
 from openppo.tracking import Metrics
-from openppo.trainer.supervised.trainers import ProcessRewardTrainer
-from openppo.types import SingleProcess
+from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer
+from openppo.types import Interrupted, SingleProcess
 
 Comm = Callable[[int, int], Any]
 TOKENS = ["<pad>", "#", "+", "-", *"abcdefghijklmnop"]
@@ -96,3 +97,41 @@ def test_loss_and_accuracy_count_every_judged_step_once(
     assert reduced["eval_accuracy"] == pytest.approx(sum(right) / len(steps))
     assert reduced["eval_loss"] == pytest.approx(mean_loss(steps).item(), abs=1e-6)
     assert batch.n_input_tokens == 8 + 2 + 4 + 5 + 3
+
+
+PAIRS = [PreferenceExample([3 + i % 9] * (2 + i % 5), [9 - i % 7, 4]) for i in range(1025)]
+
+
+@pytest.mark.parametrize(("n_train", "n_held_out", "used"), [(5, 0, 5), (5, 2, 2), (1025, 0, 513)])
+def test_mean_and_std_are_of_held_out_or_spread_training_pairs(
+    scalar: LlamaForSequenceClassification, n_train: int, n_held_out: int, used: int
+) -> None:
+    model, saved = ScalarHeadModel(scalar, "reward"), []
+
+    class Engine:
+        module = model
+        train = model.train
+        __call__ = model.__call__
+
+    strategy = SimpleNamespace(
+        comm=SingleProcess(), device=torch.device("cpu"), is_main=True, save_pretrained=lambda *args: saved.append(args)
+    )
+    parts: Any = SimpleNamespace(
+        strategy=strategy,
+        model=Engine(),
+        tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=None),
+        train_examples=PAIRS[:n_train],
+        eval_examples=PAIRS[:n_held_out],
+        stop=Mock(side_effect=Interrupted("SIGTERM")),  # a checkpoint upon a signal has the model whole
+        checkpointer=None,
+    )
+    config = TrainRMConfig(SupervisedConfig("model", "data"), batch=BatchConfig(4, micro_train_batch_size=3))
+    RewardModelTrainer(config, parts).save()
+
+    pairs = PAIRS[:n_held_out] or PAIRS[: n_train : 2 if n_train > 1024 else 1]
+    assert len(pairs) == used
+    rows = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
+    scores = torch.stack([model(torch.tensor([ids]), torch.ones(1, len(ids)))[0] for ids in rows])
+    assert scalar.config.mean == pytest.approx(scores.mean().item(), rel=1e-5)
+    assert scalar.config.std == pytest.approx(scores.std().item(), rel=1e-5)
+    assert saved[0][0] is scalar
