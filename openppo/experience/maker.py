@@ -65,6 +65,7 @@ class ExperienceMaker:
         self.critic = critic
         self.reference = reference
         self.config = config
+        self.frozen_steps = config.ppo.frozen_actor_steps
         self.comm = comm
         self.device = device
         self.pad_token_id = pad_token_id
@@ -147,7 +148,7 @@ class ExperienceMaker:
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
         n_samples, n_foreign, n_stale = counts.tolist()
         single_update = 0 < n_samples <= self.config.batch.train_batch_size and n_stale == 0
-        trains_actor = n_done >= self.config.ppo.frozen_actor_steps
+        trains_actor = n_done >= self.frozen_steps
         return old_log_probs_from(self.config, single_update and trains_actor, by_engine=n_foreign == 0)
 
     @torch.no_grad()

@@ -35,7 +35,7 @@ from openppo.rewards.rendering import Encode, RewardModelText, policy_tokens, re
 from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import check_same, collective
-from openppo.types import Comm, Prompt, Trajectory
+from openppo.types import Comm, Prompt
 
 logger = logging.getLogger("openppo")
 
@@ -163,15 +163,9 @@ def _reader(
         encode = text = RewardModelText(tokenizer, own, named)
         text.check(setup.prompts)
         check_token_ids(config, named, own, [[own.eos_token_id]])
-    read = reader(encode, named, context_length(config))
-    check_token_ids(config, named, own or tokenizer, [])  # PAD
-
-    def read_known(trajectory: Trajectory) -> list[int]:
-        ids = read(trajectory)
-        check_token_ids(config, named, own or tokenizer, [ids])
-        return ids
-
-    return config, own, read_known
+    check = partial(check_token_ids, config, named, own or tokenizer)
+    check([])  # PAD
+    return config, own, reader(encode, named, context_length(config), check)
 
 
 def _process_reward_model(

@@ -95,15 +95,20 @@ def _render(tokenizer: PreTrainedTokenizerBase, asked: Sequence[dict[str, Any]],
         raise ValueError(str(error)) from error
 
 
-def reader(encode: Encode, source: str, context: int | None) -> Encode:
-    """``encode`` that keeps the last ``context`` tokens, and whose errors name ``source`` and the sample."""
+def reader(
+    encode: Encode, source: str, context: int | None, check: Callable[[list[list[int]]], None] | None = None
+) -> Encode:
+    """``encode`` that keeps the last ``context`` tokens, to pass ``check``; errors name ``source`` and the sample."""
 
     def read(trajectory: Trajectory) -> list[int]:
         try:
             ids = encode(trajectory)
         except ValueError as error:
             raise ValueError(f"{source}: its chat template fails on {name_sample(trajectory)}: {error}") from error
-        return last_tokens(ids, context, source, trajectory)
+        ids = last_tokens(ids, context, source, trajectory)
+        if check is not None:
+            check([ids])
+        return ids
 
     return read
 

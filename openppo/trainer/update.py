@@ -92,7 +92,7 @@ class Update:
         ``FloatingPointError`` after ``--max_skipped_steps`` optimizer steps in a row that had to be skipped.
         """
         n_samples, kl = self.components.maker.count(buffer.items), self.components.maker.kl_controller
-        trains_actor = self.state.global_step >= self.config.ppo.frozen_actor_steps
+        trains_actor = self.state.global_step >= self.components.maker.frozen_steps
         with self.timer.phase("training"):
             self._train(buffer, n_samples, metrics, kl.value if trains_actor else None)
         n_tokens = sum(int(item.attention_mask.sum()) for item in buffer.items)

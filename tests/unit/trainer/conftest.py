@@ -1,11 +1,9 @@
 """A training engine without DeepSpeed that keeps each step's gradient, tiny models in float64, and ranks by hand."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from openppo.types import Experience, SingleProcess
@@ -19,20 +17,20 @@ class RecordingEngine:
 
     learning_rate = 0.25
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         self.module = module
-        self.boundaries: list[bool] = []
-        self.gradient: list[Tensor] = []
+        self.boundaries = []
+        self.gradient = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss, last):
         assert loss.dim() == 0
         self.boundaries.append(last)
         loss.backward()
 
-    def step(self) -> float:
+    def step(self):
         parameters = list(self.module.parameters())
         self.gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         self.module.zero_grad(set_to_none=True)
@@ -42,44 +40,44 @@ class RecordingEngine:
 class OneOf(SingleProcess):
     """One rank of several, for code that only asks which one it is."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank, world_size):
         self.rank, self.world_size = rank, world_size
 
 
 @pytest.fixture
-def engine_of() -> Callable[[nn.Module], RecordingEngine]:
+def engine_of():
     """Wraps a module in an engine."""
     return RecordingEngine
 
 
 @pytest.fixture
-def rank_of() -> Callable[[int, int], OneOf]:
+def rank_of():
     """Rank so-and-so of so many."""
     return OneOf
 
 
 @pytest.fixture
-def causal() -> LlamaForCausalLM:
+def causal():
     """A tiny causal model in float64, the same for every test."""
     torch.manual_seed(1)
     return LlamaForCausalLM(LlamaConfig(**SIZES)).double()
 
 
 @pytest.fixture
-def scalar() -> LlamaForSequenceClassification:
+def scalar():
     """A tiny model with a scalar head in float64, the same for every test."""
     torch.manual_seed(2)
     return LlamaForSequenceClassification(LlamaConfig(num_labels=1, pad_token_id=None, **SIZES)).double()
 
 
-def experience_row(number: int) -> Experience:
+def experience_row(number):
     """A sample of its own length: a prompt of two, actions with holes, numbers wild enough for every kind of clip."""
     length = 4 + number % 5
     generator = torch.Generator().manual_seed(number)
     mask = torch.tensor([[t >= 2 and (t + number) % 4 != 0 for t in range(length)]])
     mask &= number != 5  # one sample without any action
 
-    def normal(scale: float) -> Tensor:
+    def normal(scale):
         numbers = torch.randn(1, length, generator=generator, dtype=torch.float64) * scale
         return torch.where(mask, numbers, 0.0)
 
@@ -98,6 +96,6 @@ def experience_row(number: int) -> Experience:
 
 
 @pytest.fixture
-def rows() -> list[Experience]:
+def rows():
     """Ten samples."""
     return [experience_row(number) for number in range(10)]

@@ -6,7 +6,6 @@ import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,13 +15,13 @@ from openppo.trainer.callbacks import Callback, EarlyStopping, StopWhen, check_c
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 
 
-def conditions(*texts: str) -> list[Any]:
+def conditions(*texts):
     return [parse_condition(text, "--stop_when") for text in texts]
 
 
-def stopped_after(callback: EarlyStopping, curve: list[float], hook: str = "on_evaluate") -> int | None:
+def stopped_after(callback, curve, hook="on_evaluate"):
     """The number of the report at which ``callback`` asks for the end; None if it never does."""
-    trainer: Any = SimpleNamespace(should_stop=False)
+    trainer = SimpleNamespace(should_stop=False)
     for number, value in enumerate(curve, start=1):
         getattr(callback, hook)(trainer, {callback.metric: value, "other": -value})
         if trainer.should_stop:
@@ -44,14 +43,12 @@ def stopped_after(callback: EarlyStopping, curve: list[float], hook: str = "on_e
         ([math.nan, math.nan, 1], 3, "min", 0, None),
     ],
 )
-def test_early_stopping_ends_after_patience_reports_without_gain(
-    curve: list[float], patience: int, mode: Any, min_delta: float, expected: int | None
-) -> None:
+def test_early_stopping_ends_after_patience_reports_without_gain(curve, patience, mode, min_delta, expected):
     assert stopped_after(EarlyStopping("eval_reward", patience, mode, min_delta), curve) == expected
 
 
 @pytest.mark.parametrize(("metric", "hook"), [("reward", "on_step_end"), ("eval/gsm8k/pass@1", "on_evaluate")])
-def test_early_stopping_looks_where_its_metric_is_reported(metric: str, hook: str) -> None:
+def test_early_stopping_looks_where_its_metric_is_reported(metric, hook):
     for each in ("on_step_end", "on_evaluate"):
         assert stopped_after(EarlyStopping(metric, 1), [1, 1], each) == (2 if each == hook else None)
 
@@ -65,12 +62,12 @@ def test_early_stopping_looks_where_its_metric_is_reported(metric: str, hook: st
         ({"metric": "rewrad", "patience": 1}, "EarlyStopping: there is no metric rewrad; did you mean reward"),
     ],
 )
-def test_early_stopping_refuses_arguments_that_cannot_work(arguments: dict[str, Any], message: str) -> None:
+def test_early_stopping_refuses_arguments_that_cannot_work(arguments, message):
     with pytest.raises(ValueError, match=message):
         EarlyStopping(**{"metric": "reward", **arguments})
 
 
-def test_a_callback_without_methods_of_its_own_does_nothing() -> None:
+def test_a_callback_without_methods_of_its_own_does_nothing():
     hooks = {name: hook for name, hook in inspect.getmembers(Callback, inspect.isfunction) if name.startswith("on_")}
     assert set(hooks) == {"on_fit_start", "on_step_end", "on_evaluate", "on_save", "on_fit_end"}
     for name, hook in hooks.items():
@@ -86,13 +83,13 @@ def test_a_callback_without_methods_of_its_own_does_nothing() -> None:
         ("kl<= -1", {-1.0: True, math.inf: False}),
     ],
 )
-def test_a_condition_compares_as_it_reads(text: str, values: dict[float, bool]) -> None:
+def test_a_condition_compares_as_it_reads(text, values):
     (condition,) = conditions(text)
     assert {value: condition.holds({"kl": value}) for value in values} == values
     assert not condition.holds({"kl_k3": 9.0, "other": -9.0})
 
 
-def test_every_documented_metric_may_end_a_run() -> None:
+def test_every_documented_metric_may_end_a_run():
     section = DOCUMENT.split("\n## Rewards")[1].split("\n## samples.jsonl")[0]
     rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
     names = [re.sub(r"<\w+>", "1", name) for row in rows for name in re.findall(r"`([^`]+)`", row)]
@@ -102,7 +99,7 @@ def test_every_documented_metric_may_end_a_run() -> None:
         check_conditions(conditions("kl > 1", "eval_rewards > 1"))
 
 
-def test_the_first_condition_that_holds_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_condition_that_holds_ends_the_run(caplog):
     caplog.set_level(logging.INFO, "openppo")
     callback, trainer = StopWhen(conditions("kl > 0.2", "eval_reward > 0.9")), SimpleNamespace(should_stop=False)
     for step, metrics in enumerate([{"eval_reward": 0.5}, {"kl": 0.1, "eval_reward": 0.9}, {"reward": 0.1}]):
@@ -117,8 +114,8 @@ def test_the_first_condition_that_holds_ends_the_run(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(("text", "resumes"), [("kl > 0.2", False), ("kl > 0.4", True)])
-def test_a_run_that_had_stopped_resumes_under_another_condition(text: str, resumes: bool) -> None:
-    trainer: Any = SimpleNamespace(global_step=3, should_stop=False)
+def test_a_run_that_had_stopped_resumes_under_another_condition(text, resumes):
+    trainer = SimpleNamespace(global_step=3, should_stop=False)
     first, second = StopWhen(conditions("kl > 0.2")), StopWhen(conditions(text))
     first.on_step_end(trainer, {"kl": 0.3})
     second.load_state_dict(first.state_dict())
@@ -129,10 +126,10 @@ def test_a_run_that_had_stopped_resumes_under_another_condition(text: str, resum
 class First(Callback):
     """Remembers what it was given."""
 
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"number": None}
+    def __init__(self):
+        self.state = {"number": None}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.state = state
 
 
@@ -150,9 +147,7 @@ class Second(First):
         ([], []),
     ],
 )
-def test_a_callback_resumes_from_the_state_of_its_class(
-    classes: list[type[First]], numbers: list[int | None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callback_resumes_from_the_state_of_its_class(classes, numbers, caplog):
     saved = [{"class": name, "state": {"number": i}} for i, name in enumerate(["First", "Second", "First"])]
     callbacks = [each() for each in classes]
     with caplog.at_level(logging.WARNING, "openppo"):

@@ -4,22 +4,20 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations
-from typing import Any
 
 import pytest
 
 from openppo.trainer.evaluation.evaluator import Grading, pass_at_k, pass_ks, sample_and_score, short_names
-from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, SingleProcess, Trajectory
+from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, SingleProcess
 from tests.ranks import on_ranks
 
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.7)
 WEIGHTS = {"bonus": 0.25}
 
 
-def test_pass_at_k_is_the_share_of_subsets_with_a_passing_response() -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_passing_response():
     for n in range(1, 8):
         for c in range(n + 1):
             passes = [True] * c + [False] * (n - c)
@@ -32,12 +30,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_passing_response() -> None:
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4), (0, 0, 1)])
-def test_pass_at_k_of_impossible_counts_is_an_error(n: int, c: int, k: int) -> None:
+def test_pass_at_k_of_impossible_counts_is_an_error(n, c, k):
     with pytest.raises(ValueError, match=f"pass@{k} cannot be estimated from {n} responses of which {c} pass"):
         pass_at_k(n, c, k)
 
 
-def test_pass_at_k_is_reported_for_powers_of_two_and_all() -> None:
+def test_pass_at_k_is_reported_for_powers_of_two_and_all():
     assert [pass_ks(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
 
 
@@ -52,7 +50,7 @@ def test_pass_at_k_is_reported_for_powers_of_two_and_all() -> None:
         (["a", "./a"], ["a", "./a"]),  # the same file twice
     ],
 )
-def test_sources_are_called_by_the_end_of_their_path(sources: list[str], expected: list[str]) -> None:
+def test_sources_are_called_by_the_end_of_their_path(sources, expected):
     assert list(short_names(sources).values()) == expected
 
 
@@ -61,11 +59,11 @@ class FakeEngine:
 
     version = 3
 
-    def generate(self, prompts: Sequence[Any], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
+    def generate(self, prompts, params, seeds):
         assert params == PARAMS
         return [self._answer(ids, random.Random(seed)) for ids, seed in zip(prompts, seeds, strict=True)]
 
-    def _answer(self, prompt: Sequence[int], rng: random.Random) -> Completion:
+    def _answer(self, prompt, rng):
         tokens = [rng.randrange(10) + prompt[0] for _ in range(rng.randint(1, 4))]
         return Completion(tokens, [-1.0] * len(tokens), rng.choice(list(FinishReason)))
 
@@ -75,7 +73,7 @@ class FakeScorer:
 
     collective = False
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    def score(self, trajectories):
         named = [{"right": float(sum(t.response_ids) % 2), "bonus": float(len(t.response_ids))} for t in trajectories]
         return [Score(each, [0.1 * id for id in t.token_ids]) for each, t in zip(named, trajectories, strict=True)]
 
@@ -86,27 +84,25 @@ PROMPTS = [
 ]
 
 
-def evaluated(
-    comm: Any, prompts: Any = PROMPTS, pass_reward: float | None = 2.5, weights: Any = WEIGHTS, scorer: Any = None
-) -> tuple[dict[str, float], list[Trajectory]]:
+def evaluated(comm, prompts=PROMPTS, pass_reward=2.5, weights=WEIGHTS, scorer=None):
     """Metrics and this rank's scored responses, four to each prompt."""
     engine, grading = FakeEngine(), Grading(comm, pass_reward, weights)
-    given: Any = engine, scorer or FakeScorer(), grading, prompts, PARAMS
+    given = engine, scorer or FakeScorer(), grading, prompts, PARAMS
     responses = sample_and_score(*given, n_samples=4, seed=5)
     return grading.measure(responses), list(responses)
 
 
-def naive_metrics(trajectories: Sequence[Trajectory], pass_reward: float) -> dict[str, float]:
+def naive_metrics(trajectories, pass_reward):
     """By the names of the metrics, without their prefix; four responses to each prompt."""
     right = [float(sum(t.response_ids) % 2) for t in trajectories]
     lengths = [len(t.response_ids) for t in trajectories]
     of_tokens = [sum(0.1 * token for token in t.response_ids) for t in trajectories]
     rewards = [r + 0.25 * n + tokens for r, n, tokens in zip(right, lengths, of_tokens, strict=True)]
-    passed: dict[str, list[bool]] = defaultdict(list)
+    passed = defaultdict(list)
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         passed[trajectory.prompt.text].append(reward >= pass_reward)
 
-    def pass_at(k: int) -> float:
+    def pass_at(k):
         shares = [statistics.mean(any(subset) for subset in combinations(four, k)) for four in passed.values()]
         return statistics.mean(shares)
 
@@ -122,7 +118,7 @@ def naive_metrics(trajectories: Sequence[Trajectory], pass_reward: float) -> dic
     }
 
 
-def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source() -> None:
+def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source():
     metrics, responses = evaluated(SingleProcess())
     assert [t.prompt for t in responses] == [prompt for prompt in PROMPTS for _ in range(4)]
     expected = {f"eval_{name}": value for name, value in naive_metrics(responses, 2.5).items()}
@@ -138,23 +134,23 @@ def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source() -> None:
 class OneReward(FakeScorer):
     """A single reward without a name; the reward function fails on five responses."""
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    def score(self, trajectories):
         return [Score({"reward": 0.5}, failed=i < 5) for i in range(len(trajectories))]
 
 
-def test_a_single_reward_is_reported_once_and_errors_are_counted() -> None:
+def test_a_single_reward_is_reported_once_and_errors_are_counted():
     metrics, _ = evaluated(SingleProcess(), [Prompt("a", [1]), Prompt("b", [2])], weights={}, scorer=OneReward())
     assert [name for name in metrics if "reward" in name] == ["eval_reward", "eval_reward_std", "eval_reward_errors"]
     assert all(name.startswith("eval_") for name in metrics), "nor is a single source"
     assert metrics["eval_reward_errors"] == 5
 
 
-def test_a_weight_for_a_reward_that_does_not_occur_is_an_error() -> None:
+def test_a_weight_for_a_reward_that_does_not_occur_is_an_error():
     with pytest.raises(ValueError, match="--reward_weights names bonsu, but the rewards are reward"):
         evaluated(SingleProcess(), weights={"bonsu": 2.0}, scorer=OneReward())
 
 
-def test_a_response_passes_at_the_reward_asked_for_up_to_rounding() -> None:
+def test_a_response_passes_at_the_reward_asked_for_up_to_rounding():
     rounded = 1.0 * 0.7 + 1.0 * 0.2 + 1.0 * 0.1
     assert rounded < 1.0
     for reward, pass_reward, expected in ((2.5, 2.5, True), (2.5, 2.5 + 1e-6, False), (rounded, 1.0, True)):
@@ -162,7 +158,7 @@ def test_a_response_passes_at_the_reward_asked_for_up_to_rounding() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_metrics_and_responses_do_not_depend_on_the_number_of_ranks(world_size: int) -> None:
+def test_metrics_and_responses_do_not_depend_on_the_number_of_ranks(world_size):
     alone, responses = evaluated(SingleProcess())
     together = on_ranks(world_size, evaluated)
     assert [trajectory for _, of_rank in together for trajectory in of_rank] == responses

@@ -1,12 +1,9 @@
 """A critic that is trained while experience is made ends where one that is asked for values first does."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker, ReplayBuffer
@@ -26,18 +23,18 @@ class Sgd:
 
     learning_rate = 0.1
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         self.module, self.train, self.n_forwards = module, module.train, 0
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs):
         self.n_forwards += 1
         return self.module(*inputs)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss, last):
         loss.backward()
 
     @torch.no_grad()
-    def step(self) -> float:
+    def step(self):
         trained = [p for p in self.module.parameters() if p.grad is not None]
         norm = torch.cat([p.grad.flatten() for p in trained]).norm().item()
         for p in trained:
@@ -46,7 +43,7 @@ class Sgd:
         return norm
 
 
-def trajectory(i: int) -> Trajectory:
+def trajectory(i):
     ids = [(3 * i + t) % 20 for t in range(4 + i % 4)]
     mask = [t >= 2 and (t + i) % 4 != 0 for t in range(len(ids))]
     log_probs, versions = [-1.0 * m for m in mask], [m - 1 for m in mask]
@@ -54,18 +51,16 @@ def trajectory(i: int) -> Trajectory:
     return Trajectory(ids, mask, log_probs, versions, FinishReason.STOP, prompt, i, scores=scores)
 
 
-def trajectories(n: int) -> list[Trajectory]:
+def trajectories(n):
     return [trajectory(i) for i in range(n)]
 
 
-def outcome(
-    one_pass: bool, scalar: nn.Module, n: int, **options: Any
-) -> tuple[Any, dict[str, float], list[Tensor], int]:
+def outcome(one_pass, scalar, n, **options):
     """Experience, metrics, weights and forwards of the critic, after a global step without an actor."""
     config = from_options(TrainPPOConfig, **(BASE | options))
-    model: Any = Sgd(ScalarHeadModel(copy.deepcopy(scalar), "critic"))
+    model = Sgd(ScalarHeadModel(copy.deepcopy(scalar), "critic"))
     step = CriticStep(model, config, SingleProcess(), CPU)
-    arguments: Any = (lambda *_, **__: None, model, None, config, SingleProcess(), CPU, 0)
+    arguments = (lambda *_, **__: None, model, None, config, SingleProcess(), CPU, 0)
     maker = OnePassCritic(step, *arguments) if one_pass else ExperienceMaker(*arguments)
     buffer, metrics = ReplayBuffer(normalize=True), Metrics()
     buffer.fill(maker.make(Rollout(trajectories(n), Metrics()), metrics))
@@ -76,9 +71,7 @@ def outcome(
 
 
 @pytest.mark.parametrize("options", [{}, {"max_epochs": 2}, {"value_pretrain_steps": 1}], ids=str)
-def test_values_advantages_weights_and_metrics_are_those_of_two_passes(
-    options: dict[str, Any], scalar: nn.Module
-) -> None:
+def test_values_advantages_weights_and_metrics_are_those_of_two_passes(options, scalar):
     plain, plain_metrics, plain_weights, n_plain = outcome(False, scalar, 8, **options)
     fields, metrics, weights, n_forwards = outcome(True, scalar, 8, **options)
     assert n_forwards < n_plain, "the forward that experience asks for is left out"
@@ -91,7 +84,7 @@ def test_values_advantages_weights_and_metrics_are_those_of_two_passes(
     assert metrics == pytest.approx(plain_metrics, abs=1e-6)
 
 
-def test_a_rollout_of_several_optimizer_steps_is_made_as_usual(scalar: nn.Module) -> None:
+def test_a_rollout_of_several_optimizer_steps_is_made_as_usual(scalar):
     plain, plain_metrics, _, n_plain = outcome(False, scalar, 9)
     fields, metrics, _, n_forwards = outcome(True, scalar, 9)
     assert (n_forwards, metrics) == (n_plain, plain_metrics)
@@ -101,20 +94,18 @@ def test_a_rollout_of_several_optimizer_steps_is_made_as_usual(scalar: nn.Module
 @pytest.mark.parametrize(
     "options", [{"buffer_limit": 8}, {"overlong_filter": True}, {"lora_rank": 2, "lora_dropout": 0.1}]
 )
-def test_it_is_not_chosen_where_the_training_forward_would_differ(options: dict[str, Any]) -> None:
+def test_it_is_not_chosen_where_the_training_forward_would_differ(options):
     assert OnePassCritic.is_exact(from_options(TrainPPOConfig, **BASE))
     assert not OnePassCritic.is_exact(from_options(TrainPPOConfig, **(BASE | options)))
 
 
-def test_ranks_share_the_step_and_get_back_their_own_values(
-    scalar: nn.Module, on_ranks: Callable[..., list[Any]]
-) -> None:
+def test_ranks_share_the_step_and_get_back_their_own_values(scalar, on_ranks):
     rows, config = trajectories(7), from_options(TrainPPOConfig, **BASE)
     models = [Sgd(ScalarHeadModel(copy.deepcopy(scalar), "critic")) for _ in range(2)]
 
-    def work(comm: Any) -> list[Tensor]:
-        model: Any = models[comm.rank]
-        arguments: Any = (lambda *_, **__: None, model, None, config, comm, CPU, 0)
+    def work(comm):
+        model = models[comm.rank]
+        arguments = (lambda *_, **__: None, model, None, config, comm, CPU, 0)
         maker = OnePassCritic(CriticStep(model, config, comm, CPU), *arguments)
         mine = Rollout(rows[:2] if comm.rank == 0 else rows[2:], Metrics())
         return [item.values for item in maker.make(mine, Metrics())]

@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, LlamaConfig, Qwen2Config
 
 from openppo.models.actor import Actor
 from openppo.models.scalar_head import ScalarHeadModel
@@ -31,7 +23,7 @@ LENGTHS = torch.tensor([7, 2, 5, 7, 1])
 
 
 @pytest.fixture
-def batch() -> tuple[Tensor, Tensor, Tensor]:
+def batch():
     """Sequences, attention mask and an action mask with holes, (5, 7); one row has no action."""
     sequences = torch.randint(1, 11, (5, 7), generator=torch.Generator().manual_seed(0))
     attention_mask = torch.arange(7) < LENGTHS[:, None]
@@ -40,7 +32,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(attention_mask, sequences, 0), attention_mask, action_mask
 
 
-def both(module: Any) -> list[Any]:
+def both(module):
     """The module as it is, and one like it that packs."""
     packing = copy.deepcopy(module)
     pack_where_exact(packing, packing, CPU, "model")
@@ -48,7 +40,7 @@ def both(module: Any) -> list[Any]:
     return [module, packing]
 
 
-def gradients(module: Any, outputs: Tensor) -> Tensor:
+def gradients(module, outputs):
     """Of a sum that weighs every place differently."""
     (outputs * torch.linspace(-1, 2, outputs.numel()).view(outputs.shape)).sum().backward()
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
@@ -56,9 +48,7 @@ def gradients(module: Any, outputs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("role", ["actor", "critic", "reward"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
-def test_outputs_and_gradients_are_those_of_padded_rows(
-    config: PreTrainedConfig, role: Any, batch: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def test_outputs_and_gradients_are_those_of_padded_rows(config, role, batch):
     torch.manual_seed(0)
     found = []
     if role == "actor":
@@ -74,18 +64,16 @@ def test_outputs_and_gradients_are_those_of_padded_rows(
         torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_without_actions_has_log_probs_of_zero_and_a_backward_pass(
-    batch: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_a_batch_without_actions_has_log_probs_of_zero_and_a_backward_pass(batch):
     _, actor = both(Actor(AutoModelForCausalLM.from_config(CONFIGS[0])))
     log_probs = actor(*batch[:2], torch.zeros_like(batch[2]))
     assert not log_probs.any()
     assert not gradients(actor, log_probs).any()
 
 
-def test_a_model_that_mixes_the_rows_stays_with_padding(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_mixes_the_rows_stays_with_padding(caplog):
     class Mixing(Actor):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args, **kwargs):
             found = super().forward(*args, **kwargs)
             return found + args[0].sum() if self.packs_rows else found
 

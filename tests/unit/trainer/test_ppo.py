@@ -2,16 +2,13 @@
 
 import contextlib
 import gzip
-import itertools
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
@@ -24,16 +21,7 @@ from openppo.trainer.callbacks import Callback
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.source import PromptSource
-from openppo.types import (
-    Completion,
-    FinishReason,
-    Interrupted,
-    Prompt,
-    SamplingParams,
-    Score,
-    SingleProcess,
-    Trajectory,
-)
+from openppo.types import Completion, FinishReason, Interrupted, Prompt, Score, SingleProcess
 
 CPU = torch.device("cpu")
 
@@ -44,18 +32,18 @@ class Recorder(SimpleNamespace):
     name, errors = "--use_recorder", (OSError,)
     log_samples = log_tokens = log_histograms = lambda *_: None
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logged=[], closed=0)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step, metrics):
         assert not self.closed
         self.logged.append((step, dict(metrics)))
 
-    def close(self) -> None:
+    def close(self):
         self.closed += 1
 
 
-def nothing_held(*_: Any) -> contextlib.AbstractContextManager[None]:
+def nothing_held(*_):
     return contextlib.nullcontext()
 
 
@@ -65,7 +53,7 @@ class Strategy(SimpleNamespace):
     comm, device, is_main = SingleProcess(), CPU, False
     uncompiled = for_generation = save_pretrained = nothing_held
 
-    def any_rank(self, value: bool) -> bool:
+    def any_rank(self, value):
         return value
 
 
@@ -74,7 +62,7 @@ class TwoLetters:
 
     version, with_weights = 0, nothing_held
 
-    def generate(self, prompts: Sequence[Any], params: SamplingParams, seeds: Sequence[int]) -> list[Completion]:
+    def generate(self, prompts, params, seeds):
         return [Completion([1 + i % 2], [-1.0], FinishReason.STOP) for i in range(len(prompts))]
 
 
@@ -83,10 +71,10 @@ class FailingScorer:
 
     collective = True
 
-    def __init__(self) -> None:
-        self.fails_on: set[str] = set()
+    def __init__(self):
+        self.fails_on = set()
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    def score(self, trajectories):
         torch.rand(1)  # as a reward function may
         failed = [t.prompt.text in self.fails_on for t in trajectories]
         return [Score({"a": t.token_ids[-1] * (not f)}, failed=f) for t, f in zip(trajectories, failed, strict=True)]
@@ -97,53 +85,51 @@ class Policy(nn.Module):
 
     learning_rate = 0.5
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.module = SimpleNamespace(model=None)
         self.level = nn.Parameter(torch.tensor(-1.0))
 
-    def forward(self, ids: Tensor, mask: Tensor, actions: Tensor, return_entropy: bool = False, **_: Any) -> Any:
+    def forward(self, ids, mask, actions, return_entropy=False, **_):
         log_probs = self.level * actions
         return (log_probs, actions.float()) if return_entropy else log_probs
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss, last):
         loss.backward()
 
-    def step(self) -> float:
+    def step(self):
         return 1.0
 
 
-def prompts(*texts: str) -> list[Prompt]:
+def prompts(*texts):
     return [Prompt(text, [3]) for text in texts]
 
 
-def trainer_of(
-    n_batches: int, evaluates: bool = False, callbacks: Sequence[Callback] = (), **options: Any
-) -> PPOTrainer:
+def trainer_of(n_batches, evaluates=False, callbacks=(), **options):
     """A trainer of ``n_batches`` batches of two prompts, "0", "1" and so on."""
     given = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "init_kl_coef": 0.0, "self_check": False}
     sizes = {"advantage_estimator": "reinforce", "rollout_batch_size": 2, "train_batch_size": 2}
     config = from_options(TrainPPOConfig, **{**given, **sizes, **options})
-    policy: Any = Policy()
+    policy = Policy()
     hooks = Hooks(PhaseTimer(step_tracer(config.run.save_path, config.tracking, 0)))
-    parts: Any = PPOComponents(
-        strategy=Strategy(),  # type: ignore[arg-type]
-        tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),  # type: ignore[arg-type]
+    parts = PPOComponents(
+        strategy=Strategy(),
+        tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),
         actor=policy,
         critic_step=None,
-        engine=TwoLetters(),  # type: ignore[arg-type]
+        engine=TwoLetters(),
         scorer=FailingScorer(),
         maker=ExperienceMaker(policy, None, None, config, SingleProcess(), CPU, 0, hooks),
         prompts=prompts(*(str(i) for i in range(2 * n_batches))),
         held_out=prompts("held out") if evaluates else [],
         documents=[],
         grading=Grading(SingleProcess()),
-        trackers=Trackers([Recorder()]),  # type: ignore[list-item]
+        trackers=Trackers([Recorder()]),
     )
     return PPOTrainer(config, parts, PromptSource(config, parts), callbacks)
 
 
-def recorder_of(trainer: PPOTrainer) -> Any:
+def recorder_of(trainer):
     return trainer.components.trackers._trackers[0]
 
 
@@ -155,9 +141,7 @@ def recorder_of(trainer: PPOTrainer) -> Any:
         (7, {"max_steps": 3}, {1: False, 2: False, 3: True}),
     ],
 )
-def test_evaluations_logging_steps_and_the_end_are_logged(
-    n_batches: int, options: dict[str, Any], logged: dict[int, bool]
-) -> None:
+def test_evaluations_logging_steps_and_the_end_are_logged(n_batches, options, logged):
     trainer = trainer_of(n_batches, **{"evaluates": True, **options})
     recorder = recorder_of(trainer)
     saver = saved_by(trainer, saves_episodes=True)
@@ -166,41 +150,39 @@ def test_evaluations_logging_steps_and_the_end_are_logged(
     assert [step for step, *_ in saver.saved] == [trainer.total_steps], "the end of max_steps too gets a checkpoint"
 
 
-def test_errors_of_a_step_are_those_of_its_own_responses() -> None:
+def test_errors_of_a_step_are_those_of_its_own_responses():
     trainer = trainer_of(3)
-    trainer.components.scorer.fails_on = {"bad"}  # type: ignore[attr-defined, union-attr]
+    trainer.components.scorer.fails_on = {"bad"}
     batches = [prompts("bad", "good"), prompts("good", "good"), prompts("bad", "bad")]
     assert [trainer.step(batch)["reward_errors"] for batch in batches] == [1, 0, 2]
 
 
-def test_errors_of_all_rollouts_of_a_step_are_counted_with_dynamic_sampling() -> None:
+def test_errors_of_all_rollouts_of_a_step_are_counted_with_dynamic_sampling():
     """Prompts on which all responses fail earn the same and are dropped; that they failed is known all the same."""
     trainer = trainer_of(2, dynamic_sampling=True, n_samples_per_prompt=2, train_batch_size=4)
-    trainer.components.scorer.fails_on = {"bad"}  # type: ignore[attr-defined]
+    trainer.components.scorer.fails_on = {"bad"}
     metrics = trainer.step(prompts("bad", "bad"))
     assert (metrics["sampled_batches"], metrics["useful_groups"]) == (2, 2)
     assert metrics["reward_errors"] == 4
 
 
-def spans_of(trace: Path) -> set[str]:
+def spans_of(trace):
     """Names of the phases in a trace of the profiler."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     return {event["name"] for event in events} & {"step", "generation", "scoring", "experience", "training"}
 
 
-def spy(monkeypatch: pytest.MonkeyPatch, part: Any, call: str, seen: list[Any]) -> None:
+def spy(monkeypatch, part, call, seen):
     """Note step and phase of the process at each ``call`` of ``part``."""
     given = getattr(part, call)
     monkeypatch.setattr(part, call, lambda *args: seen.append((current.step, current.phase)) or given(*args))
 
 
-def test_a_step_and_its_halves_give_the_same_bits_metrics_traces_and_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(make_step: Any, save_path: Path) -> tuple[Any, ...]:
+def test_a_step_and_its_halves_give_the_same_bits_metrics_traces_and_places(tmp_path, monkeypatch):
+    def run(make_step, save_path):
         options = {"n_samples_per_prompt": 2, "entropy_coef": 0.1, "train_batch_size": 4}
         trainer = trainer_of(2, profile_steps="2", save_path=str(save_path), **options)
-        seen: list[Any] = []
+        seen = []
         spy(monkeypatch, trainer.components.engine, "generate", seen)
         spy(monkeypatch, trainer.components.actor, "step", seen)
         begin_step(0)
@@ -209,7 +191,7 @@ def test_a_step_and_its_halves_give_the_same_bits_metrics_traces_and_places(
         assert list(save_path.rglob("step_00000001*")) == []
         spans = set().union(*map(spans_of, (save_path / "logs" / "profile").glob("step_00000002_rank_0*.gz")))
         timeless = [{n: v for n, v in row.items() if not n.startswith(("time/", "speed/"))} for row in metrics]
-        gradient = trainer.components.actor.level.grad  # type: ignore[attr-defined]
+        gradient = trainer.components.actor.level.grad
         return timeless, list(metrics[0]), gradient.item(), spans, seen
 
     whole = run(lambda trainer, batch: trainer.step(batch), tmp_path / "whole")
@@ -218,60 +200,61 @@ def test_a_step_and_its_halves_give_the_same_bits_metrics_traces_and_places(
     assert whole[4] == [(1, "generation"), (1, "training"), (2, "generation"), (2, "training")]
 
 
-def test_a_run_that_fails_closes_its_trackers_and_raises_what_ended_it() -> None:
+def test_a_run_that_fails_closes_its_trackers_and_raises_what_ended_it():
     class Fault(Callback):
-        def on_step_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        def on_step_end(self, trainer, metrics):
             if trainer.global_step == 2:
                 raise ZeroDivisionError("planted")
 
     trainer = trainer_of(5, callbacks=[Fault()])
+    recorder = recorder_of(trainer)
     with pytest.raises(ZeroDivisionError, match="planted"):
         trainer.fit()
-    assert ([step for step, _ in recorder_of(trainer).logged], recorder_of(trainer).closed) == ([1], 1)
+    assert ([step for step, _ in recorder.logged], recorder.closed) == ([1], 1)
 
 
 class Saver(SimpleNamespace):
     """A checkpointer that keeps what it is given."""
 
-    def __init__(self, recorder: Recorder, saves_episodes: bool = False) -> None:
+    def __init__(self, recorder, saves_episodes=False):
         self.saves_episodes = saves_episodes
-        self.saved: list[tuple[int, dict[str, Any], bool]] = []
+        self.saved = []
         self.recorder = recorder
 
-    def save(self, step: int, state: dict[str, Any], write_model: Any, random_state: Any) -> Path:
+    def save(self, step, state, write_model, random_state):
         self.random_state = random_state
         self.saved.append((step, json.loads(json.dumps(state)), bool(self.recorder.closed)))
         return Path("here")
 
-    def due(self, step: int, episode_ended: bool) -> bool:
+    def due(self, step, episode_ended):
         return self.saves_episodes and episode_ended
 
-    def save_if_best(self, *_: Any) -> None: ...
+    def save_if_best(self, *_): ...
 
 
-def saved_by(trainer: PPOTrainer, saves_episodes: bool = False) -> Any:
+def saved_by(trainer, saves_episodes=False):
     """The checkpointer that ``trainer`` gets."""
-    trainer.components.checkpointer = Saver(recorder_of(trainer), saves_episodes)  # type: ignore[assignment]
+    trainer.components.checkpointer = Saver(recorder_of(trainer), saves_episodes)
     return trainer.components.checkpointer
 
 
 class StopIn:
     """A stop check that raises at its ``at``-th call."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at):
         self.at, self.n_calls = at, 0
 
-    def requested(self) -> bool:
+    def requested(self):
         return False
 
-    def __call__(self) -> None:
+    def __call__(self):
         self.n_calls += 1
         if self.n_calls == self.at:
             raise Interrupted("SIGTERM")
 
 
 @pytest.mark.parametrize(("at", "steps_done"), [(1, 0), (2, 0), (3, 1), (4, 1)])
-def test_a_signal_drops_the_step_under_way_and_saves_the_state_of_the_last(at: int, steps_done: int) -> None:
+def test_a_signal_drops_the_step_under_way_and_saves_the_state_of_the_last(at, steps_done):
     """Two places of a step: before sampling, and when its scores are awaited."""
     trainer = trainer_of(5)
     stop, recorder, saver = StopIn(at), recorder_of(trainer), saved_by(trainer)
@@ -287,7 +270,7 @@ def test_a_signal_drops_the_step_under_way_and_saves_the_state_of_the_last(at: i
         assert torch.equal(saver.random_state["torch"], before), "scores may draw random numbers"
 
 
-def test_a_signal_in_an_evaluation_keeps_the_metrics_of_its_step_for_the_report() -> None:
+def test_a_signal_in_an_evaluation_keeps_the_metrics_of_its_step_for_the_report():
     trainer = trainer_of(2, evaluates=True, eval_steps=1)
     trainer.components.stop = StopIn(2)  # the first is before sampling
     saver = saved_by(trainer)
@@ -305,14 +288,14 @@ def test_a_signal_in_an_evaluation_keeps_the_metrics_of_its_step_for_the_report(
     assert recorder.logged[0][1]["reward"] == pytest.approx(1.5)
 
 
-def test_a_resumed_run_normalizes_steps_as_before() -> None:
+def test_a_resumed_run_normalizes_steps_as_before():
     before, after = (trainer_of(1, normalize_reward=True, reward_normalizer="running") for _ in range(2))
     before.maker.step_moments.update(torch.tensor([0.25, 1.0, 0.5]), SingleProcess())
     after.maker.load_state_dict(json.loads(json.dumps(before.maker.state_dict())))
     assert after.maker.step_moments.state_dict() == before.maker.step_moments.state_dict()
 
 
-def test_reading_a_trajectory_waits_for_its_score() -> None:
+def test_reading_a_trajectory_waits_for_its_score():
     rollout = trainer_of(2).rollout(prompts("a", "b"))
     assert isinstance(rollout, Rollout)
     assert [t.scores for t in rollout.unscored] == [{}, {}]
@@ -321,13 +304,13 @@ def test_reading_a_trajectory_waits_for_its_score() -> None:
     assert [t.scores["a"] for t in parts[0] + parts[1]] == [1.0, 2.0, 1.0, 2.0]
 
 
-def test_what_is_left_out_of_a_rollout_is_not_trained_on() -> None:
+def test_what_is_left_out_of_a_rollout_is_not_trained_on():
     rollout = trainer_of(2).rollout(prompts("a", "b"))
     del rollout[0]
     assert trainer_of(2).train_on(rollout)["reward"] == 2.0
 
 
-def test_a_stop_after_the_report_is_asked_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_after_the_report_is_asked_of_all_ranks(monkeypatch):
     trainer, asked = trainer_of(2), []
     monkeypatch.setattr(Strategy, "any_rank", lambda self, value: bool(asked.append(value)) or value)
     monkeypatch.setattr(trainer.source, "publish", lambda version: setattr(trainer, "should_stop", True))
@@ -335,17 +318,17 @@ def test_a_stop_after_the_report_is_asked_of_all_ranks(monkeypatch: pytest.Monke
     assert (trainer.global_step, asked[:3]) == (1, [False, False, True])
 
 
-def test_a_loop_of_ones_own_ends_with_max_steps() -> None:
+def test_a_loop_of_ones_own_ends_with_max_steps():
     trainer = trainer_of(7, max_steps=3)
     assert [trainer.step(batch)["reward"] for batch in trainer.prompt_batches()] == [1.5] * 3
     assert trainer.source.state_dict()["consumed_batches"] == trainer.global_step == 3
 
 
-def test_a_source_that_ends_early_ends_the_run_with_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, saved = trainer_of(7), []
-    monkeypatch.setattr(
-        PromptSource, "__iter__", lambda self: itertools.islice(map(self.rollout, [prompts("a")] * 9), 2)
-    )
-    monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.global_step))
+def test_a_source_that_ends_early_ends_with_evaluation_checkpoint_and_model(monkeypatch):
+    trainer, models = trainer_of(7, evaluates=True, logging_steps=5), []
+    recorder, saver = recorder_of(trainer), saved_by(trainer, saves_episodes=True)
+    monkeypatch.setattr(PromptSource, "__iter__", lambda self: map(self.rollout, [prompts("a")] * 2))
+    monkeypatch.setattr(trainer, "save", lambda: models.append(trainer.global_step))
     trainer.fit()
-    assert saved == [2]
+    assert [(step, "eval_reward" in row) for step, row in recorder.logged] == [(2, True)]
+    assert ([step for step, *_ in saver.saved], models) == ([2], [2])

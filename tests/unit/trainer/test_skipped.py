@@ -2,7 +2,6 @@
 
 import logging
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +12,12 @@ from openppo.trainer.update import SkippedSteps, rows_of_documents
 from openppo.types import SingleProcess
 
 
-def skipped_steps(folder: Path) -> SkippedSteps:
+def skipped_steps(folder):
     return SkippedSteps(RunConfig(save_path=str(folder), max_skipped_steps=3), SingleProcess())
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_is_counted_and_its_batch_kept(
-    tmp_path: Path, norm: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_is_not_finite_is_counted_and_its_batch_kept(tmp_path, norm, caplog):
     skipped, batch = skipped_steps(tmp_path), [{"sequences": torch.tensor([[1, 2, 3]])}]
     with caplog.at_level(logging.WARNING, "openppo"):
         assert skipped.accept(1.0, "actor", "global step 1", samples=batch)
@@ -32,7 +29,7 @@ def test_a_step_that_is_not_finite_is_counted_and_its_batch_kept(
     assert skipped.total == 1
 
 
-def test_only_steps_in_a_row_of_one_role_end_the_run(tmp_path: Path) -> None:
+def test_only_steps_in_a_row_of_one_role_end_the_run(tmp_path):
     skipped = skipped_steps(tmp_path)
     for step in range(10):  # the actor always fails every second time, the critic never
         skipped.accept(math.nan if step % 2 else 1.0, "actor", f"step {step}")
@@ -45,13 +42,13 @@ def test_only_steps_in_a_row_of_one_role_end_the_run(tmp_path: Path) -> None:
         again.accept(math.nan, "actor", "step 11")
 
 
-def test_a_batch_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "skipped").write_text("a file")
     assert not skipped_steps(tmp_path).accept(math.nan, "actor", "step 1")
     assert "cannot be written" in caplog.text
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(None, 3), (1024, 2), (1000, 1), (5, 1)])
-def test_documents_keep_to_the_bound_on_tokens_or_else_on_rows(tokens: int | None, rows: int) -> None:
+def test_documents_keep_to_the_bound_on_tokens_or_else_on_rows(tokens, rows):
     options = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "micro_train_batch_size": 3}
     assert rows_of_documents(from_options(TrainPPOConfig, micro_train_tokens=tokens, **options), 512) == rows

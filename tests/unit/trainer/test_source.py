@@ -1,7 +1,7 @@
 """Rollouts: who samples what, whose scores go where, and which groups are worth training on."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ from openppo.config import TrainPPOConfig, from_options
 from openppo.rollout.rollout import Rollout
 from openppo.tracking import PhaseTimer
 from openppo.trainer.source import PromptSource
-from openppo.types import Completion, FinishReason, NeverStops, Prompt, SamplingParams, Score, SingleProcess, Trajectory
+from openppo.types import Completion, FinishReason, NeverStops, Prompt, Score, SingleProcess, Trajectory
 
 Comm = Callable[[int, int], Any]
 
@@ -21,12 +21,10 @@ class EchoEngine:
 
     version = 3
 
-    def with_weights(self, weights: Any) -> contextlib.AbstractContextManager[None]:
+    def with_weights(self, weights):
         return contextlib.nullcontext()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Completion]:
+    def generate(self, prompts, params, seeds):
         last = [0 if params.temperature == 0 else 1 + seed % 1000 for seed in seeds]
         return [
             Completion([*prompt, end], [-1.0] * (len(prompt) + 1), FinishReason.STOP)
@@ -39,17 +37,17 @@ class LastTokenScorer:
 
     collective = True
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    def score(self, trajectories):
         return [Score({"number": float(t.token_ids[-1]), "one": 1.0}) for t in trajectories]
 
 
 PROMPTS = [Prompt(text=str(i), token_ids=[10 + i]) for i in range(5)]
 
 
-def source_of(comm: Any = None, estimator: str = "gae", first_group: int = 0, **options: Any) -> PromptSource:
+def source_of(comm=None, estimator="gae", first_group=0, **options):
     groups = {"advantage_estimator": estimator, "n_samples_per_prompt": 2, **options}
     config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **groups)
-    parts: Any = SimpleNamespace(
+    parts = SimpleNamespace(
         strategy=SimpleNamespace(comm=comm or SingleProcess(), for_generation=None),
         actor=SimpleNamespace(),
         engine=EchoEngine(),
@@ -67,13 +65,13 @@ def source_of(comm: Any = None, estimator: str = "gae", first_group: int = 0, **
     return source
 
 
-def sampled(source: PromptSource, prompts: Sequence[Prompt] = PROMPTS) -> list[Trajectory]:
+def sampled(source, prompts=PROMPTS):
     rollout = source.rollout(prompts)
     assert isinstance(rollout, Rollout)
     return rollout.unscored
 
 
-def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks(rank_of: Comm) -> None:
+def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks(rank_of):
     alone = sampled(source_of(first_group=100))
     assert [t.group for t in alone] == [100, 100, 101, 101, 102, 102, 103, 103, 104, 104]
     assert len({tuple(t.response_ids) for t in alone}) == 10
@@ -85,7 +83,7 @@ def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks(rank_of: 
         assert sum(map(len, groups)) == 5
 
 
-def test_the_greedy_response_is_sampled_once_per_prompt_and_scored_too() -> None:
+def test_the_greedy_response_is_sampled_once_per_prompt_and_scored_too():
     trajectories = list(source_of(estimator="remax").rollout(PROMPTS[:2]))
     greedy = [t.greedy for t in trajectories]
     assert [g.response_ids for g in greedy if g] == [[10, 0], [10, 0], [11, 0], [11, 0]]
@@ -95,23 +93,23 @@ def test_the_greedy_response_is_sampled_once_per_prompt_and_scored_too() -> None
     assert sampled(source_of(), PROMPTS[:1])[0].greedy is None
 
 
-def test_a_weight_for_a_reward_that_does_not_exist_is_an_error() -> None:
+def test_a_weight_for_a_reward_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match="--reward_weights names nmber, but the rewards are number, one"):
         list(source_of(reward_weights=("nmber=2",)).rollout(PROMPTS))
 
 
-def test_evaluation_holds_the_weights_only_while_it_samples() -> None:
+def test_evaluation_holds_the_weights_only_while_it_samples():
     source, seen = source_of(eval_n_samples_per_prompt=2), []
 
     @contextlib.contextmanager
-    def with_weights(weights: Any) -> Iterator[None]:
+    def with_weights(weights):
         seen.append("open")
         yield
         seen.append("closed")
 
     score = source.scorer.score
-    source.engine.with_weights = with_weights  # type: ignore[method-assign]
-    source.scorer.score = lambda rows: seen.append("scored") or score(rows)  # type: ignore[method-assign, func-returns-value]
+    source.engine.with_weights = with_weights
+    source.scorer.score = lambda rows: seen.append("scored") or score(rows)
     responses = source.evaluate()
     assert seen == ["open", "closed", "scored"]
     assert [t.group for t in responses] == [0, 0, 1, 1, 2, 2]
@@ -119,7 +117,7 @@ def test_evaluation_holds_the_weights_only_while_it_samples() -> None:
     assert source.state_dict() == {"consumed_batches": 0, "consumed_prompts": 0}
 
 
-def test_a_source_resumes_with_the_next_batch() -> None:
+def test_a_source_resumes_with_the_next_batch():
     whole, first, second = (source_of(rollout_batch_size=2, num_episodes=2) for _ in range(3))
     batches = list(whole.prompt_batches())
     assert len(batches) == whole.consumed_batches == 6
@@ -129,14 +127,14 @@ def test_a_source_resumes_with_the_next_batch() -> None:
     assert begun + list(second.prompt_batches()) == batches
 
 
-def scored(group: int, *rewards: float) -> list[Trajectory]:
+def scored(group, *rewards):
     return [
         Trajectory([1, 2], [False, True], [0.0, -1.0], [-1, 0], FinishReason.STOP, PROMPTS[0], group, scores={"a": r})
         for r in rewards
     ]
 
 
-def test_groups_with_one_reward_are_of_no_use() -> None:
+def test_groups_with_one_reward_are_of_no_use():
     mixed, same, other = scored(4, 0.0, 1.0), scored(2, 1.0, 1.0), scored(9, 0.5, 0.5)
     other[1].token_rewards = [0.0, 0.25]
     assert source_of().filter_groups([*mixed, *same, *other]) == [*mixed, *other]
@@ -150,6 +148,6 @@ def test_groups_with_one_reward_are_of_no_use() -> None:
     assert source_of(estimator="rloo").filter_groups([*same, *unequal]) == []
 
 
-def test_of_too_many_groups_the_first_of_the_run_are_kept() -> None:
+def test_of_too_many_groups_the_first_of_the_run_are_kept():
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
     assert source_of(rollout_batch_size=2)._first_groups([*third, *first, *second]) == [*first, *second]

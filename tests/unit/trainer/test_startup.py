@@ -2,14 +2,11 @@
 
 import datetime
 import socket
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DogeConfig, Llama4TextConfig, LlamaConfig, MptConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, DogeConfig, Llama4TextConfig, LlamaConfig, MptConfig
 
 from openppo.config import TrainPPOConfig, from_options
 from openppo.datasets import TokenExample
@@ -25,7 +22,7 @@ from tests.ranks import on_ranks
 HOST = socket.gethostname()
 
 
-def config(**options: Any) -> TrainPPOConfig:
+def config(**options):
     """Options that are valid on four ranks."""
     return from_options(TrainPPOConfig, **{"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"} | options)
 
@@ -40,16 +37,14 @@ def config(**options: Any) -> TrainPPOConfig:
         (2, lambda rank: {"pretrain": f"{rank}/m", "save_path": f"{rank}"}, "None"),  # places may differ
     ],
 )  # fmt: skip
-def test_options_that_differ_are_an_error_on_all_ranks(
-    n_ranks: int, options: Callable[[int], dict[str, Any]], message: str
-) -> None:
+def test_options_that_differ_are_an_error_on_all_ranks(n_ranks, options, message):
     said = on_ranks(n_ranks, lambda comm: check_options(config(**options(comm.rank)), comm))
     assert all(message.replace("HOST", HOST) in str(each) for each in said)
     assert len(set(map(str, said))) == 1
 
 
-def test_versions_that_differ_are_named() -> None:
-    def work(comm: Any) -> None:
+def test_versions_that_differ_are_named():
+    def work(comm):
         gather = comm.all_gather_object
         if comm.rank == 1:  # of another environment
             comm.all_gather_object = lambda value: gather(
@@ -72,13 +67,13 @@ def test_versions_that_differ_are_named() -> None:
         (lambda rank: [TokenExample([1, 2, int(rank == 2)], [False, True, True])], True),
     ],
 )
-def test_other_content_is_an_error_that_names_flag_and_ranks(content: Callable[[int], Any], differs: bool) -> None:
+def test_other_content_is_an_error_that_names_flag_and_ranks(content, differs):
     said = on_ranks(3, lambda comm: check_same(comm, {"--a": "x", "--b": content(comm.rank)}))
     message = f"--b holds something else on rank 2 ({HOST}) than on rank 0: copy the same file to all hosts."
     assert list(map(str, said)) == [message if differs else "None"] * 3
 
 
-def rotary(kind: str, **more: Any) -> Any:
+def rotary(kind, **more):
     rope = {"rope_type": kind, "original_max_position_embeddings": 64, **more}
     config = SimpleNamespace(max_position_embeddings=256, rope_parameters=rope)
     config.get_text_config = lambda: config
@@ -96,7 +91,7 @@ def rotary(kind: str, **more: Any) -> Any:
         (MptConfig(max_seq_len=512), 512, ""),
     ],
 )
-def test_rows_end_where_their_neighbours_would_matter(config: PreTrainedConfig, most: int, reason: str) -> None:
+def test_rows_end_where_their_neighbours_would_matter(config, most, reason):
     check_context(config, "--pretrain model", most - 24, 24)
     with pytest.raises(ValueError, match=f"context of {most} tokens of --pretrain model.*generate_max_len.*{reason}"):
         check_context(config, "--pretrain model", most - 24, 25)
@@ -104,7 +99,7 @@ def test_rows_end_where_their_neighbours_would_matter(config: PreTrainedConfig, 
 
 @pytest.mark.parametrize("beyond", [0, 12])
 @pytest.mark.parametrize(("name", "limit"), [("llama4_text", "floor_scale"), ("doge", "keep_window_size")])
-def test_up_to_there_a_row_is_sampled_as_alone(name: str, limit: str, beyond: int) -> None:
+def test_up_to_there_a_row_is_sampled_as_alone(name, limit, beyond):
     torch.manual_seed(1)
     layers = {"num_hidden_layers": 4} if name == "llama4_text" else {}  # of which every fourth has temperatures
     model = AutoModelForCausalLM.from_config(tiny_config(name, **{limit: 16 - beyond}, **layers)).eval()
@@ -117,7 +112,7 @@ def test_up_to_there_a_row_is_sampled_as_alone(name: str, limit: str, beyond: in
     assert torch.allclose(alone, torch.tensor(sampled[0].log_probs), atol=1e-4) == (beyond == 0)
 
 
-def test_a_loader_of_the_users_own_reads_documents_too(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
+def test_a_loader_of_the_users_own_reads_documents_too(tmp_path, make_tokenizer):
     (tmp_path / "mine.py").write_text("def rows(source):\n    return [{'text': source}] * 3\n")
     loader = f"{tmp_path}/mine.py:rows"
     config = from_options(TrainPPOConfig, pretrain="m", reward_fn="f.py", pretrain_data="ab", dataset_class=loader)

@@ -18,7 +18,7 @@ from openppo.models import Actor, GPTLMLoss, ScalarHeadModel
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.critic_step import CriticStep
-from openppo.trainer.supervised.batches import StepBatch, token_batch
+from openppo.trainer.supervised.batches import token_batch
 from openppo.types import Experience, SingleProcess
 
 EngineOf = Callable[[nn.Module], Any]
@@ -40,27 +40,25 @@ DOCUMENTS = [
 ]
 
 
-def changed(**options: Any) -> TrainPPOConfig:
+def changed(**options):
     return from_options(TrainPPOConfig, **(flat_dict(CONFIG) | options))
 
 
-def mini_batch(rows: Rows, micro: int) -> MiniBatch:
+def mini_batch(rows, micro):
     buffer = ReplayBuffer()
     buffer.extend(rows)
     [batch] = buffer.mini_batches(len(rows), micro, epochs=1, seed=0)
     return batch
 
 
-def documents(micro: int, comm: Any = None) -> StepBatch:
+def documents(micro, comm=None):
     return token_batch(DOCUMENTS, micro, 0, comm or SingleProcess())
 
 
 Trained = Callable[..., tuple[list[Tensor], dict[str, float]]]
 
 
-def trained(
-    engine: Any, batch: MiniBatch, ptx: StepBatch | None = None, config: TrainPPOConfig = CONFIG, **given: Any
-) -> tuple[list[Tensor], dict[str, float]]:
+def trained(engine, batch, ptx=None, config=CONFIG, **given):
     """Gradient and metrics of one step of the actor."""
     metrics, comm = Metrics(), given.pop("comm", SingleProcess())
     ActorStep(engine, config, comm, CPU).train(batch, ptx, metrics, **given)
@@ -68,38 +66,38 @@ def trained(
 
 
 @pytest.fixture
-def actor(causal: nn.Module, engine_of: EngineOf) -> Any:
+def actor(causal, engine_of):
     """An engine of the actor."""
     return engine_of(Actor(causal, temperature=TEMPERATURE))
 
 
 @pytest.fixture(params=["actor", "actor with documents", "critic"])
-def step(request: pytest.FixtureRequest, actor: Any, scalar: nn.Module, engine_of: EngineOf) -> Trained:
+def step(request, actor, scalar, engine_of):
     """``step(batch, micro)``: gradient and metrics of one optimizer step of each role."""
     if request.param == "critic":
         critic = engine_of(ScalarHeadModel(scalar, "critic"))
 
-        def of_critic(batch: MiniBatch, micro: int, comm: Any = None) -> tuple[list[Tensor], dict[str, float]]:
+        def of_critic(batch, micro, comm=None):
             metrics = Metrics()
             CriticStep(critic, CONFIG, comm or SingleProcess(), CPU).train(batch, metrics)
             return critic.gradient, metrics.reduced(SingleProcess())
 
         return of_critic
 
-    def of_actor(batch: MiniBatch, micro: int, comm: Any = None) -> tuple[list[Tensor], dict[str, float]]:
+    def of_actor(batch, micro, comm=None):
         comm = comm or SingleProcess()
         return trained(actor, batch, documents(micro, comm) if "documents" in request.param else None, comm=comm)
 
     return of_actor
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+def assert_same(found, expected):
     assert any(bool((gradient != 0).any()) for gradient in expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-def naive_gradient(model: nn.Module, loss: Tensor) -> list[Tensor]:
+def naive_gradient(model, loss):
     model.zero_grad(set_to_none=True)
     loss.backward()
     gradient = [p.grad.clone() for p in model.parameters()]
@@ -107,7 +105,7 @@ def naive_gradient(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return gradient
 
 
-def naive_rows(model: nn.Module, rows: Rows) -> list[dict[str, Tensor]]:
+def naive_rows(model, rows):
     """Of each row's action tokens, in float64 and without padding: loss, entropy, log-probs, and what is stored."""
     found = []
     for row in rows:
@@ -124,12 +122,12 @@ def naive_rows(model: nn.Module, rows: Rows) -> list[dict[str, Tensor]]:
     return found
 
 
-def without_advantage(rows: Rows) -> Rows:
+def without_advantage(rows):
     """Their policy gradient is zero, so that only the documents are left."""
     return [row.with_fields(advantages=torch.zeros_like(row.advantages)) for row in rows]
 
 
-def test_gradient_is_the_same_for_any_micro_batch_size(step: Trained, rows: Rows) -> None:
+def test_gradient_is_the_same_for_any_micro_batch_size(step, rows):
     whole, whole_metrics = step(mini_batch(rows, 100), 100)
     for micro in (1, 3, 8):
         gradient, metrics = step(mini_batch(rows, micro), micro)
@@ -138,9 +136,7 @@ def test_gradient_is_the_same_for_any_micro_batch_size(step: Trained, rows: Rows
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(
-    world_size: int, step: Trained, rank_of: Comm, rows: Rows
-) -> None:
+def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(world_size, step, rank_of, rows):
     whole, _ = step(mini_batch(rows, 2), 2)
     n_tokens = sum(int(row.action_mask.sum()) for row in rows)
     of_ranks = []
@@ -151,10 +147,10 @@ def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(
     assert_same([sum(parts) / world_size for parts in zip(*of_ranks, strict=True)], whole)
 
 
-def test_extra_padding_columns_do_not_change_the_gradient(step: Trained, rows: Rows) -> None:
+def test_extra_padding_columns_do_not_change_the_gradient(step, rows):
     batch = mini_batch(rows, 4)
 
-    def wide(name: str, tensor: Tensor) -> Tensor:
+    def wide(name, tensor):
         filler = {"sequences": 13, "attention_mask": False, "action_mask": False}.get(name, 7.5)
         return tensor if tensor.dim() == 1 else F.pad(tensor, (0, 9), value=filler)
 
@@ -166,9 +162,7 @@ def test_extra_padding_columns_do_not_change_the_gradient(step: Trained, rows: R
 
 
 @pytest.mark.parametrize("clip", [0.2, None])
-def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(
-    clip: float | None, scalar: Any, engine_of: EngineOf, rows: Rows
-) -> None:
+def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, scalar, engine_of, rows):
     losses = []
     for row in rows:
         outputs = scalar.score(scalar.base_model(input_ids=row.sequences).last_hidden_state)[0, :, 0]
@@ -190,9 +184,7 @@ def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(
 
 
 @pytest.mark.parametrize("micro", [1, 2, 100])
-def test_the_gradient_of_documents_is_that_of_the_language_model_loss(
-    micro: int, causal: nn.Module, engine_of: EngineOf, rows: Rows
-) -> None:
+def test_the_gradient_of_documents_is_that_of_the_language_model_loss(micro, causal, engine_of, rows):
     width = max(len(document.token_ids) for document in DOCUMENTS)
     ids, labels = torch.zeros(len(DOCUMENTS), width, dtype=torch.int64), torch.full((len(DOCUMENTS), width), -100)
     for b, document in enumerate(DOCUMENTS):
@@ -209,7 +201,7 @@ def test_the_gradient_of_documents_is_that_of_the_language_model_loss(
         assert metrics["ptx_loss"] == pytest.approx(loss.item(), abs=1e-6)
 
 
-def test_the_two_losses_are_added_in_one_gradient(actor: Any, rows: Rows) -> None:
+def test_the_two_losses_are_added_in_one_gradient(actor, rows):
     policy, _ = trained(actor, mini_batch(rows, 4))
     language, _ = trained(actor, mini_batch(without_advantage(rows), 4), documents(4))
     both, _ = trained(actor, mini_batch(rows, 4), documents(4))
@@ -217,14 +209,12 @@ def test_the_two_losses_are_added_in_one_gradient(actor: Any, rows: Rows) -> Non
 
 
 @pytest.mark.parametrize(("micro", "with_documents", "count"), [(3, False, 4), (3, True, 6), (100, True, 3)])
-def test_only_the_very_last_backward_pass_is_marked_as_last(
-    micro: int, with_documents: bool, count: int, actor: Any, rows: Rows
-) -> None:
+def test_only_the_very_last_backward_pass_is_marked_as_last(micro, with_documents, count, actor, rows):
     trained(actor, mini_batch(rows, micro), documents(micro) if with_documents else None)
     assert actor.boundaries == [False] * (count - 1) + [True]
 
 
-def test_clip_fraction_ratio_and_kl_are_those_of_the_ratios(causal: nn.Module, actor: Any, rows: Rows) -> None:
+def test_clip_fraction_ratio_and_kl_are_those_of_the_ratios(causal, actor, rows):
     with torch.no_grad():
         changes = [row["new"] - row["log_probs"] for row in naive_rows(causal, rows)]
     ratios = torch.cat(changes).exp().tolist()
@@ -234,7 +224,7 @@ def test_clip_fraction_ratio_and_kl_are_those_of_the_ratios(causal: nn.Module, a
     assert metrics["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(ratios))
 
 
-def test_a_step_without_any_action_has_gradient_zero(actor: Any, rows: Rows) -> None:
+def test_a_step_without_any_action_has_gradient_zero(actor, rows):
     gradient, metrics = trained(actor, mini_batch([rows[5]], 1))
     assert all(bool((g == 0).all()) for g in gradient)
     assert "policy_loss" not in metrics
@@ -242,9 +232,7 @@ def test_a_step_without_any_action_has_gradient_zero(actor: Any, rows: Rows) -> 
 
 @pytest.mark.parametrize("micro", [1, 3, 100])
 @pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
-def test_losses_add_up_as_asked_for_any_micro_batch_size(
-    loss_agg: str, micro: int, causal: nn.Module, actor: Any, rows: Rows
-) -> None:
+def test_losses_add_up_as_asked_for_any_micro_batch_size(loss_agg, micro, causal, actor, rows):
     losses = [row["loss"] for row in naive_rows(causal, rows)]
     assert len(losses) == 9  # one of ten rows has no action
     expected = {
@@ -260,7 +248,7 @@ def test_losses_add_up_as_asked_for_any_micro_batch_size(
     assert metrics["actor_learning_rate"] == 0.25
 
 
-def test_the_entropy_bonus_raises_the_mean_entropy(causal: nn.Module, actor: Any, rows: Rows) -> None:
+def test_the_entropy_bonus_raises_the_mean_entropy(causal, actor, rows):
     loss = torch.cat([row["loss"] - 0.3 * row["entropy"] for row in naive_rows(causal, rows)]).mean()
     gradient, _ = trained(actor, mini_batch(rows, 3), None, changed(entropy_coef=0.3))
     assert_same(gradient, naive_gradient(causal, loss))
@@ -269,9 +257,7 @@ def test_the_entropy_bonus_raises_the_mean_entropy(causal: nn.Module, actor: Any
 @pytest.mark.parametrize(
     ("estimator", "formula"), [("k2", lambda x: x.square() / 2), ("k3", lambda x: (-x).exp() - 1 + x)]
 )
-def test_the_kl_loss_is_weighted_by_the_coefficient_of_the_step(
-    estimator: str, formula: Callable[[Tensor], Tensor], causal: nn.Module, actor: Any, rows: Rows
-) -> None:
+def test_the_kl_loss_is_weighted_by_the_coefficient_of_the_step(estimator, formula, causal, actor, rows):
     rows = [row.with_fields(ref_log_probs=row.log_probs * 0.9) for row in rows]
     naive = naive_rows(causal, rows)
     kl = torch.cat([formula(row["new"] - row["log_probs"] * 0.9) for row in naive])
@@ -282,7 +268,7 @@ def test_the_kl_loss_is_weighted_by_the_coefficient_of_the_step(
     assert metrics["kl_loss"] == pytest.approx(kl.mean().item(), abs=1e-5)
 
 
-def test_tokens_that_the_engine_saw_otherwise_weigh_less(causal: nn.Module, actor: Any, rows: Rows) -> None:
+def test_tokens_that_the_engine_saw_otherwise_weigh_less(causal, actor, rows):
     parts, masked = [], []
     for row in naive_rows(causal, rows):
         k = (row["log_probs"] - row["rollout_log_probs"]).exp()
@@ -307,14 +293,12 @@ def test_tokens_that_the_engine_saw_otherwise_weigh_less(causal: nn.Module, acto
     ],
     ids=str,
 )
-def test_an_algorithm_brings_its_own_normalization_unless_told_otherwise(options: Any, expected: str) -> None:
+def test_an_algorithm_brings_its_own_normalization_unless_told_otherwise(options, expected):
     assert loss_aggregation(changed(**options)) == expected
 
 
 @pytest.mark.parametrize(("on_policy", "recomputed"), [(True, False), (False, False), (True, True)])
-def test_the_mismatch_is_measured_on_sampling_weights_without_recomputed_log_probs(
-    on_policy: bool, recomputed: bool, actor: Any, rows: Rows
-) -> None:
+def test_the_mismatch_is_measured_on_sampling_weights_without_recomputed_log_probs(on_policy, recomputed, actor, rows):
     with torch.no_grad():
         own = [actor(row.sequences, row.attention_mask, row.action_mask) for row in rows]
     rows = [row.with_fields(rollout_log_probs=each - 0.25) for row, each in zip(rows, own, strict=True)]
@@ -326,9 +310,7 @@ def test_the_mismatch_is_measured_on_sampling_weights_without_recomputed_log_pro
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
-def test_old_log_probs_that_are_missing_are_those_of_the_forward_or_the_engines(
-    on_policy: bool, actor: Any, rows: Rows
-) -> None:
+def test_old_log_probs_that_are_missing_are_those_of_the_forward_or_the_engines(on_policy, actor, rows):
     """Of the very weights that sampled the ratio is 1; those that have moved on are compared with the engine."""
     with torch.no_grad():
         own = [actor(row.sequences, row.attention_mask, row.action_mask) for row in rows]

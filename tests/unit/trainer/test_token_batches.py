@@ -14,12 +14,12 @@ PAD = 9
 Comm = Callable[[int, int], Any]
 
 
-def example(*ids: int, first: int = 1) -> TokenExample:
+def example(*ids, first=1):
     """Targets are the tokens from ``first`` on."""
     return TokenExample(list(ids), [t >= first for t in range(len(ids))])
 
 
-def test_tensors_are_padded_on_the_right_and_masks_come_from_lengths() -> None:
+def test_tensors_are_padded_on_the_right_and_masks_come_from_lengths():
     batch = token_batch([example(4, PAD, 5, first=2), example(PAD, PAD)], 2, PAD, SingleProcess())
     [(sequences, attention_mask, loss_mask, position_ids)] = batch.micro_batches
     assert sequences.tolist() == [[4, PAD, 5], [PAD, PAD, PAD]]
@@ -29,7 +29,7 @@ def test_tensors_are_padded_on_the_right_and_masks_come_from_lengths() -> None:
     assert position_ids is None
 
 
-def test_packed_rows_start_anew_at_each_document_and_padding_goes_on() -> None:
+def test_packed_rows_start_anew_at_each_document_and_padding_goes_on():
     examples = [example(1, 2, 3, first=0), example(4, 5, first=0), example(6, 7)]
     batch = token_batch(examples, 2, PAD, SingleProcess(), pack_to=6)
     [(sequences, attention_mask, loss_mask, position_ids)] = batch.micro_batches
@@ -42,7 +42,7 @@ def test_packed_rows_start_anew_at_each_document_and_padding_goes_on() -> None:
 
 
 @pytest.mark.parametrize("pack_to", [None, 6])
-def test_examples_without_a_target_are_left_out(pack_to: int | None) -> None:
+def test_examples_without_a_target_are_left_out(pack_to):
     examples = [example(1), example(2, first=0), example(3, 4, 5, first=3), example(6, 7)]
     batch = token_batch(examples, 1, PAD, SingleProcess(), pack_to)
     assert [micro.sequences.tolist() for micro in batch.micro_batches] == [[[6, 7]]]
@@ -53,9 +53,7 @@ def test_examples_without_a_target_are_left_out(pack_to: int | None) -> None:
 @pytest.mark.parametrize("pack_to", [None, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("micro", [1, 2, 3, 10])
-def test_every_example_is_used_once_in_equally_many_micro_batches(
-    world_size: int, micro: int, pack_to: int | None, rank_of: Comm
-) -> None:
+def test_every_example_is_used_once_in_equally_many_micro_batches(world_size, micro, pack_to, rank_of):
     examples = [example(*range(number, number + 2 + number % 3), first=0) for number in range(0, 70, 10)]  # 19 tokens
     batches = [token_batch(examples, micro, PAD, rank_of(rank, world_size), pack_to) for rank in range(world_size)]
     assert len({len(batch.micro_batches) for batch in batches}) == 1
@@ -67,6 +65,6 @@ def test_every_example_is_used_once_in_equally_many_micro_batches(
     assert pack_to is None or all(m.position_ids.shape == m.sequences.shape for m in tensors)
 
 
-def test_micro_batches_keep_the_order_of_the_examples() -> None:
+def test_micro_batches_keep_the_order_of_the_examples():
     assert equal_micro_batches(list("abcde"), 2, SingleProcess()) == [["a", "b"], ["c", "d"], ["e"]]
     assert equal_micro_batches([], 2, SingleProcess()) == [[]]
