@@ -24,7 +24,6 @@ T = TypeVar("T")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _LONGEST_START = timedelta(minutes=10)
 """Limit for all ranks to arrive: they import the same libraries, some from a slower disk."""
-_TRANSFORMERS = "5.23"
 
 
 def init_process_group(timeout: timedelta) -> torch.device:
@@ -46,14 +45,10 @@ def init_process_group(timeout: timedelta) -> torch.device:
             )
         torch.cuda.set_device(local_rank)
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
-    if dist.is_initialized():
-        return device
-    if alone:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return device
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _join_store(rank, world_size, min(timeout, _LONGEST_START))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if not dist.is_initialized():
+        rank, world_size = (0, 1) if alone else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        store = dist.HashStore() if alone else _join_store(rank, world_size, min(timeout, _LONGEST_START))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
 
 
@@ -92,9 +87,8 @@ def _store_of_restarts(timeout: timedelta) -> dist.Store | None:
         return None
     if os.environ["GROUP_WORLD_SIZE"] != "1":
         raise ValueError(
-            "--max_restarts on several hosts: start torchrun with --rdzv_backend c10d --rdzv_endpoint FIRST_HOST:PORT "
-            "and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all of them, or restarted ranks would wait for those that are "
-            "gone."
+            "--max_restarts on several hosts needs torchrun's --rdzv_backend c10d --rdzv_endpoint FIRST_HOST:PORT and "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all of them."
         )
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     return dist.PrefixStore(f"restart_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
@@ -130,8 +124,7 @@ def collective(
 ) -> T:
     """``work()`` on every rank; if one rank raises one of ``errors``, all ranks raise.
 
-    Otherwise the other ranks would wait for that rank forever. ``raised`` makes the exception from the first message,
-    which begins with the ranks and their hosts unless all ranks failed.
+    ``raised`` makes the exception from the first message, after the ranks and their hosts unless all ranks failed.
     """
     result, error = None, None
     try:
@@ -155,8 +148,7 @@ def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
         return
     for flag, content in contents.items():
         digests = comm.all_gather_object(sha256(json.dumps(content, default=plain).encode()).digest())
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if others:
+        if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             where = name_ranks(comm, others)
             raise ValueError(f"{flag} holds something else on {where} than on rank 0: copy the same file to all hosts.")
 
@@ -181,10 +173,10 @@ def _on_gpu() -> bool:
 
 def check_transformers() -> None:
     """Refuse a transformers too old for decoding on GPUs."""
-    if _on_gpu() and Version(transformers.__version__) < Version(_TRANSFORMERS):
+    if _on_gpu() and Version(transformers.__version__) < Version("5.23"):
         raise ValueError(
             f"transformers {transformers.__version__} is slow on a GPU, where it copies keys and values for each head: "
-            f"pip install 'transformers>={_TRANSFORMERS}', or set CUDA_VISIBLE_DEVICES= to run on CPUs."
+            "pip install 'transformers>=5.23', or set CUDA_VISIBLE_DEVICES= to run on CPUs."
         )
 
 

@@ -44,7 +44,6 @@ ds_compiler.compile = lambda: ds_compiler.dummy_decorator
 # DeepSpeed calls collectives that torch 2.13 renames; nothing a user could act on.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
-_MIN_LR_RATE = 0.1
 _SHARE_FOR_GATHERED_WEIGHTS = 0.5
 """Of the free GPU memory; the rest is for the cache and activations of generation."""
 
@@ -70,8 +69,10 @@ class DeepspeedStrategy(InferenceStrategy):
         self.zero_stage = config.zero_stage
         if config.bf16 and config.zero_stage == 0:
             self.zero_stage = 1
-            logger.info("--bf16 with --zero_stage 0: optimizer states are partitioned as with --zero_stage 1, since "
-                        "DeepSpeed accumulates bf16 gradients in float32 only from there on.")  # fmt: skip
+            reason = "where DeepSpeed begins to accumulate bf16 gradients in float32"
+            logger.info(
+                "--bf16 with --zero_stage 0: optimizer states are partitioned as with --zero_stage 1, %s.", reason
+            )
         self._prepared: list[TrainableModel] = []
         self.seed_everything(config.seed)
 
@@ -95,15 +96,15 @@ class DeepspeedStrategy(InferenceStrategy):
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = self._adam(trained, adam, learning_rate)
         scheduler = learning_rate_schedule(optimizer, adam, total_steps)
-        n_trained, on_gpu = sum(p.numel() for p in trained), self.device.type == "cuda"
-        options = train_config(self.config, self.zero_stage, n_trained, self.comm.world_size, on_gpu)
+        sizes = (sum(p.numel() for p in trained), self.comm.world_size, self.device.type == "cuda")
+        options = train_config(self.config, self.zero_stage, *sizes)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=merge(options, self.overrides))
         if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
             # Else each parameter gets views of Adam's moments, for DeepSpeed's own checkpoints only, and they would
             # hold the memory of moments that rest on the host.
             engine.optimizer._hp_optimizer_states_linked = True
-        self._prepared.append(TrainableModel(engine, scheduler))
-        return self._prepared[-1]
+        self._prepared.append(model := TrainableModel(engine, scheduler))
+        return model
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
         """A module for evaluation only: on the device, in the run's dtype, partitioned under ZeRO-3 alone."""
@@ -132,8 +133,10 @@ class DeepspeedStrategy(InferenceStrategy):
             free -= sum(prepared.bytes_of_adam_moments for prepared in self._prepared)
         fits = not self.any_rank(needed > _SHARE_FOR_GATHERED_WEIGHTS * free)
         if not fits and self.is_main:
-            logger.warning("The full weights do not fit on a GPU, so the ranks generate in lockstep, which is slower: "
-                           "%.1f GiB are needed and %.1f GiB are free.", needed / 2**30, free / 2**30)  # fmt: skip
+            sizes = f"{needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free"
+            logger.warning(
+                "The full weights do not fit on a GPU, so the ranks generate in lockstep, which is slower: %s.", sizes
+            )
         return fits
 
     def any_rank(self, flag: bool) -> bool:
@@ -155,35 +158,29 @@ class DeepspeedStrategy(InferenceStrategy):
         return unwrap_model_for_generation(engine.deepspeed) if self.zero_stage == 3 else nullcontext()
 
     def save_pretrained(self, model: Any, folder: str | Path, tokenizer: Any = None) -> None:
-        """Write a Hugging Face model (of a PEFT model: the adapters) and tokenizer to ``folder``; on all ranks.
-
-        ``OSError`` on all ranks if rank 0, which writes, could not.
-        """
+        """Write a model (of PEFT: the adapters) and tokenizer; on all ranks, which raise ``OSError`` alike."""
 
         def write() -> None:
             save_model(model, Path(folder), self.is_main)  # fails only after all that ranks do together
             if self.is_main and tokenizer is not None:
                 save_tokenizer(tokenizer, Path(folder))
 
-        def failure(message: str) -> OSError:
-            return OSError(f"the model cannot be written to {folder}: {message}")
-
-        collective(self.comm, write, (OSError, SafetensorError), failure)
+        errors = (OSError, SafetensorError)
+        collective(self.comm, write, errors, lambda text: OSError(f"the model cannot be written to {folder}: {text}"))
 
     def _adam(self, parameters: list[nn.Parameter], adam: AdamConfig, learning_rate: float) -> torch.optim.Optimizer:
         options: dict[str, Any] = {"lr": learning_rate, "betas": adam.adam_betas, "weight_decay": adam.l2}
-        if not self.config.adam_offload:
-            return torch.optim.AdamW(parameters, fused=True, **options)
-        obstacle = _obstacle_to_compiling("c++")
-        if not CPUAdamBuilder().is_compatible(verbose=False):
-            obstacle = "DeepSpeed cannot build it on this machine"
-        if obstacle is None:
+        if self.config.adam_offload:
+            obstacle = _obstacle_to_compiling("c++")
+            if not CPUAdamBuilder().is_compatible(verbose=False):
+                obstacle = "DeepSpeed cannot build it on this machine"
             if self.is_main and not self._prepared:
-                logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time")
-            return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
-        if self.is_main and not self._prepared:
-            logger.warning("--adam_offload: DeepSpeed's CPU Adam cannot be compiled here: %s. torch's AdamW steps on "
-                           "the CPU instead, which is slower.", obstacle)  # fmt: skip
+                if obstacle is None:
+                    logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time")
+                else:
+                    logger.warning("--adam_offload: torch's AdamW on the CPU, which is slower, since %s", obstacle)
+            if obstacle is None:
+                return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
         return torch.optim.AdamW(parameters, fused=True, **options)
 
 
@@ -198,7 +195,7 @@ def learning_rate_schedule(optimizer: torch.optim.Optimizer, adam: AdamConfig, t
     The first of n steps of warm-up has 1/n of the peak: with 0, as in transformers, its rollout would be wasted.
     """
     n_warmup = 0 if adam.lr_scheduler == "constant" else int(adam.lr_warmup_ratio * total_steps)
-    more = {"min_lr_rate": _MIN_LR_RATE} if adam.lr_scheduler == "cosine_with_min_lr" else None
+    more = {"min_lr_rate": 0.1} if adam.lr_scheduler == "cosine_with_min_lr" else None
     theirs = get_scheduler(adam.lr_scheduler, optimizer, n_warmup, max(1, total_steps), scheduler_specific_kwargs=more)
     after_warmup = theirs.lr_lambdas[0]
     return LambdaLR(optimizer, lambda step: (step + 1) / n_warmup if step < n_warmup else after_warmup(step))

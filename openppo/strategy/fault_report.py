@@ -45,10 +45,8 @@ class Fault:
     what: str
     where: Sequence[Heartbeat]
     look_at: str = ""
-    details: str = ""
-    """Traceback, or the stacks of all threads."""
-    memory: Sequence[tuple[str, str]] = ()
-    """Further rows: label and line."""
+    details: str = ""  # traceback, or the stacks of all threads
+    memory: Sequence[tuple[str, str]] = ()  # further rows: label and line
 
     def render(self, others: Sequence[Heartbeat], resume: str) -> str:
         """The page. ``others`` are the healthy ranks; ``resume`` says how to continue after a failure."""
@@ -68,11 +66,10 @@ def raised(
     message = mask_credentials(traceback.format_exception_only(error)[-1]).splitlines()[0]
     fault = Fault(f"rank {where.rank} raised {message}", [where], details=text)
     if is_out_of_memory(error):
-        lines = (host_memory(), f"options: {' '.join(sizes(options))}", *models())
-        rows = [("memory", line) for line in lines]
-        flags = remedies(where.phase, options, on_cpu=not torch.cuda.is_available())
-        advice = [("try", f"reduce memory in {where.phase} with {', '.join(flags)}")] if flags else []
-        return replace(fault, memory=[*rows, *advice])
+        rows = [("memory", line) for line in (host_memory(), f"options: {' '.join(sizes(options))}", *models())]
+        if flags := remedies(where.phase, options, on_cpu=not torch.cuda.is_available()):
+            rows.append(("try", f"reduce memory in {where.phase} with {', '.join(flags)}"))
+        return replace(fault, memory=rows)
     if is_broken_connection(error):
         return replace(fault, look_at="the network between the ranks: a connection broke, and all ranks are alive")
     folder = options.get("save_path")
@@ -81,8 +78,10 @@ def raised(
 
 def lost(ranks: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
     """Other ranks that are gone, for these reasons."""
-    what = "; ".join(f"rank {rank} is gone: {reason}" for rank, reason in ranks.items())
-    where = [beats[rank] for rank in ranks]
+    what, where = (
+        "; ".join(f"rank {rank} is gone: {why}" for rank, why in ranks.items()),
+        [beats[rank] for rank in ranks],
+    )
     memory = [("memory", f"rank {beat.rank} at its last heartbeat: {beat.memory}") for beat in where]
     return Fault(what, where, _SILENT if "heartbeat" in what else _EXIT_CODES, memory=memory)
 
@@ -127,11 +126,12 @@ def is_broken_connection(error: BaseException) -> bool:
 
 def host_memory() -> str:
     """Memory of this process, of its machine and of its container."""
-    process, machine = psutil.Process().memory_info().rss, psutil.virtual_memory()
-    text = f"process {_gib(process)}, machine {_gib(machine.available)} available of {_gib(machine.total)}"
+    process, machine, gib = psutil.Process().memory_info().rss, psutil.virtual_memory(), 2**30
+    text = f"process {process / gib:.2f} GiB, machine {machine.available / gib:.2f} GiB available of "
+    text += f"{machine.total / gib:.2f} GiB"
     with suppress(OSError):
         most, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        text += "" if most == "max" else f", container {_gib(int(used))} used of {_gib(int(most))}"
+        text += "" if most == "max" else f", container {int(used) / gib:.2f} GiB used of {int(most) / gib:.2f} GiB"
     return text
 
 
@@ -144,7 +144,3 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def _restart() -> str:
     done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return f"torchrun starts all ranks again (restart {done + 1} of {most})" if done < most else ""
-
-
-def _gib(n_bytes: float) -> str:
-    return f"{n_bytes / 2**30:.2f} GiB"

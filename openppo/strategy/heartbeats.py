@@ -52,7 +52,7 @@ class Heartbeat:
 
 
 class HeartbeatStore:
-    """Heartbeats of all ranks, through a client of the launcher's store that nothing else uses.
+    """Heartbeats of all ranks, through a client of the launcher's store that nothing else uses; idle with one rank.
 
     A client is locked during a blocking wait, so the training thread's could not carry heartbeats.
     """
@@ -74,6 +74,8 @@ class HeartbeatStore:
 
     def exchange(self, mine: Heartbeat) -> None:
         """Publish a heartbeat and read those of the other ranks."""
+        if not self._others:
+            return
         ended = self._ended()  # their heartbeats in the store are final
         try:
             self._store = self._store or self._connect()
@@ -83,11 +85,11 @@ class HeartbeatStore:
             self.error = str(error).splitlines()[0]
             time.sleep(1)  # a rank that hosts the store closes it some time before its process is gone
             ended = self._ended()
-        for rank, beat in self.beats.items():
+        for rank in [rank for rank, beat in self.beats.items() if not beat.done]:
             silent = time.monotonic() - self._heard[rank]
-            if not beat.done and silent > (0.8 if rank in ended else 1) * self._limit:  # its timer ends it at 0.9
+            if silent > (0.8 if rank in ended else 1) * self._limit:  # its timer ends it at 0.9
                 self.lost[rank] = f"no heartbeat for {silent:.0f} s (--heartbeat_timeout)"
-            elif not beat.done and rank in ended:
+            elif rank in ended:
                 self.lost[rank] = "its process has ended"
 
     def _ended(self) -> list[int]:

@@ -120,8 +120,7 @@ class PolicyWeights:
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """``merged_weights`` of the model."""
-        policy: Any = self.model.module.model
-        return merged_weights(policy)
+        return merged_weights(self.model.module.model)
 
 
 def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:

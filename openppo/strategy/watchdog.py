@@ -46,8 +46,8 @@ class Watchdog:
         self.saves_on_signal = False
         """Whether the work under way polls ``signals.requested()``; other work ends at the first signal."""
         self._limits, self._where, self._options, self._resume = limits, where, options, resume
-        self._rank, n_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self._store = HeartbeatStore(self._rank, n_ranks, limits.heartbeat_timeout) if n_ranks > 1 else None
+        self._rank, self._n_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._store = HeartbeatStore(self._rank, self._n_ranks, limits.heartbeat_timeout)
         self._signalled_at: float | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -61,20 +61,25 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not (isinstance(error, SystemExit) and (self._store is None or not error.code)):
-            if self._store is not None and fault_report.is_broken_connection(error):
+        if error is not None and not (isinstance(error, SystemExit) and (self._n_ranks == 1 or not error.code)):
+            if self._n_ranks > 1 and fault_report.is_broken_connection(error):
                 time.sleep(self._limits.heartbeat_timeout + _LINGER)  # until the cause is known, and ends the process
             self._report(fault_report.raised(error, self._heartbeat(), self._options, self.explain_memory))
         self._ending.set()
         signals.wake()
         self._thread.join()
-        self._say_goodbye()
+        deadline = time.monotonic() + _SECONDS_TO_END
+        while time.monotonic() < deadline:  # the others learn that this rank has finished; the store outlives them
+            self._store.exchange(self._heartbeat(done=True))
+            if not self._store.is_hosted_here or all(beat.done for beat in self._store.beats.values()):
+                break
+            time.sleep(_INTERVAL / 5)
         faulthandler.cancel_dump_traceback_later()
         signals.uninstall()
 
     def refuse(self, message: str) -> NoReturn:
         """Report a mistake of the user, found before training: one line on stderr for all ranks, exit status 2."""
-        if self._store is None:
+        if self._n_ranks == 1:
             _write(f"error: {message}\n")
             sys.exit(2)
         if self._rank:
@@ -86,6 +91,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(0.9 * self._limits.heartbeat_timeout, exit=True, file=2)
 
     def _run(self) -> None:
+        """Look until the end. An unexpected error ends this thread, with its traceback, and by the timer the run."""
         while not self._ending.is_set():
             try:  # in a frame whose file name is the position, since the timer prints the stacks alone
                 eval(compile("look()", f"OpenPPO {self._heartbeat()}", "eval"), {"look": self._look})
@@ -96,44 +102,30 @@ class Watchdog:
                 if not self._ending.is_set():
                     self._set_timer()
 
-    def _say_goodbye(self) -> None:
-        """Tell the other ranks that this one has finished; the host of the store waits until they have too."""
-        deadline = time.monotonic() + _SECONDS_TO_END
-        while self._store is not None and time.monotonic() < deadline:
-            self._store.exchange(self._heartbeat(done=True))
-            if not self._store.is_hosted_here or all(beat.done for beat in self._others()):
-                break
-            time.sleep(_INTERVAL / 5)
-
     def _look(self) -> None:
         received = signals.receive(_INTERVAL)
-        mine = self._heartbeat()
-        if self._store is not None:
-            self._store.exchange(mine)
-            if self._store.status is not None:  # after the rank that reported: torchrun names the first that ends
-                time.sleep(2 * _LINGER if self._store.status < _SIGNALLED else 0)
-                self._exit(self._store.status)
-            if self._store.lost:
-                self._report(fault_report.lost(self._store.lost, self._store.beats))
+        mine, store = self._heartbeat(), self._store
+        store.exchange(mine)
+        if store.status is not None:  # after the rank that reported: torchrun names the first that ends
+            time.sleep(2 * _LINGER if store.status < _SIGNALLED else 0)
+            self._exit(store.status)
+        if store.lost:
+            self._report(fault_report.lost(store.lost, store.beats))
         for name in received:  # after lost ranks, for which the launcher signals the others
             self._handle(name)
-        for beat in self._others():
+        for beat in store.beats.values():
             if beat.signal is not None:
                 signals.request(beat.signal)
-        if self._store is not None and self._store.error is not None:
+        if store.error is not None:
             owner = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
-            what = f"{owner}, which hosts the store of the ranks, is gone or out of reach ({self._store.error})"
+            what = f"{owner}, which hosts the store of the ranks, is gone or out of reach ({store.error})"
             self._report(Fault(what, [mine], "what ended it, on its host"))
         if self._is_stalled(mine):
             self._report(fault_report.stalled(mine))
 
     def _heartbeat(self, done: bool = False) -> Heartbeat:
-        idle = time.monotonic() - self._where.last_progress
-        place = (self._rank, self._where.phase, self._where.step, idle)
+        place = (self._rank, self._where.phase, self._where.step, time.monotonic() - self._where.last_progress)
         return Heartbeat(*place, fault_report.host_memory(), signals.requested(), done)
-
-    def _others(self) -> list[Heartbeat]:
-        return [] if self._store is None else list(self._store.beats.values())
 
     def _is_stalled(self, mine: Heartbeat) -> bool:
         """Whether this rank makes no progress, and does not merely wait for one that may still make some."""
@@ -142,7 +134,7 @@ class Watchdog:
             limit = max(limit, RunConfig.stall_timeout)
         if not 0 < limit < mine.idle:
             return False
-        deadlock = all(beat.idle > limit + _SECONDS_TO_END for beat in self._others())
+        deadlock = all(beat.idle > limit + _SECONDS_TO_END for beat in self._store.beats.values())
         return deadlock or not fault_report.waits_for_other_ranks()
 
     def _handle(self, name: str) -> None:
@@ -151,7 +143,7 @@ class Watchdog:
         if first is None and self.saves_on_signal:
             self._signalled_at = now
             signals.request(name)
-            if self._store is None or self._store.claim("signal"):
+            if self._store.claim("signal"):
                 _write(f"{name}: saving a checkpoint, then exiting; a second signal exits at once\n")
         elif first is None or now - first > _ECHO:
             how = "ended" if first is None else "a second signal, ended at once"
@@ -159,26 +151,24 @@ class Watchdog:
 
     def _report(self, fault: Fault) -> NoReturn:
         failed = {beat.rank for beat in fault.where}
-        others = [beat for beat in [*self._others(), self._heartbeat()] if beat.rank not in failed]
+        others = [beat for beat in [*self._store.beats.values(), self._heartbeat()] if beat.rank not in failed]
         self._end(fault.render(sorted(others, key=lambda beat: beat.rank), self._resume), 1)
 
     def _end(self, text: str, status: int) -> NoReturn:
         """Report, unless another rank does, and end the run."""
         self._ending.set()
         faulthandler.dump_traceback_later(_SECONDS_TO_END, exit=True, file=2)  # if stderr or stdout is blocked, say
-        if self._store is None or self._store.claim("report"):
+        claimed = self._store.claim("report")
+        if claimed:
             _write(text)
-            if self._store is not None:
-                self._store.end_all(status)
-                time.sleep(_LINGER)
-        else:
-            time.sleep(2 * _LINGER)
+            self._store.end_all(status)
+        if self._n_ranks > 1:
+            time.sleep(_LINGER if claimed else 2 * _LINGER)
         self._exit(status)
 
     def _exit(self, status: int) -> NoReturn:
         """End the process whatever its threads do: a collective that waits, a reward function that sleeps."""
-        if self._store is not None:
-            self._store.kill_lost()
+        self._store.kill_lost()
         os._exit(status)
 
 

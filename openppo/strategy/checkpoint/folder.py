@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -31,9 +30,6 @@ MANIFEST = "manifest.json"
 MODEL = "model"
 """The folder of ``--save_hf_ckpt`` in a checkpoint: never read by a resume, so no change to it is damage."""
 _FORMAT = 3
-_REPLACED = ".replaced"
-_UNTOUCHED = "Checkpoints that were there before are untouched."
-_NAME = re.compile(r"(?:best_)?step_\d{8,}")
 
 
 class CheckpointError(RuntimeError):
@@ -122,11 +118,18 @@ class CheckpointFolder:
         aside = _free_name(self.folder)
 
         def move() -> None:
+            links = [path for name in ("latest", "best") if (path := self.folder / name).is_symlink()]
             aside.mkdir()
-            for path in (*had_steps, *had_best, *self.folder.glob("*.damaged.*"), *self._links()):
+            for path in (*had_steps, *had_best, *self.folder.glob("*.damaged.*"), *links):
                 shutil.move(path, aside)  # to another disk, where the folder is a mount point
 
-        self._on_main(move)
+        def failure(message: str) -> ValueError:
+            return ValueError(
+                f"{self.flag} {self.folder}: the checkpoints there cannot be set aside ({message}): give "
+                "--load_checkpoint to resume from them, or another --ckpt_path."
+            )
+
+        collective(self.comm, lambda: move() if self.is_main else None, OSError, failure)
         hint = "; --load_checkpoint would have resumed from them" if had_steps else ""
         logger.warning("checkpoints or the best model of an earlier run are kept in %s%s", aside, hint)
 
@@ -147,19 +150,23 @@ class CheckpointFolder:
 
         ``place`` is another folder than this one, with its flag.
         """
-        wanted, (flag, folder) = sum(self.comm.all_gather_object(n_bytes)), place or (self.flag, self.folder)
-        free = self.comm.all_gather_object(shutil.disk_usage(folder).free)[0]
-        if free < wanted:
-            raise CheckpointError(
-                f"{flag} {folder}: {what} {wanted / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there: "
-                f"{remedy}. {_UNTOUCHED}"
-            )
+        wanted, (_, folder) = sum(self.comm.all_gather_object(n_bytes)), place or (self.flag, self.folder)
 
-    def _write(self, work: Callable[[], T]) -> T:
+        def check() -> None:
+            if (free := shutil.disk_usage(folder).free) < wanted:
+                sizes = f"{wanted / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there"
+                raise OSError(f"{what} {sizes}: {remedy}")
+
+        self._write(check, place)
+
+    def _write(self, work: Callable[[], T], place: tuple[str, Path] | None = None) -> T:
         """``work()``; ``CheckpointError`` on all ranks if it failed on one."""
+        flag, folder = place or (self.flag, self.folder)
 
-        failure = f"{self.flag} {self.folder}: {{}}. {_UNTOUCHED}".format
-        return collective(self.comm, work, (OSError, SafetensorError), lambda text: CheckpointError(failure(text)))
+        def failure(message: str) -> CheckpointError:
+            return CheckpointError(f"{flag} {folder}: {message}. Checkpoints that were there before are untouched.")
+
+        return collective(self.comm, work, (OSError, SafetensorError), failure)
 
     def _on_main(self, work: Callable[[], object]) -> None:
         self._write(lambda: work() if self.is_main else None)
@@ -183,10 +190,7 @@ class CheckpointFolder:
                 ) from error
             logger.warning("%s cannot be locked (%s): make sure that no second run uses it", self.folder, error)
         lock.write_text(f"process {os.getpid()} on {socket.gethostname()}, {secrets.token_hex(8)}\n")
-        for path in self.folder.glob(f"*{_REPLACED}"):
-            if not path.with_suffix("").exists():
-                path.rename(path.with_suffix(""))
-        for path in (*self.folder.glob(f"*{_REPLACED}"), *self.folder.glob(".*.partial")):
+        for path in self.folder.glob(".*.partial"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _check_shared(self) -> None:
@@ -201,24 +205,21 @@ class CheckpointFolder:
 
     def _of_steps(self, kind: str = "step") -> list[Path]:
         """Checkpoints, or with ``best_step`` models, by step."""
-        paths = [path for path in self.folder.glob(f"{kind}_*") if _NAME.fullmatch(path.name)]
-        return sorted(paths, key=lambda path: int(path.name.rpartition("_")[2]))
-
-    def _links(self) -> list[Path]:
-        return [path for name in ("latest", "best") if (path := self.folder / name).is_symlink()]
+        steps = {path: path.name.removeprefix(f"{kind}_") for path in self.folder.glob(f"{kind}_*")}
+        return sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
 
     def _publish(self, partial: Path, link: str, keep: int) -> None:
         """Rename ``partial`` in one step, link to it, and remove all but the ``keep`` newest."""
         for path in (*partial.rglob("*"), partial):
             _flush(path)
         final = self.folder / partial.name[1 : -len(".partial")]
-        replaced = final.with_name(final.name + _REPLACED)
-        if final.exists():  # of the same step; a start after a kill between the two renames takes it back
-            final.rename(replaced)
+        old = final.with_name(f".{final.name}.old.partial")
+        if final.exists():  # of the same step, as ``trainer.save()`` twice
+            final.rename(old)
         partial.rename(final)
         self._link(link, final)
         _flush(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
         earlier = [path for path in self._of_steps(final.name.rpartition("_")[0]) if path != final]
         for path in earlier[: len(earlier) - keep + 1]:  # renamed first: half a checkpoint never has a whole one's name
             shutil.rmtree(path.rename(self.folder / f".{path.name}.partial"), ignore_errors=True)
@@ -263,8 +264,8 @@ def damage_of(path: Path, place: int = 0, n_places: int = 1) -> str | None:
         manifest = json.loads((path / MANIFEST).read_text())
         written = manifest["format"]
         if written != _FORMAT:
-            raise UnreadableError(f"format {written} is of another version of OpenPPO; this one reads {_FORMAT}. "
-                                  "Resume with that version.")  # fmt: skip
+            version = "is of another version of OpenPPO"
+            raise UnreadableError(f"format {written} {version}; this one reads {_FORMAT}. Resume with that version.")
         names = [name for name in sorted(manifest["files"]) if Path(name).parts[0] != MODEL]
         for name in names[place::n_places]:
             file, wanted = path / name, manifest["files"][name]

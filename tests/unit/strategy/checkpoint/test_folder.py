@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,6 @@ def filled(path: Path, steps: int, keep: int = 3, write: Callable[[Path], None] 
     return folder
 
 
-def ranks_of(n: int, work: Callable[[ThreadComm], Any]) -> list[Any]:
-    return on_ranks(n, work, (CheckpointError, ValueError))
-
-
 def names(path: Path) -> list[str]:
     """The entries of ``path`` without the lock."""
     return sorted({entry.name for entry in path.iterdir()} - {".lock"})
@@ -65,27 +62,6 @@ def test_a_folder_in_place_of_the_link_stops_no_save(tmp_path: Path, caplog: pyt
     assert folder_of(tmp_path / "copy").newest() == tmp_path / "copy" / STEP(2)
 
 
-@pytest.mark.parametrize("ends", [KeyboardInterrupt, OSError])
-def test_the_only_checkpoint_survives_a_failed_replacement(
-    tmp_path: Path, ends: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, rename = filled(tmp_path, 1, keep=1, write=write("old")), Path.rename
-
-    def failing(self: Path, target: Path) -> Path:
-        if self.name.endswith(".partial"):
-            raise ends(116, "Stale file handle")
-        return rename(self, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", failing)
-        with pytest.raises(CheckpointError if ends is OSError else ends):
-            folder.save(1, write("new"))
-    newest = folder_of(tmp_path, keep=1).newest()
-    assert newest is not None
-    assert (newest / "a.txt").read_text() == "old"
-    assert names(tmp_path) == ["latest", STEP(1)]
-
-
 def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path: Path) -> None:
     def work(comm: ThreadComm) -> None:
         folder = CheckpointFolder(tmp_path, comm, keep=1)
@@ -98,7 +74,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path: Path) -> None:
 
         folder.save(2, fail)
 
-    for error in ranks_of(2, work):
+    for error in on_ranks(2, work, (CheckpointError,)):
         assert isinstance(error, CheckpointError)
         assert str(error).startswith(f"--ckpt_path {tmp_path}: on rank 1 (")
         assert "No space left on device. Checkpoints that were there before are untouched." in str(error)
@@ -107,7 +83,8 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path: Path) -> None:
 
 
 def write_both(path: Path) -> None:
-    for name in ("a.txt", "b.txt"):
+    (path / "model").mkdir()
+    for name in ("a.txt", "b.txt", "model/config.json"):
         (path / name).write_text("content")
 
 
@@ -133,20 +110,42 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_previous(
     filled(tmp_path, 2, write=write_both)
     DAMAGE[damage](tmp_path / STEP(2))
     with caplog.at_level(logging.WARNING, "openppo"):
-        found = ranks_of(ranks, lambda comm: CheckpointFolder(tmp_path, comm, keep=3).newest())
+        found = on_ranks(ranks, lambda comm: CheckpointFolder(tmp_path, comm, keep=3).newest())
     assert found == [tmp_path / STEP(1)] * ranks
     assert "step_00000002 is damaged" in caplog.text
     assert names(tmp_path) == ["latest", STEP(1), STEP(2) + ".damaged.1"]
     assert (tmp_path / "latest").resolve() == tmp_path / STEP(1)
 
 
-def test_damage_of_all_checkpoints_is_an_error_and_all_stay(tmp_path: Path) -> None:
+def delete(file: str) -> Callable[[Path], None]:
+    return lambda folder: [(folder / STEP(step) / file).unlink() for step in (1, 2)] and None
+
+
+def version(number: int) -> Callable[[Path], object]:
+    return lambda folder: manifest(f'{{"format": {number}, "files": {{}}}}')(folder / STEP(2))
+
+
+UNREADABLE = "format {} is of another version of OpenPPO; this one reads 3"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (delete("b.txt"), "all checkpoints there are damaged.*without --load_checkpoint"),
+        (version(2), UNREADABLE.format(2)),
+        (version(99), UNREADABLE.format(99)),
+        (delete("model/config.json"), None),  # of the model nothing is read, so no change to it is damage
+        (lambda folder: write("edited", "config.json")(folder / STEP(2) / "model"), None),
+    ],
+)
+def test_without_a_whole_checkpoint_nothing_is_moved(
+    tmp_path: Path, change: Callable[[Path], object], message: str | None
+) -> None:
     folder = filled(tmp_path, 2, write=write_both)
-    for step in (1, 2):
-        (tmp_path / STEP(step) / "b.txt").unlink()
+    change(tmp_path)
     for _ in range(2):  # torchrun --max_restarts starts again with the same command
-        with pytest.raises(ValueError, match="all checkpoints there are damaged.*without --load_checkpoint"):
-            folder.newest()
+        with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+            assert folder.newest() == tmp_path / STEP(2)
         assert names(tmp_path) == ["latest", STEP(1), STEP(2)]
 
 
@@ -170,28 +169,6 @@ def test_an_unreadable_checkpoint_is_not_taken_for_damaged(
     assert folder.newest() == tmp_path / STEP(2)
 
 
-@pytest.mark.parametrize("written", [2, 99])
-def test_a_checkpoint_of_another_version_is_refused(written: int, tmp_path: Path) -> None:
-    folder = filled(tmp_path, 1)
-    manifest(f'{{"format": {written}, "files": {{}}}}')(tmp_path / STEP(1))
-    with pytest.raises(ValueError, match=f"format {written} is of another version of OpenPPO; this one reads 3"):
-        folder.newest()
-    assert names(tmp_path) == ["latest", STEP(1)]
-
-
-def test_changes_to_the_model_in_a_checkpoint_are_no_damage(tmp_path: Path) -> None:
-    def write_with_model(partial: Path) -> None:
-        write_both(partial)
-        (partial / "model").mkdir()
-        (partial / "model" / "config.json").write_text("{}")
-
-    folder = filled(tmp_path, 1, write=write_with_model)
-    (tmp_path / STEP(1) / "model" / "config.json").write_text('{"edited": true}')
-    assert folder.newest() == tmp_path / STEP(1)
-    shutil.rmtree(tmp_path / STEP(1) / "model")
-    assert folder.newest() == tmp_path / STEP(1)
-
-
 def test_the_best_model_replaces_the_previous_one(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     for step in (7, 3):
@@ -199,6 +176,28 @@ def test_the_best_model_replaces_the_previous_one(tmp_path: Path) -> None:
     assert (tmp_path / "best" / "a.txt").read_text() == "3"
     assert names(tmp_path) == ["best", "best_step_00000003"]
     assert folder.newest() is None, "it is a model, no checkpoint"
+
+
+def test_what_no_disk_has_room_for_and_what_cannot_move_is_an_error_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path, 1)
+
+    def check(comm: ThreadComm) -> None:
+        place = ("--save_path", tmp_path / ("gone" if comm.rank else ""))
+        CheckpointFolder(tmp_path, comm, keep=1).check_space(1, "make room", "it takes", place)
+
+    for error in on_ranks(2, check, (CheckpointError,)):
+        assert str(error).startswith("--save_path ") and ": on rank 1 (" in str(error)
+    with pytest.raises(CheckpointError, match="--ckpt_path .*: a checkpoint takes 1048576.00 GiB and .*: make room"):
+        folder_of(tmp_path).check_space(2**50, "make room")
+
+    def fail(*given: object) -> None:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "move", fail)
+    with pytest.raises(ValueError, match="give --load_checkpoint to resume from them, or another --ckpt_path"):
+        folder_of(tmp_path).set_aside()
 
 
 @pytest.mark.parametrize("has_steps", [True, False])
@@ -232,11 +231,11 @@ def test_a_foreign_pickle_is_refused_with_the_reason(tmp_path: Path, name: str) 
 
 def test_a_folder_that_cannot_be_used_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    errors = ranks_of(2, lambda comm: CheckpointFolder(tmp_path / "file" / "x", comm, keep=1))
+    errors = on_ranks(2, lambda comm: CheckpointFolder(tmp_path / "file" / "x", comm, keep=1))
     assert all("--ckpt_path" in str(error) and "choose another folder" in str(error) for error in errors)
     for host in "01":
         (tmp_path / host).mkdir()
-    for error in ranks_of(4, lambda comm: CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3)):
+    for error in on_ranks(4, lambda comm: CheckpointFolder(tmp_path / str(comm.rank // 2), comm, keep=3)):
         assert isinstance(error, ValueError)
         assert str(error).startswith("on rank 2 (")
         assert "Several hosts need a shared --ckpt_path" in str(error)
