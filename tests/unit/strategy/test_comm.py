@@ -62,27 +62,17 @@ print(TorchComm().all_gather_object("here"), sorted(os.environ.keys() - before.k
     assert done.stdout == "['here'] ['LOCAL_RANK']\n", done.stderr
 
 
-def start_joining(rank: str, **environment: str) -> subprocess.Popen[str]:
-    """A process that joins a group of three on this machine, for up to three seconds."""
-    program = "from openppo.strategy.comm import *; init_process_group(timedelta(seconds=3))"
-    group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", program], env=os.environ | group | environment, stderr=subprocess.PIPE, text=True
-    )
+def test_missing_ranks_and_a_missing_first_host_are_named() -> None:
+    def start_joining(rank: str, port: int) -> "subprocess.Popen[str]":
+        """A process that joins a group of three on this machine, for up to three seconds."""
+        program = "from openppo.strategy.comm import *; init_process_group(timedelta(seconds=3))"
+        group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+        torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0", "MASTER_PORT": str(port)}
+        words = [sys.executable, "-c", program]
+        return subprocess.Popen(words, env=os.environ | group | torchrun, stderr=subprocess.PIPE, text=True)
 
-
-def test_a_missing_rank_is_named_by_the_others() -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun has one
-    torchrun = {
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-    }
-    joining = [start_joining(rank, **torchrun) for rank in ("0", "2")]
-    for process in joining:
-        assert "ValueError: rank 1 of 3 did not start within 3 s" in process.communicate(timeout=100)[1]
-
-
-def test_a_missing_first_host_is_named_by_its_address() -> None:
-    message = start_joining("1", MASTER_PORT="1").communicate(timeout=100)[1]
-    assert "ValueError: rank 0 was not reached at 127.0.0.1:1 within 3 s" in message
+    joining = [start_joining("0", store.port), start_joining("2", store.port), start_joining("1", 1)]
+    *others, lone = (process.communicate(timeout=100)[1] for process in joining)
+    assert all("ValueError: rank 1 of 3 did not start within 3 s" in message for message in others)
+    assert "ValueError: rank 0 was not reached at 127.0.0.1:1 within 3 s" in lone

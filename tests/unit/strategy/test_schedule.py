@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
 import torch
@@ -22,15 +22,14 @@ FALLS: dict[str, Callable[[float], float]] = {  # of the share of steps after th
 }
 
 
-def schedule(name: Any, ratio: float, total: int = TOTAL) -> tuple[torch.optim.Optimizer, Any]:
+def rates(name: Any, ratio: float, total: int = TOTAL, position: int = 0) -> list[float]:
+    """The rates of all steps, from ``position`` on in a run that resumes there."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
-    return optimizer, learning_rate_schedule(optimizer, AdamConfig(lr_scheduler=name, lr_warmup_ratio=ratio), total)
-
-
-def rates(name: Any, ratio: float, total: int = TOTAL) -> list[float]:
-    optimizer, made = schedule(name, ratio, total)
+    made: Any = learning_rate_schedule(optimizer, AdamConfig(lr_scheduler=name, lr_warmup_ratio=ratio), total)
+    if position:
+        _set_schedule(cast(Any, SimpleNamespace(scheduler=made)), position)
     found = []
-    for _ in range(total):
+    for _ in range(position, total):
         assert made.get_last_lr()[0] == optimizer.param_groups[0]["lr"]
         found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -54,12 +53,4 @@ def test_the_first_step_changes_weights_whatever_the_options() -> None:
 
 @pytest.mark.parametrize("position", range(0, TOTAL, 3))
 def test_a_resumed_schedule_continues_where_it_was(position: int) -> None:
-    optimizer, made = schedule("cosine_with_min_lr", 0.2)
-    engine: Any = SimpleNamespace(scheduler=made)
-    _set_schedule(engine, position)
-    found = []
-    for _ in range(position, TOTAL):
-        found.append(made.get_last_lr()[0])
-        optimizer.step()
-        made.step()
-    assert found == rates("cosine_with_min_lr", 0.2)[position:]
+    assert rates("cosine_with_min_lr", 0.2, position=position) == rates("cosine_with_min_lr", 0.2)[position:]

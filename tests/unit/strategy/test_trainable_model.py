@@ -78,16 +78,15 @@ def test_no_forward_waits_for_deepspeeds_throughput_timer() -> None:
     assert [engine.tput_timer.config.enabled for engine in (trained.deepspeed, frozen)] == [False, False]
 
 
-def test_overrides_are_merged_into_nested_options() -> None:
-    options = train_config(DeepSpeedConfig(bf16=True), zero_stage=3, n_trained=11, n_ranks=2)
-    merged = merge(options, {"zero_optimization": {"stage3_param_persistence_threshold": 0}})
-    assert merged["zero_optimization"] == options["zero_optimization"] | {"stage3_param_persistence_threshold": 0}
-    assert "stage3_param_persistence_threshold" not in options["zero_optimization"]
-
-
-def test_flags_reach_deepspeed_which_scales_nothing() -> None:
+def test_flags_and_overrides_reach_deepspeed_which_scales_nothing() -> None:
+    options: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    merged = merge(options, {"zero_optimization": {"cpu_offload": 0}})
+    assert merged == {"zero_optimization": {"stage": 3, "cpu_offload": 0}, "bf16": {"enabled": True}}
+    assert options["zero_optimization"] == {"stage": 3}
     zero = train_config(DeepSpeedConfig(zero_stage=3, zpg=4, overlap_comm=True), 3, 7, n_ranks=8)["zero_optimization"]
     assert (zero["zero_hpz_partition_size"], zero["overlap_comm"]) == (4, True)
+    with pytest.raises(ValueError, match="--zpg 2 does not divide the 1 ranks"):
+        DeepspeedStrategy(DeepSpeedConfig(zero_stage=3, zpg=2))
     for stage in (0, 1, 2, 3):
         options = train_config(DeepSpeedConfig(max_norm=0.5), stage, n_trained=7, n_ranks=1)
         assert (options["gradient_accumulation_steps"], options["gradient_clipping"]) == (1, 0.5)

@@ -47,14 +47,6 @@ def test_tensor_elements_reduce_alike_for_every_split(split: list[list[list[floa
         assert result == dict.fromkeys(("x", "one by one"), pytest.approx(EXPECTED[reduction], rel=1e-12))
 
 
-def test_mean_is_weighted_by_sample_counts_not_by_micro_batches() -> None:
-    bags = [Metrics(), Metrics()]
-    bags[0].add("loss", 1.0, weight=3)
-    bags[0].add("loss", torch.tensor(2.0), weight=1)
-    bags[1].add("loss", 5.0, weight=4)
-    assert [result["loss"] for result in reduced_on_all(bags)] == [pytest.approx(25 / 8)] * 2
-
-
 def test_std_keeps_its_digits_far_from_zero() -> None:
     metrics = Metrics()
     for offset in ([0.0, 1.0], [2.0], [3.0, 4.0]):  # sum of squares minus squared sum would give 0 or a NaN here
@@ -95,36 +87,26 @@ def test_a_metric_of_nothing_is_left_out_and_numbers_are_exact() -> None:
 def test_ranks_that_lack_names_get_the_same_dict_in_the_same_order() -> None:
     bags = [Metrics(), Metrics(), Metrics()]
     bags[0].add("b", 1.0)
-    bags[0].add("a", 2.0)
+    bags[0].add("a", torch.tensor(2.0), weight=1)
     bags[1].add("c", 3.0, reduce="max")
-    bags[1].add("a", 4.0)
-    assert [list(result.items()) for result in reduced_on_all(bags)] == [[("b", 1.0), ("a", 3.0), ("c", 3.0)]] * 3
+    bags[1].add("a", 4.0, weight=3)
+    assert [list(result.items()) for result in reduced_on_all(bags)] == [[("b", 1.0), ("a", 3.5), ("c", 3.0)]] * 3
+    for add in (lambda: bags[1].add("c", 1.0), lambda: bags[1].add_tensor("c", torch.ones(2))):
+        with pytest.raises(ValueError, match="c was declared with reduction max, now with mean"):
+            add()
 
 
-def test_one_name_has_one_reduction() -> None:
-    metrics = Metrics()
-    metrics.add("x", 1.0, reduce="max")
-    with pytest.raises(ValueError, match="x was declared with reduction max, now with mean"):
-        metrics.add("x", 1.0)
-    with pytest.raises(ValueError, match="std"):
-        metrics.add_tensor("x", torch.ones(2), reduce="std")
-
-
-def test_histogram_counts_are_those_of_numpy() -> None:
+def test_histogram_counts_are_those_of_numpy_whatever_the_ranks() -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     made = histogram(values.reshape(10, 100), SingleProcess(), bins=16)
-    counts, edges = np.histogram(values.numpy(), bins=16)
     assert made is not None
+    for cut in (0, 1, 500, 1000):
+        parts = values[:cut], values[cut:]
+        for found in on_ranks(2, lambda comm, parts=parts: histogram(parts[comm.rank], comm, bins=16)):
+            assert (found.edges, found.counts) == (made.edges, made.counts)
+    counts, edges = np.histogram(values.numpy(), bins=16)
     assert (made.counts, made.edges) == (counts.tolist(), pytest.approx(edges.tolist()))
     assert (made.total, made.total_of_squares) == pytest.approx((float(values.sum()), float(values.square().sum())))
-
-
-@pytest.mark.parametrize("cut", [0, 1, 500, 1000])
-def test_a_histogram_does_not_depend_on_the_ranks_of_values(cut: int) -> None:
-    values = torch.randint(-50, 50, (1000,), generator=torch.Generator().manual_seed(0)).double()
-    parts = (values[:cut], values[cut:])
-    found = on_ranks(2, lambda comm: histogram(parts[comm.rank], comm, bins=10))
-    assert found == [histogram(values, SingleProcess(), bins=10)] * 2
 
 
 @pytest.mark.parametrize(
