@@ -6,20 +6,17 @@ The model changes in between; the weights of each stage are kept as ``OUT/<stage
 import gc
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from openppo.models import Actor
 from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions
 from openppo.strategy.comm import init_process_group
 from openppo.strategy.trainable_model import merged_weights
-from openppo.types import Completion, Interrupted, SamplingParams
+from openppo.types import Interrupted, SamplingParams
 
 EOS = [1, 6]
 PROMPTS = [[3, 4, 5], [7], [8, 8, 3, 9, 10, 4], [5, 3], [9, 9, 9], [4, 10, 7, 3]]
@@ -37,55 +34,50 @@ GREEDY = SamplingParams(10, temperature=0.0)
 class Weights:
     """Those of a model on one rank."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model):
         self.model = model
 
-    def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
+    def gathered(self, in_lockstep):
         return nullcontext()
 
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
+    def merged(self):
         return merged_weights(self.model)
 
 
 class StopsAfter:
     """A signal that comes before a certain step."""
 
-    def __init__(self) -> None:
-        self.steps: int | None = None
+    steps = None
 
-    def requested(self) -> bool:
+    def requested(self):
         if self.steps is not None:
             self.steps -= 1
         return self.steps is not None and self.steps < 0
 
-    def __call__(self) -> None:
+    def __call__(self):
         if self.steps is not None and self.steps < 0:
             self.steps = None
             raise Interrupted("SIGTERM")
 
 
-def engine_of(folder: Path, stop: StopsAfter | None = None) -> VLLMEngine:
+def engine_of(folder, stop=None, max_tokens=200):
     """An engine that has no weights yet."""
-    return VLLMEngine(str(folder), VLLMOptions(bf16=False, max_tokens=200, memory_share=0.1), EOS, stop=stop)
+    return VLLMEngine(str(folder), VLLMOptions(bf16=False, max_tokens=max_tokens, memory_share=0.1), EOS, stop=stop)
 
 
-def plain(completions: list[Completion]) -> list[dict[str, Any]]:
+def plain(completions):
     return [vars(c) | {"finish_reason": c.finish_reason.value} for c in completions]
 
 
-def sampled(engine: VLLMEngine, weights: Weights) -> dict[str, Any]:
+def sampled(engine, weights):
     """Completions of each way to sample, in batches, alone and entering one after the other."""
-    seeds = [100 + i for i in range(len(PROMPTS))]
-    found: dict[str, Any] = {}
+    seeds, params = [100 + i for i in range(len(PROMPTS))], SAMPLING["plain"]
     engine.decode = lambda ids: "".join("___abcdefgh"[i] for i in ids)
     with engine.with_weights(weights):
-        for name, params in SAMPLING.items():
-            found[name] = plain(engine.generate(PROMPTS, params, seeds))
-        params = SAMPLING["plain"]
+        found = {name: plain(engine.generate(PROMPTS, kind, seeds)) for name, kind in SAMPLING.items()}
         found["alone"] = [plain(engine.generate([p], params, [s]))[0] for p, s in zip(PROMPTS, seeds, strict=True)]
         found["other seeds"] = plain(engine.generate(PROMPTS, params, [s + 1000 for s in seeds]))
-        done: dict[int, Completion] = {}
-        numbers = []
+        done, numbers = {}, []
         for prompt, seed in zip(PROMPTS, seeds, strict=True):
             numbers.append(engine.submit(prompt, params, seed))
             engine.step()
@@ -93,45 +85,50 @@ def sampled(engine: VLLMEngine, weights: Weights) -> dict[str, Any]:
         while engine.busy:
             engine.step()
             done |= engine.collect()
-        found["one by one"] = plain([done[number] for number in numbers])
-    return found
+    return found | {"one by one": plain([done[number] for number in numbers])}
 
 
-def greedy(engine: VLLMEngine, weights: Weights) -> list[dict[str, Any]]:
+def greedy(engine, weights):
     """With the weights of now."""
     with engine.with_weights(weights):
         return plain(engine.generate([*PROMPTS, LONG_PROMPT], GREEDY, range(len(PROMPTS) + 1)))
 
 
-def change(model: torch.nn.Module, seed: int) -> None:
+@torch.no_grad()
+def change(model, seed):
     """Other values for what is trained."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-def interrupted(engine: VLLMEngine, weights: Weights, stop: StopsAfter) -> dict[str, Any]:
-    """What is left of a call that a signal ends after three steps, and a call after it."""
-    found: dict[str, Any] = {}
+def error_of(kind, work):
+    """The message of what ``work`` raises."""
     try:
+        work()
+    except kind as error:
+        return str(error)
+    return None
+
+
+def interrupted(engine, weights, stop):
+    """What is left of a call that a signal ends after three steps, and a call after it."""
+
+    def cut_short():
         with engine.with_weights(weights):
             stop.steps = 3
             engine.generate(PROMPTS, SAMPLING["plain"], range(len(PROMPTS)))
-    except Interrupted as signal:
-        found["signal"] = str(signal)
-    found["busy"] = engine.busy
-    try:
+
+    def too_long():
         with engine.with_weights(weights):
             engine.submit([3] * 195, SAMPLING["plain"], seed=0)
-    except ValueError as error:
-        found["too long"] = str(error)
-    found["again"] = greedy(engine, weights)
-    return found
+
+    found = {"signal": error_of(Interrupted, cut_short), "busy": engine.busy}
+    return found | {"too long": error_of(ValueError, too_long), "again": greedy(engine, weights)}
 
 
-def main() -> None:
+def main():
     """Every stage."""
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
     init_process_group(timedelta(seconds=100))
@@ -139,13 +136,13 @@ def main() -> None:
     random_state, n_threads = torch.get_rng_state(), torch.get_num_threads()
     stop = StopsAfter()
     engine = engine_of(models / "llama", stop)
-    result: dict[str, Any] = {"threads": [n_threads, torch.get_num_threads()]}
+    result = {"threads": [n_threads, torch.get_num_threads()]}
     torch.set_num_threads(n_threads + 1)
     result["threads"].append(torch.get_num_threads())
     torch.set_num_threads(n_threads)
     torch.set_rng_state(random_state)
 
-    model: Any = Actor(str(models / "llama")).model
+    model = Actor(str(models / "llama")).model
     weights = Weights(model)
     result["sampled"] = sampled(engine, weights)
     result["greedy first"] = greedy(engine, weights)
@@ -154,7 +151,7 @@ def main() -> None:
     result["greedy changed"] = greedy(engine, weights)
     result["interrupted"] = interrupted(engine, weights, stop)
 
-    adapted: Any = Actor(str(models / "llama"), lora_rank=4, lora_alpha=8).model
+    adapted = Actor(str(models / "llama"), lora_rank=4, lora_alpha=8).model
     change(adapted, 2)
     before = {name: p.clone() for name, p in adapted.named_parameters()}
     result["greedy adapted"] = greedy(engine, Weights(adapted))
@@ -162,16 +159,13 @@ def main() -> None:
     adapted.save_pretrained(out / "adapted")
 
     for name in ("tied", "qwen2", "qwen3"):
-        other: Any = Actor(str(models / name)).model
+        other = Actor(str(models / name)).model
         change(other, 3)
         other.save_pretrained(out / name)
         result[f"greedy {name}"] = greedy(engine_of(models / name), Weights(other))
     gc.collect()
     result["group"] = torch.distributed.is_initialized()
-    try:
-        VLLMEngine(str(models / "llama"), VLLMOptions(bf16=False, max_tokens=100_000, memory_share=0.1), EOS)
-    except ValueError as error:
-        result["refused"] = str(error)
+    result["refused"] = error_of(ValueError, lambda: engine_of(models / "llama", max_tokens=100_000))
     (out / "result.json").write_text(json.dumps(result))
 
 

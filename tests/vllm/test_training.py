@@ -1,9 +1,7 @@
 """PPO with vLLM as rollout engine. Stale weights in it would show as log-probs that differ from the actor's."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +15,10 @@ N_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
-def train(inputs: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callable[..., str]) -> Callable[..., Path]:
+def train(inputs, tmp_path_factory, launch):
     """``train(ranks, options)`` runs two steps in an episode, and returns the folder of the model."""
 
-    def run(ranks: int, options: str, folder: Path | None = None, pretrain: Path = inputs / "llama") -> Path:
+    def run(ranks, options, folder=None, pretrain=inputs / "llama"):
         folder = folder or tmp_path_factory.mktemp("run") / "model"
         arguments = f"""--rollout_engine vllm --pretrain {pretrain} --prompt_data {inputs}/prompts.jsonl
             --reward_fn {inputs}/reward.py --rollout_batch_size 8 --train_batch_size 8 --micro_train_batch_size 2
@@ -33,11 +31,11 @@ def train(inputs: Path, tmp_path_factory: pytest.TempPathFactory, launch: Callab
     return run
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
+def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def assert_samples_are_the_actors(folder: Path) -> None:
+def assert_samples_are_the_actors(folder):
     """Of both steps, and that a step changes log-probs by more than the bound."""
     logged = lines(folder / "logs" / "metrics.jsonl")
     assert len(logged) == 2
@@ -49,45 +47,35 @@ def assert_samples_are_the_actors(folder: Path) -> None:
 
 
 @torch.no_grad()
-def greedy_answer(model: Any, tokenizer: Any, prompt: str) -> str:
-    ids = tokenizer(prompt)["input_ids"]
-    new: list[int] = []
+def greedy_answer(model, tokenizer, prompt):
+    ids, new = tokenizer(prompt)["input_ids"], []
     while len(new) < N_TOKENS and tokenizer.eos_token_id not in new:
         new.append(int(model(torch.tensor([[*ids, *new]])).logits[0, -1].argmax()))
-    return str(tokenizer.decode(new))
+    return tokenizer.decode(new)
 
 
-def assert_evaluation_is_of_the_saved_model(folder: Path, model: Any) -> None:
-    """The last evaluation is of the weights that are saved."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+@pytest.mark.parametrize(
+    ("ranks", "options", "saved"),
+    [
+        (0, "--eval_steps 1 --enable_ema --ema_beta 0.5", AutoModelForCausalLM),
+        (2, "--eval_steps 2 --zero_stage 2", AutoModelForCausalLM),
+        (2, "--eval_steps 2 --zero_stage 3", AutoModelForCausalLM),
+        (0, "--eval_steps 2 --zero_stage 2 --lora_rank 4", AutoPeftModelForCausalLM),
+        (2, "--eval_steps 2 --zero_stage 3 --lora_rank 4", AutoPeftModelForCausalLM),
+    ],
+)
+def test_samples_are_the_actors_and_the_last_evaluation_is_of_what_is_saved(inputs, train, ranks, options, saved):
+    folder = train(ranks, f"--eval_data {inputs}/prompts.jsonl {options}")
+    assert_samples_are_the_actors(folder)
+    model, tokenizer = saved.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     evaluated = [line for line in lines(folder / "logs" / "samples.jsonl") if line.get("evaluation")][-4:]
     assert len(evaluated) == 4
     for sample in evaluated:
         assert sample["response"] == greedy_answer(model, tokenizer, sample["prompt"])
 
 
-def test_one_process_with_an_evaluated_average(inputs: Path, train: Callable[..., Path]) -> None:
-    folder = train(0, f"--eval_data {inputs}/prompts.jsonl --eval_steps 1 --enable_ema --ema_beta 0.5")
-    assert_samples_are_the_actors(folder)
-    assert_evaluation_is_of_the_saved_model(folder, AutoModelForCausalLM.from_pretrained(folder))
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_ranks_with_whole_weights(inputs: Path, train: Callable[..., Path], stage: int) -> None:
-    folder = train(2, f"--zero_stage {stage} --eval_data {inputs}/prompts.jsonl --eval_steps 2")
-    assert_samples_are_the_actors(folder)
-    assert_evaluation_is_of_the_saved_model(folder, AutoModelForCausalLM.from_pretrained(folder))
-
-
-@pytest.mark.parametrize(("ranks", "stage"), [(0, 2), (2, 3)])
-def test_adapters(inputs: Path, train: Callable[..., Path], ranks: int, stage: int) -> None:
-    folder = train(ranks, f"--zero_stage {stage} --lora_rank 4 --eval_data {inputs}/prompts.jsonl --eval_steps 2")
-    assert_samples_are_the_actors(folder)
-    assert_evaluation_is_of_the_saved_model(folder, AutoPeftModelForCausalLM.from_pretrained(folder))
-
-
-def test_a_peft_folder_is_a_start_like_any_other(inputs: Path, train: Callable[..., Path], tmp_path: Path) -> None:
-    adapted: Any = Actor(str(inputs / "llama"), lora_rank=4, lora_alpha=8).model
+def test_a_peft_folder_is_a_start_like_any_other(inputs, train, tmp_path):
+    adapted = Actor(str(inputs / "llama"), lora_rank=4, lora_alpha=8).model
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -96,7 +84,7 @@ def test_a_peft_folder_is_a_start_like_any_other(inputs: Path, train: Callable[.
     assert_samples_are_the_actors(train(0, "", pretrain=tmp_path / "adapters"))
 
 
-def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_ended(train: Callable[..., Path]) -> None:
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_ended(train):
     whole, folder = train(0, "--num_episodes 2"), train(0, "--num_episodes 1")
     train(0, "--num_episodes 2 --load_checkpoint", folder)
     logged, expected = (lines(f / "logs" / "metrics.jsonl") for f in (folder, whole))

@@ -6,9 +6,7 @@ import string
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from openppo.config import RewardConfig
 from openppo.models.padding import MicroBatchSize
@@ -16,19 +14,10 @@ from openppo.rewards import CombinedScorer, FunctionScorer, ModelScorer, Verifia
 from openppo.rewards import build as module
 from openppo.rewards.build import ScorerSetup, build_scorer
 from openppo.types import Prompt, SingleProcess
+from tests.conftest import save_tokenizer
 
 LETTERS = string.ascii_lowercase + " "
 PROMPTS = [Prompt("ab", [3, 4], label="c", row={"answer": "c"})]
-
-
-def make_tokenizer(letters):
-    """One token per character."""
-    special = ["<pad>", "<eos>", "<unk>"]
-    core = Tokenizer(WordLevel({token: i for i, token in enumerate([*special, *letters])}, unk_token="<unk>"))
-    core.add_special_tokens(special)
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +32,13 @@ def folder(tmp_path_factory):
             vocab_size=3 + n_letters, initializer_range=0.5, max_position_embeddings=32, **sizes, **options
         )
 
-    ours, other = make_tokenizer(LETTERS), make_tokenizer(LETTERS[::-1])
     LlamaForCausalLM(config(27)).save_pretrained(root / "actor")
-    ours.save_pretrained(root / "actor")
+    save_tokenizer(root / "actor", LETTERS)
     reward = LlamaForSequenceClassification(config(27, num_labels=1, mean=2.0, std=4.0))
     for name in ("same", "other", "no_tokenizer"):
         reward.save_pretrained(root / name)
-    ours.save_pretrained(root / "same")
-    other.save_pretrained(root / "other")
+    save_tokenizer(root / "same", LETTERS)
+    save_tokenizer(root / "other", LETTERS[::-1])
     LlamaForSequenceClassification(config(30, num_labels=1)).save_pretrained(root / "larger")
     shutil.copytree(root / "other", root / "weightless")
     (root / "weightless" / "model.safetensors").unlink()
@@ -71,8 +59,9 @@ def build(folder):
         source = RewardConfig(**placed)
         source.validate()
         where = SingleProcess(), torch.device("cpu"), lambda model: model.eval()
-        setup = ScorerSetup(*where, prompts, str(folder / "actor"), MicroBatchSize(2), normalize=normalize)
-        return build_scorer(source, make_tokenizer(LETTERS), setup)
+        actor = str(folder / "actor")
+        setup = ScorerSetup(*where, prompts, actor, MicroBatchSize(2), normalize=normalize)
+        return build_scorer(source, AutoTokenizer.from_pretrained(actor), setup)
 
     return run
 
@@ -80,10 +69,8 @@ def build(folder):
 @pytest.fixture
 def trajectory(make_trajectory):
     """A finished response, in the actor's tokens."""
-    encode = make_tokenizer(LETTERS)
-    return lambda text: make_trajectory(
-        [3, 4], [*encode(text)["input_ids"], 1], text="ab", label="c", row={"answer": "c"}
-    )
+    prompt = {"text": "ab", "label": "c", "row": {"answer": "c"}}
+    return lambda text: make_trajectory([3, 4], [*(3 + LETTERS.index(c) for c in text), 1], **prompt)
 
 
 def test_a_single_source_gives_a_reward_named_reward(build, trajectory):
@@ -138,14 +125,11 @@ def by_hand(folder, model, ids):
 def test_a_reward_model_reads_the_policys_ids_or_its_own(model, ids, log, build, folder, caplog, trajectory):
     caplog.set_level(logging.INFO, "openppo")
     (score,) = build(reward_pretrain=f"M/{model}").score([trajectory("cd")])
-    assert score.rewards["reward"] == pytest.approx(by_hand(folder, model, ids), abs=1e-5)
+    raw = by_hand(folder, model, ids)
+    assert score.rewards["reward"] == pytest.approx(raw, abs=1e-5)
     assert log in caplog.text
-
-
-def test_normalization_uses_the_models_own_numbers(build, folder, trajectory):
-    (score,) = build(reward_pretrain="M/same", normalize=True).score([trajectory("cd")])
-    raw = by_hand(folder, "same", [3, 4, 5, 6, 1])
-    assert score.rewards["reward"] == pytest.approx((raw - 2.0) / 4.0, abs=1e-5)
+    (score,) = build(reward_pretrain=f"M/{model}", normalize=True).score([trajectory("cd")])
+    assert score.rewards["reward"] == pytest.approx((raw - 2.0) / 4.0, abs=1e-5), "the model's own mean and std"
 
 
 def test_a_functions_options_reach_it(build, folder, trajectory):
@@ -158,25 +142,19 @@ def test_a_functions_options_reach_it(build, folder, trajectory):
     assert (second.rewards, second.failed) == ({"reward": -3.0}, True)
 
 
-CHAT = Prompt("ab", [3, 4], messages=[{"role": "user", "content": "ab"}])
+A, CHAT = Prompt("a", [3]), Prompt("ab", [3, 4], messages=[{"role": "user", "content": "ab"}])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"reward_fn": "M/f.py", "prompts": [Prompt("a", [3])]},
-            "--reward_fn M/f.py: its parameter 'answer' is unknown",
-        ),
+        ({"reward_fn": "M/f.py", "prompts": [A]}, "--reward_fn M/f.py: its parameter 'answer' is unknown"),
         ({"reward_fn": "M/none.py"}, "--reward_fn M/none.py: no such file"),
         ({"verifiable_reward": ("math", "math")}, "--verifiable_reward names one of math math twice"),
         ({"remote_rm_url": "M/none.py"}, "--remote_rm_url M/none.py: no such file"),
         ({"remote_rm_url": "M/f.py"}, "--remote_rm_url M/f.py: M/f.py has no function 'reward_func'"),
         ({"remote_rm_url": "http://127.0.0.1:9/x"}, "--remote_rm_url http://127.0.0.1:9/x: no reward server answers"),
-        (
-            {"verifiable_reward": ("exact_match",), "prompts": [Prompt("a", [3])]},
-            "--verifiable_reward exact_match compares with a text or number, and the label of prompt 'a' is None",
-        ),
+        ({"verifiable_reward": ("math",), "prompts": [A]}, "a text or number, and the label of prompt 'a' is None"),
         ({"reward_pretrain": "M/none"}, "--reward_pretrain M/none: no such local folder"),
         ({"reward_pretrain": "M/larger"}, "--reward_pretrain M/larger: its tokenizer cannot be loaded"),
         ({"reward_pretrain": "M/weightless", "prompts": [CHAT]}, "its tokenizer has no chat template"),

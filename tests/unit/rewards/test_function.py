@@ -1,10 +1,12 @@
 """Reward functions of users: where they are found, what they get and return, and what happens when they raise."""
 
 import asyncio
+import copy
 import functools
 import logging
 import math
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,50 +27,30 @@ def load(location):
     return load_reward_function(location, COLUMNS).function
 
 
-@pytest.fixture
-def rewards_file(tmp_path):
-    """A file with two functions, a constant and a private helper."""
-    file = tmp_path / "rewards.py"
-    file.write_text(
+@pytest.mark.parametrize("folder", [".", ".pyenv", "my.pyproject", "x.py", "with space", "~"])
+def test_a_file_names_its_function_after_a_colon_or_has_a_reward_fn(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    place = Path(folder) if folder == "~" else tmp_path / folder
+    place.expanduser().mkdir(exist_ok=True)
+    (place.expanduser() / "rewards.py").write_text(
         "WEIGHT = 2.0\n"
         "def _helper():\n    return WEIGHT\n"
         "def reward_fn(prompts, responses, labels):\n    return [_helper()] * len(prompts)\n"
         "def other(prompts, responses, labels):\n    return [7.0] * len(prompts)\n"
     )
-    return file
+    for suffix, score in (("", 2.0), (":reward_fn", 2.0), (":other", 7.0), (":", 2.0)):
+        assert load(f"{place}/rewards.py{suffix}")(["a"], ["b"], [None]) == [score]
 
 
-@pytest.mark.parametrize("folder", [".", ".pyenv", "my.pyproject", "x.py", "with space", "~"])
-@pytest.mark.parametrize(("suffix", "score"), [("", 2.0), (":reward_fn", 2.0), (":other", 7.0), (":", 2.0)])
-def test_a_file_names_its_function_after_a_colon_or_has_a_reward_fn(suffix, score, folder, rewards_file, monkeypatch):
-    monkeypatch.setenv("HOME", str(rewards_file.parent))
-    place = folder if folder == "~" else rewards_file.parent / folder
-    if folder not in (".", "~"):
-        place.mkdir()
-        rewards_file.rename(place / "rewards.py")
-    assert load(f"{place}/rewards.py{suffix}")(["a"], ["b"], [None]) == [score]
-
-
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        (
-            "dataclass.py",
-            "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-            "@dataclass\nclass Answer:\n    x: int\n"
-            "def reward_fn(prompts):\n    return [Answer(3).x] * len(prompts)\n",
-        ),
-        (
-            "pickled.py",  # as process pools need
-            "import pickle\ndef check(x):\n    return 3\n"
-            "def reward_fn(prompts):\n    return [pickle.loads(pickle.dumps(check))(p) for p in prompts]\n",
-        ),
-        ("math.py", "def reward_fn(prompts):\n    import math\n    return [math.sqrt(9.0)] * len(prompts)\n"),
-    ],
-)
-def test_the_file_is_a_module_like_any_other(name, source, tmp_path):
-    (tmp_path / name).write_text(source)
-    assert load(str(tmp_path / name))(["a", "b"]) == [3, 3]
+def test_the_file_is_a_module_like_any_other(tmp_path):
+    """Its dataclasses, functions that are pickled for process pools, and a name that the library has too."""
+    (tmp_path / "math.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport pickle\n"
+        "@dataclass\nclass Answer:\n    x: float\n"
+        "def check(x):\n    import math\n    return math.sqrt(Answer(9.0).x)\n"
+        "def reward_fn(prompts):\n    return [pickle.loads(pickle.dumps(check))(p) for p in prompts]\n"
+    )
+    assert load(str(tmp_path / "math.py"))(["a", "b"]) == [3, 3]
 
 
 # What it is called with
@@ -91,13 +73,8 @@ BATCH = {
     "messages": [None, None],
     "token_ids": [[6, 7, 1], [1]],
 }
-SINGLE = dict(
-    zip(
-        ("prompt", "response", "completion", "label", "query", "row", "messages", "token_ids"),
-        (values[0] for values in BATCH.values()),
-        strict=True,
-    )
-)
+NAMES_OF_ONE = ("prompt", "response", "completion", "label", "query", "row", "messages", "token_ids")
+SINGLE = {name: values[0] for name, values in zip(NAMES_OF_ONE, BATCH.values(), strict=True)}
 
 
 class Judge:
@@ -154,36 +131,28 @@ def test_parameters_that_nothing_is_known_for_are_an_error(function, message):
     assert "or prompt, response, completion, label, query, row" in str(error.value)
 
 
-def spoiling_all(messages, row, label, token_ids, kinds):
-    """Change whatever a sample may hold, in place."""
-    messages[0]["content"] = "changed"
-    messages.append({"role": "user", "content": "more"})
-    row.pop("label")
-    row["kinds"].append("more")
-    label["answers"].clear()
-    token_ids.clear()
-    kinds.append("again")
-
-
 def test_what_a_function_changes_in_one_sample_no_other_sees(scorer_of, make_trajectory):
     def single(response, messages, row, label, token_ids, **columns):
-        spoiling_all(messages, row, label, token_ids, columns["kinds"])
+        messages[0]["content"] = "changed"
+        messages.append({"role": "user", "content": "more"})
+        row.pop("label")
+        row["kinds"].append("more")
+        label["answers"].clear()
+        token_ids.clear()
+        columns["kinds"].append("again")
         return float(len(messages))
 
     def batch(responses, messages, rows, labels, token_ids, **columns):
-        for sample in zip(messages, rows, labels, token_ids, columns["kinds"], strict=True):
-            spoiling_all(*sample)
-        return [float(len(chat)) for chat in messages]
+        samples = zip(messages, rows, labels, token_ids, columns["kinds"], strict=True)
+        return [single("", *sample, kinds=kinds) for *sample, kinds in samples]
 
-    def prompt():
-        row = {"label": {"answers": [1]}, "kinds": ["a"]}
-        return {"label": row["label"], "row": row, "messages": [{"role": "user", "content": "ask"}]}
-
-    shared = prompt()
+    row = {"label": {"answers": [1]}, "kinds": ["a"]}
+    shared = {"label": row["label"], "row": row, "messages": [{"role": "user", "content": "ask"}]}
+    before = copy.deepcopy(shared)
     samples = [make_trajectory([4], [5, 1], **shared) for _ in range(3)]
     for function in (single, batch) * 2:
         assert numbers(scorer_of(function).score(samples)) == [2.0, 2.0, 2.0]
-    assert shared == prompt()
+    assert shared == before
     assert [sample.token_ids for sample in samples] == [[4, 5, 1]] * 3
 
 
@@ -237,8 +206,8 @@ BAD = [
     torch.tensor(math.inf),
     {"a": None},
     [math.nan],
-    1e39,
     10**400,
+    1e39,
 ]
 
 
@@ -257,22 +226,30 @@ def test_a_function_of_a_batch_returns_one_result_for_each_sample(result, scorer
     assert scorer_of(lambda prompts: 1 / 0).score([]) == [], "not called without samples"
 
 
-async def async_batch(responses):
+def single(response):
+    return len(response)
+
+
+def batch(responses):
     return [len(response) for response in responses]
 
 
 async def async_single(response):
-    return len(response)
+    return single(response)
+
+
+async def async_batch(responses):
+    return batch(responses)
 
 
 class AsyncJudge:
     async def __call__(self, response):
-        return len(response)
+        return single(response)
 
 
 FORMS = {
-    "batch": lambda responses: [len(response) for response in responses],
-    "sample": lambda response: len(response),
+    "batch": batch,
+    "sample": single,
     "async batch": async_batch,
     "async sample": async_single,
     "async object": AsyncJudge(),
@@ -429,25 +406,15 @@ def test_a_batch_that_raises_is_tried_sample_by_sample(scorer_of, two):
     assert numbers(scorer_of(reward_fn, error_value=0.0).score(two)) == [1.0, 1.0]
 
 
-async def leave():
+def leave(response):
     raise SystemExit(0)
 
 
 async def leave_async(response):
-    await leave()
+    leave(response)
 
 
-async def leave_in_a_task(response):
-    task = asyncio.create_task(leave())
-    await asyncio.sleep(60)
-    return float(task.done())
-
-
-def leave_at_once(response):
-    raise SystemExit(0)
-
-
-@pytest.mark.parametrize("function", [leave_at_once, leave_async, leave_in_a_task])
+@pytest.mark.parametrize("function", [leave, leave_async])
 def test_sys_exit_of_a_function_is_an_error(function, scorer_of, two):
     with pytest.raises(RuntimeError, match="^--reward_fn f.py raised SystemExit"):
         scorer_of(function, error_value=0.0).score(two[:1])

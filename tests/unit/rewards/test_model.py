@@ -51,18 +51,6 @@ class CountingModel:
         return lengths * 100.0 + sequences.gather(1, lengths[:, None] - 1)[:, 0]
 
 
-class OthersHaveMore(SingleProcess):
-    """Some other rank has ``n`` batches."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def all_reduce(self, tensor, op="sum"):
-        """The maximum over ranks."""
-        assert op == "max"
-        return torch.maximum(tensor, torch.tensor(self.n))
-
-
 def model_scorer(model, size=2, comm=None, pad=0, **options):
     """A scorer on the CPU."""
     return ModelScorer(model, MicroBatchSize(size), pad, comm or SingleProcess(), torch.device("cpu"), **options)
@@ -92,14 +80,15 @@ def test_neighbours_in_length_share_a_forward_and_scores_keep_their_order(size, 
     assert model.shapes == shapes
 
 
-@pytest.mark.parametrize("n", [5, 0], ids=["some samples", "no samples"])
-def test_a_rank_runs_as_many_forwards_as_the_rank_with_the_most(n, samples):
-    model = CountingModel()
-    scorer = model_scorer(model, 2, OthersHaveMore(7))
-    assert scorer.collective
-    scores = scorer.score(samples[:n])
-    assert len(model.shapes) == 7
-    assert scores == model_scorer(CountingModel(), 2).score(samples[:n])
+def test_ranks_run_equally_many_forwards(samples, on_ranks):
+    def on_rank(comm):
+        model = CountingModel()
+        scorer = model_scorer(model, 2, comm)
+        assert scorer.collective
+        return scorer.score([] if comm.rank else samples), len(model.shapes)
+
+    alone = model_scorer(CountingModel(), 2).score(samples)
+    assert on_ranks(2, on_rank) == [(alone, 3), ([], 3)]
 
 
 @pytest.mark.parametrize("pad", [0, 1, 9])

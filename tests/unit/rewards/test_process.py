@@ -1,9 +1,9 @@
 """Process rewards: p(good) at each placeholder, put where the step ends in the response or made into one number."""
 
+from itertools import product
+
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as token_models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openppo.config import ProcessConfig, RewardConfig, SupervisedConfig
@@ -13,6 +13,7 @@ from openppo.models.scalar_head import ProcessRewardModel
 from openppo.rewards.build import ScorerSetup, build_scorer
 from openppo.rewards.model import ProcessScorer, StepText, equal_batches
 from openppo.types import Prompt, SingleProcess
+from tests.conftest import save_tokenizer
 
 PLACEHOLDER, GOOD, BAD, STEP = 20, 21, 22, 15  # the ids of q, r, s and l; "l" separates steps
 RESPONSES = ["ablcldefla", "a", "", "ll", "bcld", "eeelfff"]
@@ -98,8 +99,7 @@ def test_steps_before_the_context_of_the_model_are_not_judged(make_tokenizer, ca
 def test_batches_hold_no_more_tokens_than_the_budget_and_are_as_many_on_every_rank():
     class Other(SingleProcess):
         def all_reduce(self, tensor, op="sum"):
-            assert op == "max"
-            return tensor.clamp(min=4)
+            return tensor.clamp(min={"max": 4}[op])
 
     assert equal_batches([3, 0, 7, 7, 0], MicroBatchSize(2), Other()) == [[2, 3], [0], [], []]
     assert equal_batches([], MicroBatchSize(2), SingleProcess()) == []
@@ -116,47 +116,25 @@ CHAT = (
 QUESTION, STEPS_OF_TEXT = "what", ["one", "and two", "three"]
 
 
-def tokenizer_of(folder, letters, chat_template):
-    core = Tokenizer(
-        token_models.WordLevel({t: i for i, t in enumerate(["<unk>", "<eos>", *letters])}, unk_token="<unk>")
-    )
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    core.add_special_tokens(["<eos>"])
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>")
-    made.chat_template = chat_template
-    made.save_pretrained(folder)
-    return made
-
-
 @pytest.fixture
 def judge(tmp_path):
-    tokenizer_of(tmp_path, LETTERS, CHAT)
+    save_tokenizer(tmp_path, LETTERS, chat_template=CHAT)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=2 + len(LETTERS), **sizes)).save_pretrained(tmp_path)
+    LlamaForCausalLM(LlamaConfig(vocab_size=3 + len(LETTERS), **sizes)).save_pretrained(tmp_path)
     return tmp_path
 
 
 def built_scorer(judge, policy, prompts=(), template=None, **options):
     source = RewardConfig(prm_pretrain=str(judge), prm_placeholder_token="#", **options)
-    setup = ScorerSetup(
-        SingleProcess(),
-        torch.device("cpu"),
-        lambda m: m,
-        prompts,
-        "policy",
-        size=MicroBatchSize(2),
-        input_template=template,
-    )
+    where = SingleProcess(), torch.device("cpu"), lambda model: model
+    setup = ScorerSetup(*where, prompts, "policy", MicroBatchSize(2), input_template=template)
     return build_scorer(source, policy, setup)
 
 
-@pytest.mark.parametrize("template", [None, "q {} a "])
-@pytest.mark.parametrize("policy_chats", [False, True])
-@pytest.mark.parametrize("judge_chats", [False, True])
+@pytest.mark.parametrize(("template", "policy_chats", "judge_chats"), product([None, "q {} a "], *[[False, True]] * 2))
 def test_scoring_reads_what_training_reads(judge, tmp_path, template, policy_chats, judge_chats, make_trajectory):
     own = PreTrainedTokenizerFast.from_pretrained(judge)
-    policy = tokenizer_of(tmp_path / "policy", LETTERS[::-1], CHAT.replace("[0]", "[:2]"))  # ids of its own
+    policy = save_tokenizer(tmp_path / "policy", LETTERS[::-1], chat_template=CHAT.replace("[0]", "[:2]"))
     text, ids = render_prompt(QUESTION, policy, input_template=template, apply_chat_template=policy_chats)
     content = template.replace("{}", QUESTION) if template else QUESTION
     messages = [{"role": "user", "content": content}] if policy_chats else None
@@ -182,7 +160,5 @@ def test_a_chat_template_that_the_judge_lacks_or_that_refuses_chats_is_named_bef
     with pytest.raises(ValueError, match=message):
         built_scorer(judge, tokenizer, [Prompt("ask", [2], messages=asked)], prm_apply_chat_template=True)
     (judge / "chat_template.jinja").unlink()
-    with pytest.raises(
-        ValueError, match="--prm_apply_chat_template: the tokenizer of --prm_pretrain .* no chat template"
-    ):
+    with pytest.raises(ValueError, match="--prm_apply_chat_template: the tokenizer of --prm_pretrain .* no chat templ"):
         built_scorer(judge, tokenizer, prm_apply_chat_template=True)

@@ -33,55 +33,46 @@ def verify_of(verifier, **options):
 
 
 @pytest.mark.parametrize(
-    ("response", "label", "reward"),
+    ("label", "right", "wrong"),
     [
-        (" 72\n", "72", 1.0),
-        ("24 and 48 make\n#### 72", "48/2 = 24\n48+24 = 72\n#### 72", 1.0),
-        ("#### 1\n#### 72 \n", "72", 1.0),
-        ("#### 72 #### 71", "72", 0.0),
-        ("72.", "72", 0.0),
-        ("it is 72", "72", 0.0),
-        ("", "72", 0.0),
-        ("145", 145.0, 1.0),  # SVAMP and AddSub
-        ("145.0", 145, 1.0),
-        ("145", "145.0", 1.0),
-        ("so\n#### 1,450", 1450.0, 1.0),
-        ("10000000000000000", 1e16, 1.0),
-        ("-7", -7.0, 1.0),
-        ("0.50", 0.5, 1.0),
-        ("14", 140.0, 0.0),
-        ("145", 145.5, 0.0),
-        ("1450", "145.0", 0.0),
-        ("#### -1,450,000.5", "-1450000.5", 1.0),
-        ("#### 1,60", "160", 0.0),
-        ("#### a,b", "ab", 0.0),
+        ("72", [" 72\n", "#### 1\n#### 72 \n"], ["#### 72 #### 71", "72.", "it is 72", ""]),
+        ("48/2 = 24\n48+24 = 72\n#### 72", ["24 and 48 make\n#### 72"], ["24"]),
+        (145.0, ["145"], ["14", "1450"]),  # SVAMP and AddSub
+        (145, ["145.0"], ["145.5"]),
+        ("145.0", ["145"], ["1450"]),
+        (140.0, ["140"], ["14"]),
+        (1450.0, ["so\n#### 1,450"], ["145"]),
+        (1e16, ["10000000000000000"], ["1"]),
+        (-7.0, ["-7"], ["7"]),
+        (0.5, ["0.50"], ["5"]),
+        ("-1450000.5", ["#### -1,450,000.5"], []),
+        ("160", [], ["#### 1,60"]),
+        ("ab", [], ["#### a,b"]),
     ],
 )
-def test_exact_match_compares_final_answers_and_numbers_however_they_are_written(response, label, reward, judge):
-    assert judge(verify_of("exact_match"), response, label) == reward
+def test_exact_match_compares_final_answers_and_numbers_however_they_are_written(label, right, wrong, judge):
+    for reward, responses in ((1.0, right), (0.0, wrong)):
+        assert [judge(verify_of("exact_match"), response, label) for response in responses] == [reward] * len(responses)
 
 
 # Regular expressions
 
 
 @pytest.mark.parametrize(
-    ("pattern", "response", "label", "reward"),
+    ("pattern", "label", "right", "wrong"),
     [
-        (r"<think>.*</think>", "<think>a</think>b", None, 1.0),
-        (r"<think>.*</think>", "<think>a\n</think>b", None, 0.0),
-        (r"(?s)<think>.*</think>", "<think>a\n</think>b", None, 1.0),
-        (r"\d+", "none", None, 0.0),
-        (r"<answer>(.*?)</answer>", "<answer> 7 </answer>", "7", 1.0),
-        (r"<answer>(.*?)</answer>", "<answer>7</answer><answer>8</answer>", "7", 0.0),
-        (r"<answer>(.*?)</answer>", "<answer>7</answer><answer>8</answer>", "7+1\n#### 8", 1.0),
-        (r"<answer>(.*?)</answer>", "7", "7", 0.0),
-        (r"a(b)?", "a", "b", 0.0),
-        (r"([\d.]+)$", "145.0", 145.0, 1.0),
-        (r"([\d.]+)$", "14.5", 145.0, 0.0),
+        (r"<think>.*</think>", None, ["<think>a</think>b"], ["<think>a\n</think>b"]),
+        (r"(?s)<think>.*</think>", None, ["<think>a\n</think>b"], ["none"]),
+        (r"<answer>(.*?)</answer>", "7", ["<answer> 7 </answer>"], ["<answer>7</answer><answer>8</answer>", "7"]),
+        (r"<answer>(.*?)</answer>", "7+1\n#### 8", ["<answer>7</answer><answer>8</answer>"], []),
+        (r"a(b)?", "b", ["ab"], ["a"]),
+        (r"([\d.]+)$", 145.0, ["145.0"], ["14.5"]),
     ],
 )
-def test_a_response_must_match_and_the_last_group_must_be_the_label(pattern, response, label, reward, judge):
-    assert judge(verify_of("regex", verify_regex=pattern), response, label) == reward
+def test_a_response_must_match_and_the_last_group_must_be_the_label(pattern, label, right, wrong, judge):
+    verify = verify_of("regex", verify_regex=pattern)
+    for reward, responses in ((1.0, right), (0.0, wrong)):
+        assert [judge(verify, response, label) for response in responses] == [reward] * len(responses)
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "^(?:a|aa)+$"])
@@ -126,40 +117,34 @@ def math_reward():
 
 
 @pytest.mark.parametrize(
-    ("response", "label", "reward"),
+    ("label", "right", "wrong"),
     [
-        ("48 + 24 = 72\n#### 72", "48/2 = 24\n48+24 = 72\n#### 72", 1.0),
-        ("So she sold $72$ clips.", "#### 72", 1.0),
-        ("\\boxed{1234}", "#### 1,234", 1.0),
-        ("1,234", 1234, 1.0),
-        ("0.5", "\\frac{1}{2}", 1.0),
-        ("$\\frac{2}{4}$", "0.5", 1.0),
-        ("\\boxed{x^2 + 2x + 1}", "$(x+1)^2$", 1.0),
-        ("\\boxed{(1, 2)}", "(1,2)", 1.0),
-        ("#### 71", "#### 72", 0.0),
-        ("72, no, 71", "72", 0.0),
-        ("To give the answer as 33.3%\n#### 33", "33", 1.0),
-        ("#### 33 apples", "33", 1.0),
-        ("I do not know.", "72", 0.0),
-        (r"The answer is \boxed{\$36}.", r"\$36", 1.0),
-        ("", "72", 0.0),
+        ("48/2 = 24\n48+24 = 72\n#### 72", ["48 + 24 = 72\n#### 72"], ["48 + 24 = 24"]),
+        ("#### 72", ["So she sold $72$ clips.", "#### **72**"], ["#### 71"]),
+        ("72", [], ["72, no, 71", "I do not know.", ""]),
+        ("#### 1,234", ["\\boxed{1234}"], []),
+        (1234, ["1,234"], []),
+        ("\\frac{1}{2}", ["0.5"], []),
+        ("0.5", ["$\\frac{2}{4}$"], []),
+        ("$(x+1)^2$", ["\\boxed{x^2 + 2x + 1}"], []),
+        ("(1,2)", ["\\boxed{(1, 2)}"], []),
+        ("33", ["To give the answer as 33.3%\n#### 33", "#### 33 apples"], []),
+        (r"\$36", [r"The answer is \boxed{\$36}."], []),
         # The final answer after the mark may be LaTeX, as a label may.
-        (r"#### \sqrt{2}", r"\sqrt{2}", 1.0),
-        (r"#### 3\pi", r"3\pi", 1.0),
-        (r"#### (3,\frac{\pi}{2})", r"(3, \frac{\pi}{2})", 1.0),
-        ("#### 1+x^2", "x^2+1", 1.0),
-        ("#### B", "B", 1.0),
-        ("#### C", "B", 0.0),
-        (r"#### 3\sqrt{2}", "3", 0.0),
-        ("#### 3", r"3\sqrt{2}", 0.0),
-        ("#### **72**", "72", 1.0),
-        ("#### seven 7", "7", 1.0),
-        (r"#### \$18", "18", 1.0),
-        ("#### 18.90", r"\$18.90", 1.0),
+        (r"\sqrt{2}", [r"#### \sqrt{2}"], []),
+        (r"3\pi", [r"#### 3\pi"], []),
+        (r"(3, \frac{\pi}{2})", [r"#### (3,\frac{\pi}{2})"], []),
+        ("x^2+1", ["#### 1+x^2"], []),
+        ("B", ["#### B"], ["#### C"]),
+        ("3", [], [r"#### 3\sqrt{2}"]),
+        (r"3\sqrt{2}", [], ["#### 3"]),
+        ("7", ["#### seven 7"], []),
+        (r"\$18.90", ["#### 18.90", r"#### \$18.90"], []),
     ],
 )
-def test_math_compares_values(response, label, reward, math_reward, judge):
-    assert judge(math_reward, response, label) == reward
+def test_math_compares_values(label, right, wrong, math_reward, judge):
+    for reward, responses in ((1.0, right), (0.0, wrong)):
+        assert [judge(math_reward, response, label) for response in responses] == [reward] * len(responses)
 
 
 def test_math_works_in_the_background(math_reward, make_trajectory, make_tokenizer):
@@ -209,25 +194,19 @@ def test_gsm8k_answers_are_right_as_they_stand_and_wrong_for_the_next_question(a
 # Labels
 
 
-@pytest.mark.parametrize("label", [None, "", " ", "####", ["72"], {"a": 1}, math.nan])
+@pytest.mark.parametrize("label", [None, " ", "####", ["72"], {"a": 1}, math.nan])
 @pytest.mark.parametrize("verifier", ["exact_match", "math", "regex"])
 def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier, label):
     prompts = [Prompt("good", [1], "72"), Prompt("bad", [1], label)]
     source = RewardConfig(verifiable_reward=(verifier,), verify_regex="(a)")
     with pytest.raises(ValueError, match=f"^--verifiable_reward {verifier} .* prompt 'bad' is .*--label_key"):
         make_verify(verifier, source, prompts)
-
-
-def test_length_and_expressions_without_group_need_no_label():
-    prompts = [Prompt("ask", [1])]
-    for verifier, options in (("length", {"verify_length": 3}), ("regex", {"verify_regex": "a"})):
-        make_verify(verifier, RewardConfig(verifiable_reward=(verifier,), **options), prompts)
+    for other in ("length", "regex"):  # without a group
+        make_verify(other, RewardConfig(verifiable_reward=(other,), verify_length=3, verify_regex="a"), prompts)
 
 
 def test_a_reward_that_is_no_finite_number_is_an_error_naming_its_sample(make_trajectory, make_tokenizer):
     samples = [make_trajectory([4], [5, 1], text=text) for text in "ab"]
-    scorer = VerifiableScorer(
-        lambda _, trajectory: 1.0 if trajectory.prompt.text == "a" else math.nan, make_tokenizer()
-    )
+    scorer = VerifiableScorer(lambda _, t: 1.0 if t.prompt.text == "a" else math.nan, make_tokenizer())
     with pytest.raises(ValueError, match="^--verifiable_reward returned nan for prompt 'b'; a finite number is needed"):
         scorer.score(samples)

@@ -184,18 +184,3 @@ def test_all_eos_ids_of_generation_config_model_config_and_tokenizer_end_a_respo
 )
 def test_padding_is_filled_with_pad_else_eos_else_zero(pad, eos, expected, make_tokenizer):
     assert pad_token_id(make_tokenizer(pad=pad, eos=eos)) == expected
-
-
-def test_a_real_model_with_pad_equal_to_one_of_its_eos_ids_trains_on_every_token_it_sampled(models):
-    engine = HFEngine(models["llama"], [0, 12, 17], pad_token_id=12, max_batch_size=8)
-    prompts = [Prompt("", ids) for ids in ([3, 12, 5], [7], [9, 2, 2, 6, 11])]
-    trajectories = sample_trajectories(engine, prompts, SamplingParams(8, temperature=1.3), 4, seed=1, first_group=0)
-    assert {t.finish_reason for t in trajectories} == {FinishReason.STOP, FinishReason.LENGTH}
-    batch = collate(trajectories, pad_token_id=12)
-    assert batch.action_mask.sum(-1).tolist() == [len(t.token_ids) - len(t.prompt.token_ids) for t in trajectories]
-    last = batch.attention_mask.sum(-1) - 1
-    for row, trajectory in enumerate(trajectories):
-        ended = trajectory.finish_reason is FinishReason.STOP
-        assert bool(batch.sequences[row, last[row]] in (0, 12, 17)) == ended
-        assert batch.action_mask[row, last[row]]
-        assert (batch.rollout_log_probs[row] != 0).tolist() == batch.action_mask[row].tolist()

@@ -23,10 +23,10 @@ from openppo.models.actor import Actor
 from openppo.models.padding import pad_right
 from openppo.models.size import cache_elements
 from openppo.rollout import hf_engine, row_cache
-from openppo.rollout.hf_engine import HFEngine, rows_that_fit
+from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import request_uniforms
-from openppo.types import Completion, FinishReason, SamplingParams
+from openppo.types import FinishReason, SamplingParams
 
 ARCHITECTURES = ["llama", "gpt2", "mistral"]
 EOS_IDS = [0, 12, 17, 19]
@@ -53,15 +53,6 @@ def same(completion, other):
         and completion.finish_reason == other.finish_reason
         and bool(np.allclose(completion.log_probs, other.log_probs, atol=1e-5))
     )
-
-
-def finish(engine):
-    """Step until nothing is left; completions by number."""
-    done: dict[int, Completion] = {}
-    while engine.busy:
-        engine.step()
-        done |= engine.collect()
-    return done
 
 
 @contextmanager
@@ -168,34 +159,6 @@ def test_equal_prompts_get_responses_of_their_own_seeds(models):
     assert len({tuple(completion.token_ids) for completion in completions}) > 10
 
 
-def test_any_of_several_eos_ids_ends_a_response_and_belongs_to_it(models, prompts):
-    completions = engine_of(models["llama"]).generate(prompts * 10, SAMPLED, seeds_for(prompts * 10))
-    ended = [c for c in completions if c.finish_reason is FinishReason.STOP]
-    assert {c.token_ids[-1] for c in ended} >= set(EOS_IDS[1:]), "most of them occur"
-    assert all(c.token_ids[-1] in EOS_IDS for c in ended)
-    assert not any(token in EOS_IDS for c in completions for token in c.token_ids[:-1])
-
-
-def test_a_response_cut_by_length_gets_no_eos(model, prompts):
-    completions = engine_of(model, eos=[]).generate(prompts, SAMPLED, seeds_for(prompts))
-    assert [(len(c.token_ids), c.finish_reason) for c in completions] == [(12, FinishReason.LENGTH)] * len(prompts)
-    whole = engine_of(model).generate(prompts, SAMPLED, seeds_for(prompts))
-    short = dataclasses.replace(SAMPLED, max_new_tokens=3)
-    for cut, all_of_it in zip(engine_of(model).generate(prompts, short, seeds_for(prompts)), whole, strict=True):
-        assert cut.token_ids == all_of_it.token_ids[:3]
-        assert (cut.finish_reason is FinishReason.LENGTH) == (cut.token_ids[-1] not in EOS_IDS)
-
-
-def test_eos_at_once_is_a_response_of_one_token(model, prompts):
-    every_token = list(range(VOCAB))
-    completions = engine_of(model, eos=every_token).generate(prompts, SAMPLED, seeds_for(prompts))
-    completions += engine_of(model, eos=every_token).generate([[3]], SamplingParams(1), [0])  # the last one allowed
-    for completion in completions:
-        assert len(completion.token_ids) == len(completion.log_probs) == 1
-        assert completion.log_probs[0] < 0
-        assert completion.finish_reason is FinishReason.STOP
-
-
 def test_an_empty_prompt_is_an_error_and_no_prompts_give_no_completions(models):
     engine = engine_of(models["llama"])
     with pytest.raises(ValueError, match="at least one token"):
@@ -213,28 +176,6 @@ def test_the_model_keeps_its_gradients_and_mode(models, prompts):
     assert not model.training
 
 
-def test_requests_submitted_while_others_run_are_collected_once_each_and_unchanged(model, prompts):
-    seeds = seeds_for(prompts)
-    expected = engine_of(model).generate(prompts, SAMPLED, seeds)
-    engine = engine_of(model, batch=2)
-    assert not engine.busy
-    waiting = list(zip(prompts, seeds, strict=True))
-    numbers = [engine.submit(waiting[0][0], SAMPLED, waiting[0][1])]
-    assert engine.busy
-    done: dict[int, Completion] = {}
-    while engine.busy:
-        engine.step()
-        collected = engine.collect()
-        assert not done.keys() & collected.keys()
-        done |= collected
-        if len(numbers) < len(waiting):
-            prompt, seed = waiting[len(numbers)]
-            numbers.append(engine.submit(prompt, SAMPLED, seed))
-    assert engine.collect() == {}
-    assert len(set(numbers)) == len(prompts)
-    assert all(same(done[number], completion) for number, completion in zip(numbers, expected, strict=True))
-
-
 def test_a_step_is_one_forward_pass_without_equal_prompts_and_finished_rows(models, prompts):
     with shapes_of_forwards(models["llama"]) as shapes:
         completions = engine_of(models["llama"]).generate(prompts, SAMPLED, seeds_for(prompts))
@@ -245,16 +186,26 @@ def test_a_step_is_one_forward_pass_without_equal_prompts_and_finished_rows(mode
     assert shapes == [(n_different, max(map(len, prompts))), *((rows, 1) for rows in still_running[1:])]
 
 
-def test_requests_with_unequal_sampling_parameters_share_a_batch_but_no_parameters(models, prompts):
-    model = models["llama"]
-    greedy = SamplingParams(max_new_tokens=9, temperature=0)
-    kinds = [SAMPLED, SamplingParams(max_new_tokens=4), greedy, WARPED, SAMPLED]
-    requests = list(zip(prompts, kinds, seeds_for(prompts), strict=True))
-    expected = [engine_of(model).generate([prompt], params, [seed])[0] for prompt, params, seed in requests]
-    engine = engine_of(model)
-    numbers = [engine.submit(prompt, params, seed) for prompt, params, seed in requests]
-    done = finish(engine)
-    assert all(same(done[number], completion) for number, completion in zip(numbers, expected, strict=True))
+def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(model, prompts):
+    greedy, short = SamplingParams(max_new_tokens=9, temperature=0), SamplingParams(max_new_tokens=4)
+    stops = [dataclasses.replace(SAMPLED, stop=tuple(letters)) for letters in ("abcdefghijkl", "mnopqrstuvwx")]
+    kinds = [SAMPLED, short, greedy, WARPED, SAMPLED, *stops, *stops]
+    requests = list(zip([*prompts, *prompts[1:]], kinds, range(100, 109), strict=True))
+    alone = []
+    for batch, at_once in ((8, 1), (8, 9), (2, 1)):
+        engine, numbers, done = engine_of(model, batch=batch), [], {}
+        engine.decode = lambda ids: "".join(chr(ord("a") + i) for i in ids)
+        alone = alone or [engine.generate([prompt], params, [seed])[0] for prompt, params, seed in requests]
+        while engine.busy or len(numbers) < len(requests):
+            numbers += [engine.submit(*request) for request in requests[len(numbers) : len(numbers) + at_once]]
+            assert engine.busy
+            engine.step()
+            collected = engine.collect()
+            assert not done.keys() & collected.keys()
+            done |= collected
+        assert engine.collect() == {}
+        assert all(same(done[number], completion) for number, completion in zip(numbers, alone, strict=True))
+    assert all(completion.finish_reason is FinishReason.STOP for completion in alone[5:]), "by their stop strings"
 
 
 def test_weights_are_read_in_place(models):
@@ -314,12 +265,6 @@ def test_max_num_seqs_else_half_of_free_memory_else_64_rows_are_decoded(free, gi
     with shapes_of_forwards(model) as shapes, engine.with_weights(WHOLE):
         engine.generate([[3, 4, 5, i % 20] for i in range(300)], SamplingParams(n_new), list(range(300)))
     assert max(n_rows for n_rows, _ in shapes) == rows
-
-
-def test_rows_are_counted_in_eights_up_to_the_most():
-    assert [rows_that_fit(2 * 10 * n, 10, 250) for n in (0, 1, 7, 8, 15, 16, 249, 250, 900)] == [
-        *(1, 1, 7, 8, 8, 16, 248, 250, 250)
-    ]
 
 
 def test_a_gpu_is_sized_by_its_free_memory(models, monkeypatch):

@@ -1,37 +1,16 @@
 """Engines in lockstep make equally many forward passes, as partitioned weights demand, with the same responses."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 
 import numpy as np
 import pytest
+import torch
 
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=15, temperature=1.3)
 EOS_IDS = [0, 12, 17, 19]
-
-
-class AnyRankBusy:
-    """What a max all-reduce does, for ranks that are threads."""
-
-    def __init__(self, world_size):
-        self.flags = [False] * world_size
-        self.barrier = Barrier(world_size, timeout=60)
-
-    def on_rank(self, rank):
-        """The function to give to the engine of ``rank``."""
-
-        def any_rank_busy(busy):
-            self.flags[rank] = busy
-            self.barrier.wait()
-            result = any(self.flags)
-            self.barrier.wait()
-            return result
-
-        return any_rank_busy
 
 
 def forwards_and_completions(model, prompts, first_seed, batch, any_rank_busy=None):
@@ -53,18 +32,18 @@ def forwards_and_completions(model, prompts, first_seed, batch, any_rank_busy=No
     [[[[3, 4, 5], [7]], [[9, 2, 2, 6], [5]]], [[[3, 4, 5], [7], [1], [2]], [[9]]], [[[3, 4, 5], [7]], []]],
     ids=["equal shares", "one rank has more batches", "one rank has nothing"],
 )
-def test_ranks_make_equally_many_forward_passes_and_get_the_responses_they_get_alone(shares, models):
+def test_ranks_make_equally_many_forward_passes_and_get_the_responses_they_get_alone(shares, models, on_ranks):
     model = models["llama"]
     alone = [forwards_and_completions(model, share, 50 * rank, batch=2) for rank, share in enumerate(shares)]
     assert alone[0][0] != alone[1][0], "without lockstep these ranks would wait for each other forever"
 
-    group = AnyRankBusy(len(shares))
-    with ThreadPoolExecutor(len(shares)) as threads:
-        runs = [
-            threads.submit(forwards_and_completions, model, share, 50 * rank, 2, group.on_rank(rank))
-            for rank, share in enumerate(shares)
-        ]
-        together = [run.result(timeout=120) for run in runs]
+    def on_rank(comm):
+        def any_rank_busy(busy):
+            return bool(comm.all_reduce(torch.tensor(int(busy)), "max"))
+
+        return forwards_and_completions(model, shares[comm.rank], 50 * comm.rank, 2, any_rank_busy)
+
+    together = on_ranks(len(shares), on_rank)
     assert {count for count, _ in together} == {max(count for count, _ in alone)}
     for (_, expected), (_, got) in zip(alone, together, strict=True):
         assert [c.token_ids for c in got] == [c.token_ids for c in expected]

@@ -65,19 +65,10 @@ def test_seeds_do_not_depend_on_how_prompts_are_dealt_out(n_samples):
 def test_a_trajectory_says_of_each_token_where_it_came_from():
     prompt = Prompt("ab", [11, 12], label="x", row={"input": "ab"})
     completion = Completion([13, 14, 1], [-0.1, -0.2, -0.3], FinishReason.STOP)
-    expected = Trajectory(
-        token_ids=[11, 12, 13, 14, 1],
-        action_mask=[False, False, True, True, True],
-        log_probs=[0.0, 0.0, -0.1, -0.2, -0.3],
-        versions=[-1, -1, 9, 9, 9],
-        finish_reason=FinishReason.STOP,
-        prompt=prompt,
-        group=4,
-        weight=1.0,
-        scores={},
-    )
+    mask, log_probs, versions = [False] * 2 + [True] * 3, [0.0, 0.0, -0.1, -0.2, -0.3], [-1, -1, 9, 9, 9]
+    tokens = [11, 12, 13, 14, 1], mask, log_probs, versions
     trajectory = make_trajectory(prompt, completion, group=4, version=9)
-    assert trajectory == expected
+    assert trajectory == Trajectory(*tokens, FinishReason.STOP, prompt, group=4, weight=1.0, scores={})
     assert trajectory.response_ids == [13, 14, 1]
     [sampled] = sample_trajectories(RecordingEngine(version=6), PROMPTS[:1], PARAMS, 1, seed=0, first_group=0)
     assert sampled.versions == [-1, 6]
@@ -103,10 +94,5 @@ def test_a_weight_must_name_a_reward_unless_tokens_have_rewards_too():
     write_scores([sample], [Score(token_rewards=[0.0, 0.25])])
     check_weights([sample], {"math": 2.0, "prm": 0.5})
     assert sample.total_reward({"math": 2.0}) == 2.25
-
-
-def test_step_ends_and_their_rewards_skip_the_prompt():
-    [sample] = sample_trajectories(RecordingEngine(), [Prompt("a", [3, 4])], PARAMS, 1, seed=0, first_group=0)
-    write_scores([sample], [Score(token_rewards=[0.0, 0.0, 0.0], step_ends=[False, False, True])])
-    assert (sample.token_rewards, sample.step_ends) == ([0.0] * 3, [False, False, True])
-    assert sample.step_rewards == [0.0]
+    write_scores([sample], [Score(token_rewards=[1.0, 0.0], step_ends=[False, True])])
+    assert (sample.token_rewards, sample.step_ends, sample.step_rewards) == ([0.0, 0.0], [False, True], [0.0])

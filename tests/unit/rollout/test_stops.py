@@ -90,9 +90,5 @@ def test_real_tokenizers_complete_a_stop_where_their_whole_text_has_it(stop, nam
     assert [n for n in range(1, len(ids) + 1) if completed_stop(ids[:n], params, decode)][:1] == more[:1] != []
     first = ids[: more[0]]
     assert text_before_stop(decode(first), first, params, decode) == decode(first).partition(stop)[0]
-
-
-def test_text_without_a_stop_stays_whole():
-    params = SamplingParams(9, stop=("ba",))
-    assert text_before_stop("abc", [1, 7], params, text_of) == "abc"
-    assert text_before_stop("", [], params, text_of) == ""
+    assert text_before_stop("", [], params, decode) == ""
+    assert text_before_stop("abc", [1, 7], SamplingParams(9, stop=("ba",)), text_of) == "abc", "no stop, no cut"
