@@ -204,7 +204,6 @@ def test_dynamic_sampling_trains_on_groups_with_different_rewards_only(runs: dic
     one, two = runs["one batch"], runs["dynamic"]
     assert len(one["samples"]) == 4
     assert len(two["samples"]) == 2  # each step asked for a second batch of prompts
-    assert two["samples"][0][: len(one["samples"][0])] != []
     n_groups = [len({s["group"] for s in step}) for step in two["samples"]]
     assert all(0 < n <= 6 for n in n_groups)
     assert max(n_groups) > max(len({s["group"] for s in step}) for step in one["samples"])

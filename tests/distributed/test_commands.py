@@ -15,8 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    RobertaConfig,
-    RobertaForCausalLM,
 )
 
 from tests.distributed.runs import left_by, logged, rows, vector
@@ -138,7 +136,7 @@ def test_stop_when_ends_all_ranks_after_the_step_and_says_why(tiny: Path, tmp_pa
     assert [line["step"] for line in logged(tmp_path / "model")] == [1, 2, 3]
 
 
-def test_the_engine_check_changes_nothing_and_stops_wrong_positions(tiny: Path, tmp_path: Path, launch: Launch) -> None:
+def test_the_engine_check_changes_nothing(tiny: Path, tmp_path: Path, launch: Launch) -> None:
     flags = "--reward_pretrain {tiny}/reward --max_samples 8 --save_steps 1 --zero_stage 3"
     for check in ("on", "off"):
         more = f"--lora_rank 2 --lora_dropout 0.3 --engine_check {check} --save_path {tmp_path}/{check}"
@@ -146,17 +144,6 @@ def test_the_engine_check_changes_nothing_and_stops_wrong_positions(tiny: Path, 
     on, off = (left_by(tmp_path / check) for check in ("on", "off"))
     assert len(on.metrics) == 1
     assert (on.metrics, on.tokens, on.files) == (off.metrics, off.tokens, off.files)
-
-    torch.manual_seed(1)
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "actor")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = RobertaConfig(vocab_size=len(tokenizer), is_decoder=True, initializer_range=0.2, **sizes)
-    RobertaForCausalLM(config).save_pretrained(tmp_path / "roberta")
-    tokenizer.save_pretrained(tmp_path / "roberta")
-    more = "--pretrain roberta --critic_pretrain {tiny}/actor"
-    output = launch(2, *command(tiny, f"{flags} {more}"), cwd=tmp_path, status=1)
-    assert output.count("cannot be sampled by --rollout_engine hf as it is trained") == 1
-    assert "--engine_check off" in output
 
 
 def test_ppo_is_rewarded_for_each_step_by_a_process_reward_model(tiny: Path, tmp_path: Path, launch: Launch) -> None:

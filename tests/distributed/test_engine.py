@@ -95,12 +95,8 @@ def test_the_learning_rate_rises_for_the_warm_up_and_falls_along_a_cosine_to_a_t
     results: dict[str, Any], stage: int
 ) -> None:
     peak, total, warm_up = 0.01, 40, 4
-    formula = [
-        peak * (t + 1) / warm_up
-        if t < warm_up
-        else peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (t - warm_up) / (total - warm_up))))
-        for t in range(total)
-    ]
+    cosine = [0.1 + 0.45 * (1 + math.cos(math.pi * t / (total - warm_up))) for t in range(total - warm_up)]
+    formula = [peak * factor for factor in (0.25, 0.5, 0.75, 1.0, *cosine)]
     result = results[f"schedule {stage}"]
     assert result["rates"] == pytest.approx(formula)
     assert formula[-1] == pytest.approx(0.1 * peak, rel=0.02)

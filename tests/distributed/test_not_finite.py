@@ -27,7 +27,7 @@ SETUPS = {  # flags and the model whose fourth or second step is spoiled
     "critic-at-once": ("--zero_stage 2 --train_batch_size 12", "critic"),
 }
 HOWS = ("nan", "infinite loss", "infinite gradient")
-TRIED = [(name, how) for name in SETUPS for how in (HOWS if name in ("zero0", "zero2", "zero3") else HOWS[:1])]
+TRIED = [(name, how) for name in SETUPS for how in (HOWS if name == "zero2" else HOWS[:1])]
 SLOW = ("zero1", "bf16-zero1", "bf16-zero2")
 """Neighbours of what every run tries."""
 

@@ -50,7 +50,7 @@ def everything(stage: int) -> str:
 
 CASES = [
     *(
-        Case(f"everything-zero{stage}", everything(stage), share, slow=(1,) if stage else (2,))
+        Case(f"everything-zero{stage}", everything(stage), share, slow=((2,), (1, 2), (1, 2), (1,))[stage])
         for stage, share in enumerate((0.2, 0.45, 0.6, 0.85))
     ),
     *(
@@ -95,6 +95,7 @@ CASES = [
             f"{PPO} {REWARD} {PTX} --eval_data {{tiny}}/prompts.jsonl --eval_steps 1",
             check=10 + number,
             ranks=(1,),
+            slow=(1,) if number in (2, 4) else (),
         )
         for number in (1, 2, 3, 4, 5)
     ),

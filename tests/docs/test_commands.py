@@ -60,15 +60,6 @@ def test_a_documented_command_is_valid_as_written(line: str) -> None:
     check(shlex.split(line, comments=True))
 
 
-def test_the_commands_of_all_pages_are_found() -> None:
-    text = re.sub(r" *\\\n *", " ", "\n".join(page.read_text() for page in PAGES))
-    called = re.findall(r"^ *(?:torchrun|python|deepspeed|openppo) .*\bopenppo\b.* --?\w.*$", text, flags=re.MULTILINE)
-    found = {line for parameter in COMMANDS for line in parameter.values}
-    left = [line.strip() for line in called if line not in found]
-    assert [line for line in left if re.sub(r" +", " ", line).partition(" #")[0] not in NO_COMMAND] == []
-    assert len(found) > 20
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_to_copy_is_valid_as_written(script: Path, tmp_path: Path) -> None:
     """Each program that it calls notes its arguments, and does nothing."""

@@ -113,15 +113,6 @@ def test_names_and_paths_in_backticks_lead_somewhere(name: str) -> None:
     assert name == "trl" or named - words <= NAMES_OF_TRL
 
 
-def test_every_document_with_code_is_named_by_a_test_that_runs_it() -> None:
-    tests = "".join(file.read_text() for file in (REPO / "tests").rglob("test_*.py"))
-    with_code = {name for name in DOCS if blocks(name, "bash") or blocks(name, "python")} - set(ALGORITHMS)
-    elsewhere = {"examples": "own_loop.py", "vllm": "test_vllm_engine", "versions": "docs/versions.md"}
-    elsewhere |= {"faults": "elastic.sh", "hosts": '"hosts.md"', "report": '"report.md"'}
-    elsewhere |= {"troubleshooting": "test_version_prints_what"}
-    assert [name for name in with_code if elsewhere.get(name, f'"{name}"') not in tests] == []
-
-
 def test_the_code_of_algorithms_runs(run: Run, tmp_path: Path) -> None:
     """Each block states what the formula above it gives."""
     assert sum(block.count("assert ") for name in ALGORITHMS for block in blocks(name, "python")) > 30
@@ -185,11 +176,10 @@ def test_training_commands_of_the_readme_run(run: Run, workshop: Path) -> None:
 
 
 def test_the_expected_curves_of_the_examples_are_of_the_run_shown_in_the_readme() -> None:
-    curves = [
-        re.findall(r"^\w+ over \d+ steps +\S+", DOCS[name], flags=re.MULTILINE) for name in ("README", "examples")
-    ]
-    assert len(curves[0]) == 2
-    assert curves[0] == curves[1]
+    pattern = re.compile(r"^\w+ over \d+ steps +\S+", flags=re.MULTILINE)
+    curves, others = (pattern.findall(DOCS[name]) for name in ("README", "examples"))
+    assert len(curves) == 2
+    assert curves == others
 
 
 SIZES = 'rollout_batch_size=4, train_batch_size=4, generate_max_len=4, max_samples=4, pretrain="policy"'

@@ -2,9 +2,7 @@
 
 import ast
 import importlib.util
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -131,24 +129,3 @@ def test_examples_lists_every_script_and_marks_what_was_not_run() -> None:
     for row in re.findall(r"^\| \[.*$", page, flags=re.MULTILINE):
         measured = re.search(r"\d to \d|%.* to ", row.rsplit("|", 2)[1])
         assert measured or "not run here" in row, row
-
-
-@pytest.mark.slow
-def test_two_versions_are_kept_beside_each_other(tmp_path: Path) -> None:
-    """The commands of docs/versions.md, and a second release, in a repository of its own."""
-    for name in ("docs", "benchmarks/results", "examples"):
-        shutil.copytree(REPO / name, tmp_path / name)
-    for name in ("mkdocs.yml", "README.md", "CHANGELOG.md"):
-        shutil.copy(REPO / name, tmp_path)
-    (block,) = re.findall(r"```bash\n(.*?)```", (REPO / "docs/versions.md").read_text(), flags=re.DOTALL)
-    identity = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | identity | {"PYTHONPATH": str(REPO), "PATH": programs, "NO_MKDOCS_2_WARNING": "1"}
-    start = "git init --quiet && git add . && git commit --quiet -m docs"
-    end = "git show gh-pages:versions.json && git show gh-pages:index.html && git ls-tree -r --name-only gh-pages"
-    script = "\n".join([start, block, block.replace("0.1", "0.2"), end])
-    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r'"version": "(\S+)"', done.stdout) == ["0.2", "0.1"]
-    assert {"0.1/index.html", "0.2/index.html", "latest", "index.html"} <= set(done.stdout.split())
-    assert "latest/" in done.stdout

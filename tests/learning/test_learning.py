@@ -55,6 +55,12 @@ def train(run: Callable[..., str], tmp_path: Path) -> Callable[..., list[dict[st
     return logged
 
 
+def write_data(folder: Path, rows: list[dict[str, object]], n_heldout: int) -> None:
+    """``train`` and ``heldout``, the last rows."""
+    write_rows(folder / "train.jsonl", rows[:-n_heldout])
+    write_rows(folder / "heldout.jsonl", rows[-n_heldout:])
+
+
 @pytest.fixture
 def prompts(random_llama: Callable[[str], None], tmp_path: Path) -> None:
     """A policy, prompts and a reward for a letter."""
@@ -111,9 +117,7 @@ def test_sft_learns_to_copy_the_last_letter(random_llama: Callable[[str], None],
     random_llama(LETTERS)
     rng = random.Random(0)
     words = [word(rng, 1, 6, "abcdefg") for _ in range(320)]
-    rows = [{"input": letters + "h", "output": letters[-1] * 3} for letters in words]
-    write_rows(tmp_path / "train.jsonl", rows[:256])
-    write_rows(tmp_path / "heldout.jsonl", rows[256:])
+    write_data(tmp_path, [{"input": letters + "h", "output": letters[-1] * 3} for letters in words], 64)
     lines = train("train_sft", f"{DATA} --max_epochs 10 --learning_rate 1e-2")
     evaluated = [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert lines[0]["loss"] > 2.0  # a random model: log(11) = 2.4
@@ -128,8 +132,7 @@ def test_rm_learns_a_preference(random_llama: Callable[[str], None], train: Trai
         {"prompt": word(rng, 1, 4), "chosen": word(rng, 4, 8, "aabcd"), "rejected": word(rng, 4, 8, "efghb")}
         for _ in range(320)
     ]
-    write_rows(tmp_path / "train.jsonl", rows[:256])
-    write_rows(tmp_path / "heldout.jsonl", rows[256:])
+    write_data(tmp_path, rows, 64)
     lines = train("train_rm", f"{DATA} --prompt_key prompt --max_epochs 6 --learning_rate 3e-3")
     assert lines[0]["loss"] > 0.5
     assert lines[-1]["eval_accuracy"] > 0.9
@@ -152,8 +155,7 @@ def test_prm_learns_to_tell_right_sums_from_wrong_ones(
 ) -> None:
     random_llama("#GB+=;012345678")
     rng = random.Random(0)
-    write_rows(tmp_path / "train.jsonl", [solution(rng) for _ in range(2048)])
-    write_rows(tmp_path / "heldout.jsonl", [solution(rng) for _ in range(128)])
+    write_data(tmp_path, [solution(rng) for _ in range(2176)], 128)
     lines = train(
         "train_prm",
         """--dataset train.jsonl --eval_dataset heldout.jsonl --input_key input --label_key label --placeholder_token #
