@@ -156,7 +156,7 @@ def measure(folder: Path, name: str, options: dict[str, Any]) -> None:
     forget_peak()
     trainer = build_ppo_trainer(config(name), strategy)
     peaks = {"loading": process_memory("VmHWM")}
-    phases = measure_phases(trainer.timer)
+    phases = measure_phases(trainer.maker.hooks.timer)
     run_steps(trainer, 2)
     peaks |= phases
     gathered = strategy.comm.all_gather_object({phase: peaks[phase] - before for phase in PHASES})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -69,8 +69,8 @@ def build_ppo_trainer(
     plan = batch_plan(config, len(data.prompts), comm.world_size, _source_steps(config, source))
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.rewards, tokenizer, setup) if samples else None  # before the large models
-    critic = None if critic_from is None else _prepare_critic(config, strategy, plan.optimizer_steps())
-    actor = _prepare_actor(config, strategy, plan.optimizer_steps(without=config.ppo.frozen_actor_steps), samples)
+    critic = None if critic_from is None else _prepare(config, strategy, "critic", plan.optimizer_steps())
+    actor = _prepare(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _prepare_reference(config, strategy, actor)
     timer = PhaseTimer(step_tracer(run.save_path, config.tracking, comm.rank), estimate.peaks if estimate else None)
     hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled)
@@ -178,21 +178,16 @@ def _loading(config: TrainPPOConfig) -> dict[str, bool]:
     return dict(zip(names, (config.deepspeed.bf16, model.flash_attn, model.trust_remote_code), strict=True))
 
 
-def _prepare_critic(config: TrainPPOConfig, strategy: DeepspeedStrategy, n_steps: int) -> TrainableModel:
-    module = load_critic(config)
-    critic = strategy.prepare(module, config.adam, config.learning_rate.critic_learning_rate, n_steps)
-    _pack(config, strategy, module, critic, "critic")
-    return critic
-
-
-def _prepare_actor(config: TrainPPOConfig, strategy: DeepspeedStrategy, n_steps: int, samples: bool) -> TrainableModel:
-    """The wrapped actor, compared with the engine if the run ``samples`` with the actor's own module."""
-    module = load_actor(config)
-    actor = strategy.prepare(module, config.adam, config.learning_rate.actor_learning_rate, n_steps)
-    _pack(config, strategy, module, actor, "actor")
-    if samples and config.generation.engine_check == "on" and config.generation.rollout_engine == "hf":
-        check_hf_engine(config, strategy, actor)
-    return actor
+def _prepare(
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, role: Literal["actor", "critic"], n_steps: int
+) -> TrainableModel:
+    """The loaded actor or critic, wrapped for training."""
+    module = load_actor(config) if role == "actor" else load_critic(config)
+    rates = config.learning_rate
+    rate = rates.actor_learning_rate if role == "actor" else rates.critic_learning_rate
+    model = strategy.prepare(module, config.adam, rate, n_steps)
+    _pack(config, strategy, module, model, role)
+    return model
 
 
 def _prepare_reference(
@@ -251,6 +246,8 @@ def _engine(
         if generation.engine_check == "on":
             check_engines(config, strategy, actor, {"": engine})
     else:
+        if generation.engine_check == "on":
+            check_hf_engine(config, strategy, actor)
         in_lockstep = not strategy.fits_gathered(actor, config.ppo.offload_idle)
         if generation.cuda_graphs and in_lockstep:
             logger.warning("--cuda_graphs: ranks in lockstep cannot replay steps; they are launched as usual")

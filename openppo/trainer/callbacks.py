@@ -171,9 +171,6 @@ def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[dict[str, A
         if states[name]:
             callback.load_state_dict(states[name].pop(0))
     if were != are:
-        logger.warning(
-            "callbacks were %s and are %s: those of one class resume in their order, others start anew",
-            ", ".join(were) or "none",
-            ", ".join(are) or "none",
-        )
+        say = "callbacks were %s and are %s: those of one class resume in their order, others start anew"
+        logger.warning(say, ", ".join(were) or "none", ", ".join(are) or "none")
     return were == are

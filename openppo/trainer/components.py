@@ -44,7 +44,7 @@ class PPOComponents:
 
     ``critic_step`` is None for estimators without a critic, ``ema`` without ``--enable_ema``. ``engine`` and ``scorer``
     are None, and ``prompts`` empty, where a source of the caller's makes trajectories. ``pack_documents_to`` is the
-    length of rows that documents share (None: a row for each). Without ``checkpointer`` there are no checkpoints.
+    length of rows that documents share (None: a row for each).
     """
 
     strategy: DeepspeedStrategy
@@ -55,13 +55,13 @@ class PPOComponents:
     documents: list[TokenExample]
     trackers: Trackers
     grading: Grading
+    checkpointer: Checkpointer
     engine: Engine | None = None
     scorer: Scorer | None = None
     prompts: list[Prompt] = field(default_factory=list)
     held_out: list[Prompt] = field(default_factory=list)
     ema: ParameterAverage | None = None
     pack_documents_to: int | None = None
-    checkpointer: Checkpointer | None = None
     stop: StopCheck = field(default_factory=NeverStops)
     estimate: Estimate | None = None
     state: TrainState = field(default_factory=TrainState)

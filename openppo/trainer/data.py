@@ -117,9 +117,8 @@ def check_models(
         check_model(name, flag, trust)
         if own_tokenizer(flag, name, model.pretrain, tokenizer, trust) is not None:
             role = "a reference" if flag == "--ref_pretrain" else "a critic"
-            other = (
-                "name another with --critic_pretrain" if flag == "--reward_pretrain" else "use one of the same family"
-            )
+            own_flag = flag != "--reward_pretrain"
+            other = "use one of the same family" if own_flag else "name another with --critic_pretrain"
             raise ValueError(
                 f"{flag} {name} has another vocabulary than --pretrain {model.pretrain}, and as {role} it would read "
                 f"token ids that are not its own: {other}."

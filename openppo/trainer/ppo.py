@@ -2,10 +2,9 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from openppo.config import TrainPPOConfig
 from openppo.experience.replay_buffer import ReplayBuffer
@@ -40,7 +39,6 @@ class PPOTrainer:
         self.comm = components.strategy.comm
         self.state = components.state
         self.maker = components.maker
-        self.timer = components.maker.hooks.timer
         ppo, normalizes = config.ppo, self.maker.estimator.normalizes(config.advantage.normalize_advantages)
         stage = config.deepspeed.zero_stage
         self.replay_buffer = ReplayBuffer(self.comm, ppo.buffer_limit, ppo.buffer_cpu_offload, stage, normalizes)
@@ -49,6 +47,8 @@ class PPOTrainer:
         self.view = StepDiagnostics(config, components, self.total_steps)
         self.update.actor_step.observe = self.view.observe
         self.should_stop = False
+        self.explain_memory: Callable[[], list[str]] = components.estimate.lines if components.estimate else list
+        """What each model takes by estimate, for a report."""
 
     def fit(self) -> None:
         """Train to the end, evaluate and report when due, and save the actor to ``save_path``.
@@ -72,12 +72,12 @@ class PPOTrainer:
         """One global step on this rank's trajectories and those of all others; returns its metrics."""
         metrics = Metrics()
         self.replay_buffer.clear()  # of a step that was never reported
-        with self.timer.step(self.state.global_step + 1):
+        with self.maker.hooks.timer.step(self.state.global_step + 1):
             experience = self.maker.make(trajectories, metrics, self.state.global_step, self.state.policy_version)
             self.replay_buffer.fill(experience)
             reduced = self.update(self.replay_buffer, metrics)
         self.view.trained_on = trajectories
-        return reduced | self.timer.take_metrics(self.comm)
+        return reduced | self.maker.hooks.timer.take_metrics(self.comm)
 
     @phase("evaluation")
     def evaluate(self) -> dict[str, float]:
@@ -100,7 +100,7 @@ class PPOTrainer:
         due = last or (episode_ended if every == -1 else state.global_step % every == 0)
         evaluated = self.evaluate() if due else {}
         metrics |= evaluated
-        if due and saver is not None:
+        if due:
             saver.save_if_best(state.global_step, metrics, self.components.write_policy)
         state.ended_episodes = episodes
         notify(self.callbacks, "on_step_end", self, metrics)
@@ -108,7 +108,7 @@ class PPOTrainer:
         if evaluated or last or self.should_stop or state.global_step % self.config.run.logging_steps == 0:
             self.components.trackers.log(state.global_step, metrics)
         state.unreported = None
-        if saver is not None and (self.should_stop or saver.due(state.global_step, episode_ended or last)):
+        if self.should_stop or saver.due(state.global_step, episode_ended or last):
             self.save_checkpoint()
 
     @phase("saving")
@@ -124,13 +124,11 @@ class PPOTrainer:
         notify(self.callbacks, "on_save", self, folder)
 
     @phase("saving")
-    def save_checkpoint(self, before: tuple[dict[str, Any], RandomState] | None = None) -> Path:
-        """Write all that ``--load_checkpoint`` needs to resume after the last step, or where ``before`` says."""
-        assert self.components.checkpointer is not None, "build_ppo_trainer makes a checkpointer"
-        source, random_state = before or (self.source.state_dict(), get_random_state())
+    def save_checkpoint(self, random_state: RandomState | None = None) -> Path:
+        """Write all that ``--load_checkpoint`` needs to resume after the last step; randomness is of now by default."""
         state = {
             "state": dataclasses.asdict(self.state),
-            "source": source,
+            "source": self.source.state_dict(),
             "maker": self.maker.state_dict(),
             "skipped": self.update.skipped.state_dict(),
             "should_stop": self.should_stop,
@@ -140,7 +138,6 @@ class PPOTrainer:
 
     def load_checkpoint(self) -> None:
         """Resume from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
-        assert self.components.checkpointer is not None
         saved = self.components.checkpointer.load()
         vars(self.state).update(saved["state"])
         self.source.load_state_dict(saved["source"])
@@ -164,10 +161,6 @@ class PPOTrainer:
         self.source.close()
         self.components.trackers.close()
         self.components.strategy.close()
-
-    def explain_memory(self) -> list[str]:
-        """What each model takes by estimate, for a report."""
-        return self.components.estimate.lines() if self.components.estimate else []
 
     @property
     def global_step(self) -> int:
@@ -201,11 +194,10 @@ class PPOTrainer:
 
     def _end_early(self) -> None:
         """Where trajectories end before the planned steps: evaluate and save a checkpoint, as after the last one."""
-        if self.components.strategy.is_main:
-            logger.info("no more trajectories after %d of %d steps", self.global_step, self.total_steps)
+        logger.info("no more trajectories after %d of %d steps", self.global_step, self.total_steps)
         if evaluated := self.evaluate():
             self.components.trackers.log(self.global_step, evaluated)
-        if self.components.checkpointer is not None and self.components.checkpointer.due(self.global_step, True):
+        if self.components.checkpointer.due(self.global_step, True):
             self.save_checkpoint()
 
     @contextmanager
@@ -219,12 +211,12 @@ class PPOTrainer:
                     self.report(self.state.unreported)
                 if self.config.evaluation.eval_before_training and not self.state.has_begun:
                     self.components.trackers.log(self.global_step, self.evaluate())
-                    self.should_stop = self.components.strategy.any_rank(self.should_stop)
                 self.state.has_begun = True
                 yield
             except Interrupted as signal:
-                self.source.load_state_dict(self._before[0])
-                path = self.save_checkpoint(self._before)
+                source_state, random_state = self._before
+                self.source.load_state_dict(source_state)
+                path = self.save_checkpoint(random_state)
                 logger.info(stopped(str(signal), self.global_step, self.total_steps, path))
             else:
                 self.save()

@@ -106,8 +106,8 @@ class PromptSource:
         self.consumed_batches += 1
         return [self.components.prompts[i] for i in next(self.sampler.batches(episode, start))]
 
-    def _sample(self, prompts: Sequence[str | Prompt]) -> list[Trajectory]:
-        """Responses to this rank's share of ``prompts``, those of one prompt beside each other."""
+    def _sampled(self, prompts: Sequence[str | Prompt]) -> Rollout:
+        """Responses to this rank's share of ``prompts``, those of one prompt in a row, on which scoring has begun."""
         ready = [as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts]
         rank, world = self.comm.rank, self.comm.world_size
         mine, first = shard(ready, rank, world), self.consumed_prompts + rank * len(ready) // world
@@ -122,14 +122,9 @@ class PromptSource:
                     trajectory.greedy = greedy[i // n_samples]
         self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in sampled))
         self.consumed_prompts += len(ready)
-        return sampled
-
-    def _sampled(self, prompts: Sequence[str | Prompt]) -> Rollout:
-        """Responses to this rank's share of ``prompts``, on which scoring has begun."""
-        trajectories = self._sample(prompts)
         with self.timer.phase("scoring"):
-            rollout = self._score(trajectories, "reward_errors")
-        self.timer.count_tokens("scoring", sum(len(t.token_ids) for t in trajectories))
+            rollout = self._score(sampled, "reward_errors")
+        self.timer.count_tokens("scoring", sum(len(t.token_ids) for t in sampled))
         return rollout
 
     def _score(self, trajectories: list[Trajectory], errors: str) -> Rollout:

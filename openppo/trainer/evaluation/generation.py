@@ -8,7 +8,6 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
 from openppo.datasets import load_mixed_rows, load_prompts
@@ -26,7 +25,7 @@ from openppo.trainer.engine_check import check_frozen
 from openppo.trainer.evaluation.evaluator import Grading, generate_responses, sample_and_score, short_names
 from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, tokenizing
 from openppo.trainer.supervised.batches import pack_where_exact
-from openppo.types import Comm, Prompt, Trajectory
+from openppo.types import Comm, Trajectory
 
 
 class _Job:
@@ -37,8 +36,21 @@ class _Job:
         self.output = None if output_path is None else check_output(output_path)
         self.strategy = InferenceStrategy(options.bf16)
         self.comm = self.strategy.comm
-        self.tokenizer, self.prompts = _load_prompts(options, self.comm)
-        self.sampling = self.prompts, sampling_params(options), options.n_samples_per_prompt, options.seed
+        trust, model = options.trust_remote_code, f"--pretrain {options.pretrain}"
+        model_config = check_model(options.pretrain, "--pretrain", trust)
+        check_cache(model_config)
+        check_transformers()
+        attention_implementation(options.flash_attn, options.bf16)
+        self.tokenizer = tokenizer = load_policy_tokenizer(options.pretrain, trust, options.chat_template_kwargs)
+        source, split, seed = options.prompt_data, options.prompt_split, options.seed
+        rows = load_mixed_rows(options, source, flag="--prompt_data", split=split, seed=seed)
+        loaded = load_prompts(rows, tokenizer, options, show=tokenizing(self.comm))
+        log_dropped(loaded.dropped, len(loaded.prompts), "--prompt_data", "--prompt_max_len")
+        ids = [prompt.token_ids for prompt in loaded.prompts]
+        check_context(model_config, model, max(map(len, ids)), options.generate_max_len)
+        check_token_ids(model_config, model, tokenizer, ids)
+        self.prompts = loaded.prompts
+        self.sampling = self.prompts, sampling_params(options), options.n_samples_per_prompt, seed
 
     def close(self) -> None:
         """Leave the process group."""
@@ -145,24 +157,6 @@ class EvaluateJob(_Job):
         reward = response.total_reward(self.grading.reward_weights)
         row = super()._row(response, number) | {"rewards": response.scores, "reward": reward}
         return row if self.grading.pass_reward is None else row | {"passed": self.grading.passes(reward)}
-
-
-def _load_prompts(options: PromptsConfig, comm: Comm) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
-    """The tokenizer and the rendered prompts; ``ValueError`` names the flag to change."""
-    trust, model = options.trust_remote_code, f"--pretrain {options.pretrain}"
-    model_config = check_model(options.pretrain, "--pretrain", trust)
-    check_cache(model_config)
-    check_transformers()
-    attention_implementation(options.flash_attn, options.bf16)
-    tokenizer = load_policy_tokenizer(options.pretrain, trust, options.chat_template_kwargs)
-    source, split, seed = options.prompt_data, options.prompt_split, options.seed
-    rows = load_mixed_rows(options, source, flag="--prompt_data", split=split, seed=seed)
-    loaded = load_prompts(rows, tokenizer, options, show=tokenizing(comm))
-    log_dropped(loaded.dropped, len(loaded.prompts), "--prompt_data", "--prompt_max_len")
-    ids = [prompt.token_ids for prompt in loaded.prompts]
-    check_context(model_config, model, max(map(len, ids)), options.generate_max_len)
-    check_token_ids(model_config, model, tokenizer, ids)
-    return tokenizer, loaded.prompts
 
 
 def check_output(path: str) -> Path:

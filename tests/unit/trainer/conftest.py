@@ -1,14 +1,12 @@
 """A training engine without DeepSpeed that keeps each step's gradient, tiny models in float64, and ranks by hand."""
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from openppo.types import Experience, SingleProcess
 
-SIZES: dict[str, Any] = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "initializer_range": 0.3}
 
 
@@ -31,6 +29,8 @@ class RecordingEngine:
         loss.backward()
 
     def step(self):
+        assert self.boundaries == [False] * (len(self.boundaries) - 1) + [True], "no other pass is the last"
+        self.boundaries = []
         parameters = list(self.module.parameters())
         self.gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         self.module.zero_grad(set_to_none=True)

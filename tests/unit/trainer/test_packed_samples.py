@@ -1,7 +1,6 @@
 """Samples without padding: the same log-probs, values, scores and gradients as with it."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from openppo.trainer.supervised.batches import pack_where_exact
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-COMMON: dict[str, Any] = {"vocab_size": 11, "initializer_range": 0.5, "pad_token_id": 0}
+COMMON = {"vocab_size": 11, "initializer_range": 0.5, "pad_token_id": 0}
 CONFIGS = [
     LlamaConfig(**COMMON, **SIZES, num_key_value_heads=2, num_labels=1),
     Qwen2Config(**COMMON, **SIZES, num_key_value_heads=2, num_labels=1),

@@ -1,19 +1,14 @@
 """Rollouts: who samples what, whose scores go where, and which groups are worth training on."""
 
 import contextlib
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from openppo.config import TrainPPOConfig, from_options
-from openppo.rollout.rollout import Rollout
 from openppo.tracking import PhaseTimer
 from openppo.trainer.source import PromptSource
 from openppo.types import Completion, FinishReason, NeverStops, Prompt, Score, SingleProcess, Trajectory
-
-Comm = Callable[[int, int], Any]
 
 
 class EchoEngine:
@@ -67,7 +62,6 @@ def source_of(comm=None, estimator="gae", first_group=0, **options):
 
 def sampled(source, prompts=PROMPTS):
     rollout = source.rollout(prompts)
-    assert isinstance(rollout, Rollout)
     return rollout.unscored
 
 

@@ -1,12 +1,9 @@
 """Gradients of actor and critic are those of one mean over the whole step, however the step is cut into pieces."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
@@ -21,10 +18,7 @@ from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.supervised.batches import token_batch
 from openppo.types import Experience, SingleProcess
 
-EngineOf = Callable[[nn.Module], Any]
-Comm = Callable[[int, int], Any]
-Rows = list[Experience]
-CPU = torch.device("cpu")
+CPU, ALONE = torch.device("cpu"), SingleProcess()
 TEMPERATURE = 0.7
 CONFIG = from_options(
     TrainPPOConfig,
@@ -51,18 +45,15 @@ def mini_batch(rows, micro):
     return batch
 
 
-def documents(micro, comm=None):
-    return token_batch(DOCUMENTS, micro, 0, comm or SingleProcess())
+def documents(micro, comm=ALONE):
+    return token_batch(DOCUMENTS, micro, 0, comm)
 
 
-Trained = Callable[..., tuple[list[Tensor], dict[str, float]]]
-
-
-def trained(engine, batch, ptx=None, config=CONFIG, **given):
+def trained(engine, batch, ptx=None, config=CONFIG, comm=ALONE, **given):
     """Gradient and metrics of one step of the actor."""
-    metrics, comm = Metrics(), given.pop("comm", SingleProcess())
+    metrics = Metrics()
     ActorStep(engine, config, comm, CPU).train(batch, ptx, metrics, **given)
-    return engine.gradient, metrics.reduced(SingleProcess())
+    return engine.gradient, metrics.reduced(ALONE)
 
 
 @pytest.fixture
@@ -74,21 +65,16 @@ def actor(causal, engine_of):
 @pytest.fixture(params=["actor", "actor with documents", "critic"])
 def step(request, actor, scalar, engine_of):
     """``step(batch, micro)``: gradient and metrics of one optimizer step of each role."""
-    if request.param == "critic":
-        critic = engine_of(ScalarHeadModel(scalar, "critic"))
+    critic = engine_of(ScalarHeadModel(scalar, "critic"))
 
-        def of_critic(batch, micro, comm=None):
-            metrics = Metrics()
-            CriticStep(critic, CONFIG, comm or SingleProcess(), CPU).train(batch, metrics)
-            return critic.gradient, metrics.reduced(SingleProcess())
+    def of_role(batch, micro, comm=ALONE):
+        if request.param != "critic":
+            return trained(actor, batch, documents(micro, comm) if "documents" in request.param else None, comm=comm)
+        metrics = Metrics()
+        CriticStep(critic, CONFIG, comm, CPU).train(batch, metrics)
+        return critic.gradient, metrics.reduced(ALONE)
 
-        return of_critic
-
-    def of_actor(batch, micro, comm=None):
-        comm = comm or SingleProcess()
-        return trained(actor, batch, documents(micro, comm) if "documents" in request.param else None, comm=comm)
-
-    return of_actor
+    return of_role
 
 
 def assert_same(found, expected):
@@ -173,14 +159,13 @@ def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, sca
     loss = sum(losses) / len(losses)
     expected = naive_gradient(scalar, loss)
     engine, metrics = engine_of(ScalarHeadModel(scalar, "critic")), Metrics()
-    CriticStep(engine, changed(value_clip=clip), SingleProcess(), CPU).train(mini_batch(rows, 3), metrics)
+    CriticStep(engine, changed(value_clip=clip), ALONE, CPU).train(mini_batch(rows, 3), metrics)
     assert_same(engine.gradient, expected)
-    assert metrics.reduced(SingleProcess()) == {
+    assert metrics.reduced(ALONE) == {
         "value_loss": pytest.approx(loss.item(), abs=1e-6),
         "critic_learning_rate": 0.25,
         "critic_grad_norm": pytest.approx(torch.cat([g.flatten() for g in expected]).norm().item()),
     }
-    assert engine.boundaries == [False, False, False, True], "only the last backward pass is marked as last"
 
 
 @pytest.mark.parametrize("micro", [1, 2, 100])
@@ -206,12 +191,6 @@ def test_the_two_losses_are_added_in_one_gradient(actor, rows):
     language, _ = trained(actor, mini_batch(without_advantage(rows), 4), documents(4))
     both, _ = trained(actor, mini_batch(rows, 4), documents(4))
     assert_same(both, [p + d for p, d in zip(policy, language, strict=True)])
-
-
-@pytest.mark.parametrize(("micro", "with_documents", "count"), [(3, False, 4), (3, True, 6), (100, True, 3)])
-def test_only_the_very_last_backward_pass_is_marked_as_last(micro, with_documents, count, actor, rows):
-    trained(actor, mini_batch(rows, micro), documents(micro) if with_documents else None)
-    assert actor.boundaries == [False] * (count - 1) + [True]
 
 
 def test_clip_fraction_ratio_and_kl_are_those_of_the_ratios(causal, actor, rows):

@@ -1,8 +1,5 @@
 """Documents become micro-batches: masks from lengths, every rank equally many, tokens counted over all."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,7 +8,6 @@ from openppo.trainer.supervised.batches import equal_micro_batches, token_batch
 from openppo.types import SingleProcess
 
 PAD = 9
-Comm = Callable[[int, int], Any]
 
 
 def example(*ids, first=1):
