@@ -109,26 +109,16 @@ def check_sources(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setu
 
 
 def _function(
-    source: RewardConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    setup: ScorerSetup,
-    name: str,
-    location: str,
-    flag: str,
-    default_name: str,
+    source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str, *where: str
 ) -> Scorer:
+    """A user's function; ``where`` are its location, flag, and name unless the location has one."""
+    location, flag, default_name = where
     columns = {column for prompt in setup.prompts for column in prompt.row}
     function = collective(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
     check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
     logger.info("%s is called with %s", function.source, function.describe())
-    return FunctionScorer(
-        function,
-        tokenizer,
-        name,
-        error_value=source.reward_error_value,
-        step_separator=source.step_separator,
-        token_weight=source.weights().get(name, 1.0),
-    )
+    options = source.reward_error_value, source.step_separator, source.weights().get(name, 1.0)
+    return FunctionScorer(function, tokenizer, name, *options)
 
 
 def _reward_model(model: str, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str) -> Scorer:

@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,8 @@ chat template; token_ids are those that the policy sampled.
 """
 _IN_BOTH_FORMS = {"messages": "messages", "token_ids": "token_ids"}
 BATCH_NAMES = {
-    "prompts": "prompt",
-    "responses": "response",
-    "completions": "completion",
-    "labels": "label",
-    "queries": "query",
-    "rows": "row",
-    **_IN_BOTH_FORMS,
+    **{"prompts": "prompt", "responses": "response", "completions": "completion", "labels": "label"},
+    **{"queries": "query", "rows": "row", **_IN_BOTH_FORMS},
 }
 """Parameter of a function for a batch -> what it gets a list of."""
 SINGLE_NAMES = {name: name for name in BATCH_NAMES.values()}
@@ -62,16 +57,17 @@ def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokeni
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A user's function and how it wants to be called. ``source`` is its flag and file, for messages."""
+    """A user's function and how it wants to be called. ``source`` is its flag and file, for messages.
+
+    ``is_batch``: it is called once with lists, otherwise once for each sample. ``names`` are its parameters, given by
+    name; one that ``takes_all`` has ``**kwargs`` and gets all names of its form and all columns.
+    """
 
     function: Callable[..., Any]
     source: str
     is_batch: bool
-    """Called once with lists; otherwise once for each sample."""
     names: tuple[str, ...]
-    """Its parameters, given by name."""
     takes_all: bool
-    """Has ``**kwargs``: gets all names of its form and all columns."""
 
     @property
     def is_async(self) -> bool:
@@ -201,16 +197,12 @@ class FunctionScorer:
         """The function's result or exception for each batch; an async function works on all at the same time."""
         if self._loop is not None:
             try:
-                return self._run(self._loop.run_until_complete, self._gather(batches)).result()
+                return self._thread.submit(self._loop.run_until_complete, self._gather(batches)).result()
             except SystemExit as error:  # it would end the run with the status that it holds, 0 perhaps
                 raise RuntimeError(f"{self} raised {error!r}. Take the call of sys.exit() out.") from error
-        futures = [self._run(self.function, batch) for batch in batches]
+        futures = [self._thread.submit(self.function, batch) for batch in batches]
         wait(futures)
         return [future.exception() or future.result() for future in futures]
-
-    def _run(self, call: Callable[[Any], Any], argument: Any) -> Future[Any]:
-        """``call(argument)`` on the thread of the function."""
-        return self._thread.submit(call, argument)
 
     async def _gather(self, batches: Sequence[Sequence[Sample]]) -> list[Any]:
         return await asyncio.gather(*map(self.function, batches), return_exceptions=True)

@@ -34,7 +34,6 @@ _REQUESTS_PER_SERVER = 4
 _SECONDS_TO_CONNECT = 10.0
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
-_MAX_ANSWER_BYTES = 16 * 2**20
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses after which the same request may succeed."""
 _REFUSED = "refuses the token (HTTP status {}). Give the right one with --remote_rm_token_file."
@@ -59,10 +58,8 @@ class RemoteScorer:
         if source.remote_rm_token_file is not None:
             token = read_token(source.remote_rm_token_file, "--remote_rm_token_file")
             self.headers = {"Authorization": f"Bearer {token}"}
-        self.tokenizer = tokenizer
-        self.name = name
-        self.batch_size = source.remote_rm_batch_size
-        self.retries = source.remote_rm_retries
+        self.tokenizer, self.name = tokenizer, name
+        self.batch_size, self.retries = source.remote_rm_batch_size, source.remote_rm_retries
         self.timeout = source.remote_rm_timeout
 
     def __str__(self) -> str:
@@ -151,13 +148,8 @@ def _pause(attempt: int) -> float:
 
 async def _post(session: aiohttp.ClientSession, url: str, data: dict[str, list[Any]]) -> str:
     """The body of a good answer; ``ConnectionError`` for a transient status, ``ValueError`` for another."""
-    received = bytearray()
     async with session.post(url, json=data, allow_redirects=False) as answer:
-        async for part in answer.content.iter_any():
-            received += part
-            if len(received) > _MAX_ANSWER_BYTES:
-                raise ValueError(f"{_named(url)}: answered with more than {_MAX_ANSWER_BYTES // 2**20} MiB.")
-    body, status = received.decode(errors="replace"), answer.status
+        body, status = await answer.text(errors="replace"), answer.status
     if status in _TRANSIENT:
         raise ConnectionError(f"HTTP status {status}, {shortened(body)}")
     if status in (401, 403):

@@ -197,18 +197,7 @@ def test_numbers_of_python_numpy_and_torch_are_scores(scores, scorer_of, two):
     assert all(type(score) is float for score in got)
 
 
-BAD = [
-    math.nan,
-    -math.inf,
-    None,
-    "1",
-    np.float32("nan"),
-    torch.tensor(math.inf),
-    {"a": None},
-    [math.nan],
-    10**400,
-    1e39,
-]
+BAD = [math.nan, None, "1", np.float32("nan"), torch.tensor(-math.inf), {"a": None}, [math.nan], 10**400, 1e39]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=repr)

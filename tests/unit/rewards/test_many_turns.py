@@ -56,9 +56,3 @@ def test_verifiers_count_and_read_the_actions(game, make_tokenizer):
 def test_reward_models_read_the_whole_episode(game, make_tokenizer):
     assert policy_tokens(make_tokenizer(), game) == game.token_ids
     assert RewardModelText(make_tokenizer(), make_tokenizer(), "m")(game) == game.token_ids
-
-
-@pytest.mark.parametrize(("reason", "ends"), [("stop", True), ("tool_call", True), ("length", False), ("abort", False)])
-def test_only_a_response_that_the_policy_ended_ends_with_eos(game, make_tokenizer, reason, ends):
-    game.token_ids[-1], game.finish_reason = 9, FinishReason(reason)
-    assert (RewardModelText(make_tokenizer(), make_tokenizer(), "m")(game)[-1] == 1) == ends

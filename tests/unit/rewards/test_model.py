@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from openppo.datasets.templates import encode_start, end_with_eos, render_prompt
+from openppo.datasets.templates import encode_start, render_prompt
 from openppo.datasets.turns import render_response
 from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
@@ -263,18 +263,10 @@ def test_a_text_that_ended_with_another_token_than_eos_is_read_at_eos(messages, 
     assert policy_tokens(own, sample) == ids_of("a", "c", "<u>", "</s>")
 
 
-def test_a_text_gets_one_bos_if_its_tokenizer_wants_one_and_ids_end_with_one_eos(own, make_tokenizer):
+def test_a_text_gets_one_bos_if_its_tokenizer_wants_one(own, make_tokenizer):
     assert encode_start(own, "ab") == encode_start(own, "<s>ab") == ids_of("<s>", "a", "b")
     assert encode_start(own, "") == ids_of("<s>")
     assert encode_start(make_tokenizer(), "ab") == [4, 5]
-    for tokens, ended in (
-        (["a"], ["a", "</s>"]),
-        (["a", "</s>"], ["a", "</s>"]),
-        (["a", "</s>", " ", " "], ["a", "</s>"]),
-        (["</s>", "a"], ["</s>", "a", "</s>"]),
-        ([], ["</s>"]),
-    ):
-        assert end_with_eos(own, ids_of(*tokens)) == ids_of(*ended)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini"])

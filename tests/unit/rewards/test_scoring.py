@@ -2,6 +2,8 @@
 
 import math
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -9,15 +11,15 @@ from openppo.rewards import CombinedScorer, check_scores, start_scoring
 from openppo.types import Score
 
 
+@dataclass
 class Source:
     """Gives the same score to every trajectory, and remembers on which thread."""
 
-    def __init__(self, score, collective=False, name="a source", before=int):
-        self.given = score
-        self.collective = collective
-        self.name = name
-        self.before = before
-        self.thread: threading.Thread | None = None
+    given: Score
+    collective: bool = False
+    name: str = "a source"
+    before: Callable = int
+    thread: threading.Thread | None = None
 
     def __str__(self):
         return self.name
@@ -47,9 +49,8 @@ def test_only_a_collective_source_scores_on_the_callers_thread(two):
 def test_background_sources_start_before_collective_ones(two):
     started, go_on, background_was_first = threading.Event(), threading.Event(), []
     background = Source(Score({"a": 1.0}), before=lambda: (started.set(), go_on.wait(10)))
-    collective = Source(
-        Score({"b": 2.0}), collective=True, before=lambda: (background_was_first.append(started.wait(10)), go_on.set())
-    )
+    collective = Source(Score({"b": 2.0}), True)
+    collective.before = lambda: (background_was_first.append(started.wait(10)), go_on.set())
     combined = CombinedScorer([collective, background])
     assert combined.collective
     assert combined.score(two) == [Score({"a": 1.0, "b": 2.0})] * 2

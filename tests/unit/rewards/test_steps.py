@@ -4,32 +4,12 @@ import random
 from itertools import pairwise
 
 import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from openppo.rewards import step_ends
+from tests.conftest import save_tokenizer
 
 TEXT = "Add two.\n\nThen ✓🙂 halve.\n\nDone."
-
-
-@pytest.fixture(scope="module")
-def bpe():
-    """A byte-level BPE tokenizer without pre-tokenization: frequent pairs across words and separators are tokens."""
-    core = Tokenizer(BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(vocab_size=290, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False)
-    core.train_from_iterator(["two.\n\nThen two.\n\nThen halve.\n\nDone."] * 50, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
-
-
-def test_characters_of_several_tokens_do_not_shift_places(bpe):
-    ids = bpe("🙂\n\n🙂🙂\n\n🙂")["input_ids"]  # four bytes and four tokens each, two for a separator
-    assert [bpe.decode(ids[i : i + 4]) for i in (0, 6, 10, 16)] == ["🙂"] * 4
-    assert step_ends(ids, bpe, "\n\n") == [3, 13, 19]
 
 
 @pytest.mark.parametrize(
@@ -45,18 +25,9 @@ def test_characters_of_several_tokens_do_not_shift_places(bpe):
         ("ab cd ", [4]),
     ],
 )
-def test_blank_steps_and_blanks_at_the_end_do_not_count(text, ends, bpe):
-    characters = [bpe.convert_tokens_to_ids("Ġ" if c == " " else c) for c in text]
-    assert step_ends([*characters, bpe.eos_token_id], bpe, "X") == ends
-
-
-def test_one_token_may_end_two_steps(make_tokenizer):
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens(["zxz"])
-    ids = tokenizer("azxzb")["input_ids"]
-    assert len(ids) == 3
-    assert step_ends(ids, tokenizer, "x") == [1, 2]
-    assert step_ends(ids[:2], tokenizer, "x") == [1, 1]
+def test_blank_steps_and_blanks_at_the_end_do_not_count(text, ends, tmp_path):
+    tokenizer = save_tokenizer(tmp_path, "abcdX ")
+    assert step_ends([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], tokenizer, "X") == ends
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"])

@@ -15,11 +15,6 @@ PARAMS = [
 ]
 
 
-def uniform_grid(count, seed=0):
-    """Uniforms that do not come from ``request_uniforms``."""
-    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("params", PARAMS, ids=lambda p: f"t{p.temperature}-k{p.top_k}-p{p.top_p}")
 def test_warped_distribution_is_that_of_transformers(params, warp_by_transformers):
     torch.manual_seed(1)
@@ -67,18 +62,16 @@ def test_a_token_of_probability_zero_is_never_drawn(uniform):
     tokens, log_probs = sample(logits, torch.full((200,), uniform, dtype=torch.float64), SamplingParams(1))
     assert not excluded.gather(-1, tokens[:, None]).any()
     assert log_probs.isfinite().all()
-
-
-def test_on_the_border_between_two_tokens_those_of_probability_zero_between_them_are_skipped():
-    logits = torch.tensor([[0.0, -torch.inf, -torch.inf, 0.0]])
     border = torch.tensor([0.5 + k * 2.0**-53 for k in range(-64, 64)], dtype=torch.float64)
-    tokens, _ = sample(logits.expand(len(border), -1), border, SamplingParams(1))
-    assert set(tokens.tolist()) <= {0, 3}
+    tokens, _ = sample(torch.tensor([[0.0, -torch.inf, -torch.inf, 0.0]]).expand(128, -1), border, SamplingParams(1))
+    assert set(tokens.tolist()) <= {0, 3}, "on the border between two tokens"
 
 
 def test_temperature_zero_takes_the_likeliest_token_with_log_prob_zero():
     logits = torch.randn(50, 31, generator=torch.Generator().manual_seed(7))
-    tokens, log_probs = sample(logits, uniform_grid(50), SamplingParams(1, temperature=0, top_k=3, top_p=0.1))
+    tokens, log_probs = sample(
+        logits, torch.linspace(0, 1, 51)[:50].double(), SamplingParams(1, temperature=0, top_k=3, top_p=0.1)
+    )
     assert tokens.tolist() == [max(range(31), key=row.__getitem__) for row in logits.tolist()]
     assert log_probs.tolist() == [0.0] * 50
 
