@@ -26,7 +26,7 @@ TEXT = "Add two.\n\nThen ✓🙂 halve.\n\nDone."
     ],
 )
 def test_blank_steps_and_blanks_at_the_end_do_not_count(text, ends, tmp_path):
-    tokenizer = save_tokenizer(tmp_path, "abcdX ")
+    tokenizer = save_tokenizer(tmp_path, "abcdeX ")
     assert step_ends([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], tokenizer, "X") == ends
 
 
