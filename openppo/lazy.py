@@ -1,4 +1,4 @@
-"""Public names that load on first use, and old names of what has moved."""
+"""Public names that load on first use, and old names of modules, kept for one release."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {
-    "openppo.cli.shell": "openppo.cli",
-    "openppo.cli.shell.commands": "openppo.__main__",
+    "openppo.config.supervised": "openppo.config.data",
     "openppo.config.tracking": "openppo.config.run",
     "openppo.experience.collate": "openppo.experience.replay_buffer",
     "openppo.experience.kl_controller": "openppo.experience.token_rewards",
@@ -29,37 +28,22 @@ MOVED = {
     "openppo.tracking.timers": "openppo.tracking.phase",
     "openppo.trainer.ppo_trainer": "openppo.trainer.ppo",
 }
-"""Old name of a module, or of a package with its modules -> new name; kept for one release, as ``RENAMED``."""
-RENAMED = {
-    ("openppo.strategy", "TrainingEngine"): "TrainableModel",
-    ("openppo.tracking", "progress"): "progress_bar",
-}
-"""Module and old name in it -> new name."""
+"""Old name of a module, or of a package with its modules -> new name."""
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make ``__getattr__``, ``__dir__`` and ``__all__`` from the imports in the package's ``if TYPE_CHECKING:``."""
     module = sys.modules[package]
-    tree = ast.parse(Path(str(module.__file__)).read_bytes())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imports = [n for n in ast.walk(ast.parse(Path(str(module.__file__)).read_bytes())) if isinstance(n, ast.ImportFrom)]
     homes = {alias.name: node.module for node in imports for alias in node.names if alias.asname}
 
     def load(name: str) -> Any:
         if name not in homes:
-            return renamed(package, name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = vars(module)[name] = getattr(import_module(str(homes[name])), name)
         return value
 
     return load, lambda: sorted(vars(module) | homes), sorted(homes)
-
-
-def renamed(module: str, name: str) -> Any:
-    """Value of an old name of ``RENAMED``; ``AttributeError`` for any other name."""
-    if (module, name) not in RENAMED:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    new = RENAMED[module, name]
-    warnings.warn(f"{module}.{name} is now {module}.{new}", DeprecationWarning, stacklevel=3)
-    return getattr(import_module(module), new)
 
 
 class MovedModules(MetaPathFinder, Loader):

@@ -4,18 +4,16 @@ A field is a flag of the same name: ``LossConfig.eps_clip`` is ``--eps_clip`` an
 ``config.loss.eps_clip``. Fields are grouped by the part of the library that owns them; a command's config
 (``TrainPPOConfig``, ``TrainSFTConfig``, ...) is a tuple of groups, flat on the command line.
 
-``validate()`` raises ``ValueError`` with a message that names the flag and the remedy. Only the standard
-library is imported here, so ``--help`` is quick.
+Only the standard library is imported here, so ``--help`` is quick.
 """
-
-import warnings
-from typing import TYPE_CHECKING
 
 from openppo.config.commands import CommandConfig as CommandConfig, SupervisedCommand as SupervisedCommand
 from openppo.config.commands import TrainPPOConfig as TrainPPOConfig, TrainPRMConfig as TrainPRMConfig
 from openppo.config.commands import TrainRMConfig as TrainRMConfig, TrainSFTConfig as TrainSFTConfig
 from openppo.config.data import DataFormat as DataFormat, PPODataConfig as PPODataConfig, RowsConfig as RowsConfig
 from openppo.config.data import parse_probs as parse_probs, parse_template_kwargs as parse_template_kwargs
+from openppo.config.data import PreferenceConfig as PreferenceConfig, ProcessConfig as ProcessConfig
+from openppo.config.data import SFTDataConfig as SFTDataConfig, SupervisedConfig as SupervisedConfig
 from openppo.config.fields import flat_dict as flat_dict, from_options as from_options
 from openppo.config.fields import mask_credentials as mask_credentials
 from openppo.config.models import LoRAConfig as LoRAConfig, PPOModelConfig as PPOModelConfig
@@ -31,8 +29,6 @@ from openppo.config.run import AdamConfig as AdamConfig, BatchConfig as BatchCon
 from openppo.config.run import CheckpointConfig as CheckpointConfig, Condition as Condition
 from openppo.config.run import DeepSpeedConfig as DeepSpeedConfig, RunConfig as RunConfig
 from openppo.config.run import TrackingConfig as TrackingConfig
-from openppo.config.supervised import PreferenceConfig as PreferenceConfig, ProcessConfig as ProcessConfig
-from openppo.config.supervised import SFTDataConfig as SFTDataConfig, SupervisedConfig as SupervisedConfig
 from openppo.config.tools import CheckpointModelConfig as CheckpointModelConfig, EvaluateConfig as EvaluateConfig
 from openppo.config.tools import ExportConfig as ExportConfig, GenerateConfig as GenerateConfig
 from openppo.config.tools import JudgementConfig as JudgementConfig, MergeConfig as MergeConfig
@@ -40,11 +36,3 @@ from openppo.config.tools import MergeLoRAConfig as MergeLoRAConfig, OutputConfi
 from openppo.config.tools import PromptsConfig as PromptsConfig, ReportConfig as ReportConfig
 from openppo.config.tools import ReportPageConfig as ReportPageConfig, ServeRMConfig as ServeRMConfig
 from openppo.config.tools import ServerConfig as ServerConfig
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name):
-        if name != "RewardSourceConfig":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(f"{__name__}.{name} is now {__name__}.RewardConfig", DeprecationWarning, stacklevel=2)
-        return RewardConfig

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from openppo.config.data import PPODataConfig
+from openppo.config.data import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.fields import Rules, declared_options, given_options, raise_first, rules_of
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
 from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PPOConfig, PPOLearningRateConfig
 from openppo.config.rewards import NO_REWARD, RewardConfig, RewardShapingConfig
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
 from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, DeepSpeedConfig, RunConfig, TrackingConfig
-from openppo.config.supervised import PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
 
 
 @dataclass(frozen=True)
@@ -121,13 +120,9 @@ class TrainPPOConfig(TrainingConfig):
         yield from self._problems_of_sizes(self.run.dry_run_ranks or world_size)
         yield from self._problems_of_rewards()
         sampling = self.generation
-        if self.loss.old_log_probs == "rollout" and (
-            sampling.top_p < 1 or sampling.top_k is not None or sampling.min_new_tokens > 0
-        ):
-            yield (
-                "--old_log_probs rollout: with --top_p, --top_k or --min_new_tokens the engine's log-probs are not the "
-                "policy's; leave one of them out."
-            )
+        cut = sampling.top_p < 1 or sampling.top_k is not None or sampling.min_new_tokens > 0
+        if self.loss.old_log_probs == "rollout" and cut:
+            yield "--old_log_probs rollout: with --top_p, --top_k or --min_new_tokens it is not exact; leave one out."
         if self.lora.load_in_4bit and sampling.rollout_engine == "vllm":
             yield "--rollout_engine vllm takes whole weights, and --load_in_4bit keeps none: leave one of them out."
         if self.ppo.offload_idle and self.deepspeed.adam_offload:
@@ -140,20 +135,14 @@ class TrainPPOConfig(TrainingConfig):
         if prompts % ranks != 0:
             yield f"--rollout_batch_size {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
         if prompts * n % batch != 0:
-            yield (
-                f"--rollout_batch_size {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide "
-                f"into optimizer steps of --train_batch_size {batch}: make --train_batch_size a divisor of that number."
-            )
+            made = f"--rollout_batch_size {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples"
+            yield f"{made}: make --train_batch_size {batch} a divisor of that number."
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
-            yield (
-                f"--kl_horizon {self.kl.kl_horizon} is too short for the {prompts * n} samples of a step: the "
-                "coefficient would change its sign. Make it larger than a fifth of them."
-            )
+            short = f"--kl_horizon {self.kl.kl_horizon} is too short for the {prompts * n} samples of a step"
+            yield f"{short}: the coefficient would change its sign. Make it larger than a fifth of them."
         if 0 < (limit := self.ppo.buffer_limit) * ranks < batch:
-            yield (
-                f"--buffer_limit {limit} on {ranks} ranks holds fewer samples than --train_batch_size {batch}: raise "
-                "it, or use 0 for no limit."
-            )
+            small = f"--buffer_limit {limit} on {ranks} ranks holds fewer samples than --train_batch_size {batch}"
+            yield f"{small}: raise it, or use 0 for no limit."
         buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
         if buffer is not None and buffer > longest:
             yield f"--overlong_buffer_len {buffer} is longer than --generate_max_len {longest}: make it shorter."
@@ -166,10 +155,7 @@ class TrainPPOConfig(TrainingConfig):
             yield f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward."
         from_model = self.shaping.normalize_reward and self.shaping.reward_normalizer == "model"
         if from_model and self.rewards.reward_pretrain is None:
-            yield (
-                "--normalize_reward takes mean and std from a reward model, and there is no --reward_pretrain: use "
-                "--reward_normalizer running."
-            )
+            yield "--normalize_reward: no --reward_pretrain has mean and std: use --reward_normalizer running."
         verified = " ".join(sorted({"exact_match", "math"} & set(self.rewards.verifiable_reward)))
         if verified and self.data.label_key is None and self.data.input_key is not None:
             yield f"--verifiable_reward {verified} compares with a label: name its column with --label_key."

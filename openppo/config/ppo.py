@@ -99,10 +99,7 @@ class KLConfig(Options):
         if self.init_kl_coef == 0 and self.use_kl_loss:
             yield "--use_kl_loss with --init_kl_coef 0 has no effect: give a positive --init_kl_coef."
         if self.use_kl_loss and self.kl_estimator == "k1":
-            yield (
-                "--use_kl_loss with --kl_estimator k1 would be noise: the expected gradient of k1 as a loss is zero. "
-                "Use --kl_estimator k2 or k3."
-            )
+            yield "--use_kl_loss with --kl_estimator k1 has no gradient but noise. Use --kl_estimator k2 or k3."
 
 
 @dataclass(frozen=True)
@@ -145,10 +142,8 @@ class LossConfig(Options):
         if low is not None and high is not None and low >= high:
             yield f"--rollout_correction_low {low} must be below --rollout_correction_high {high}."
         if self.old_log_probs == "rollout" and correction != "none":
-            yield (
-                f"--rollout_correction {correction} compares the engine's log-probs with recomputed ones, and "
-                "--old_log_probs rollout recomputes none: leave one of them out."
-            )
+            compares = f"--rollout_correction {correction} compares the engine's log-probs with recomputed ones"
+            yield f"{compares}, and --old_log_probs rollout recomputes none: leave one of them out."
         for flag, value in (("low", low), ("high", high)):
             if value is not None and correction == "none":
                 yield f"--rollout_correction_{flag} has no effect without --rollout_correction: use tis, mis or icepop."

@@ -59,23 +59,18 @@ class RewardConfig(Options):
     """Reward each step at its end, or the whole response by one number made of its steps."""
 
     def problems(self) -> Iterator[str]:
-        for verifier, flag, given in (
-            ("regex", "verify_regex", self.verify_regex),
-            ("length", "verify_length", self.verify_length),
-        ):
+        for verifier, given in (("regex", self.verify_regex), ("length", self.verify_length)):
             if verifier in self.verifiable_reward and given is None:
-                yield f"--verifiable_reward {verifier} needs --{flag}."
+                yield f"--verifiable_reward {verifier} needs --verify_{verifier}."
             if verifier not in self.verifiable_reward and given is not None:
-                yield f"--{flag} has no effect without --verifiable_reward {verifier}."
+                yield f"--verify_{verifier} has no effect without --verifiable_reward {verifier}."
         if len(set(self.verifiable_reward)) < len(self.verifiable_reward):
             yield f"--verifiable_reward names one of {' '.join(self.verifiable_reward)} twice."
         if not len(set(self.prm_reward_tokens)) == len(self.prm_reward_tokens) == 2:
-            got = " ".join(self.prm_reward_tokens)
-            yield f"--prm_reward_tokens needs two different tokens, good and bad; got {got}."
+            yield f"--prm_reward_tokens needs two different tokens, got {' '.join(self.prm_reward_tokens)}."
         unknown, names = self.weights().keys() - set(self.names()), ", ".join(self.names()) or "none"
         if unknown and self.reward_fn is None and not self.remote_is_file():
-            listed = ", ".join(sorted(unknown))
-            yield f"--reward_weights names {listed}, but the rewards are {names}. Use their names."
+            yield f"--reward_weights names {', '.join(sorted(unknown))}, but the rewards are {names}. Use their names."
 
     @property
     def has_source(self) -> bool:

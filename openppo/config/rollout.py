@@ -33,8 +33,7 @@ class SamplingConfig(Options):
     """Compare log-probs of a few sampled tokens with those of a plain forward, and refuse a model where they differ."""
 
     def problems(self) -> Iterator[str]:
-        least, most = self.min_new_tokens, self.generate_max_len
-        if least > most:
+        if (least := self.min_new_tokens) > (most := self.generate_max_len):
             yield f"--min_new_tokens {least} exceeds --generate_max_len {most}: lower it."
 
 
@@ -77,7 +76,5 @@ class EvaluationConfig(Options):
     """Reward from which a response passes (default: 1; with a reward model or server none, so pass@k is left out)."""
 
     def problems(self) -> Iterator[str]:
-        n, temperature = self.eval_n_samples_per_prompt, self.eval_temperature
-        if n > 1 and temperature == 0:
-            same = f"--eval_n_samples_per_prompt {n} with --eval_temperature 0 would give the same response {n} times"
-            yield f"{same}: raise --eval_temperature."
+        if (n := self.eval_n_samples_per_prompt) > 1 and self.eval_temperature == 0:
+            yield f"--eval_n_samples_per_prompt {n} would give one response {n} times: raise --eval_temperature."

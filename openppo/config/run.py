@@ -132,8 +132,7 @@ class DeepSpeedConfig(Options):
         if self.zpg > 1 and zero != 3:
             yield f"--zpg {self.zpg} partitions weights, which --zero_stage {zero} does not: use --zero_stage 3."
         if self.compile and zero == 3:
-            why = "DeepSpeed gathers weights in hooks that torch.compile does not see"
-            yield f"--compile with --zero_stage 3: {why}; use --zero_stage 0, 1 or 2, or leave --compile out."
+            yield "--compile does not see how --zero_stage 3 gathers weights: use stage 0, 1 or 2, or leave it out."
         if self.adam_offload and zero == 0:
             yield "--adam_offload needs partitioned optimizer states: use --zero_stage 1, 2 or 3."
 

@@ -36,8 +36,7 @@ class PromptsConfig(SamplingConfig, PromptDataConfig, ModelConfig):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if (n := self.n_samples_per_prompt) > 1 and self.temperature == 0:
-            same = f"--n_samples_per_prompt {n} with --temperature 0 would give the same response each time"
-            yield f"{same}: raise --temperature."
+            yield f"--n_samples_per_prompt {n} with --temperature 0 gives one response {n} times: raise --temperature."
 
 
 @dataclass(frozen=True)

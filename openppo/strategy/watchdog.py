@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import FunctionType
 from typing import Any, NoReturn
 
 import psutil
@@ -94,7 +95,8 @@ class Watchdog:
         """Look until the end. An unexpected error ends this thread, with its traceback, and by the timer the run."""
         while not self._ending.is_set():
             try:  # in a frame whose file name is the position, since the timer prints the stacks alone
-                eval(compile("look()", f"OpenPPO {self._heartbeat()}", "eval"), {"look": self._look})
+                code = _call.__code__.replace(co_filename=f"OpenPPO {self._heartbeat()}")
+                FunctionType(code, {})(self._look)
             except (OSError, psutil.Error):  # no file to be had, say
                 traceback.print_exc()
                 time.sleep(self._limits.heartbeat_timeout / 10)
@@ -170,6 +172,10 @@ class Watchdog:
         """End the process whatever its threads do: a collective that waits, a reward function that sleeps."""
         self._store.kill_lost()
         os._exit(status)
+
+
+def _call(look: Callable[[], None]) -> None:
+    look()
 
 
 def _write(text: str) -> None:

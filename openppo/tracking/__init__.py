@@ -1,8 +1,5 @@
 """What a run reports: metrics, timers, trackers, progress, log."""
 
-from typing import TYPE_CHECKING
-
-from openppo.lazy import renamed
 from openppo.tracking.console import (
     ProgressBar as ProgressBar,
     get_logger as get_logger,
@@ -35,8 +32,3 @@ from openppo.tracking.trackers.local import (
     json_form as json_form,
 )
 from openppo.tracking.trackers.tracker import Tracker as Tracker, Trackers as Trackers
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name):
-        return renamed(__name__, name)

@@ -1,4 +1,4 @@
-"""Errors are not swallowed, only commands print, what is public says what it is, and a constant has one value."""
+"""Errors are not swallowed, only commands print, and what is public says what it is."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -58,27 +58,6 @@ def undocumented(root: Path) -> list[str]:
     ]
 
 
-def assigned_twice(root: Path) -> list[str]:
-    """Constants of modules whose value is overwritten, as a merge does that keeps the lines of both sides."""
-    found = []
-    for path, tree in trees(root):
-        known: set[str] = set()
-        for node in tree.body:
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            if isinstance(node, ast.AnnAssign) and node.value is not None:
-                targets = [node.target]
-            inside = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-            names = [name.id for name in inside if isinstance(name.ctx, ast.Store)]  # not TABLE["key"] = 1
-            found += [f"{path}:{node.lineno} {name}" for name in names if name.isupper() and name in known]
-            known.update(names)
-    return found
-
-
 @pytest.mark.parametrize("check", [catch_alls, prints, undocumented], ids=lambda check: check.__name__)
 def test_the_package_has_no(check: Callable[[Path], list[str]]) -> None:
     assert check(PACKAGE) == []
-
-
-@pytest.mark.parametrize("folder", ["openppo", "tests", "benchmarks"])
-def test_constants_are_assigned_once(folder: str) -> None:
-    assert assigned_twice(REPO / folder) == []

@@ -37,9 +37,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def validate(command: type, options: dict[str, Any]) -> None:
-    if command is not MergeLoRAConfig and "pretrain" not in options:
-        options = options | {"pretrain": "other"}
-    from_options(command, **options).validate(1)
+    other = {} if command is MergeLoRAConfig else {"pretrain": "other"}
+    from_options(command, **(other | options)).validate(1)
 
 
 @pytest.mark.parametrize(("command", "option", "more"), READERS, ids=lambda value: getattr(value, "__name__", None))
@@ -54,26 +53,18 @@ def test_an_input_model_as_save_path_is_refused_however_spelled(
             validate(command, given | {"save_path": path})
 
 
-def test_a_name_that_is_not_there_yet_is_compared_too(tmp_path: Path) -> None:
+def test_names_the_saved_critic_and_bases_of_adapters_count_too(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--save_path ./owner/name/ is --pretrain owner/name"):
         validate(TrainSFTConfig, SUPERVISED | {"pretrain": "owner/name", "save_path": "./owner/name/"})
-
-
-def test_the_folder_of_the_saved_critic_is_no_input_either(model: Path) -> None:
-    critic = model.rename(model.with_name("run_critic"))
-    options = PPO | {"critic_pretrain": str(critic), "save_path": str(critic.with_name("run"))}
+    options = PPO | {"critic_pretrain": str(model.rename(tmp_path / "run_critic")), "save_path": str(tmp_path / "run")}
     validate(TrainPPOConfig, options)
     with pytest.raises(ValueError, match="--save_value_network: .*run_critic is --critic_pretrain"):
         validate(TrainPPOConfig, options | {"save_value_network": True})
-
-
-def test_the_base_model_of_adapters_is_not_overwritten(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "adapters").mkdir()
-    described = json.dumps({"base_model_name_or_path": str(model)})
-    (tmp_path / "adapters" / "adapter_config.json").write_text(described)
-    with pytest.raises(ValueError, match="--save_path .*link is the base model of --reward_pretrain .*adapters"):
-        given = {"reward_pretrain": str(tmp_path / "adapters"), "save_path": str(tmp_path / "link")}
-        validate(TrainPPOConfig, PPO | given)
+    (adapters := tmp_path / "adapters").mkdir()
+    described = json.dumps({"base_model_name_or_path": str(tmp_path / "run_critic")})
+    (adapters / "adapter_config.json").write_text(described)
+    with pytest.raises(ValueError, match="--save_path .*run_critic is the base model of --reward_pretrain .*adapters"):
+        validate(TrainPPOConfig, PPO | {"reward_pretrain": str(adapters), "save_path": str(tmp_path / "run_critic")})
 
 
 @pytest.mark.parametrize("inside", ["step_00000004/model", "best_step_00000002", "best", "link"])
@@ -115,15 +106,11 @@ def test_the_model_of_an_earlier_run_is_set_aside_and_nothing_else(tmp_path: Pat
     assert not (tmp_path / "model.3").exists()
 
 
-def test_a_model_that_no_run_has_written_is_refused(tmp_path: Path) -> None:
-    fill(tmp_path, *MODEL)
-    with pytest.raises(ValueError, match="holds a model that no run has written there .*: choose another folder"):
-        check(tmp_path)
-
-
-def test_a_model_beside_a_new_run_is_refused_as_critic(tmp_path: Path) -> None:
+def test_a_model_that_no_run_has_written_is_refused_as_the_critics_too(tmp_path: Path) -> None:
     folder, critic = tmp_path / "run", tmp_path / "run_critic"
     fill(critic, *MODEL)
+    with pytest.raises(ValueError, match="holds a model that no run has written there .*: choose another folder"):
+        check(critic)
     folders = {"--save_path": str(folder), "--save_value_network: the critic's folder": str(critic)}
     with pytest.raises(ValueError, match="the critic's folder .*run_critic holds a model that no run has written"):
         check_run_folder(folder, folders)
@@ -135,14 +122,11 @@ def test_logs_that_are_no_runs_are_never_renamed(tmp_path: Path) -> None:
     check(tmp_path / "nowhere")
     (tmp_path / "logs").mkdir()
     check(tmp_path)  # empty
-    fill(tmp_path, "logs/slurm-12.out")
-    set_aside_logs(tmp_path / "logs")
-    assert (tmp_path / "logs" / "slurm-12.out").exists()
-    with pytest.raises(ValueError, match="'logs' in it is not of a run: rename it, or choose another folder"):
-        check(tmp_path)
-    (tmp_path / "logs" / "config.yaml").write_text("of: another program\n")
-    set_aside_logs(tmp_path / "logs")
-    with pytest.raises(ValueError, match="'logs' in it is not of a run"):
-        check(tmp_path)
+    for name, text in (("slurm-12.out", ""), ("config.yaml", "of: another program\n")):
+        (tmp_path / "logs" / name).write_text(text)
+        set_aside_logs(tmp_path / "logs")
+        assert (tmp_path / "logs" / name).exists()
+        with pytest.raises(ValueError, match="'logs' in it is not of a run: rename it, or choose another folder"):
+            check(tmp_path)
     fill(tmp_path, "logs/config.yaml")
     check(tmp_path)

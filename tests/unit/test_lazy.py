@@ -26,15 +26,12 @@ def test_every_public_name_loads(face: str) -> None:
 
 
 OLD_NAMES = {
-    "openppo.cli.shell.commands": ("commands", "openppo.__main__"),
-    "openppo.config": ("RewardSourceConfig", "openppo.config.rewards"),
+    "openppo.config.supervised": ("SFTDataConfig", "openppo.config.data"),
     "openppo.models.lora.adapters": ("AdapterOffReference", "openppo.models.adapters"),
     "openppo.models.policy_losses": ("token_weights", "openppo.models.loss"),
     "openppo.rollout.rewards": ("FunctionScorer", "openppo.rewards.function"),
     "openppo.rollout.rewards.http": ("RemoteScorer", "openppo.rewards.http"),
-    "openppo.strategy": ("TrainingEngine", "openppo.strategy.trainable_model"),
-    "openppo.strategy.engine": ("TrainingEngine", "openppo.strategy.trainable_model"),
-    "openppo.tracking": ("progress", "openppo.tracking.console"),
+    "openppo.strategy.engine": ("TrainableModel", "openppo.strategy.trainable_model"),
     "openppo.trainer.ppo_trainer": ("PPOTrainer", "openppo.trainer.ppo"),
 }
 """Old module -> a name in it, and the module that has the object now."""

@@ -26,12 +26,10 @@ def names(phase: str, **options: Any) -> set[str]:
 def test_docs_print_the_table() -> None:
     rows = re.findall(r"^\| `(--.*)` \| (.*) \|$", (DOCS / "memory.md").read_text(), flags=re.MULTILINE)
     assert rows == [(remedy.flag, remedy.lowers) for remedy in REMEDIES]
-    for phase, text in re.findall(
-        r"^\| `(\w+)` \| (`--.*) \|$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE
-    ):
-        assert set(re.findall("`(--[^`]*)`", text)) <= {r.flag for r in REMEDIES if phase in r.phases} | {
-            "--critic_pretrain"
-        }
+    advised = re.findall(r"^\| `(\w+)` \| (`--.*) \|$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    for phase, text in advised:
+        known = {remedy.flag for remedy in REMEDIES if phase in remedy.phases} | {"--critic_pretrain"}
+        assert set(re.findall("`(--[^`]*)`", text)) <= known
 
 
 def test_each_phase_has_remedies_of_its_own_flags_of_the_command() -> None:
@@ -48,11 +46,12 @@ def test_each_phase_has_remedies_of_its_own_flags_of_the_command() -> None:
     assert {remedy.option for remedy in REMEDIES} <= {name for options in commands for name in options}
 
 
-def test_flags_that_keep_the_gradient_come_first() -> None:
+def test_flags_that_keep_the_gradient_come_first_and_a_cpu_offloads_nothing() -> None:
     flags = remedies("training", ppo(zero_stage=1))
     assert flags[:2] == ["--micro_train_batch_size", "--gradient_checkpointing"]
     assert flags.index("--zero_stage 2") < flags.index("--adam_offload") < flags.index("--generate_max_len")
     assert flags[-1] == "--lora_rank 16"
+    assert not any("offload" in flag for flag in remedies("training", ppo(buffer_cpu_offload=False), on_cpu=True))
 
 
 NOT_NAMED = [
@@ -74,21 +73,20 @@ def test_what_the_run_has_or_refuses_is_not_named(phase: str, given: dict[str, A
     assert name not in names(phase, **given)
 
 
-def test_what_needs_another_option_is_named_with_it() -> None:
-    for phase, name, needed in (
+@pytest.mark.parametrize(
+    ("phase", "name", "needed"),
+    [
         ("generation", "vllm_gpu_memory_utilization", {"rollout_engine": "vllm"}),
         ("training", "load_in_4bit", {"lora_rank": 8}),
         ("training", "micro_train_tokens", {"micro_train_tokens": 4096}),
         ("experience", "micro_rollout_tokens", {"micro_rollout_tokens": 4096}),
-    ):
-        assert name not in names(phase)
-        assert name in names(phase, **needed)
+    ],
+)
+def test_what_needs_another_option_is_named_with_it(phase: str, name: str, needed: dict[str, Any]) -> None:
+    assert name not in names(phase)
+    assert name in names(phase, **needed)
     assert "load_in_4bit" not in names("training", lora_rank=8, zero_stage=3)
     assert "micro_rollout_batch_size" in names("scoring", micro_rollout_tokens=4096), "as reward models have it"
-
-
-def test_a_cpu_has_nowhere_to_offload_to() -> None:
-    assert not any("offload" in flag for flag in remedies("training", ppo(buffer_cpu_offload=False), on_cpu=True))
 
 
 def test_sizes_are_the_options_that_decide_memory() -> None:

@@ -7,39 +7,24 @@ import torch
 
 from openppo.types import Completion, Experience, FinishReason, Prompt, SamplingParams, SingleProcess, Trajectory
 
-
-def trajectory(**changes):
-    """Two prompt tokens and three response tokens."""
-    fields: dict = {
-        "token_ids": [5, 6, 7, 8, 1],
-        "action_mask": [False, False, True, True, True],
-        "log_probs": [0.0, 0.0, -1.0, -2.0, -3.0],
-        "versions": [-1, -1, 0, 0, 0],
-        "finish_reason": FinishReason.STOP,
-        "prompt": Prompt("ab", [5, 6]),
-        "group": 0,
-    }
-    return Trajectory(**{**fields, **changes})
-
-
-def experience(**changes):
-    """Two rows of three tokens."""
-    fields = {
-        "sequences": torch.tensor([[5, 6, 1], [5, 1, 0]]),
-        "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(),
-        "action_mask": torch.tensor([[0, 1, 1], [0, 1, 0]]).bool(),
-        "rollout_log_probs": torch.zeros(2, 3),
-        "scores": torch.tensor([1.0, 2.0]),
-        "truncated": torch.tensor([False, True]),
-    }
-    return Experience(**{**fields, **changes})
+EXPERIENCE = Experience(
+    sequences=torch.tensor([[5, 6, 1], [5, 1, 0]]),
+    attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(),
+    action_mask=torch.tensor([[0, 1, 1], [0, 1, 0]]).bool(),
+    rollout_log_probs=torch.zeros(2, 3),
+    scores=torch.tensor([1.0, 2.0]),
+    truncated=torch.tensor([False, True]),
+)
 
 
 def test_the_lists_of_a_trajectory_are_equally_long():
-    for field in ("token_ids", "action_mask", "log_probs", "versions"):
+    lists = {"token_ids": [5, 6, 7], "action_mask": [False, True, True], "log_probs": [0.0, -1.0, -2.0]}
+    lists["versions"] = [-1, 0, 0]
+    rest = {"finish_reason": FinishReason.STOP, "prompt": Prompt("a", [5]), "group": 0}
+    assert Trajectory(**lists, **rest).response_ids == [6, 7]
+    for name, values in lists.items():
         with pytest.raises(AssertionError, match="unequal length"):
-            trajectory(**{field: getattr(trajectory(), field)[:-1]})
-    assert trajectory().response_ids == [7, 8, 1]
+            Trajectory(**(lists | {name: values[:-1]}), **rest)
 
 
 def test_the_reasons_of_an_end_are_plain_words():
@@ -49,34 +34,26 @@ def test_the_reasons_of_an_end_are_plain_words():
 
 
 @pytest.mark.parametrize(
-    "noun", [SamplingParams(3), Prompt("a", [1]), Completion([1], [0.0], FinishReason.STOP), experience()]
+    "noun", [SamplingParams(3), Prompt("a", [1]), Completion([1], [0.0], FinishReason.STOP), EXPERIENCE]
 )
 def test_what_travels_between_parts_cannot_be_changed_on_the_way(noun):
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(noun, dataclasses.fields(noun)[0].name, None)
 
 
-def test_a_stage_adds_fields_to_a_copy():
-    before = experience()
-    after = before.with_fields(values=torch.ones(2, 3), scores=torch.zeros(2))
-    assert (before.values, before.scores.tolist()) == (None, [1.0, 2.0])
+def test_a_stage_adds_fields_to_a_copy_which_moves_as_a_whole():
+    after = EXPERIENCE.with_fields(values=torch.ones(2, 3), scores=torch.zeros(2))
+    assert (EXPERIENCE.values, EXPERIENCE.scores.tolist(), len(after)) == (None, [1.0, 2.0], 2)
     assert after.scores.tolist() == [0.0, 0.0]
-    assert after.sequences is before.sequences
-    set_before = ["sequences", "attention_mask", "action_mask", "rollout_log_probs", "truncated", "scores"]
-    assert list(before.tensors()) == set_before
-    assert after.tensors().keys() == {*set_before, "values"}
-    assert len(after) == 2
-
-
-def test_an_experience_moves_with_all_its_fields():
-    moved = experience(values=torch.ones(2, 3)).to("meta")
-    assert {tensor.device.type for tensor in moved.tensors().values()} == {"meta"}
-    assert (moved.values is None, moved.log_probs) == (False, None)
+    assert after.sequences is EXPERIENCE.sequences
+    assert after.tensors().keys() == {*EXPERIENCE.tensors(), "values"}
+    moved = after.to("meta").tensors()
+    assert moved.keys() == after.tensors().keys()
+    assert {tensor.device.type for tensor in moved.values()} == {"meta"}
 
 
 def test_a_program_without_process_group_is_its_own_rank_0():
     comm, tensor = SingleProcess(), torch.tensor([1.0])
-    reduced = comm.all_reduce(tensor, "max")
-    reduced += 1
+    comm.all_reduce(tensor, "max").add_(1)
     assert tensor.tolist() == [1.0], "the result is a new tensor"
     assert (comm.rank, comm.world_size, comm.all_gather_object("x")) == (0, 1, ["x"])

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import string
 import sys
 from collections.abc import Callable, Iterator
@@ -166,7 +165,7 @@ def run_in_process(
 
     What a command changes in its process is put back, but for the process group of one rank, which stays.
     """
-    logger, environment, threads = logging.getLogger("openppo"), dict(os.environ), torch.get_num_threads()
+    logger, threads = logging.getLogger("openppo"), torch.get_num_threads()
     handlers, level, verbosity = list(logger.handlers), logger.level, transformers.logging.get_verbosity()
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
@@ -180,9 +179,6 @@ def run_in_process(
         return Ended(ended.value.code, capfd.readouterr().err)
 
     yield run
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
     torch.set_num_threads(threads)
     logger.handlers[:] = handlers
     logger.setLevel(level)

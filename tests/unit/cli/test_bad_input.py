@@ -49,15 +49,12 @@ ppo --pretrain M/config_only | = ... its weights cannot be read
 ppo --pretrain M/broken_weights | = ... Check the folder
 ppo --pretrain M/no_tokenizer | =: its ... no tokenizer files
 ppo --pretrain M/reward | = ... lacks lm_head.weight ... Give a
-ppo -reward_fn --reward_pretrain M/none | = ... Check the path
 ppo -reward_fn --reward_pretrain M/headless | = ... no scalar head 'score.weight' ... train_rm
 ppo -reward_fn --reward_pretrain M/two_labels | = ... several labels ... exactly one
 ppo -reward_fn --reward_pretrain M/other_vocabulary | = ... another vocabulary ... --critic_pretrain
 ppo --critic_pretrain M/short --generate_max_len 8 | 3 tokens ... 8 tokens of --critic_pretrain M/short ... Lower
-ppo --ref_pretrain M/none | = ... Check the path
 ppo --ref_pretrain M/other_vocabulary | = ... another vocabulary ... same family
 ppo --ref_pretrain M/short --generate_max_len 8 | 3 tokens ... 8 tokens of --ref_pretrain M/short ... Lower
-ppo --critic_pretrain M/none | = ... Check the path
 ppo --critic_pretrain M/two_labels | = ... exactly one
 ppo --critic_pretrain M/other_vocabulary | = ... another vocabulary ... same family
 ppo --bf16 --flash_attn | = ... pip install flash-attn
@@ -75,7 +72,6 @@ ppo --trust_remote_code --pretrain M/own_tokenizer | =: its tokenizer ... its ow
 ppo -reward_fn --advantage_estimator reinforce --reward_pretrain M/own_tokenizer | =: it brings Python code
 ppo --pretrain M/pickle | =: its weights are a pickle file ... safetensors
 ppo -reward_fn --reward_pretrain M/reward_pickle | =: its weights are
-ppo --critic_pretrain M/pickle | =: its weights are a pickle
 ppo -reward_fn --remote_rm_url http://me:secret@127.0.0.1:9/ | --remote_rm_url http://***@127.0.0.1:9/: no
 ppo --reward_fn D/none.py | = ... no such file ... Check the path
 ppo --reward_fn D/reward.py:f | --reward_fn ... no function 'f' ... other, reward_fn
@@ -98,7 +94,6 @@ ppo --advantage_estimator reinforce --freezing_actor_steps 2 | --freezing_actor_
 ppo --advantage_estimator reinforce --value_pretrain_steps 2 | --value_pretrain_steps ... leave it out
 ppo --advantage_estimator reinforce --save_value_network | = ... leave it out
 ppo --advantage_estimator reinforce --critic_pretrain M/reward | --critic_pretrain ... leave it out
-ppo --eval_data D/none.jsonl | = ... no such file
 ppo --lora_rank 2 --target_modules nothing | =
 ppo --prompt_data D/strange.jsonl | = ... --input_key ... foo, bar
 ppo --data_format alpaca | alpaca ... 'instruction' ... input, answer
@@ -109,27 +104,17 @@ ppo --dataset_class D/loader.py:rows | --dataset_class ... gave int
 ppo --dataset_class D/loader.py:texts | --dataset_class ... rows of str
 ppo --dataset_class D/loader.py:none | --dataset_class ... gave no rows
 ppo --config D/bad.yaml --seed 1 | unknown option in --config D/bad.yaml: gama; did you mean gamma?
-sft --pretrain M/rescaled | reads 3. Lower --max_len to 3 ... what else is in a batch
 sft --input_key q | --input_key ... --dataset, row 1 ... input, output
-sft --output_key o | --output_key ... --dataset, row 1 ... input, output
 sft --max_len 3 | = ... shortest has 6 ... Raise
 sft --dataset D/long.jsonl | --max_len 512: the longest row has 72 ... Lower --max_len to 64
-sft --eval_dataset D/none.jsonl | =
 sft --eval_dataset D/strange.jsonl | --eval_dataset ... foo, bar
 rm --chosen_key c | --chosen_key ... --dataset, row 1 ... prompt, chosen
-rm --rejected_key r | --rejected_key ... --dataset, row 1
 rm --margin_key margin | --margin_key ... row 1 ... 'much'
-rm --max_len 2 | = ... shortest has ... Raise
-rm --pretrain M/two_labels | = ... exactly one
 prm --placeholder_token none | --placeholder_token 'none'
 prm --reward_tokens good bad | --reward_tokens
-prm --dataset D/strange.jsonl | --dataset ... --input_key ... foo, bar
 generate --pretrain M/rescaled | context of 3 tokens ... what else is in a batch
-generate --prompt_data D/none.jsonl | =
 generate --output_path D/notes.txt/o.jsonl | =
 generate --generate_max_len 99 | = ... Lower
-generate --pretrain M/broken_weights | =
-generate --input_key no_such | no column 'no_such'
 generate --pretrain M/none --output_path . | = is a folder: name a file in it
 generate --pretrain M/none --output_path /proc/out.jsonl | =: cannot be written
 evaluate --output_path . | = is a folder
@@ -138,7 +123,6 @@ merge_lora | --lora_path M/actor ... adapter_config.json
 merge_lora --lora_path M/none | =
 serve_rm --reward_pretrain M/reward_unresized | token '[PAD]' has the id 40
 serve_rm --reward_pretrain M/reward_pickle | =: its
-serve_rm --reward_pretrain M/none | =
 serve_rm --reward_pretrain M/headless | = ... head
 serve_rm --token_file D/none | =
 serve_rm --token_file D/empty.jsonl | =

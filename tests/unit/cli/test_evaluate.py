@@ -1,8 +1,6 @@
 """The evaluate command: its table, its lines, and what it says of input that cannot work."""
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,22 +16,12 @@ def reward_fn(prompts, responses, labels):
 """
 
 
-@pytest.fixture
-def _environment() -> Iterator[None]:
-    """What a job of one process adds to the environment is taken back."""
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-
-
 def write_rows(file: Path, labels: list[int]) -> Path:
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(json.dumps({"input": "abc", "answer": label}) + "\n" for label in labels))
     return file
 
 
-@pytest.mark.usefixtures("_environment")
 def test_lines_and_metrics_say_what_the_reward_function_said(models: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     first, second = write_rows(tmp_path / "a" / "test.jsonl", [1, 2]), write_rows(tmp_path / "b" / "test.jsonl", [6])

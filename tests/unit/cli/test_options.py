@@ -4,40 +4,26 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from openppo.cli.options import parse_options, run_command
-from openppo.config import (
-    EvaluateConfig,
-    ExportConfig,
-    GenerateConfig,
-    MergeLoRAConfig,
-    ServeRMConfig,
-    SFTDataConfig,
-    TrainPPOConfig,
-    TrainPRMConfig,
-    TrainRMConfig,
-    TrainSFTConfig,
-    flat_dict,
-)
-from openppo.config.fields import at_least, declared_options, option, rules_of
+from openppo.config import TrainPPOConfig, commands, flat_dict, tools
+from openppo.config.fields import declared_options, rules_of
 from openppo.tracking import save_config
-from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
 
 REQUIRED: dict[Any, str] = {
     TrainPPOConfig: "--pretrain m --prompt_data d",
-    TrainSFTConfig: "--pretrain m --dataset d",
-    TrainRMConfig: "--pretrain m --dataset d",
-    TrainPRMConfig: "--pretrain m --dataset d",
-    GenerateConfig: "--pretrain m --prompt_data d --output_path o",
-    EvaluateConfig: "--pretrain m --prompt_data d",
-    ServeRMConfig: "--reward_pretrain r",
-    MergeLoRAConfig: "--lora_path l --save_path s",
-    ExportConfig: "--checkpoint c --folder f",
+    commands.TrainSFTConfig: "--pretrain m --dataset d",
+    commands.TrainRMConfig: "--pretrain m --dataset d",
+    commands.TrainPRMConfig: "--pretrain m --dataset d",
+    tools.GenerateConfig: "--pretrain m --prompt_data d --output_path o",
+    tools.EvaluateConfig: "--pretrain m --prompt_data d",
+    tools.ServeRMConfig: "--reward_pretrain r",
+    tools.MergeLoRAConfig: "--lora_path l --save_path s",
+    tools.ExportConfig: "--checkpoint c --folder f",
 }
 COMMANDS = pytest.mark.parametrize("command", REQUIRED, ids=lambda command: command.__name__)
 
@@ -130,7 +116,7 @@ def test_a_flag_may_be_written_in_several_ways(arguments: list[str], name: str, 
 
 
 def test_the_rank_that_deepspeeds_launcher_adds_is_dropped() -> None:
-    for command in (TrainPPOConfig, TrainSFTConfig):
+    for command in (TrainPPOConfig, commands.TrainSFTConfig):
         assert parse(command, "--local_rank=1") == parse(command)
 
 
@@ -161,54 +147,19 @@ def test_an_unknown_flag_is_an_error_with_the_nearest_name(flag: str, message: s
         ("--pretrain m --prompt_data d --eps_clip 0.1 0.25", "0.25"),
         ("--pretrain m --prompt_data d stray", "stray"),
         ("--prompt_data d", "--pretrain"),
+        ("--config value_clip.yaml", "--value_clip"),
+        ("--config gamma.yaml", "--gamma"),
     ],
 )
 def test_a_value_that_does_not_fit_or_is_missing_is_named(
-    line: str, named: str, capsys: pytest.CaptureFixture[str]
+    line: str, named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("gamma", "[a]"), ("value_clip", "false")):
+        Path(f"{name}.yaml").write_text(f"{name}: {value}\npretrain: m\n")
     with pytest.raises(SystemExit) as ended:
         parse_options(TrainPPOConfig, line.split())
     assert (ended.value.code, named in capsys.readouterr().err) == (2, True)
-
-
-# A new option
-
-
-@dataclass(frozen=True)
-class WideDataConfig(SFTDataConfig):
-    """A group with an option more."""
-
-    width: int = option(4, at_least(2), "; use 2", resume="must match", measures=True)
-    """Width of the data."""
-
-
-@dataclass(frozen=True)
-class WideCommand(TrainSFTConfig):
-    """A command with that group."""
-
-    data: WideDataConfig = field(default_factory=WideDataConfig)
-
-
-def test_a_field_is_all_that_a_new_option_needs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("openppo.config.commands.TRAINING_COMMANDS", (WideCommand,))
-
-    def config(*arguments: str) -> WideCommand:
-        return parse_options(WideCommand, [*REQUIRED[TrainSFTConfig].split(), *arguments])
-
-    assert (config().data.width, config("--width", "3").data.width) == (4, 3)
-    (tmp_path / "o.yaml").write_text("width: 5\n")
-    assert config("--config", str(tmp_path / "o.yaml")).data.width == 5
-    with pytest.raises(SystemExit):
-        config("--help")
-    assert "Width of the data. (default: 4)" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--width must be at least 2, got 1; use 2."):
-        config("--width", "1").validate(1)
-    was, now = ({"kind": "sft", "options": flat_dict(config("--width", width)), "contents": {}} for width in "45")
-    with pytest.raises(ValueError, match="--load_checkpoint: .* --width was 4, is 5. Restore these options"):
-        check_compatible(Path("ckpt"), was, now)
-    assert measured_otherwise(was["options"], now["options"]) == ["width"]
 
 
 # YAML files
@@ -291,15 +242,6 @@ def test_a_file_that_cannot_be_used_is_an_error_naming_it(
         ppo("--config", "none.yaml")
 
 
-def test_a_value_of_the_wrong_kind_in_a_file_names_the_flag(
-    from_file: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for line in ("value_clip: false", "gamma: [a]"):
-        with pytest.raises(SystemExit) as ended:
-            from_file(line)
-        assert (ended.value.code, f"--{line.split(':')[0]}" in capsys.readouterr().err) == (2, True)
-
-
 @COMMANDS
 def test_a_config_written_as_yaml_reads_back_to_an_equal_one(command: Any, tmp_path: Path) -> None:
     others = parse_options(command, [part for item in other_values(command).items() for part in words(*item)])
@@ -322,20 +264,11 @@ def test_any_text_survives_the_file(text: str, tmp_path: Path) -> None:
 
 
 class Job:
-    """Notes that it ran and was closed, or raises."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error, self.calls = error, []
+    """Raises while it runs."""
 
     def fit(self) -> None:
         """Run."""
-        self.calls.append("fit")
-        if self.error:
-            raise self.error
-
-    def close(self) -> None:
-        """Note it."""
-        self.calls.append("close")
+        raise ValueError("while running")
 
 
 GOOD = ["train_ppo.py", "--pretrain", "m", "--prompt_data", "d", "--reward_fn", "f.py"]
@@ -349,18 +282,6 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return slept
-
-
-def test_a_command_parses_builds_and_runs(monkeypatch: pytest.MonkeyPatch, naps: list[float]) -> None:
-    monkeypatch.setattr("sys.argv", [*GOOD, "--gamma", "0.5"])
-    seen, job = [], Job()
-
-    def build(config: TrainPPOConfig) -> Job:
-        seen.append(config.advantage.gamma)
-        return job
-
-    run_command(TrainPPOConfig, build)
-    assert (seen, job.calls) == ([0.5], ["fit", "close"])
 
 
 def test_an_error_of_options_or_of_the_start_is_one_line(
@@ -421,7 +342,7 @@ def test_an_error_of_ours_and_an_error_while_running_keep_their_tracebacks(
     with pytest.raises(KeyError, match="ours"):
         run_command(TrainPPOConfig, build)
     with pytest.raises(ValueError, match="while running"):
-        run_command(TrainPPOConfig, lambda config: Job(ValueError("while running")))
+        run_command(TrainPPOConfig, lambda config: Job())
     report = capfd.readouterr().err
     assert "Traceback" in report
     assert "fault:   rank 0 raised KeyError: 'ours'" in report
