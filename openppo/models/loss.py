@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,20 @@ def policy_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor |
     return log_ratio(log_probs, old_log_probs, action_mask).exp()
 
 
+class TokenLoss(Protocol):
+    """A policy loss as training calls it."""
+
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, rollout_log_probs: Tensor, /
+    ) -> Tensor:
+        """Loss of each token, (B, L) as all inputs, 0 outside the mask; the engine sampled by ``rollout_log_probs``."""
+        ...
+
+    def clipped(self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, /) -> Tensor:
+        """Tokens whose change reached a bound, bool (B, L)."""
+        ...
+
+
 class PolicyLoss(nn.Module):
     """Clipped surrogate of PPO (arXiv 1707.06347, eq. 7): -min(r A, clip(r, 1 - clip_eps, 1 + clip_eps_high) A).
 
@@ -95,9 +109,14 @@ class PolicyLoss(nn.Module):
         self.reduction: Reduction = reduction
 
     def forward(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None = None
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
-        """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``."""
+        """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``. The last one is not used here."""
         ratio = self.ratio(log_probs, old_log_probs, action_mask)
         clipped = ratio.clamp(1 - self.clip_eps, 1 + self.clip_eps_high)
         loss = -torch.min(ratio * advantages, clipped * advantages)
@@ -148,9 +167,14 @@ class CISPOLoss(nn.Module):
         self.reduction: Reduction = reduction
 
     def forward(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, action_mask: Tensor | None = None
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
     ) -> Tensor:
-        """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``."""
+        """All (B, L) float; returns a scalar, or (B, L) with ``reduction="none"``. The last one is not used here."""
         truncated = policy_ratio(log_probs.detach(), old_log_probs, action_mask).clamp(max=self.eps_max)
         if action_mask is not None:
             log_probs = torch.where(action_mask.bool(), log_probs, 0.0)
@@ -225,7 +249,7 @@ class ValueLoss(nn.Module):
 class PolicyLossEntry(NamedTuple):
     """Builds a loss of tokens, which add up by ``loss_agg`` (None: as the estimator wants) unless an option says."""
 
-    make: Callable[[LossConfig], PolicyLoss | CISPOLoss]
+    make: Callable[[LossConfig], TokenLoss]
     loss_agg: LossAggregation | None = None
 
 
@@ -247,6 +271,6 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
 """By the names of ``--policy_loss_type``."""
 
 
-def policy_loss(config: LossConfig) -> PolicyLoss | CISPOLoss:
+def policy_loss(config: LossConfig) -> TokenLoss:
     """The loss that ``--policy_loss_type`` names."""
     return POLICY_LOSSES[config.policy_loss_type].make(config)

@@ -69,7 +69,7 @@ class ActorStep:
         if micro.log_probs is None:
             micro = micro.with_fields(log_probs=log_probs.detach() if on_policy else micro.rollout_log_probs)
         assert micro.log_probs is not None and micro.advantages is not None
-        loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask)  # (B, L)
+        loss = self.policy_loss(log_probs, micro.log_probs, micro.advantages, mask, micro.rollout_log_probs)  # (B, L)
         self._measure(loss, log_probs, micro, metrics)
         if on_policy and micro.entropy is None:
             measure_mismatch(log_probs, micro.rollout_log_probs, mask, metrics)
