@@ -138,14 +138,11 @@ class OneReward(FakeScorer):
         return [Score({"reward": 0.5}, failed=i < 5) for i in range(len(trajectories))]
 
 
-def test_a_single_reward_is_reported_once_and_errors_are_counted():
+def test_a_single_reward_is_reported_once_errors_count_and_weights_must_fit():
     metrics, _ = evaluated(SingleProcess(), [Prompt("a", [1]), Prompt("b", [2])], weights={}, scorer=OneReward())
     assert [name for name in metrics if "reward" in name] == ["eval_reward", "eval_reward_std", "eval_reward_errors"]
     assert all(name.startswith("eval_") for name in metrics), "nor is a single source"
     assert metrics["eval_reward_errors"] == 5
-
-
-def test_a_weight_for_a_reward_that_does_not_occur_is_an_error():
     with pytest.raises(ValueError, match="--reward_weights names bonsu, but the rewards are reward"):
         evaluated(SingleProcess(), weights={"bonsu": 2.0}, scorer=OneReward())
 

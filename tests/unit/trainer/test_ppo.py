@@ -20,19 +20,19 @@ from openppo.trainer.callbacks import Callback
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.source import PromptSource
-from openppo.types import Completion, FinishReason, Interrupted, Prompt, Score, SingleProcess
+from openppo.types import Completion, FinishReason, Interrupted, NeverStops, Prompt, Score, SingleProcess
 
 CPU = torch.device("cpu")
 
 
-class Recorder(SimpleNamespace):
-    """A tracker that keeps what is logged."""
+class Record(SimpleNamespace):
+    """A tracker and a checkpointer that keeps what is logged and saved; a checkpoint is due when an episode ends."""
 
-    name, errors = "--use_recorder", (OSError,)
-    log_samples = log_tokens = log_histograms = lambda *_: None
+    name, errors = "--use_record", (OSError,)
+    log_samples = log_tokens = log_histograms = save_if_best = lambda *_: None
 
     def __init__(self):
-        super().__init__(logged=[], closed=0)
+        super().__init__(logged=[], saved=[], closed=0)
 
     def log(self, step, metrics):
         assert not self.closed
@@ -40,6 +40,14 @@ class Recorder(SimpleNamespace):
 
     def close(self):
         self.closed += 1
+
+    def save(self, step, state, write_model, random_state):
+        self.random_state = random_state
+        self.saved.append((step, json.loads(json.dumps(state)), bool(self.closed)))
+        return Path("here")
+
+    def due(self, step, episode_ended):
+        return episode_ended
 
 
 def nothing_held(*_):
@@ -68,10 +76,7 @@ class TwoLetters:
 class FailingScorer:
     """A response earns its last token; the reward function fails on all prompts of a text in ``fails_on``."""
 
-    collective = True
-
-    def __init__(self):
-        self.fails_on = set()
+    collective, fails_on = True, frozenset()
 
     def score(self, trajectories):
         torch.rand(1)  # as a reward function may
@@ -111,7 +116,7 @@ def trainer_of(n_batches, evaluates=False, callbacks=(), **options):
     config = from_options(TrainPPOConfig, **{**given, **sizes, **options})
     policy = Policy()
     hooks = Hooks(PhaseTimer(step_tracer(config.run.save_path, config.tracking, 0)))
-    recorder = Recorder()
+    record = Record()
     parts = PPOComponents(
         strategy=Strategy(),
         tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),
@@ -124,14 +129,10 @@ def trainer_of(n_batches, evaluates=False, callbacks=(), **options):
         held_out=prompts("held out") if evaluates else [],
         documents=[],
         grading=Grading(SingleProcess()),
-        trackers=Trackers([recorder]),
-        checkpointer=Saver(recorder),
+        trackers=Trackers([record]),
+        checkpointer=record,
     )
     return PPOTrainer(config, parts, PromptSource(config, parts), callbacks)
-
-
-def recorder_of(trainer):
-    return trainer.components.trackers._trackers[0]
 
 
 @pytest.mark.parametrize(
@@ -144,27 +145,20 @@ def recorder_of(trainer):
 )
 def test_evaluations_logging_steps_and_the_end_are_logged(n_batches, options, logged):
     trainer = trainer_of(n_batches, **{"evaluates": True, **options})
-    recorder = recorder_of(trainer)
-    saver = saved_by(trainer, saves_episodes=True)
     trainer.fit()
-    assert {step: "eval_reward" in row for step, row in recorder.logged} == logged
-    assert [step for step, *_ in saver.saved] == [trainer.total_steps], "the end of max_steps too gets a checkpoint"
+    record = trainer.components.checkpointer
+    assert {step: "eval_reward" in row for step, row in record.logged} == logged
+    assert [step for step, *_ in record.saved] == [trainer.total_steps], "the end of max_steps too gets a checkpoint"
 
 
-def test_errors_of_a_step_are_those_of_its_own_responses():
-    trainer = trainer_of(3)
-    trainer.components.scorer.fails_on = {"bad"}
-    batches = [prompts("bad", "good"), prompts("good", "good"), prompts("bad", "bad")]
-    assert [trainer.step(batch)["reward_errors"] for batch in batches] == [1, 0, 2]
-
-
-def test_errors_of_all_rollouts_of_a_step_are_counted_with_dynamic_sampling():
+def test_errors_are_those_of_all_responses_of_a_step_and_no_others():
     """Prompts on which all responses fail earn the same and are dropped; that they failed is known all the same."""
-    trainer = trainer_of(2, dynamic_sampling=True, n_samples_per_prompt=2, train_batch_size=4)
-    trainer.components.scorer.fails_on = {"bad"}
-    metrics = trainer.step(prompts("bad", "bad"))
-    assert (metrics["sampled_batches"], metrics["useful_groups"]) == (2, 2)
-    assert metrics["reward_errors"] == 4
+    plain, dynamic = trainer_of(3), trainer_of(2, dynamic_sampling=True, n_samples_per_prompt=2, train_batch_size=4)
+    plain.components.scorer.fails_on = dynamic.components.scorer.fails_on = {"bad"}
+    batches = [prompts("bad", "good"), prompts("good", "good"), prompts("bad", "bad")]
+    assert [plain.step(batch)["reward_errors"] for batch in batches] == [1, 0, 2]
+    metrics = dynamic.step(prompts("bad", "bad"))
+    assert [metrics[name] for name in ("sampled_batches", "useful_groups", "reward_errors")] == [2, 2, 4]
 
 
 def spans_of(trace):
@@ -208,49 +202,21 @@ def test_a_run_that_fails_closes_its_trackers_and_raises_what_ended_it():
                 raise ZeroDivisionError("planted")
 
     trainer = trainer_of(5, callbacks=[Fault()])
-    recorder = recorder_of(trainer)
     with pytest.raises(ZeroDivisionError, match="planted"):
         trainer.fit()
-    assert ([step for step, _ in recorder.logged], recorder.closed) == ([1], 1)
+    record = trainer.components.checkpointer
+    assert ([step for step, _ in record.logged], record.closed) == ([1], 1)
 
 
-class Saver(SimpleNamespace):
-    """A checkpointer that keeps what it is given."""
-
-    def __init__(self, recorder, saves_episodes=False):
-        self.saves_episodes = saves_episodes
-        self.saved = []
-        self.recorder = recorder
-
-    def save(self, step, state, write_model, random_state):
-        self.random_state = random_state
-        self.saved.append((step, json.loads(json.dumps(state)), bool(self.recorder.closed)))
-        return Path("here")
-
-    def due(self, step, episode_ended):
-        return self.saves_episodes and episode_ended
-
-    def save_if_best(self, *_): ...
-
-
-def saved_by(trainer, saves_episodes=False):
-    """The checkpointer that ``trainer`` gets."""
-    trainer.components.checkpointer = Saver(recorder_of(trainer), saves_episodes)
-    return trainer.components.checkpointer
-
-
-class StopIn:
-    """A stop check that raises at its ``at``-th call."""
+class StopIn(NeverStops):
+    """Raises at the call of that number."""
 
     def __init__(self, at):
-        self.at, self.n_calls = at, 0
-
-    def requested(self):
-        return False
+        self.left = at
 
     def __call__(self):
-        self.n_calls += 1
-        if self.n_calls == self.at:
+        self.left -= 1
+        if self.left == 0:
             raise Interrupted("SIGTERM")
 
 
@@ -258,35 +224,33 @@ class StopIn:
 def test_a_signal_drops_the_step_under_way_and_saves_the_state_of_the_last(at, steps_done):
     """Two places of a step: before sampling, and when its scores are awaited."""
     trainer = trainer_of(5)
-    stop, recorder, saver = StopIn(at), recorder_of(trainer), saved_by(trainer)
+    stop, record = StopIn(at), trainer.components.checkpointer
     trainer.components.stop = stop
     object.__setattr__(trainer.maker.hooks, "stop", stop)
     before = torch.get_rng_state() if not steps_done else None
     trainer.fit()
-    [(step, state, was_closed)] = saver.saved
+    [(step, state, was_closed)] = record.saved
     assert (step, state["state"]["global_step"], was_closed) == (steps_done, steps_done, False)
     assert state["source"] == {"consumed_batches": steps_done, "consumed_prompts": 2 * steps_done}
-    assert recorder.closed == 1
+    assert record.closed == 1
     if before is not None:
-        assert torch.equal(saver.random_state["torch"], before), "scores may draw random numbers"
+        assert torch.equal(record.random_state["torch"], before), "scores may draw random numbers"
 
 
 def test_a_signal_in_an_evaluation_keeps_the_metrics_of_its_step_for_the_report():
     trainer = trainer_of(2, evaluates=True, eval_steps=1)
     trainer.components.stop = StopIn(2)  # the first is before sampling
-    saver = saved_by(trainer)
     trainer.fit()
-    [(step, state, _)] = saver.saved
+    [(step, state, _)] = trainer.components.checkpointer.saved
     assert step == 1
     assert state["state"]["unreported"]["reward"] == pytest.approx(1.5)
     again = trainer_of(2, evaluates=True, eval_steps=1)
-    again.components.checkpointer = saver
-    saver.load = lambda: state
+    record = again.components.checkpointer
+    record.load = lambda: state
     again.load_checkpoint()
-    recorder = recorder_of(again)
     again.fit()
-    assert [(number, "eval_reward" in row) for number, row in recorder.logged] == [(1, True), (2, True)]
-    assert recorder.logged[0][1]["reward"] == pytest.approx(1.5)
+    assert [(number, "eval_reward" in row) for number, row in record.logged] == [(1, True), (2, True)]
+    assert record.logged[0][1]["reward"] == pytest.approx(1.5)
 
 
 def test_a_resumed_run_normalizes_steps_as_before():
@@ -322,9 +286,9 @@ def test_a_loop_of_ones_own_ends_with_max_steps():
 
 def test_a_source_that_ends_early_ends_with_evaluation_checkpoint_and_model(monkeypatch):
     trainer, models = trainer_of(7, evaluates=True, logging_steps=5), []
-    recorder, saver = recorder_of(trainer), saved_by(trainer, saves_episodes=True)
+    record = trainer.components.checkpointer
     monkeypatch.setattr(PromptSource, "__iter__", lambda self: map(self.rollout, [prompts("a")] * 2))
     monkeypatch.setattr(trainer, "save", lambda: models.append(trainer.global_step))
     trainer.fit()
-    assert [(step, "eval_reward" in row) for step, row in recorder.logged] == [(2, True)]
-    assert ([step for step, *_ in saver.saved], models) == ([2], [2])
+    assert [(step, "eval_reward" in row) for step, row in record.logged] == [(2, True)]
+    assert ([step for step, *_ in record.saved], models) == ([2], [2])
