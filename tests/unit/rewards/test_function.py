@@ -85,15 +85,11 @@ class Judge:
 
 
 def test_a_function_gets_what_its_parameters_name(call):
-    assert call(lambda queries, prompts, labels: (queries, prompts, labels)) == tuple(
-        BATCH[name] for name in ("queries", "prompts", "labels")
-    )
-    assert call(lambda rows, *, messages, token_ids: (rows, messages, token_ids)) == tuple(
-        BATCH[name] for name in ("rows", "messages", "token_ids")
-    )
-    assert (
-        call(lambda query, row, messages, token_ids: [query, row, messages, token_ids], 1) == list(SINGLE.values())[4:]
-    )
+    queries, rows, *others = list(BATCH.values())[4:]
+    assert call(lambda queries, prompts, labels: (prompts, labels, queries)) == (["ab", "a"], BATCH["labels"], queries)
+    assert call(lambda rows, *, messages, token_ids: [rows, messages, token_ids]) == [rows, *others]
+    given = call(lambda query, row, messages, token_ids: [query, row, messages, token_ids], 1)
+    assert given == list(SINGLE.values())[4:]
     assert call(lambda completions, answer: (completions, answer)) == (["cd", ""], ["4", "5"])
     assert call(lambda response, question, answer: (response, question, answer), 1) == ("cd", "ab", "4")
     assert call(Judge(), 1) == ("cd", "4")

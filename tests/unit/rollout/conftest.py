@@ -15,6 +15,13 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+def assert_same(ours, expected):
+    """Completions equal but for the order of floating-point operations."""
+    for one, other in zip(ours, expected, strict=True):
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+        np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.fixture
 def prompts():
     """Token ids of unequal lengths, two of them equal and one longer than the sliding window."""

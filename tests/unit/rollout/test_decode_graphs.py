@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from openppo.rollout import decode_graphs, row_cache
@@ -11,6 +10,7 @@ from openppo.rollout.decode_graphs import check_layers
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import Completion, SamplingParams
 from tests.architectures import tiny_config
+from tests.unit.rollout.conftest import assert_same
 
 EOS_IDS = [0, 12, 17, 19]
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.3)
@@ -39,12 +39,6 @@ def engine(model, recorder, rows=8, eos=EOS_IDS):
 
 def generate(model, prompts, recorder, rows=8):
     return engine(model, recorder, rows).generate(prompts, PARAMS, [100 + i for i in range(len(prompts))])
-
-
-def assert_same(ours, expected):
-    assert [completion.token_ids for completion in ours] == [completion.token_ids for completion in expected]
-    for one, other in zip(ours, expected, strict=True):
-        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])

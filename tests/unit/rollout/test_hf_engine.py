@@ -9,15 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    DeepseekV32Config,
-    FalconH1Config,
-    Gemma3nTextConfig,
-    Gemma3TextConfig,
-    Lfm2Config,
-    Qwen3NextConfig,
-    XLNetConfig,
-)
+from transformers import AutoConfig
 
 from openppo.models.actor import Actor
 from openppo.models.padding import pad_right
@@ -27,6 +19,7 @@ from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import request_uniforms
 from openppo.types import FinishReason, SamplingParams
+from tests.unit.rollout.conftest import assert_same
 
 ARCHITECTURES = ["llama", "gpt2", "mistral"]
 EOS_IDS = [0, 12, 17, 19]
@@ -44,15 +37,6 @@ def engine_of(model, eos=EOS_IDS, pad=0, batch=8):
 def seeds_for(prompts):
     """A seed of its own for each prompt."""
     return [100 + i for i in range(len(prompts))]
-
-
-def same(completion, other):
-    """Equal but for the order of floating-point operations."""
-    return (
-        completion.token_ids == other.token_ids
-        and completion.finish_reason == other.finish_reason
-        and bool(np.allclose(completion.log_probs, other.log_probs, atol=1e-5))
-    )
 
 
 @contextmanager
@@ -111,7 +95,7 @@ def test_a_response_does_not_depend_on_batch_size_or_padding_id(model, prompts, 
     """Even if the id is EOS or in a prompt."""
     whole = engine_of(model, pad=1).generate(prompts, SAMPLED, seeds_for(prompts))
     parts = engine_of(model, pad=pad, batch=batch).generate(prompts, SAMPLED, seeds_for(prompts))
-    assert all(map(same, whole, parts))
+    assert_same(parts, whole)
 
 
 def test_logits_that_are_not_finite_are_an_error(models):
@@ -134,28 +118,28 @@ def test_flash_attention_stands_back_while_the_engine_is_awake(models, has_sdpa,
 
 
 @pytest.mark.parametrize(
-    ("config", "named"),
+    ("kind", "options", "named"),
     [
-        (Qwen3NextConfig(), "qwen3_next has layers with linear_attention"),
-        (FalconH1Config(), "hybrid"),
-        (Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2), "lfm2 has layers with conv"),
-        (Gemma3nTextConfig(num_kv_shared_layers=15), "shared keys and values"),
-        (DeepseekV32Config(), "deepseek_v32 has layers with indexed_attention"),
-        (SimpleNamespace(model_type="new", layer_types=["new_kind"]), "new has layers with new_kind"),
-        (XLNetConfig(), "xlnet has layers with no key-value cache"),
+        ("qwen3_next", {}, "qwen3_next has layers with linear_attention"),
+        ("falcon_h1", {}, "hybrid"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "lfm2 has layers with conv"),
+        ("gemma3n_text", {"num_kv_shared_layers": 15}, "shared keys and values"),
+        ("deepseek_v32", {}, "deepseek_v32 has layers with indexed_attention"),
+        ("llama", {"layer_types": ["new_kind"]}, "llama has layers with new_kind"),
+        ("xlnet", {}, "xlnet has layers with no key-value cache"),
     ],
 )
-def test_models_without_keys_of_their_own_in_each_layer_are_refused_by_name(config, named):
-    if isinstance(config, SimpleNamespace):
-        config.get_text_config = lambda: config
+def test_models_without_keys_of_their_own_in_each_layer_are_refused_by_name(kind, options, named):
+    config = AutoConfig.for_model(kind)
+    vars(config).update(options)
     with pytest.raises(ValueError, match=named):
         check_cache(config)
-    check_cache(Gemma3TextConfig())
+    check_cache(AutoConfig.for_model("gemma3_text"))
 
 
 def test_equal_prompts_get_responses_of_their_own_seeds(models):
     completions = engine_of(models["llama"]).generate([[7, 8]] * 20, SAMPLED, [*range(19), 0])
-    assert same(completions[0], completions[19])
+    assert_same(completions[:1], completions[19:])
     assert len({tuple(completion.token_ids) for completion in completions}) > 10
 
 
@@ -204,7 +188,7 @@ def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(mo
             assert not done.keys() & collected.keys()
             done |= collected
         assert engine.collect() == {}
-        assert all(same(done[number], completion) for number, completion in zip(numbers, alone, strict=True))
+        assert_same([done[number] for number in numbers], alone)
     assert all(completion.finish_reason is FinishReason.STOP for completion in alone[5:]), "by their stop strings"
 
 
