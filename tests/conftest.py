@@ -94,17 +94,12 @@ def run(launcher: Launcher) -> Callable[..., str]:
     return run_in
 
 
-def build_pages(folder: Path, config: Path = REPO / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
-    """Build the pages as they are published; a warning is an error."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder, "--config-file", config]
-    environment = os.environ | {"PYTHONPATH": str(REPO), "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages, built without a single warning."""
-    folder = tmp_path_factory.mktemp("site")
-    done = build_pages(folder)
+    """The pages, built as they are published, without a single warning."""
+    folder, config = tmp_path_factory.mktemp("site"), REPO / "mkdocs.yml"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder, "--config-file", config]
+    environment = os.environ | {"PYTHONPATH": str(REPO), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, "WARNING" in done.stderr) == (0, False), done.stderr
     return folder

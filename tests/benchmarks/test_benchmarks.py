@@ -71,3 +71,16 @@ def test_operations_of_training_are_those_that_torch_counts(tokens: int) -> None
     # with all tokens as response there are logits for all; torch's eager attention computes the other half too
     mine = measure.training_flops(size, 0, tokens, 0) + 6 * 6 * 64 * tokens**2
     assert mine == pytest.approx(counter.get_total_flops(), rel=0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measuring peaks needs Linux's /proc")
+@pytest.mark.parametrize("case", ["float32, ZeRO-2, 1 ranks", "bf16, ZeRO-3, 2 ranks"])
+def test_estimated_memory_is_within_20_percent_of_measured(case: str, launcher: Launcher) -> None:
+    ended = launcher.run([BENCHMARKS / "memory_estimate.py", "--only", case])
+    (row,) = re.findall(r"^\| .*ZeRO.*$", ended.stdout, flags=re.MULTILINE)
+    _, *others = [(float(a), float(b)) for a, b in re.findall(r"(\d+) / (\d+)", row)]
+    assert len(others) == 4, "generation, experience, training, and their peak"
+    assert others[3][1] > 100, "the model and its batch take that many MiB, else this measures noise"
+    for estimated, measured in others:
+        assert estimated == pytest.approx(measured, rel=0.2), row

@@ -23,20 +23,11 @@ def _write_rows(file: Path, rows: Sequence[dict[str, object]]) -> None:
 
 
 def _config(tokenizer: PreTrainedTokenizerFast, **more: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,  # the default gives a nearly uniform policy, on which little can go wrong
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        **more,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    sizes |= {"vocab_size": len(tokenizer), "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    # the default range gives a nearly uniform policy, on which little can go wrong
+    return LlamaConfig(initializer_range=0.2, **sizes, **ends, **more)
 
 
 @pytest.fixture(scope="session")
@@ -62,13 +53,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _write_rows(folder / "prompts.jsonl", [{"input": text(1, 9), "label": i} for i in range(24)])
     _write_rows(folder / "documents.jsonl", [{"input": text(1, 24)} for _ in range(14)])
     _write_rows(folder / "sft.jsonl", [{"input": text(1, 9), "output": text(1, 9)} for _ in range(26)])
-    _write_rows(
-        folder / "preference.jsonl",
-        [
-            {"prompt": text(1, 5), "chosen": text(2, 9, "aab"), "rejected": text(2, 9, "bcd"), "margin": 0.5 * (i % 3)}
-            for i in range(26)
-        ],
-    )
+    pairs = [
+        {"prompt": text(1, 5), "chosen": text(2, 9, "aab"), "rejected": text(2, 9, "bcd"), "margin": 0.5 * (i % 3)}
+        for i in range(26)
+    ]
+    _write_rows(folder / "preference.jsonl", pairs)
     dated = [{"input": text(1, 9), "label": datetime.date(2026, 11, 1 + i)} for i in range(24)]
     pq.write_table(pa.Table.from_pylist(dated), folder / "dated.parquet")
     return folder

@@ -62,7 +62,6 @@ FAULTS: dict[str, Callable[[], object]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "segfault": lambda: ctypes.string_at(0),
     "raise": lambda: fail(RuntimeError("planted")),
-    "refuse": lambda: fail(ValueError("--pretrain: planted")),
     "sleep": sleep,
     "hold": hold,
     "exhaust": exhaust,

@@ -85,11 +85,9 @@ def main() -> None:
     """Kill at random moments of training, of a save half written, and of a start, which loads the last save."""
     n_random, n_saving, n_starting = map(int, sys.argv[3:])
     arguments, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    checkpoints = out / "model" / "checkpoints_ppo"
-    rng, kills = random.Random(int(os.environ.get("SEED", "1"))), []
+    checkpoints, rng, kills, seconds_to_start = out / "model" / "checkpoints_ppo", random.Random(1), [], 0.0
     kinds = ["while starting"] * n_starting + ["random"] * (n_random - 1) + ["while saving"] * n_saving
     rng.shuffle(kinds)
-    seconds_to_start = 0.0
     for kind in ["random", *kinds]:  # the first tells how long a start takes
         pids, started = start(arguments)
         begin, heard = time.monotonic(), b""
@@ -102,15 +100,13 @@ def main() -> None:
         if kind == "random":  # counted in steps: a fast machine has as many kills in its run as a slow one
             wait_for(checkpoints, "step_*", rng.choice([0, 1, 2]), pids)
             time.sleep(rng.uniform(0, 0.1))
-        elif kind == "while saving":
-            for _ in range(10):  # until a save outlasts the wait
-                wait_for(checkpoints, ".step_*.partial", 1, pids)
-                time.sleep(rng.uniform(0, 0.02))
-                if list(checkpoints.glob(".step_*.partial")):
-                    break
+        for _ in range(10 * (kind == "while saving")):  # until a save outlasts the wait
+            wait_for(checkpoints, ".step_*.partial", 1, pids)
+            time.sleep(rng.uniform(0, 0.02))
+            if list(checkpoints.glob(".step_*.partial")):
+                break
         half = [path.name for path in checkpoints.glob(".step_*.partial")]
-        victims = pids if kind == "while starting" else rng.choice([pids, pids[:1], pids[1:]])
-        statuses = end(pids, victims)
+        statuses = end(pids, pids if kind == "while starting" else rng.choice([pids, pids[:1], pids[1:]]))
         os.close(started)
         found = sorted(path.name for path in checkpoints.glob("step_*"))
         kills.append({"kind": kind, "statuses": statuses, "half": half, "found": found})

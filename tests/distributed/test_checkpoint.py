@@ -104,27 +104,17 @@ def test_random_rewards_are_the_same_after_a_stop_in_an_evaluation(folder: Path)
     assert left_by(folder / "parts/random/model") == left_by(folder / "whole/random/model")
 
 
-@pytest.mark.parametrize(
-    ("n_random", "n_saving", "n_starting", "episodes"),
-    [(2, 2, 1, 6), pytest.param(9, 7, 4, 12, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("numbers", "episodes"), [((2, 2, 1), 6), pytest.param((9, 7, 4), 12, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_change_nothing(
-    n_random: int,
-    n_saving: int,
-    n_starting: int,
-    episodes: int,
-    tiny: Path,
-    tmp_path: Path,
-    run_cases: Callable[..., str],
-    launch: Launch,
+    numbers: tuple[int, int, int], episodes: int, tiny: Path, tmp_path: Path, run_cases: Launch, launch: Launch
 ) -> None:
+    _, n_saving, n_starting = numbers
     flags = f"""{PPO} --num_episodes {episodes} --rollout_batch_size 4 --generate_max_len 4 --zero_stage 2
         --save_steps 1 --max_ckpt_num 2"""
     save_path = tmp_path / "killed" / "model"
     save_path.parent.mkdir()
     words = command(tiny, flags, "--load_checkpoint", "--save_path", save_path)[2:]
     (tmp_path / "arguments.json").write_text(json.dumps(words))
-    numbers = (n_random, n_saving, n_starting)
     script = Path(__file__).with_name("run_kills.py")
     print(launch(0, script, tmp_path / "arguments.json", save_path.parent, *numbers))
     killed = json.loads((save_path.parent / "kills.json").read_text())

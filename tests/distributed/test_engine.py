@@ -6,7 +6,6 @@ out, under the name of each experiment and ZeRO stage, to ``engine.json``.
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy import DeepspeedStrategy
+from tests.distributed.run_cases import PARTITION_EVERYTHING, leave
 
-PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 CONSTANT = AdamConfig(lr_scheduler="constant", lr_warmup_ratio=0)
 
 
@@ -74,9 +73,7 @@ def main() -> None:
         results[f"small rank {stage}"] = norm_in_bf16(stage, [2.0 ** (-10 * torch.distributed.get_rank())] * 2)
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[1], "engine.json").write_text(json.dumps(results))
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # a thread of gloo that frees a tensor while Python shuts down may abort the process
+    leave()
 
 
 STAGES = pytest.mark.parametrize("stage", (0, 1, 2, 3))

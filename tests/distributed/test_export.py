@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from openppo.config import CheckpointModelConfig, MergeConfig
 from openppo.models.merge_lora import LoRAMerge
@@ -47,7 +47,6 @@ def test_an_exported_model_is_what_the_run_saved(name: str, tiny: Path, tmp_path
     assert files(first) == files(checkpoints / "step_00000001" / "model")
     assert files(newest) == files(tmp_path / "model")
     assert files(first) != files(newest)
-    AutoTokenizer.from_pretrained(newest)
     critic = export(checkpoints / "latest", tmp_path / "critic", role="critic")
     assert files(critic) == files(tmp_path / "model_critic")
     if name != "lora":
@@ -70,7 +69,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_so_it_is_after_supervised_training(kind: str, tiny: Path, tmp_path: Path, launch: Launch) -> None:
+def test_an_exported_model_is_what_supervision_saved(kind: str, tiny: Path, tmp_path: Path, launch: Launch) -> None:
     steps = [{"input": f"{letter}hch", "labels": ["a", "b"]} for letter in "cdefg" * 5]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     flags = f"{SUPERVISED} {COMMANDS[kind]} --save_path model".replace("{tiny}", str(tiny))

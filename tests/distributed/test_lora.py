@@ -4,7 +4,6 @@ Launched by torchrun with the arguments MODELS OUT [4bit], this file trains adap
 weights. ``OUT/<case>`` receives the models, which tests read with peft alone, ``OUT/results.pt`` what was computed.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,8 +30,8 @@ from openppo.models.adapters import AdapterOffReference
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
+from tests.distributed.run_cases import PARTITION_EVERYTHING, leave
 
-PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 LORA = LoRAConfig(lora_rank=4, lora_alpha=8)
 ADAM = AdamConfig(lr_scheduler="constant", lr_warmup_ratio=0)
 LEARNING_RATE, MAX_NORM, N_STEPS, N_ROWS, BETA = 1e-2, 0.5, 4, 12, 0.7
@@ -46,7 +45,6 @@ ADAPTED: dict[str, dict[str, Any]] = {
 AVERAGED: dict[str, dict[str, Any]] = {
     "0": {"zero_stage": 0},
     "2": {"zero_stage": 2},
-    "3": {"zero_stage": 3},
     "3 zpg": {"zero_stage": 3, "zpg": 2},
     "3 bf16": {"zero_stage": 3, "bf16": True},
     "0 lora": {"zero_stage": 0},
@@ -176,9 +174,7 @@ def main() -> None:
             results[place] = average(models, out / place, DeepSpeedConfig(**options), "lora" in name)
     if torch.distributed.get_rank() == 0:
         torch.save(results, out / "results.pt")
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # a thread of gloo that frees a tensor while Python shuts down may abort the process
+    leave()
 
 
 ROLES = pytest.mark.parametrize("role", ("actor", "critic"))
@@ -199,7 +195,6 @@ def log_probs(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def values(model: Any, ids: Tensor) -> Tensor:
-    """Of the states in which the tokens after the first were chosen."""
     classifier = model.get_base_model()
     return classifier.score(classifier.model(input_ids=ids[None]).last_hidden_state)[0, :-1, 0].float()
 
@@ -281,11 +276,10 @@ def test_in_bfloat16_peft_alone_reads_what_is_saved(found: Found, role: str) -> 
     assert {tensor.dtype for tensor in load_file(folder / "adapter_model.safetensors").values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("case", [case for case in ADAPTED if "bf16" not in case])
-def test_the_actor_with_adapters_off_is_the_base_model_all_along(found: Found, case: str, tiny: Path) -> None:
+def test_the_actor_with_adapters_off_is_the_base_model_all_along(found: Found, tiny: Path) -> None:
     base = plain_outputs(AutoModelForCausalLM.from_pretrained(tiny / "actor"), "actor")
-    references = found[1][f"adapted {case}"]["reference"]
-    assert [close(base, reference, 1e-6) for reference in references] == [True] * N_STEPS
+    for case in (case for case in ADAPTED if "bf16" not in case):
+        assert all(close(base, reference, 1e-6) for reference in found[1][f"adapted {case}"]["reference"]), case
 
 
 @ROLES

@@ -12,8 +12,7 @@ from openppo.config import TrainPPOConfig
 from openppo.trainer import build_ppo_trainer
 from openppo.types import FinishReason, Prompt, Trajectory
 
-class FromList:
-    # Steps of four trajectories, of which each rank takes its share; evaluation by a fixed one.
+class FromList:  # steps of four trajectories, of which each rank takes its share; evaluation by a fixed one
     def __init__(self, steps):
         self.steps, self.next, self.versions = steps, 0, []
 
@@ -75,8 +74,8 @@ def test_a_source_from_a_list_trains_checkpoints_and_resumes(
     assert "of 4" in run("parts", None, "--max_steps", "4", "--load_checkpoint")
     whole, parts = (left_by(tmp_path / name) for name in ("whole", "parts"))
     assert [line["step"] for line in whole.metrics] == [1, 2, 3, 4]
-    timeless = [[{k: v for k, v in line.items() if "eval" not in k} for line in run.metrics] for run in (whole, parts)]
-    assert timeless[0] == timeless[1]
+    unevaluated = [[{k: v for k, v in line.items() if "eval" not in k} for line in r.metrics] for r in (whole, parts)]
+    assert unevaluated[0] == unevaluated[1]
     assert whole.metrics[-1]["eval_reward"] == 1.0
     assert whole.state["trainer"]["source"] == {"next": 4}
     weights = [{n: f for n, f in run.files.items() if "random" not in n} for run in (whole, parts)]

@@ -29,10 +29,9 @@ CAN_COMPILE = shutil.which("g++") is not None and " " not in torch.__file__
 PARAMETER_TOLERANCE = 1e-5
 """Relative, of the norm of all parameters; 1e-6 was measured."""
 UPDATE_TOLERANCE = 1e-3
-"""Relative, of the norm of what training changed. At most 8e-5 was measured for PPO and 1.3e-4 for SFT.
+"""Relative, of the norm of what training changed; 8e-5 was measured for PPO and 1.3e-4 for SFT.
 
-Adam's first updates have the size of the learning rate whatever the size of the gradient, so a gradient that is zero
-but for rounding counts as much as any other.
+Adam's first updates have the size of the learning rate, so a gradient that is zero but for rounding counts as well.
 """
 BF16_ALONE_TOLERANCE = 5e-3
 """The same in bfloat16 with micro-batches of one sample, for the same ZeRO stage or another; 0 was measured.
@@ -40,16 +39,14 @@ BF16_ALONE_TOLERANCE = 5e-3
 Forwards are then the same on all ranks; gradients are added in float32 in another order.
 """
 BF16_LORA_STAGE_3_TOLERANCE = 0.2
-"""The same for LoRA under ZeRO-3 against the other stages; at most 0.11 was measured, over six sets of random weights,
-where bfloat16 was 0.06 to 0.19 from float32. DeepSpeed's hooks make autograd add the gradients that reach an activation
-through weights and adapters in another order, and in bfloat16; Adam turns a gradient near zero that changes its sign
-into a full step the other way.
+"""The same for LoRA under ZeRO-3 against other stages; 0.11 was measured, where bfloat16 was 0.06 to 0.19 from float32.
+
+DeepSpeed's hooks make autograd add gradients that reach an activation through weights and adapters in another order.
 """
 BF16_TOLERANCE = math.sqrt(2)
 """Otherwise, in bfloat16, of the distance to the result in float32; at most 0.85 was measured.
 
-A row in another batch is rounded otherwise, so two splits are two roundings of one result: if each is so far from it,
-they are the square root of 2 as far from each other.
+Two splits are two roundings of one result: if each is so far from it, they are sqrt(2) as far from each other.
 """
 
 

@@ -43,10 +43,8 @@ def run(tiny: Path, tmp_path: Path, launch: Launch) -> Run:
     return train
 
 
-def readers(task: str, lora: str) -> list[Any]:
-    """How users read the saved folder."""
-    if task == "rm":
-        return [AutoModelForSequenceClassification, *([AutoPeftModelForSequenceClassification] if lora else [])]
+def readers(lora: str) -> list[Any]:
+    """How users read the saved folder of a language model."""
     return [AutoModelForCausalLM, *([AutoPeftModelForCausalLM] if lora else [])]
 
 
@@ -63,7 +61,7 @@ def test_sft(tiny: Path, run: Run, lora: str) -> None:
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6, 9]  # 26 rows: 10, 10 and 6, three times
     assert lines[-1]["loss"] < lines[0]["loss"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for auto in readers("sft", lora):
+    for auto in readers(lora):
         model, losses = auto.from_pretrained(folder), []
         for row in data:
             ids, n_prompt = encode(tokenizer, row["input"] + row["output"] + "<eos>"), len(row["input"])
@@ -79,7 +77,7 @@ def test_rm(tiny: Path, run: Run, lora: str) -> None:
     more = f"--zero_stage {3 if lora else 2} --prompt_key prompt --margin_key margin --max_epochs 8"
     folder, lines = run("train_rm", more, lora, data)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for auto in readers("rm", lora):
+    for auto in (AutoModelForSequenceClassification, *([AutoPeftModelForSequenceClassification] if lora else [])):
         model = auto.from_pretrained(folder, num_labels=1)
         texts = [row["prompt"] + row[side] + "<eos>" for side in ("chosen", "rejected") for row in data]
         scores = torch.stack([model(input_ids=encode(tokenizer, text)).logits[0, 0] for text in texts])
@@ -100,7 +98,7 @@ def test_prm(run: Run, lora: str) -> None:
     folder, lines = run("train_prm", more, lora, data)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     good, bad, placeholder = tokenizer.convert_tokens_to_ids(["a", "b", "h"])
-    for auto in readers("prm", lora):
+    for auto in readers(lora):
         model, losses = auto.from_pretrained(folder), []
         for row in data:
             ids = encode(tokenizer, row["input"])

@@ -87,14 +87,11 @@ def test_parameters_are_counted_as_the_checkpoints_have_them(runs: Runs, tiny: P
     }
 
 
-def test_each_rank_writes_a_trace_of_each_chosen_step_and_of_no_other(runs: Runs) -> None:
+def test_each_rank_writes_traces_of_chosen_steps_with_all_phases_in_order(runs: Runs) -> None:
     for name, steps in (("watched", [2]), ("lora", [1, 2]), ("unwatched", [])):
         found = sorted(file.name for file in (runs[name]["folder"] / "model/logs").rglob("*.json.gz"))
         parts = [f"{rank}{part}" for rank in (0, 1) for part in ("", "_part_2")]  # of the rollout, of training on it
         assert found == [f"step_{step:08d}_rank_{part}.json.gz" for step in steps for part in parts]
-
-
-def test_a_trace_names_all_phases_in_their_order_inside_the_step(runs: Runs) -> None:
     folder, order = runs["watched"]["folder"] / "model/logs/profile", []
     for part, names in (("", ("generation", "scoring")), ("_part_2", ("experience", "training"))):
         trace = json.loads(gzip.decompress((folder / f"step_00000002_rank_1{part}.json.gz").read_bytes()))

@@ -1,11 +1,8 @@
 """What README and the documents show is what runs: their Python blocks, commands and recipes, in a tiny form."""
 
 import dataclasses
-import importlib.util
-import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from openppo.cli.options import parse_options
-from openppo.config import ServeRMConfig, TrainPPOConfig
+from openppo.config import TrainPPOConfig
 from openppo.experience import ESTIMATORS
 from openppo.models import POLICY_LOSSES
 
@@ -284,36 +281,6 @@ def test_a_callback_and_a_condition_end_their_runs(run: Run, workshop: Path) -> 
     assert (workshop / "ckpt/budget/model.safetensors").is_file()
 
 
-def test_security_runs(run: Run, workshop: Path) -> None:
-    """The server is called by the run, on loopback and a free port; its token is in no file and no output."""
-    folder = workshop / "security"
-    folder.mkdir()
-    make_token, *_ = (block for block in blocks("security", "bash") if "secrets" in block)
-    run(["bash", "-c", make_token], workshop)
-    token = (workshop / "token").read_text().strip()
-    assert (len(token), (workshop / "token").stat().st_mode & 0o077) == (64, 0)
-    trusting, remote = commands("security")
-    (serve,) = commands("security", "serve_rm")
-    parse_options(ServeRMConfig, serve).validate(1)
-    words = [{"0.0.0.0": "127.0.0.1", "5000": "0", **MODELS}.get(word, word) for word in serve]
-    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-m", "openppo.cli.serve_rm", *words]
-    server = subprocess.Popen(program, cwd=workshop, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stderr is not None
-        found = next(match for line in server.stderr if (match := re.search(r"http://\S+/get_reward", line)))
-        remote = [found[0] + "?key=pass" if "http" in word else word for word in remote]
-        train(run, workshop, [[*trusting, "--save_path", "security/a"], [*remote, "--save_path", "security/b"]])
-    finally:
-        server.kill()
-        server.wait()
-    written = "".join(file.read_text() for file in folder.rglob("*.*l"))
-    assert found[0] + "?***" in written
-    assert "remote_rm_token_file: token" in written
-    assert token not in written
-    assert "key=" not in written
-
-
 def test_lora_runs(run: Run, workshop: Path) -> None:
     train(run, workshop, commands("lora"))
     run_blocks(run, workshop, ["lora"])
@@ -325,29 +292,3 @@ def test_the_dry_run_of_memory_ends_without_a_trace(run: Run, workshop: Path) ->
     before = sorted(workshop.rglob("*"))
     command(run, workshop, "train_ppo", [MODELS.get(word, word) for word in commands("memory")[0]])
     assert sorted(workshop.rglob("*")) == before
-
-
-@pytest.mark.skipif(" " in sys.executable, reason="the first line of DeepSpeed's program holds no path with a space")
-def test_a_command_line_of_openrlhf_runs_with_its_launcher(run: Run, workshop: Path) -> None:
-    flags = """
-        --pretrain policy --reward_pretrain reward --save_path openrlhf --save_steps -1 --logging_steps 1
-        --eval_steps -1 --micro_train_batch_size 2 --train_batch_size 4 --micro_rollout_batch_size 4
-        --rollout_batch_size 4 --max_epochs 1 --prompt_max_len 64 --generate_max_len 4 --zero_stage 2 --bf16
-        --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 --init_kl_coef 0.01 --prompt_data prompts.jsonl
-        --input_key input --apply_chat_template --max_samples 8 --normalize_reward
-        --gradient_checkpointing --load_checkpoint
-    """  # of its example for Llama, without --flash_attn (may not be installed) and --adam_offload (would be compiled)
-    launcher = re.search(r"^deepspeed --module openppo\S+", "".join(blocks("openrlhf", "bash")), flags=re.MULTILINE)
-    assert launcher is not None
-    run(f"{launcher[0]} {flags}".replace("--module", "--num_gpus 1 --module"), workshop)
-    assert (workshop / "openrlhf" / "model.safetensors").is_file()
-
-
-def test_watching_runs_with_traces_histograms_and_wandb_offline(run: Run, workshop: Path) -> None:
-    watched, offline = commands("watching")
-    wandb = importlib.util.find_spec("wandb") is not None
-    train(run, workshop, [watched, offline if wandb else [word for word in offline if word != "--use_wandb"]])
-    assert list((workshop / "ckpt/watched/logs/profile").glob("step_00000002_rank_0.json.gz"))
-    (dashboard,) = re.findall(r"^tensorboard .*", "".join(blocks("watching", "bash")), flags=re.MULTILINE)
-    assert "policy_loss" in run(f"{dashboard} --inspect", workshop), "without a server it says what it would show"
-    assert not wandb or list((workshop / "ckpt/offline/logs/wandb").glob("offline-run-*/*.wandb"))

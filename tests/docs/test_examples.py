@@ -22,6 +22,7 @@ SMALL = (
     "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 4 --micro_train_batch_size 2 "
     "--generate_max_len 4 --num_episodes 1"
 )
+PRM = "--placeholder_token # --reward_tokens + -"
 Run = Callable[..., str]
 
 
@@ -53,10 +54,8 @@ def test_gsm8k_with_real_questions_and_the_qwen_template(run: Run, tmp_path: Pat
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy")
     out = script(run, "gsm8k.sh", tmp_path, DATA="train.jsonl", EVAL_DATA="test.jsonl", GPUS="2")
-    first, *steps = logged(out)
-    assert first["eval_reward"] == steps[-1]["eval_reward"] == steps[0]["reward"] == 0.0, (
-        "a random model solves nothing"
-    )
+    first, *steps = logged(out)  # a random model solves nothing
+    assert first["eval_reward"] == steps[-1]["eval_reward"] == steps[0]["reward"] == 0.0
     prompt = str(logged(out, "samples")[0]["prompt"])
     assert "<|im_start|>user\n" in prompt
     assert prompt.count("####") == 1
@@ -69,11 +68,7 @@ def test_gsm8k_with_real_questions_and_the_qwen_template(run: Run, tmp_path: Pat
         ("remax.sh", SMALL, {"DATA": "prompts.jsonl"}),
         ("train_sft.sh", "--train_batch_size 4 --max_len 64", {"DATASET": "sft.jsonl", "GPUS": "2"}),
         ("train_rm.sh", "--train_batch_size 4 --max_len 64", {"DATASET": "preference.jsonl", "GPUS": "2"}),
-        (
-            "train_prm.sh",
-            "--placeholder_token # --reward_tokens + - --train_batch_size 4",
-            {"DATASET": "steps.jsonl", "GPUS": "2"},
-        ),
+        ("train_prm.sh", f"{PRM} --train_batch_size 4", {"DATASET": "steps.jsonl", "GPUS": "2"}),
         pytest.param("train_ppo.sh", SMALL, {"PROMPT_DATA": "prompts.jsonl", "GPUS": "2"}, marks=pytest.mark.slow),
         pytest.param("elastic.sh", SMALL, {"DATA": "prompts.jsonl", "GPUS": "2"}, marks=pytest.mark.slow),
     ],
@@ -141,6 +136,5 @@ def test_tldr_trains_what_is_not_given_and_hh_uses_what_is(run: Run, workshop: P
 
 @pytest.mark.slow
 def test_hh_trains_what_is_not_given(run: Run, workshop: Path) -> None:
-    assert saved(script(run, "hh.sh", workshop, DATA="dialogues.jsonl", REWARD_MODEL="", BATCH="4")) == [
-        *("ppo", "rm", "sft")
-    ]
+    out = script(run, "hh.sh", workshop, DATA="dialogues.jsonl", REWARD_MODEL="", BATCH="4")
+    assert saved(out) == ["ppo", "rm", "sft"]

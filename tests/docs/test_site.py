@@ -82,9 +82,8 @@ def test_a_row_has_form_default_and_docstring_of_its_field(site: Path) -> None:
 
 
 def test_an_option_in_a_text_leads_to_its_row(site: Path) -> None:
-    links = re.findall(
-        r'<a class="option" href="([^"#]+)#(\w+)"><code>--(\w+)', (site / "troubleshooting.html").read_text()
-    )
+    page = (site / "troubleshooting.html").read_text()
+    links = re.findall(r'<a class="option" href="([^"#]+)#(\w+)"><code>--(\w+)', page)
     assert len(links) > 30
     assert [link for link in links if f'id="{link[1]}"' not in (site / link[0]).read_text()] == []
 

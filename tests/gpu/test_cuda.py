@@ -25,10 +25,8 @@ pytestmark = [
 @pytest.fixture
 def actor() -> Actor:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
-    )
-    return Actor(LlamaForCausalLM(config)).eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return Actor(LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))).eval()
 
 
 def test_log_probs_on_the_gpu_equal_those_on_the_cpu(actor: Actor) -> None:

@@ -128,11 +128,8 @@ def test_sft_learns_to_copy_the_last_letter(random_llama: Callable[[str], None],
 def test_rm_learns_a_preference(random_llama: Callable[[str], None], train: Train, tmp_path: Path) -> None:
     random_llama(LETTERS)
     rng = random.Random(0)
-    rows = [
-        {"prompt": word(rng, 1, 4), "chosen": word(rng, 4, 8, "aabcd"), "rejected": word(rng, 4, 8, "efghb")}
-        for _ in range(320)
-    ]
-    write_data(tmp_path, rows, 64)
+    kinds = {"prompt": (1, 4, LETTERS), "chosen": (4, 8, "aabcd"), "rejected": (4, 8, "efghb")}
+    write_data(tmp_path, [{name: word(rng, *kind) for name, kind in kinds.items()} for _ in range(320)], 64)
     lines = train("train_rm", f"{DATA} --prompt_key prompt --max_epochs 6 --learning_rate 3e-3")
     assert lines[0]["loss"] > 0.5
     assert lines[-1]["eval_accuracy"] > 0.9

@@ -34,9 +34,7 @@ def output(*command: str | Path, cwd: Path, **env: str) -> str:
     """Stdout of a command that must succeed, without our repository on Python's path."""
     left_out = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | env
-    done = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     return done.stdout
 
