@@ -111,7 +111,7 @@ class TrainPPOConfig(TrainingConfig):
             yield "--eval_before_training needs --eval_data."
         if self.data.prompt_data == "":
             yield "No prompts are given: pass --prompt_data FILE."
-        if not self.rewards.has_source:
+        if not self.rewards.names():
             yield NO_REWARD
         yield from super().missing_inputs()
 

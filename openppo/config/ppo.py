@@ -12,7 +12,6 @@ AdvantageEstimator = Literal["gae", "reinforce", "reinforce_baseline", "rloo", "
 PolicyLossType = Literal["ppo", "gspo", "cispo"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 RolloutCorrection = Literal["none", "tis", "mis", "icepop"]
-OldLogProbs = Literal["auto", "recompute", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class LossConfig(Options):
     token_mean; sequence_mean for gspo, constant for dr_grpo."""
     entropy_coef: float = option(0.0, not_negative)
     """Weight of the entropy bonus."""
-    old_log_probs: OldLogProbs = "auto"
+    old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
     """Source of the old policy's log-probs: the engine (rollout) or another forward (recompute). auto: the engine's
     where they are exact (--rollout_engine hf in float32, without --top_p, --top_k, --min_new_tokens and
     --rollout_correction); with --bf16 those of the training forward where one optimizer step trains on all samples of a

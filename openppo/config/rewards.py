@@ -72,11 +72,6 @@ class RewardConfig(Options):
         if unknown and self.reward_fn is None and not self.remote_is_file():
             yield f"--reward_weights names {', '.join(sorted(unknown))}, but the rewards are {names}. Use their names."
 
-    @property
-    def has_source(self) -> bool:
-        """Whether rewards come from anywhere."""
-        return len(self.names()) > 0
-
     def remote_is_file(self) -> bool:
         """Whether ``--remote_rm_url`` names a Python file instead of a server."""
         return bool(re.search(r"\.py(:\w*)?$", self.remote_rm_url or ""))

@@ -8,8 +8,6 @@ from typing import Literal
 
 from openppo.config.fields import Options, at_least, inside, not_empty, not_negative, option, positive
 
-RolloutEngine = Literal["hf", "vllm"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Options):
@@ -41,7 +39,7 @@ class SamplingConfig(Options):
 class GenerationConfig(SamplingConfig):
     """How responses are sampled, and by what."""
 
-    rollout_engine: RolloutEngine = "hf"
+    rollout_engine: Literal["hf", "vllm"] = "hf"
     """Sample with the actor's own module (hf), or with a copy of it in vLLM (vllm, must be installed)."""
     vllm_gpu_memory_utilization: float = option(0.3, inside("(0, 1)"))
     """Share of a GPU's memory (without GPUs: of the host's) for vLLM's copy and its key-value cache, on each rank."""

@@ -175,7 +175,7 @@ class EvaluateConfig(CommandConfig):
     judgement: JudgementConfig = field(default_factory=JudgementConfig)
 
     def problems(self, world_size: int) -> Iterator[str]:
-        if not self.rewards.has_source:
+        if not self.rewards.names():
             yield NO_REWARD
 
 

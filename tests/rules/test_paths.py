@@ -9,10 +9,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 
 ANYWHERE = re.compile(
-    r"(?<![\w.$}>])/(?:root|work)/\w"
-    r"|/home/(?!me/|you/|somebody/)[\w.-]+/"
-    r"|/Users/(?!me/|you/|somebody/)[\w.-]+/"
-    r"|/tmp/pytest-of-\w"
+    r"(?<![\w.$}>])/(?:root|work)/\w|/(?:home|Users)/(?!me/|you/|somebody/)[\w.-]+/|/tmp/pytest-of-\w"
 )
 IN_RESULTS = re.compile(ANYWHERE.pattern + r"|(?<![\w.$}>])/(?:tmp|var/tmp|mnt|scratch)/\w")
 """What was measured names no folder of its machine; elsewhere a command may use such a one as an example."""

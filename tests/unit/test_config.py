@@ -264,11 +264,8 @@ def test_options_at_the_edge_of_what_works_are_accepted(line: str) -> None:
 # Values
 
 
-def test_reward_weights_are_numbers_by_name() -> None:
+def test_weights_are_numbers_by_name_and_shares_sum_to_one() -> None:
     assert RewardConfig(reward_weights=("right=1", "a=b=-.5")).weights() == {"right": 1.0, "a=b": -0.5}
-
-
-def test_shares_of_mixed_sources_sum_to_one() -> None:
     assert parse_probs("a, b", "3,1", "prompt_data") == [("a", 0.75), ("b", 0.25)]
     assert parse_probs("a,b", None, "prompt_data") == [("a", None), ("b", None)]
 
@@ -292,13 +289,10 @@ def test_a_config_is_its_options_by_name(command: str) -> None:
         ("me@example.com /data/a@b.jsonl", "me@example.com /data/a@b.jsonl"),
     ],
 )
-def test_secrets_in_urls_are_masked_where_options_are_written(text: str, masked: str) -> None:
+def test_secrets_are_masked_where_options_are_written(text: str, masked: str) -> None:
     assert mask_credentials(text) == masked
     config = config_of("ppo", remote_rm_url=text)
     assert (flat_dict(config)["remote_rm_url"], config.rewards.remote_rm_url) == (masked, text)
-
-
-def test_a_key_of_wandb_is_in_no_file_and_the_file_reads_back() -> None:
     config = config_of("ppo", use_wandb="5ecre7")
     assert (config.tracking.use_wandb, flat_dict(config)["use_wandb"]) == ("5ecre7", "True")
     assert flat_dict(config_of("ppo"))["use_wandb"] is None

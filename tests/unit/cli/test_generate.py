@@ -116,11 +116,8 @@ def test_the_text_of_a_response_ends_before_its_stop_string(generate: Generate) 
     assert all(line["n_tokens"] == NEW_TOKENS for line in generate("--min_new_tokens", str(NEW_TOKENS)))
 
 
-def test_lines_name_the_row_also_where_long_prompts_are_dropped(generate: Generate) -> None:
+def test_responses_do_not_depend_on_batch_size_or_on_dropped_prompts(generate: Generate) -> None:
     assert [line["row"] for line in generate("--prompt_max_len", "10")] == [0, 1, 4, 5]
-
-
-def test_responses_do_not_depend_on_the_batch_size(generate: Generate) -> None:
     together = generate("--n_samples_per_prompt", "2", "--temperature", "1")
     alone = generate("--n_samples_per_prompt", "2", "--temperature", "1", "--micro_batch_size", "1")
     for line in alone:
