@@ -1,6 +1,7 @@
 """Trajectories in one call; only their tokens, texts and labels matter to rewards."""
 
 import pytest
+import torch
 
 from openppo.types import FinishReason, Prompt, Trajectory
 
@@ -22,6 +23,13 @@ def make_trajectory():
         )
 
     return make
+
+
+@torch.no_grad()
+def score_by_transformers(classifier, ids):
+    """The score of one row alone, without padding: the head at the last token."""
+    hidden = classifier.model(torch.tensor([ids])).last_hidden_state
+    return float(classifier.score(hidden)[0, -1, 0])
 
 
 @pytest.fixture(scope="session")

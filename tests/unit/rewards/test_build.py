@@ -15,6 +15,7 @@ from openppo.rewards import build as module
 from openppo.rewards.build import ScorerSetup, build_scorer
 from openppo.types import Prompt, SingleProcess
 from tests.conftest import save_tokenizer
+from tests.unit.rewards.conftest import score_by_transformers
 
 LETTERS = string.ascii_lowercase + " "
 PROMPTS = [Prompt("ab", [3, 4], label="c", row={"answer": "c"})]
@@ -106,14 +107,6 @@ def test_several_sources_are_named_by_their_kind(build, trajectory):
     }
 
 
-@torch.no_grad()
-def by_hand(folder, model, ids):
-    """The score of one row of ids."""
-    classifier = LlamaForSequenceClassification.from_pretrained(folder / model).eval()
-    hidden = classifier.model(torch.tensor([ids])).last_hidden_state
-    return float(classifier.score(hidden)[0, -1, 0])
-
-
 @pytest.mark.parametrize(
     ("model", "ids", "log"),
     [
@@ -125,7 +118,7 @@ def by_hand(folder, model, ids):
 def test_a_reward_model_reads_the_policys_ids_or_its_own(model, ids, log, build, folder, caplog, trajectory):
     caplog.set_level(logging.INFO, "openppo")
     (score,) = build(reward_pretrain=f"M/{model}").score([trajectory("cd")])
-    raw = by_hand(folder, model, ids)
+    raw = score_by_transformers(LlamaForSequenceClassification.from_pretrained(folder / model).eval(), ids)
     assert score.rewards["reward"] == pytest.approx(raw, abs=1e-5)
     assert log in caplog.text
     (score,) = build(reward_pretrain=f"M/{model}", normalize=True).score([trajectory("cd")])

@@ -21,6 +21,7 @@ from openppo.rewards import ModelScorer
 from openppo.rewards.model import Normalization, stored_normalization
 from openppo.rewards.rendering import RewardModelText, policy_tokens, reader
 from openppo.types import Prompt, SingleProcess
+from tests.unit.rewards.conftest import score_by_transformers
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +31,6 @@ def classifier():
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=40, initializer_range=0.5, num_labels=1, pad_token_id=None, **sizes)
     return LlamaForSequenceClassification(config).eval()
-
-
-@torch.no_grad()
-def by_transformers(classifier, ids):
-    """The score of one row alone, without padding: the head at the last token."""
-    hidden = classifier.model(torch.tensor([ids])).last_hidden_state
-    return float(classifier.score(hidden)[0, -1, 0])
 
 
 class CountingModel:
@@ -94,7 +88,7 @@ def test_ranks_run_equally_many_forwards(samples, on_ranks):
 @pytest.mark.parametrize("pad", [0, 1, 9])
 def test_a_reward_model_is_read_at_the_last_real_token_whatever_fills_the_padding(pad, samples, classifier):
     scores = scores_of(model_scorer(ScalarHeadModel(classifier, "reward"), 3, pad=pad), samples)
-    np.testing.assert_allclose(scores, [by_transformers(classifier, t.token_ids) for t in samples], atol=1e-5)
+    np.testing.assert_allclose(scores, [score_by_transformers(classifier, t.token_ids) for t in samples], atol=1e-5)
 
 
 def test_a_reward_model_that_gives_nan_is_an_error_naming_it(samples):
@@ -178,7 +172,7 @@ def test_text_is_written_again_for_a_reward_model_with_its_own_tokenizer_and_rea
 
     longer = make_trajectory([4, 5], [6] * 9 + [1], text="ab")  # so that the other is padded
     scores = scores_of(model_scorer(ScalarHeadModel(classifier, "reward"), encode=encode), [sample, longer])
-    assert scores[0] == pytest.approx(by_transformers(classifier, ids_of(*tokens)), abs=1e-5)
+    assert scores[0] == pytest.approx(score_by_transformers(classifier, ids_of(*tokens)), abs=1e-5)
 
 
 def test_templates_may_rewrite_what_was_cut_off_and_need_not_write_eos(own, make_tokenizer, make_trajectory):

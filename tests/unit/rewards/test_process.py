@@ -131,7 +131,9 @@ def built_scorer(judge, policy, prompts=(), template=None, **options):
     return build_scorer(source, policy, setup)
 
 
-@pytest.mark.parametrize(("template", "policy_chats", "judge_chats"), product([None, "q {} a "], *[[False, True]] * 2))
+@pytest.mark.parametrize(
+    ("template", "policy_chats", "judge_chats"), list(product([None, "q {} a "], *[[False, True]] * 2))
+)
 def test_scoring_reads_what_training_reads(judge, tmp_path, template, policy_chats, judge_chats, make_trajectory):
     own = PreTrainedTokenizerFast.from_pretrained(judge)
     policy = save_tokenizer(tmp_path / "policy", LETTERS[::-1], chat_template=CHAT.replace("[0]", "[:2]"))
