@@ -14,8 +14,13 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {
+    "openppo.cli.shell": "openppo.cli",
+    "openppo.cli.shell.commands": "openppo.__main__",
     "openppo.config.supervised": "openppo.config.data",
     "openppo.config.tracking": "openppo.config.run",
+    "openppo.datasets.preference": "openppo.datasets.examples",
+    "openppo.datasets.prompts": "openppo.datasets.examples",
+    "openppo.datasets.sft": "openppo.datasets.examples",
     "openppo.experience.collate": "openppo.experience.replay_buffer",
     "openppo.experience.kl_controller": "openppo.experience.token_rewards",
     "openppo.experience.score_shaping": "openppo.experience.token_rewards",
@@ -23,6 +28,8 @@ MOVED = {
     "openppo.models.masked": "openppo.models.log_probs",
     "openppo.models.policy_losses": "openppo.models.loss",
     "openppo.models.rollout_correction": "openppo.models.loss",
+    "openppo.rewards.process": "openppo.rewards.model",
+    "openppo.rewards.steps": "openppo.rewards.scoring",
     "openppo.rollout.rewards": "openppo.rewards",
     "openppo.strategy.engine": "openppo.strategy",
     "openppo.tracking.timers": "openppo.tracking.phase",
