@@ -135,8 +135,10 @@ class TrainPPOConfig(TrainingConfig):
         if prompts % ranks != 0:
             yield f"--rollout_batch_size {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
         if prompts * n % batch != 0:
-            made = f"--rollout_batch_size {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples"
-            yield f"{made}: make --train_batch_size {batch} a divisor of that number."
+            yield (
+                f"--rollout_batch_size {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide "
+                f"into optimizer steps of --train_batch_size {batch}: make it a divisor of that number."
+            )
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
             short = f"--kl_horizon {self.kl.kl_horizon} is too short for the {prompts * n} samples of a step"
             yield f"{short}: the coefficient would change its sign. Make it larger than a fifth of them."

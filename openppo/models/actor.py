@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from openppo.config import LoRAConfig
-from openppo.models.adapters import add_adapters, refuse_stacked_adapters
+from openppo.models.adapters import add_adapters, lora_options, refuse_stacked_adapters
 from openppo.models.loading import disable_dropout, load_causal_lm
 from openppo.models.log_probs import log_probs_and_entropy, log_probs_from_logits
 from openppo.models.padding import pack_rows, pad_width
@@ -34,8 +33,7 @@ class Actor(nn.Module):
         **lora: Any,
     ) -> None:
         super().__init__()
-        options = LoRAConfig(**lora)
-        options.validate()
+        options = lora_options(**lora)
         model = pretrain_or_model
         if isinstance(model, str):
             if options.lora_rank > 0:

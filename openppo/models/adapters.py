@@ -21,6 +21,14 @@ Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 HEAD_TASK = "SEQ_CLS"
 
 
+def lora_options(**given: Any) -> LoRAConfig:
+    """Checked fields of ``LoRAConfig``; ``target_modules`` may be one name, or any sequence of them."""
+    targets = given.get("target_modules", LoRAConfig.target_modules)
+    options = LoRAConfig(**given | {"target_modules": (targets,) if isinstance(targets, str) else tuple(targets)})
+    options.validate()
+    return options
+
+
 def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Module:
     """``model`` as PEFT model: trainable adapters on ``lora.target_modules``, the head of SEQ_CLS trained whole.
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from openppo.config import LoRAConfig
-from openppo.models.adapters import add_adapters, has_head, merge_adapters, refuse_stacked_adapters
+from openppo.models.adapters import add_adapters, has_head, lora_options, merge_adapters, refuse_stacked_adapters
 from openppo.models.attention import use_fast_attention
 from openppo.models.classifier import HEAD, classifier_of
 from openppo.models.loading import disable_dropout, load_options
@@ -100,8 +100,7 @@ def get_llm_for_sequence_regression(
     where the checkpoint has none: by default a critic may, a reward model may not. ``lora`` are fields of
     ``LoRAConfig``, as for ``Actor``. ``ValueError`` for a model without such a head, and as in ``merge_adapters``.
     """
-    options = LoRAConfig(**lora)
-    options.validate()
+    options = lora_options(**lora)
     if options.lora_rank > 0:
         refuse_stacked_adapters(name)
     load = load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code)
