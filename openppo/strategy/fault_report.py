@@ -52,7 +52,9 @@ class Fault:
         """The page. ``others`` are the healthy ranks; ``resume`` says how to continue after a failure."""
         rows = [("fault", self.what), *(("where", str(beat)) for beat in self.where), *self.memory]
         rows += [*(("others", str(beat)) for beat in others), ("look at", self.look_at)]
-        rows += [("resume", resume), ("resume", _restart())]
+        done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+        restart = f"torchrun starts all ranks again (restart {done + 1} of {most})" if done < most else ""
+        rows += [("resume", resume), ("resume", restart)]
         text = "".join(f"{name + ':':<9}{line}\n" for name, line in rows if line)
         details = f"{self.details.rstrip()}\n\n" if self.details else ""
         return f"\n{_TITLE:=^100}\n{details}{text}{'':=^100}\n"
@@ -139,8 +141,3 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _restart() -> str:
-    done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return f"torchrun starts all ranks again (restart {done + 1} of {most})" if done < most else ""

@@ -37,7 +37,7 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
         before, data = saved["contents"].get(flag), flag.removeprefix("--")
         if before == fingerprint or (before is None and data not in differ):  # not read then: --ptx_coef was 0
             continue
-        shaping = [name for name in _options_of_rows(data) if name in differ]
+        shaping = [name for name in training_options(lambda rules, data=data: data in rules.rows_of) if name in differ]
         if data in differ:
             wrong.append(said[data])
         elif not shaping:
@@ -61,11 +61,6 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     """Old and new value of each option that has changed."""
     old, new = (json.loads(json.dumps(options)) for options in (saved, now))  # tuples become lists
     return {name: (old[name], value) for name, value in new.items() if name in old and old[name] != value}
-
-
-def _options_of_rows(data: str) -> list[str]:
-    """Options that decide which rows are read from the same files."""
-    return training_options(lambda rules: data in rules.rows_of)
 
 
 def model_fingerprint(name: str) -> str:
