@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -201,7 +201,7 @@ class TrainPRMConfig(SupervisedCommand):
 TRAINING_COMMANDS: tuple[type[TrainingConfig], ...] = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
 
 
-def training_options(holds: Callable[[Rules], object]) -> list[str]:
-    """Names of the options of ``TRAINING_COMMANDS`` whose rules fulfil ``holds``."""
+def training_rules() -> dict[str, Rules]:
+    """Rules of the options of ``TRAINING_COMMANDS`` by name."""
     options = {name: declared for command in TRAINING_COMMANDS for name, declared in declared_options(command).items()}
-    return [name for name, declared in options.items() if holds(rules_of(declared))]
+    return {name: rules_of(declared) for name, declared in options.items()}

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from openppo.config.commands import training_options
+from openppo.config.commands import training_rules
 from openppo.types import Prompt
 
 logger = logging.getLogger("openppo")
@@ -29,7 +29,7 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
             f"--load_checkpoint: {path} is a checkpoint of train_{saved['kind']}, not of train_{now['kind']}: give "
             "another --ckpt_path."
         )
-    must_match = training_options(lambda rules: rules.resume == "must match")
+    must_match = [name for name, rules in training_rules().items() if rules.resume == "must match"]
     differ = _differences(saved["options"], now["options"])
     said = {name: f"--{name} was {old}, is {new}" for name, (old, new) in differ.items()}
     wrong = [said[name] for name in differ if name in must_match and f"--{name}" not in now["contents"]]
@@ -37,7 +37,7 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
         before, data = saved["contents"].get(flag), flag.removeprefix("--")
         if before == fingerprint or (before is None and data not in differ):  # not read then: --ptx_coef was 0
             continue
-        shaping = [name for name in training_options(lambda rules, data=data: data in rules.rows_of) if name in differ]
+        shaping = [name for name, rules in training_rules().items() if data in rules.rows_of and name in differ]
         if data in differ:
             wrong.append(said[data])
         elif not shaping:
@@ -54,7 +54,7 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
 
 def measured_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The options that make scores of evaluations under ``now`` no match for those under ``saved``."""
-    return [name for name in training_options(lambda rules: rules.measures) if name in _differences(saved, now)]
+    return [n for n, rules in training_rules().items() if rules.measures and n in _differences(saved, now)]
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
