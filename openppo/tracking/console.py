@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any, Generic, TextIO, TypeVar
 
 from tqdm import tqdm
+from tqdm.utils import disp_len
 
 from openppo.tracking.phase import current
 
@@ -87,24 +88,19 @@ def table_lines(
     """
     total = min(WIDTH, shutil.get_terminal_size().columns) if (stream or sys.stderr).isatty() else WIDTH
     cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(_columns, column)) for column in zip_longest(*cells, fillvalue="")]
+    widths = [max(map(disp_len, column)) for column in zip_longest(*cells, fillvalue="")]
     room = max(20, total - indent - sum(width + 2 for width in widths[:-1]))
     lines = []
     for row in cells:
         start = " " * indent
         for i, cell in enumerate(row[: len(widths) - 1]):
-            blanks = " " * (widths[i] - _columns(cell))
+            blanks = " " * (widths[i] - disp_len(cell))  # East Asian characters are wide
             start += f"{blanks}{cell}  " if i in right else f"{cell}{blanks}  "
         last = row[-1] if len(row) == len(widths) else ""
         for piece in textwrap.wrap(last, room, drop_whitespace=False) or [""]:
             lines.append((start + piece).rstrip())
-            start = " " * _columns(start)
+            start = " " * disp_len(start)
     return lines
-
-
-def _columns(text: str) -> int:
-    """Columns of a terminal that ``text`` takes; East Asian characters are wide."""
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def log_lines(lines: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ class CurrentPhase:
 
     def __init__(self) -> None:
         self.phase = "starting"
-        self.step = 0  # the global step under way; 0 before the first
+        self.step = 0  # the global step under way, from 1; 0 before the first
         self.last_progress = time.monotonic()  # a phase began or ended, or a progress bar was updated
         self.on_progress: Callable[[], None] | None = None  # called at each progress, on the training thread
 
@@ -30,11 +30,6 @@ class CurrentPhase:
 
 current = CurrentPhase()
 """Of this process."""
-
-
-def begin_step(step: int) -> None:
-    """Note that global step ``step``, counted from 1, begins."""
-    current.step = step
 
 
 @contextmanager
@@ -84,7 +79,7 @@ class PhaseTimer:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """The ``with`` block is (a part of) global step ``number``: in its time, its trace and reports of faults."""
-        begin_step(number)
+        current.step = number
         with self.phase("step"):
             yield
 

@@ -1,7 +1,6 @@
 """A trace of chosen steps, with torch.profiler."""
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -79,9 +78,8 @@ class StepProfiler:
 
     def _toggle(self, enable: bool) -> None:
         assert self._profile is not None
-        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with _quiet_stderr():  # a warning each time, through the middle of progress bars
-            self._profile.toggle_collection_dynamic(enable, kinds)
+        kinds = torch.profiler.ProfilerActivity
+        self._profile.toggle_collection_dynamic(enable, [kinds.CPU, kinds.CUDA, kinds.XPU])  # fewer give a warning
 
     def _write(self, profile: torch.profiler.profile) -> None:
         """Write the trace; a failure is a warning."""
@@ -102,17 +100,3 @@ def step_tracer(
 ) -> Callable[[str], AbstractContextManager[None]] | None:
     """``StepProfiler.phase`` with ``--profile_steps``, else None."""
     return StepProfiler(save_path, tracking, rank).phase if tracking.profile_steps else None
-
-
-@contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Discard what C++ writes to stderr."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)

@@ -28,6 +28,8 @@ _BESIDE = (
 )
 """Files that transformers and peft write with the weights."""
 _OF_RUNS = ("logs.[0-9]*", "checkpoints_*", "model.[0-9]*")
+LOG_STEP = re.compile(rb'\{"step": (\d+)')
+"""How every line of our logs begins."""
 
 
 def environment(comm: Comm) -> dict[str, Any]:
@@ -75,11 +77,7 @@ def check_run_folder(folder: Path, models: Mapping[str, str]) -> None:
     ``models`` are the folders, by flag, to which models will be written.
     """
     logs = folder / "logs"
-    try:
-        foreign = logs.exists() and not _is_logs(logs) and (not logs.is_dir() or any(logs.iterdir()))
-    except OSError as error:
-        raise ValueError(f"--save_path {folder}: cannot be read ({error}); choose another folder.") from error
-    if foreign:
+    if logs.exists() and not _is_logs(logs) and (not logs.is_dir() or any(logs.iterdir())):
         raise ValueError(f"--save_path {folder}: 'logs' in it is not of a run: rename it, or choose another folder.")
     is_run = _is_logs(logs) or any(any(folder.glob(name)) for name in _OF_RUNS)
     for flag, place in models.items():
@@ -131,23 +129,11 @@ def numbered(path: Path) -> Path:
 def cut_logs(folder: Path, step: int) -> None:
     """Remove the lines after ``step`` from every JSON Lines file: a resumed run writes them again.
 
-    The unfinished last line of a killed process goes too; lines without a step stay.
+    The unfinished last line of a killed process goes too; lines that do not begin with a step stay.
     """
     for file in sorted(folder.glob("*.jsonl")):
-        *lines, last = file.read_bytes().split(b"\n")  # not splitlines: a logged text may hold U+2028
-        kept = [line for line in lines if _step_of(line, 0) <= step]
-        if last and _step_of(last, step + 1) <= step:
-            kept.append(last)  # only its newline is missing
+        *lines, _ = file.read_bytes().split(b"\n")  # not splitlines: a logged text may hold U+2028
+        kept = [line for line in lines if not (found := LOG_STEP.match(line)) or int(found[1]) <= step]
         new = file.with_name(f".{file.name}.new")
         new.write_bytes(b"".join(line + b"\n" for line in kept))
         new.replace(file)
-
-
-def _step_of(line: bytes, otherwise: float) -> float:
-    """The step of a log line, or ``otherwise`` where it has none."""
-    try:
-        row = json.loads(line.decode(errors="surrogateescape"))
-    except (ValueError, RecursionError):
-        return otherwise
-    step = row.get("step") if isinstance(row, dict) else None
-    return step if isinstance(step, int | float) else otherwise

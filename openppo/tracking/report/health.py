@@ -73,15 +73,16 @@ def halves(values: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Rule:
-    """``check`` runs at each report that has the first of ``metrics``.
+    """``check`` runs at each report that has the first of ``metrics``, about its ``last`` values.
 
-    It gives a text, with ``{since}`` for the step from which on it shows, and that step.
+    It gives a text, with ``{since}`` for the step of the first of these values.
     """
 
     name: str
     metrics: tuple[str, ...]
     about: str
-    check: Callable[[History], tuple[str, int] | None]
+    last: int
+    check: Callable[[History], str | None]
 
 
 @dataclass
@@ -113,13 +114,14 @@ class Health:
         for rule in self.rules:
             if rule.metrics[0] not in metrics:
                 continue
-            found, finding = rule.check(self.history), self._current.get(rule.name)
-            if found is not None:
+            text, finding = rule.check(self.history), self._current.get(rule.name)
+            if text is not None:
                 self._quiet[rule.name] = 0
                 if finding is None:
-                    finding = self._current[rule.name] = Finding(rule.name, "", found[1], step, rule.metrics)
+                    since = self.history.series[rule.metrics[0]][0][-rule.last :][0]
+                    finding = self._current[rule.name] = Finding(rule.name, "", since, step, rule.metrics)
                     begun.append(finding)
-                finding.text, finding.last = found[0].replace("{since}", str(finding.since)), step
+                finding.text, finding.last = text.replace("{since}", str(finding.since)), step
             elif finding is not None:
                 self._quiet[rule.name] += 1
                 if self._quiet[rule.name] >= QUIET:

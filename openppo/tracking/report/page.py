@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -60,14 +61,15 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
     """Everything that the page shows, with as many samples as curves and options leave room for."""
     names = {name for run in runs for row in run.metrics for name in row}
     most_points = max(10, min(MAX_POINTS, MAX_NUMBERS // max(1, len(names))) // len(runs))
-    made = []
-    for label, run in zip(short_names([run.folder for run in runs]), runs, strict=True):
+    folders = [str(run.folder.resolve()) for run in runs]
+    labels, made = short_names(folders), []
+    for folder, run in zip(folders, runs, strict=True):
         health = Health(run.config, RULES)
         for row in run.metrics:
             health.look(row["step"], row)
         made.append(
             {
-                "name": label,
+                "name": labels[folder],
                 "folder": str(run.folder),
                 "curves": curves(run.metrics, most_points, evaluation=False),
                 "evaluations": curves(run.metrics, most_points, evaluation=True),
@@ -115,21 +117,20 @@ def _point(name: str, bucket: Sequence[Row]) -> float | None:
 def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_bytes: int) -> tuple[list[Row], int, int]:
     """Samples with their ``tokens``, their number of steps, and the number of steps with any samples.
 
-    Where tokens were logged, only steps with tokens count. Of too many bytes, evenly spread steps are taken;
-    evaluations, which show the same prompts each time, may fill half of the room first.
+    Where tokens were logged, only steps with tokens count. Of too many bytes, every n-th step is taken, the last one
+    included; evaluations, which show the same prompts each time, may fill half of the room first.
     """
     described = {line.key for line in tokens}
-    sizes: dict[tuple[int, bool], int] = {}
+    sizes: Counter[tuple[int, bool]] = Counter()
     for line in [*samples, *tokens]:
         if line.key in described or not described:
-            sizes[line.key] = sizes.get(line.key, 0) + len(as_json(line.text))
+            sizes[line.key] += len(as_json(line.text))
     chosen: set[tuple[int, bool]] = set()
-    room = most_bytes
-    for evaluation, reserved in ((True, most_bytes - most_bytes // 2), (False, 0)):
-        for key in evenly(sorted(key for key in sizes if key[1] == evaluation)):
-            if sizes[key] <= room - reserved:
-                chosen.add(key)
-                room -= sizes[key]
+    for evaluation, share in ((True, 2), (False, 1)):
+        keys = sorted(key for key in sizes if key[1] == evaluation)
+        room = (most_bytes - sum(sizes[key] for key in chosen)) // share
+        thinned = (keys[::-every] for every in range(1, len(keys) + 1))
+        chosen.update(next((some for some in thinned if sum(map(sizes.__getitem__, some)) <= room), []))
     parsed = [(line.key, json.loads(line.text)) for line in tokens if line.key in chosen]
     by_sample = {(key, row.pop("sample")): row for key, row in parsed}
     rows = []
@@ -141,16 +142,6 @@ def sample_rows(samples: Sequence[LogLine], tokens: Sequence[LogLine], most_byte
                 row["tokens"] = {k: v for k, v in found.items() if k not in ("step", "time", "evaluation")}
             rows.append(row)
     return rows, len({step for step, _ in chosen}), len({line.key[0] for line in samples})
-
-
-def evenly(keys: Sequence[Any]) -> list[Any]:
-    """All ``keys``, ordered so that every beginning is spread evenly: last, first, middle, quarters, ..."""
-    last, parts = len(keys) - 1, 2
-    places = dict.fromkeys([last, 0][: len(keys)])  # an ordered set
-    while len(places) < len(keys):
-        places |= dict.fromkeys(round(i * last / parts) for i in range(1, parts, 2))
-        parts *= 2
-    return [keys[place] for place in places]
 
 
 def as_json(content: object) -> str:

@@ -15,31 +15,21 @@ RULES: list[Rule] = []
 
 
 def rule(
-    *metrics: str,
-    last: int = FEW,
-    best: Callable[[list[float]], float] | None = None,
-    passes: Callable[[float, History], bool] | None = None,
+    *metrics: str, last: int = FEW, passes: Callable[[float, History], bool] | None = None
 ) -> Callable[[Callable[..., str | None]], None]:
-    """Register a function under its name as a rule about the first of ``metrics``.
+    """Register a function under its name as a rule about the ``last`` values of the first of ``metrics``.
 
-    It is about the ``last`` values, or those from the first ``best`` one on. With ``passes`` it is asked when their
-    mean passes, gets that mean, and shows since the first of these values that passes by itself.
+    With ``passes`` it is asked only when their mean passes, and gets that mean.
     """
 
     def register(warn: Callable[..., str | None]) -> None:
-        def check(history: History) -> tuple[str, int] | None:
+        def check(history: History) -> str | None:
+            if passes is None:
+                return warn(history)
             mean = history.mean(metrics[0], last)
-            if passes and not passes(mean, history):
-                return None
-            if (text := warn(history, mean) if passes else warn(history)) is None:
-                return None
-            steps, values = history.series[metrics[0]]
-            first = values.index(best(values)) if best else max(0, len(values) - last)
-            if passes:
-                first = next((i for i in range(first, len(values)) if passes(values[i], history)), first)
-            return text, steps[first]
+            return warn(history, mean) if passes(mean, history) else None
 
-        RULES.append(Rule(warn.__name__, metrics, str(warn.__doc__), check))
+        RULES.append(Rule(warn.__name__, metrics, str(warn.__doc__), last, check))
 
     return register
 
@@ -89,7 +79,7 @@ def kl_negative(history: History, kl: float) -> str:
     )
 
 
-@rule("eval_reward", "reward", best=max)
+@rule("eval_reward", "reward", last=2)
 def evaluation_falls(history: History) -> str | None:
     """The last two evaluations lost a quarter of what the best one had gained, while the reward did not fall."""
     evaluated, rewards = history.values("eval_reward"), history.values("reward")
@@ -97,13 +87,14 @@ def evaluation_falls(history: History) -> str | None:
         return None
     best = max(evaluated)
     gain, lost = best - evaluated[0], best - max(evaluated[-2:])
-    n_before = bisect_right(history.series["reward"][0], history.series["eval_reward"][0][evaluated.index(best)])
+    step_of_best = history.series["eval_reward"][0][evaluated.index(best)]
+    n_before = bisect_right(history.series["reward"][0], step_of_best)
     around = rewards[max(0, n_before - FEW) : n_before]
     if gain <= 0 or lost <= 0.25 * gain or not around or fmean(rewards[-FEW:]) < fmean(around):
         return None
     return (
-        f"eval_reward has fallen from {best:.3g} at step {{since}} to {evaluated[-1]:.3g} while the reward has not: "
-        "the policy learns its prompts, or exploits the reward. Raise --init_kl_coef, use more prompts or fewer "
+        f"eval_reward has fallen from {best:.3g} at step {step_of_best} to {evaluated[-1]:.3g} while the reward has "
+        "not: the policy learns its prompts, or exploits the reward. Raise --init_kl_coef, use more prompts or fewer "
         "--num_episodes; --keep_best eval_reward keeps the best model."
     )
 
@@ -289,13 +280,14 @@ def sampling_bound(history: History) -> str | None:
     )
 
 
-@rule("eval_loss", "loss", best=min)
+@rule("eval_loss", "loss", last=2)
 def overfitting(history: History) -> str | None:
     """Supervised: the last two evaluations 2 % above the lowest eval_loss."""
     evaluated = history.values("eval_loss")
     if len(evaluated) < 3 or min(evaluated[-2:]) <= 1.02 * min(evaluated):
         return None
+    step_of_best = history.series["eval_loss"][0][evaluated.index(min(evaluated))]
     return (
-        f"eval_loss rises since step {{since}} ({min(evaluated):.3g} to {evaluated[-1]:.3g}): the model overfits. Use "
-        "fewer --max_epochs; --keep_best eval_loss keeps the best model."
+        f"eval_loss rises since step {step_of_best} ({min(evaluated):.3g} to {evaluated[-1]:.3g}): the model overfits. "
+        "Use fewer --max_epochs; --keep_best eval_loss keeps the best model."
     )

@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import yaml
@@ -62,14 +62,14 @@ def find_logs(folder: Path) -> Path:
     raise ValueError(f"{folder} has no logs/metrics.jsonl: name the --save_path of a run, or its folder of logs.")
 
 
-def short_names(folders: Sequence[Path]) -> list[str]:
-    """Path names with as few last parts as make them different."""
-    parts = [folder.resolve().parts for folder in folders]
-    for n in range(1, max(map(len, parts), default=0) + 1):
-        names = [str(Path(*part[-n:])) for part in parts]
-        if len(set(names)) == len(names):
+def short_names(paths: Iterable[str]) -> dict[str, str]:
+    """The fewest last parts of each path that tell all of them apart: ``gsm8k/test.jsonl``."""
+    parts = {path: PurePath(path).parts for path in paths}
+    for n in range(1, max(map(len, parts.values()), default=0) + 1):
+        names = {path: str(PurePath(*part[-n:])) for path, part in parts.items()}
+        if len(set(names.values())) == len(names):
             return names
-    return [f"{folder} ({i + 1})" for i, folder in enumerate(folders)]  # one of them was given twice
+    return {path: path for path in parts}
 
 
 def _lines(file: Path) -> list[str]:

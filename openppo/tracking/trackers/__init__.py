@@ -7,7 +7,7 @@ from typing import Any
 
 from openppo.config import TrackingConfig
 from openppo.tracking.run_folder import numbered
-from openppo.tracking.trackers.dashboards import NEEDED, TensorBoardTracker, WandbTracker
+from openppo.tracking.trackers.dashboards import TensorBoardTracker, WandbTracker
 from openppo.tracking.trackers.local import ConsoleTracker, HealthTracker, JSONLTracker, ReportTracker
 from openppo.tracking.trackers.tracker import Tracker, Trackers
 from openppo.types import Comm
@@ -18,7 +18,9 @@ def check_trackers(tracking: TrackingConfig) -> None:
     packages = {"tensorboard": tracking.use_tensorboard, "wandb": tracking.use_wandb}
     for package, given in packages.items():
         if given is not None and importlib.util.find_spec(package) is None:
-            raise ValueError(NEEDED.format(package))
+            raise ValueError(
+                f"--use_{package} needs the package {package}: run 'pip install {package}', or leave the flag out."
+            )
 
 
 def make_trackers(

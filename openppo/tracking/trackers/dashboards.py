@@ -17,7 +17,6 @@ from openppo.tracking.trackers.tracker import Tracker
 
 STEP = "global_step"
 """Axis of all curves in W&B: its own step would refuse what a resumed run writes again."""
-NEEDED = "--use_{0} needs the package {0}: run 'pip install {0}', or leave the flag out."
 _FIRST_COLUMNS = ("prompt", "response", "reward", "label", "finish_reason")
 _SECONDS_TO_FINISH = 30.0
 
@@ -33,10 +32,8 @@ class TensorBoardTracker(Tracker):
     """Event files may lie in a cloud, whose clients raise anything."""
 
     def __init__(self, folder: str | Path, resumed_after: int | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(NEEDED.format("tensorboard")) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_after is None else resumed_after + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -86,11 +83,9 @@ class WandbTracker(Tracker):
     """Its service and protocol raise more than they document."""
 
     def __init__(self, folder: Path, tracking: TrackingConfig, options: Mapping[str, Any], resumes: bool) -> None:
-        try:
-            import wandb
-            from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
-        except ImportError as error:
-            raise ValueError(NEEDED.format("wandb")) from error
+        import wandb
+        from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+
         self._wandb = wandb
         key = None if tracking.use_wandb == KEY_FROM_ELSEWHERE else tracking.use_wandb
         id_file = folder / "wandb_run_id"

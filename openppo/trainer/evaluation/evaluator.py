@@ -1,16 +1,16 @@
 """Held-out prompts, answered and scored: mean rewards and pass@k, in all and for each data source."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import PurePath
 
 from openppo.datasets import shard
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
 from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories, write_scores
 from openppo.tracking import Metrics
+from openppo.tracking.report.run_data import short_names
 from openppo.types import Comm, FinishReason, Prompt, SamplingParams, Trajectory
 
 
@@ -28,16 +28,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def pass_ks(n: int) -> list[int]:
     """The k for which pass@k of ``n`` responses is reported: 1, 2, 4, ... and ``n`` itself."""
     return sorted({2**i for i in range(n.bit_length())} | {n})
-
-
-def short_names(sources: Iterable[str]) -> dict[str, str]:
-    """The fewest last parts of each source's path that tell all of them apart: ``gsm8k/test.jsonl``."""
-    parts = {source: PurePath(source).parts for source in sources}
-    for n in range(1, max(map(len, parts.values()), default=0) + 1):
-        names = {source: str(PurePath(*part[-n:])) for source, part in parts.items()}
-        if len(set(names.values())) == len(names):
-            return names
-    return {source: source for source in parts}
 
 
 def generate_responses(

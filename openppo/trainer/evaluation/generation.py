@@ -21,8 +21,9 @@ from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
 from openppo.strategy.comm import InferenceStrategy, check_transformers
 from openppo.tracking import progress_bar
+from openppo.tracking.report.run_data import short_names
 from openppo.trainer.engine_check import check_frozen
-from openppo.trainer.evaluation.evaluator import Grading, generate_responses, sample_and_score, short_names
+from openppo.trainer.evaluation.evaluator import Grading, generate_responses, sample_and_score
 from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, tokenizing
 from openppo.trainer.supervised.batches import pack_where_exact
 from openppo.types import Comm, Trajectory

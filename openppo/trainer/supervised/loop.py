@@ -16,7 +16,7 @@ from openppo.datasets import BatchSampler
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, PhaseTimer, Trackers, progress_bar, step_tracer
-from openppo.tracking.phase import begin_step, phase
+from openppo.tracking.phase import current, phase
 from openppo.trainer.callbacks import StopWhen
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.memory import Estimate
@@ -137,7 +137,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         """
         metrics, model, estimate = Metrics(), self.components.model, self.components.estimate
         timer = PhaseTimer(self.traced, estimate.peaks if estimate else None)
-        begin_step(self.global_step + 1)
+        current.step = self.global_step + 1
         with timer.phase("step"):
             model.train()
             metrics.add("learning_rate", model.learning_rate, reduce="max")

@@ -11,7 +11,7 @@ import torch
 
 from openppo.config import TrackingConfig
 from openppo.tracking import PhaseTimer, phase, profiler, progress_bar, step_tracer
-from openppo.tracking.phase import begin_step, current
+from openppo.tracking.phase import current
 from openppo.types import SingleProcess
 from tests.ranks import on_ranks
 
@@ -176,7 +176,7 @@ def test_nothing_is_left_running_after_an_error_or_on_a_full_disk(
     tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     timer = profiled(tmp_path)
-    begin_step(1)
+    current.step = 1
     with pytest.raises(KeyError), timer.phase("step"), timer.phase("generation"):
         raise KeyError
     assert not (tmp_path / "logs").exists()

@@ -9,7 +9,8 @@ from itertools import combinations
 
 import pytest
 
-from openppo.trainer.evaluation.evaluator import Grading, pass_at_k, pass_ks, sample_and_score, short_names
+from openppo.tracking.report.run_data import short_names
+from openppo.trainer.evaluation.evaluator import Grading, pass_at_k, pass_ks, sample_and_score
 from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, SingleProcess
 from tests.ranks import on_ranks
 

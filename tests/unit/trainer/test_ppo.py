@@ -14,7 +14,7 @@ from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
 from openppo.experience.maker import Hooks
 from openppo.tracking import PhaseTimer, Trackers, step_tracer
-from openppo.tracking.phase import begin_step, current
+from openppo.tracking.phase import current
 from openppo.trainer import PPOTrainer
 from openppo.trainer.callbacks import Callback
 from openppo.trainer.components import PPOComponents
@@ -180,7 +180,7 @@ def test_a_step_and_its_halves_give_the_same_bits_metrics_traces_and_places(tmp_
         seen = []
         spy(monkeypatch, trainer.components.engine, "generate", seen)
         spy(monkeypatch, trainer.components.actor, "step", seen)
-        begin_step(0)
+        current.step = 0
         metrics = [make_step(trainer, prompts("good", "better")) for _ in range(2)]
         assert metrics[1]["time/step_s"] >= metrics[1]["time/generation_s"] + metrics[1]["time/training_s"]
         assert list(save_path.rglob("step_00000001*")) == []

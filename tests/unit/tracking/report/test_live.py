@@ -34,9 +34,7 @@ def test_a_run_is_warned_once_also_when_resumed(tmp_path, caplog, n_before):
         assert message.startswith("step 5: 90% of the responses are cut at --generate_max_len 16 since step 1")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"), [(10.0, [1000, 1510, 2020, 2530]), (0.0, list(range(1000, 3000, 30)))]
-)
+@pytest.mark.parametrize(("seconds", "expected"), [(10.0, [1000, 1510, 2020, 2530]), (0.0, [*range(1000, 3000, 30)])])
 def test_the_page_takes_a_fiftieth_of_the_time_and_comes_twice_a_minute_at_most(
     tmp_path, clock, monkeypatch, seconds, expected
 ):
@@ -61,7 +59,7 @@ def test_a_rule_or_page_that_fails_warns_once_and_the_run_continues(tmp_path, cl
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(local, "RULES", [Rule("broken", ("reward",), "", fail)])
+    monkeypatch.setattr(local, "RULES", [Rule("broken", ("reward",), "", 1, fail)])
     monkeypatch.setattr(local, "write_report", fail)
     logs = write_run(tmp_path / "run") / "logs"
     trackers = Trackers([HealthTracker(logs), ReportTracker(logs)])  # whose logs have a row to look at already

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -12,8 +11,8 @@ import pytest
 
 from openppo.tracking.report import page as page_module
 from openppo.tracking.report.catalog import charts_of
-from openppo.tracking.report.page import as_json, curves, evenly, payload, render, sample_rows, write_report
-from openppo.tracking.report.run_data import LogLine, RunData, read_run, short_names
+from openppo.tracking.report.page import as_json, curves, payload, render, sample_rows, write_report
+from openppo.tracking.report.run_data import LogLine, RunData, read_run
 from tests.unit.tracking.report.runs import write_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!-- <!--DATA--> ]]> \x00\x1b[31m\u202e \ud83d"
@@ -46,10 +45,8 @@ def page(tmp_path_factory):
 
 
 def test_sampled_text_stays_text(page, tmp_path):
-    first, texts = (
-        {"step": 1, "time": 0.0, "sample": 0},
-        {"texts": [HOSTILE], "ids": [1], "trained": [1], "value": [1.0]},
-    )
+    first = {"step": 1, "time": 0.0, "sample": 0}
+    texts = {"texts": [HOSTILE], "ids": [1], "trained": [1], "value": [1.0]}
     text = {"prompt": HOSTILE, "response": HOSTILE, "label": HOSTILE, "finish_reason": "eos", "rewards": {HOSTILE: 1.0}}
     options = {"prompt_data": re.sub("[\x00\x1b\ud83d]", "", HOSTILE)}
     rows = [{**first, "reward": 1.0, HOSTILE: 2.0}], [{**first, "reward": 1.0, **text}], [{**first, **texts}]
@@ -88,13 +85,6 @@ def test_a_page_is_replaced_as_a_whole(tmp_path, monkeypatch):
     assert output.read_text() == before
 
 
-def test_logs_of_others_without_samples_options_and_times_are_shown(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert data_of(render([read_run(tmp_path)]))["runs"][0]["last_step"] == 0
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": null, "a": 2}\n{"step": 2, "time": 3600, "a": 3}\n')
-    assert data_of(render([read_run(tmp_path)]))["runs"][0]["curves"]["hours"] == [None, None]
-
-
 def test_a_curve_has_a_point_for_each_report_or_the_mean_of_several(monkeypatch):
     rows = [
         {"step": s, "time": 3600.0 * s, "a": s / 7, "ratio_max": s % 3, "b": None, "eval_b": 1.0} for s in range(10)
@@ -106,18 +96,12 @@ def test_a_curve_has_a_point_for_each_report_or_the_mean_of_several(monkeypatch)
     assert (made["every"], made["steps"]) == (3, [2, 5, 8, 9])
     of_maximum = {"ratio_max": [2, 2, 2, 0], "b": [None] * 4}
     assert made["values"] == {"a": [0.14286, 0.57143, 1.0, 1.2857], **of_maximum}
+    assert curves(
+        [{"step": 3, "eval_b": 0.5}, {"step": 4, "a": 1.0}, {"step": 6, "eval_b": 1.0}], 9, evaluation=True
+    ) == {**{"every": 1, "steps": [3, 6], "hours": [None, None], "values": {"eval_b": [0.5, 1.0]}}}
     monkeypatch.setattr(page_module, "MAX_POINTS", 300)  # which runs share
     made = payload([RunData(Path(name), [{"step": s, "a": 1.0} for s in range(1000)]) for name in ("x", "y", "z")])
     assert [len(run["curves"]["steps"]) for run in made["runs"]] == [100, 100, 100]
-
-
-def test_evaluations_are_a_table_of_their_own_over_the_same_hours():
-    metrics = {0: {"eval_b": 0.5}, 1: {"a": 0.1}, 2: {"a": 0.2, "eval_b": 0.5}, 4: {"a": 0.4, "eval_b": 0.5}}
-    rows = [{"step": s, "time": 7200.0 + 3600 * s, **values} for s, values in metrics.items()]
-    made = payload([RunData(Path("run"), rows)])["runs"][0]
-    assert made["curves"] == {"every": 1, "steps": [1, 2, 4], "hours": [1, 2, 4], "values": {"a": [0.1, 0.2, 0.4]}}
-    evaluations = {"every": 1, "steps": [0, 2, 4], "hours": [0, 2, 4], "values": {"eval_b": [0.5, 0.5, 0.5]}}
-    assert made["evaluations"] == evaluations
 
 
 def line(step, size, evaluation=False, number=0, text="a"):
@@ -129,35 +113,28 @@ def test_samples_get_their_own_tokens():
     keys = [(step, evaluation, number) for step in (1, 2) for evaluation in (True, False) for number in (0, 1)]
     samples = [line(step, 100, evaluation, number) for step, evaluation, number in keys]
     tokens = [line(step, 100, evaluation, n, f"{step}{evaluation}{n}") for step, evaluation, n in reversed(keys)]
-    rows, n_steps, n_all = sample_rows(samples, tokens, 10**6)
-    assert (n_steps, n_all) == (2, 2)
-    expected = [[f"{step}{evaluation}{number}"] for step, evaluation, number in keys]
-    assert [row["tokens"]["texts"] for row in rows] == expected
+    rows, *counts = sample_rows(samples, tokens, 10**6)
+    assert [row["tokens"]["texts"] for row in rows] == [[f"{step}{evaluation}{n}"] for step, evaluation, n in keys]
+    assert counts == [2, 2]
     of_ten = [line(s, 80) for s in range(10)]
-    rows, n_steps, n_all = sample_rows(of_ten, [line(3, 80), line(6, 80)], 10**6)
-    assert ([row["step"] for row in rows], n_steps, n_all) == ([3, 6], 2, 10), "only steps with tokens, where there are"
-    rows, n_steps, n_all = sample_rows(of_ten, [], 10**6)
-    assert (len(rows), n_steps, n_all) == (10, 10, 10)
+    for of_tokens, steps in (([line(3, 80), line(6, 80)], [3, 6]), ([], list(range(10)))):
+        rows, *counts = sample_rows(of_ten, of_tokens, 10**6)
+        assert [row["step"] for row in rows] == steps, "only steps with tokens, where there are any"
+        assert counts == [len(steps), 10]
 
 
 def test_too_many_samples_are_thinned_out_evenly_and_evaluations_keep_half_of_the_room():
     training, evaluations = [line(s, 1000) for s in range(100)], [line(s, 1000, True) for s in range(0, 100, 2)]
-    room = 20 * len(as_json(training[0].text))
-    rows, n_steps, n_all = sample_rows([*training, *evaluations], [], room)
-    of_training, of_evaluations = ([row["step"] for row in rows if row["evaluation"] == kind] for kind in (False, True))
-    assert (len(of_training), len(of_evaluations)) == (10, 10)
-    assert {0, 99} <= set(of_training)
-    assert {0, 98} <= set(of_evaluations)
-    assert max(b - a for a, b in itertools.pairwise(of_training)) <= 26
-    assert n_steps < n_all == 100
-    for n in range(10, 20):
-        for taken in range(2, n):
-            chosen = sorted(list(evenly(range(n)))[:taken])
-            assert max(b - a for a, b in itertools.pairwise(chosen)) <= 2 * (n - 1) / (taken - 1) + 1
+    for fit, of_evaluations, of_training in ((20, range(8, 100, 10), range(9, 100, 10)), (1, [], [99]), (0.5, [], [])):
+        rows, *counts = sample_rows([*training, *evaluations], [], int(fit * len(as_json(training[0].text))))
+        assert [row["step"] for row in rows if row["evaluation"]] == [*of_evaluations]
+        assert [row["step"] for row in rows if not row["evaluation"]] == [*of_training]
+        assert counts == [len({*of_evaluations, *of_training}), 100]
 
 
-@pytest.mark.parametrize("text", ["<b>&amp;</b>", "\u00e9\u0416", "\U0001f600", "plain"])
-@pytest.mark.parametrize("n_metrics", [10, 1000])
+@pytest.mark.parametrize(
+    ("text", "n_metrics"), [("<b>&amp;</b>", 10), ("\u00e9\u0416", 1000), ("\U0001f600", 10), ("plain", 1000)]
+)
 def test_a_page_stays_below_5_mb_whatever_is_written_and_however_much_is_measured(tmp_path, text, n_metrics):
     row = dict.fromkeys([f"metric_{i}" for i in range(n_metrics)], -0.00123456)
     keys = [{"step": s, "sample": n} for s in range(300) for n in range(8)]
@@ -196,9 +173,3 @@ def test_a_run_is_read_from_its_folder_or_its_logs_and_lines_that_are_no_json_ar
         assert (run.folder, run.unreadable, run.config) == (folder, 2, {"seed": 3})
         assert [row["reward"] for row in run.metrics] == [0.5, 0.75]
         assert ([x.key for x in run.samples], run.tokens, run.environment) == ([(1, False)], [], {})
-
-
-def test_names_are_as_short_as_they_can_be(tmp_path):
-    assert short_names([tmp_path / "a" / "ppo", tmp_path / "b" / "ppo"]) == ["a/ppo", "b/ppo"]
-    assert short_names([tmp_path / "a" / "ppo", tmp_path / "a" / "grpo"]) == ["ppo", "grpo"]
-    assert len(set(short_names([tmp_path, tmp_path]))) == 2
