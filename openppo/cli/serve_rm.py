@@ -16,7 +16,7 @@ def _build(config: ServeRMConfig) -> Runnable:
     from openppo.models.pretrained import check_model, check_token_ids, context_length, load_tokenizer, pad_token_id
     from openppo.models.scalar_head import get_llm_for_sequence_regression
     from openppo.rewards.http import read_token
-    from openppo.rewards.model import Normalization, forward_scores, stored_normalization
+    from openppo.rewards.model import forward_scores, stored_normalization
     from openppo.rewards.server import RewardServer, encode_conversation, listen
     from openppo.strategy.comm import set_up_gpu
 
@@ -33,10 +33,10 @@ def _build(config: ServeRMConfig) -> Runnable:
     max_len = min(options.max_len, context_length(model_config) or options.max_len)
     if max_len < options.max_len:
         logger.warning("%s %s: --max_len %d is cut to its context, %d tokens", flag, name, options.max_len, max_len)
-    normalization = Normalization()
+    mean, std = 0.0, 1.0
     if options.normalize_reward:
         remedy = "Train it with openppo.cli.train_rm, which stores them, or leave --normalize_reward out."
-        normalization = stored_normalization(model_config, f"{flag} {name}", remedy)
+        mean, std = stored_normalization(model_config, f"{flag} {name}", remedy)
     with model_error_context(flag, name):
         model = get_llm_for_sequence_regression(
             name,
@@ -55,7 +55,7 @@ def _build(config: ServeRMConfig) -> Runnable:
         return ids
 
     def score(rows: list[list[int]]) -> list[float]:
-        return normalization(forward_scores(model, rows, pad, device))
+        return [(score - mean) / std for score in forward_scores(model, rows, pad, device)]
 
     return RewardServer(score=score, encode=encode, listener=listener, config=options, token=token)
 

@@ -141,9 +141,10 @@ class ReplayBuffer:
         """
         items = self.items
         if self.comm.world_size > 1:
-            packed = self.comm.all_gather_object(_pack(items))
+            joined = join_rows(items).to("cpu") if items else None  # few objects to send
             device = items[0].sequences.device if items else torch.device("cpu")
-            items = [row.to(device) for of_rank in packed for row in _unpack(*of_rank)]
+            gathered = self.comm.all_gather_object(joined)
+            items = [row.to(device) for of_rank in gathered if of_rank is not None for row in split_rows(of_rank)]
         generator = torch.Generator().manual_seed(seed)
         orders = (torch.randperm(len(items), generator=generator).tolist() for _ in range(epochs))
         steps = (order[i : i + batch_size] for order in orders for i in range(0, len(order), batch_size))
@@ -166,10 +167,8 @@ class ReplayBuffer:
         n_idle = max(map(len, plans)) - len(joined)
         joined += [idle_experience(like=step[ordered[0]]) for _ in range(n_idle)]
         weighted = [(1.0 if x.weight is None else float(x.weight), int(x.action_mask.sum())) for x in step.values()]
-        n_tokens, n_sequences = (
-            sum(weight * n for weight, n in weighted),
-            sum(weight for weight, n in weighted if n > 0),
-        )
+        n_tokens = sum(weight * n for weight, n in weighted)
+        n_sequences = sum(weight for weight, n in weighted if n > 0)
         return MiniBatch(joined, n_tokens, n_sequences, places=mine + [[]] * n_idle)
 
 
@@ -178,16 +177,3 @@ def mini_batches(buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int) -> I
     batch, seed = config.batch, config.deepspeed.seed + n_done
     sizes = batch.train_batch_size, batch.micro_train_batch_size, batch.max_epochs
     return buffer.mini_batches(*sizes, seed, config.ppo.micro_train_tokens)
-
-
-def _pack(items: list[Experience]) -> tuple[list[int], dict[str, Tensor]]:
-    """Lengths and one flat CPU tensor per field: far fewer objects to send than one per sample and field."""
-    tensors = [item.tensors() for item in items]
-    flat = {name: torch.cat([row[name].flatten() for row in tensors]).cpu() for name in (tensors[0] if items else ())}
-    return [item.sequences.shape[1] for item in items], flat
-
-
-def _unpack(lengths: list[int], flat: dict[str, Tensor]) -> Iterator[Experience]:
-    parts = {name: tensor.split(1 if name in PER_ROW_FIELDS else lengths) for name, tensor in flat.items()}
-    for i in range(len(lengths)):
-        yield Experience(**{n: pieces[i] if n in PER_ROW_FIELDS else pieces[i][None] for n, pieces in parts.items()})

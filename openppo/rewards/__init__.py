@@ -8,13 +8,11 @@ if TYPE_CHECKING:
     from openppo.rewards.function import (
         FunctionScorer as FunctionScorer,
         as_reward_function as as_reward_function,
-        load_reward_function as load_reward_function,
     )
     from openppo.rewards.http import RemoteScorer as RemoteScorer
     from openppo.rewards.model import ModelScorer as ModelScorer
     from openppo.rewards.scoring import (
         CombinedScorer as CombinedScorer,
-        PendingScores as PendingScores,
         Scorer as Scorer,
         check_scores as check_scores,
         start_scoring as start_scoring,

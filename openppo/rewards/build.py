@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,14 +28,15 @@ from openppo.models.pretrained import (
     pad_token_id,
 )
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
-from openppo.rewards.function import FunctionScorer, load_reward_function
+from openppo.rewards.function import FunctionScorer, as_reward_function
 from openppo.rewards.http import RemoteScorer
-from openppo.rewards.model import ModelScorer, Normalization, ProcessScorer, StepText, stored_normalization
-from openppo.rewards.rendering import Encode, RewardModelText, policy_tokens, reader
-from openppo.rewards.scoring import CombinedScorer, Scorer
+from openppo.rewards.model import ModelScorer, ProcessScorer, stored_normalization
+from openppo.rewards.rendering import RewardModelText, last_tokens, policy_tokens
+from openppo.rewards.scoring import CombinedScorer, Scorer, name_sample
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import check_same, collective
-from openppo.types import Comm, Prompt
+from openppo.types import Comm, Prompt, Trajectory
+from openppo.user_code import load_callable
 
 logger = logging.getLogger("openppo")
 
@@ -46,8 +47,9 @@ class ScorerSetup:
 
     ``prepare_frozen`` brings a module that is only evaluated to the device, partitioned if need be. ``prompts`` are all
     that will be scored: their columns, labels and chats are checked. ``actor`` is ``--pretrain``, whose token ids the
-    trajectories hold. ``size`` is that of a forward. ``normalize`` uses the reward model's stored mean and std.
-    ``pack_where_exact`` lets a model (and its engine) drop padding.
+    trajectories hold. ``size`` is that of a forward. ``loading`` holds ``bf16``, ``flash_attn`` and
+    ``trust_remote_code`` for models. ``normalize`` uses the reward model's stored mean and std. ``pack_where_exact``
+    lets a model (and its engine) drop padding.
     """
 
     comm: Comm
@@ -56,18 +58,15 @@ class ScorerSetup:
     prompts: Sequence[Prompt]
     actor: str
     size: MicroBatchSize
-    bf16: bool = False
-    flash_attn: bool = False
+    loading: Mapping[str, bool]
     value_head_prefix: str = "score"
     normalize: bool = False
     input_template: str | None = None
-    trust_remote_code: bool = False
     pack_where_exact: Callable[[Any, Any, torch.device, str], None] | None = None
 
-    @property
-    def model_options(self) -> dict[str, Any]:
-        """How models are loaded."""
-        return {"bf16": self.bf16, "flash_attn": self.flash_attn, "trust_remote_code": self.trust_remote_code}
+    def config(self, model: str, flag: str) -> PreTrainedConfig:
+        """A model's config; ``ValueError`` naming ``flag`` on all ranks if one of them cannot read it."""
+        return collective(self.comm, lambda: check_model(model, flag, self.loading["trust_remote_code"]))
 
 
 def build_scorer(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup) -> Scorer:
@@ -79,11 +78,9 @@ def build_scorer(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup
     names = iter(source.names())
     scorers: list[Scorer] = []
     if source.reward_fn is not None:
-        where = (source.reward_fn, "--reward_fn", "reward_fn")
-        scorers.append(_function(source, tokenizer, setup, next(names), *where))
-    if source.remote_rm_url is not None and source.remote_is_file():
-        where = (source.remote_rm_url, "--remote_rm_url", "reward_func")
-        scorers.append(_function(source, tokenizer, setup, next(names), *where))
+        scorers.append(_function(source, tokenizer, setup, next(names), "reward_fn", "reward_fn"))
+    if source.remote_is_file():
+        scorers.append(_function(source, tokenizer, setup, next(names), "remote_rm_url", "reward_func"))
     elif source.remote_rm_url is not None:
         remote = RemoteScorer(source, tokenizer, next(names))
         remote.check()
@@ -102,21 +99,23 @@ def check_sources(source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setu
     if source.reward_pretrain is not None:
         _reader(source.reward_pretrain, tokenizer, setup)
     if source.prm_pretrain is not None:
-        check_model(source.prm_pretrain, "--prm_pretrain", setup.trust_remote_code)
+        setup.config(source.prm_pretrain, "--prm_pretrain")
     others = dataclasses.replace(source, reward_pretrain=None, prm_pretrain=None)
-    if others.reward_fn or others.remote_rm_url or others.verifiable_reward:
+    if others.names():
         build_scorer(others, tokenizer, setup)
 
 
 def _function(
-    source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str, *where: str
+    source: RewardConfig, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup, name: str, option: str, default: str
 ) -> Scorer:
-    """A user's function; ``where`` are its location, flag, and name unless the location has one."""
-    location, flag, default_name = where
+    """The user's function at the location in ``option``, which is called ``default`` unless the location says more."""
+    location, flag = getattr(source, option), f"--{option}"
     columns = {column for prompt in setup.prompts for column in prompt.row}
-    function = collective(setup.comm, lambda: load_reward_function(location, columns, flag, default_name))
+    where = f"{flag} {location}"
+    function = collective(
+        setup.comm, lambda: as_reward_function(load_callable(location, flag, default), where, columns)
+    )
     check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
-    logger.info("%s is called with %s", function.source, function.describe())
     options = source.reward_error_value, source.step_separator, source.weights().get(name, 1.0)
     return FunctionScorer(function, tokenizer, name, *options)
 
@@ -127,35 +126,43 @@ def _reward_model(model: str, tokenizer: PreTrainedTokenizerBase, setup: ScorerS
     config, own, read = _reader(model, tokenizer, setup)
     ids = "the text, written again with its own tokenizer and chat template" if own else "the policy's tokens"
     logger.info("%s %s reads %s", flag, model, ids)
-    normalization = Normalization()
+    normalization: tuple[float, ...] = ()
     if setup.normalize:
         remedy = "Train it with openppo.cli.train_rm, which stores them, or use --reward_normalizer running."
         normalization = stored_normalization(config, f"{flag} {model}", remedy)
     with model_error_context(flag, model, "reward model"):
         prefix = setup.value_head_prefix
-        reward = get_llm_for_sequence_regression(model, "reward", value_head_prefix=prefix, **setup.model_options)
+        reward = get_llm_for_sequence_regression(model, "reward", value_head_prefix=prefix, **setup.loading)
     frozen = setup.prepare_frozen(reward)
     if setup.pack_where_exact is not None:
         setup.pack_where_exact(reward, frozen, setup.device, "reward model")
     pad = pad_token_id(own or tokenizer)
-    return ModelScorer(frozen, setup.size, pad, setup.comm, setup.device, name, read, normalization)
+    return ModelScorer(frozen, setup.size, pad, setup.comm, setup.device, name, read, *normalization)
 
 
 def _reader(
     model: str, tokenizer: PreTrainedTokenizerBase, setup: ScorerSetup
-) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Encode]:
+) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None, Callable[[Trajectory], list[int]]]:
     """A reward model's config, its tokenizer unless it reads the policy's ids, and its ids of a sample."""
-    flag, trust, named = "--reward_pretrain", setup.trust_remote_code, f"--reward_pretrain {model}"
-    config = collective(setup.comm, lambda: check_model(model, flag, trust))
-    own = own_tokenizer(flag, model, setup.actor, tokenizer, trust)
-    encode: Encode = partial(policy_tokens, tokenizer)
+    flag, named = "--reward_pretrain", f"--reward_pretrain {model}"
+    config = setup.config(model, flag)
+    own = own_tokenizer(flag, model, setup.actor, tokenizer, setup.loading["trust_remote_code"])
+    encode: Callable[[Trajectory], list[int]] = partial(policy_tokens, tokenizer)
     if own is not None:
         encode = text = RewardModelText(tokenizer, own, named)
         text.check(setup.prompts)
-        check_token_ids(config, named, own, [[own.eos_token_id]])
-    check = partial(check_token_ids, config, named, own or tokenizer)
-    check([])  # PAD
-    return config, own, reader(encode, named, context_length(config), check)
+    check_token_ids(config, named, own or tokenizer, [] if own is None else [[own.eos_token_id]])  # and PAD
+
+    def read(trajectory: Trajectory) -> list[int]:
+        try:
+            ids = encode(trajectory)
+        except ValueError as error:
+            raise ValueError(f"{named}: its chat template fails on {name_sample(trajectory)}: {error}") from error
+        ids = last_tokens(ids, context_length(config), named, trajectory)
+        check_token_ids(config, named, own or tokenizer, [ids])
+        return ids
+
+    return config, own, read
 
 
 def _process_reward_model(
@@ -163,8 +170,8 @@ def _process_reward_model(
 ) -> Scorer:
     """A frozen process reward model. It reads prompt and response as ``train_prm`` renders lists of steps."""
     flag, named = "--prm_pretrain", f"--prm_pretrain {model}"
-    config = collective(setup.comm, lambda: check_model(model, flag, setup.trust_remote_code))
-    own = load_tokenizer(model, flag, trust_remote_code=setup.trust_remote_code)
+    config = setup.config(model, flag)
+    own = load_tokenizer(model, flag, trust_remote_code=setup.loading["trust_remote_code"])
     chat, placeholder = source.prm_apply_chat_template, source.prm_placeholder_token
     if chat and not own.chat_template:
         raise ValueError(f"--prm_apply_chat_template: the tokenizer of {named} has no chat template. Leave it out.")
@@ -186,10 +193,10 @@ def _process_reward_model(
             render(prompt, ["a"])
         except ValueError as error:  # a chat template may refuse its roles
             raise ValueError(f"{named}: {error}") from error
-    text = StepText(tokenizer, own, render, source.step_separator, named, context_length(config))
     with model_error_context(flag, model, "process reward model"):
-        judge = setup.prepare_frozen(ProcessRewardModel(Actor(model, **setup.model_options).model))
-    return ProcessScorer(judge, text, (good, bad), source, setup.size, setup.comm, setup.device, name)
+        judge = setup.prepare_frozen(ProcessRewardModel(Actor(model, **setup.loading).model))
+    where, run = (named, context_length(config), pad_token_id(own)), (setup.size, setup.comm, setup.device)
+    return ProcessScorer(judge, render, tokenizer, (good, bad), source, *where, *run, name)
 
 
 def own_tokenizer(

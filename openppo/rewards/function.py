@@ -1,7 +1,4 @@
-"""Scores from a Python function: sync or async, of a batch or a sample, of the whole response, its tokens or steps.
-
-The names of the function's parameters say what it is called with.
-"""
+"""Scores from a Python function, called with what the names of its parameters say."""
 
 import asyncio
 import inspect
@@ -16,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.rewards.scoring import check_number, name_sample, policy_text, score_of_steps, step_tokens
 from openppo.types import Score, Trajectory
-from openppo.user_code import copied, load_callable
+from openppo.user_code import copied
 
 logger = logging.getLogger("openppo")
 
@@ -73,36 +70,19 @@ class RewardFunction:
     def is_async(self) -> bool:
         """Calling it gives a coroutine."""
         call = getattr(self.function, "__call__", None)  # noqa: B004 (an object whose __call__ is async)
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
-
-    def describe(self) -> str:
-        """How it is called, for the log."""
-        names = [*self.names, *(["everything else"] if self.takes_all else [])]
-        return f"{'lists of' if self.is_batch else 'each sample alone:'} {', '.join(names)}"
+        return any(map(inspect.iscoroutinefunction, (self.function, call)))
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
         """Call the function with copies of ``samples``."""
         known = BATCH_NAMES if self.is_batch else SINGLE_NAMES
-        names = dict.fromkeys(self.names)
-        if self.takes_all:
-            names |= dict.fromkeys([*(column for sample in samples for column in sample["row"]), *known])
+        columns = [column for sample in samples for column in sample["row"]]
         arguments = {}
-        for name in names:
+        for name in dict.fromkeys([*self.names, *columns, *known] if self.takes_all else self.names):
             own = known.get(name)
             values = [copied(sample["row"].get(name) if own is None else sample[own]) for sample in samples]
             arguments[name] = values if self.is_batch else values[0]
         result = self.function(**arguments)
         return list(result) if isinstance(result, Iterator) else result  # so that errors of generators come up here
-
-
-def load_reward_function(
-    location: str, columns: Collection[str], flag: str = "--reward_fn", default_name: str = "reward_fn"
-) -> RewardFunction:
-    """The function of ``path.py`` or ``path.py:name``, for data with ``columns``.
-
-    ``ValueError`` naming ``flag`` if there is none, or if it has parameters that nothing is known for.
-    """
-    return as_reward_function(load_callable(location, flag, default_name), f"{flag} {location}", columns)
 
 
 def as_reward_function(function: Callable[..., Any], source: str, columns: Collection[str]) -> RewardFunction:
@@ -118,12 +98,12 @@ def as_reward_function(function: Callable[..., Any], source: str, columns: Colle
     is_batch = not telling.isdisjoint(BATCH_NAMES)
     own = BATCH_NAMES if is_batch else SINGLE_NAMES
     known = tuple(p.name for p in named if p.name in own or p.name in columns)
-    unknown = next((p.name for p in named if p.default is p.empty and p.name not in known), None)
-    if unknown is not None or telling.isdisjoint(own):
+    unknown = [p.name for p in named if p.default is p.empty and p.name not in known]
+    if unknown or telling.isdisjoint(own):
         what = "its parameters do not say what it scores"
-        if unknown is not None:
-            why = "for one sample, and others are for a batch" if unknown in SINGLE_NAMES else "unknown"
-            what = f"its parameter {unknown!r} is {why}"
+        if unknown:
+            why = "for one sample, and others are for a batch" if unknown[0] in SINGLE_NAMES else "unknown"
+            what = f"its parameter {unknown[0]!r} is {why}"
         raise ValueError(
             f"{source}: {what}. Use {', '.join(BATCH_NAMES)} for lists of a whole batch, or {', '.join(SINGLE_NAMES)} "
             "for one sample at a time; further parameters may have defaults or name columns of the data "

@@ -10,14 +10,13 @@ import asyncio
 import json
 import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 from transformers import PreTrainedTokenizerBase
@@ -53,7 +52,11 @@ class RemoteScorer:
 
     def __init__(self, source: RewardConfig, tokenizer: PreTrainedTokenizerBase, name: str = "reward") -> None:
         assert source.remote_rm_url is not None, "validated before"
-        self.urls = [_checked(url.strip(), source.remote_rm_token_file) for url in source.remote_rm_url.split(",")]
+        self.urls = [url.strip() for url in source.remote_rm_url.split(",")]
+        for url in self.urls:
+            if not re.match("https?://[^/]", url):
+                remedy = "give http://HOST:PORT/PATH, several with commas, or one Python file path.py"
+                raise ValueError(f"{_named(url)}: {remedy}.")
         self.headers: dict[str, str] = {}
         if source.remote_rm_token_file is not None:
             token = read_token(source.remote_rm_token_file, "--remote_rm_token_file")
@@ -89,7 +92,7 @@ class RemoteScorer:
                 try:
                     async with session.get(url, allow_redirects=False) as answer:
                         status = answer.status
-                except _FAILURES as error:
+                except (*_FAILURES, ValueError) as error:  # the latter for an address with a user beside a token
                     raise ValueError(
                         f"{_named(url)}: no reward server answers there ({_cause(error, self.timeout)}). Start it "
                         "first, or check the address."
@@ -98,16 +101,15 @@ class RemoteScorer:
                     raise ValueError(f"{_named(url)}: {_REFUSED.format(status)}")
 
     async def _score_all(self, batches: Sequence[Sequence[Trajectory]]) -> list[list[float]]:
-        load = _Load(asyncio.Semaphore(_REQUESTS_PER_SERVER * len(self.urls)))
+        load = _Load(_REQUESTS_PER_SERVER * len(self.urls))
         async with self._session() as session:
             return await asyncio.gather(*(self._score_batch(session, load, batch) for batch in batches))
 
     async def _score_batch(
         self, session: aiohttp.ClientSession, load: _Load, batch: Sequence[Trajectory]
     ) -> list[float]:
-        samples = make_samples(batch, self.tokenizer)
-        fields = {"query": "query", "prompts": "prompt", "labels": "label"}
-        data = {key: [sample[name] for sample in samples] for key, name in fields.items()}
+        names, samples = {"query": "query", "prompts": "prompt", "labels": "label"}, make_samples(batch, self.tokenizer)
+        data = {key: [sample[name] for sample in samples] for key, name in names.items()}
         for attempt in range(1 + self.retries):
             if attempt > 0:
                 await asyncio.sleep(_pause(attempt))
@@ -130,14 +132,13 @@ class RemoteScorer:
         ) from failure
 
 
-@dataclass
 class _Load:
-    """State of the servers in one round of scoring; ``logged`` are the attempts at each whose failure was logged."""
+    """State of the servers in one round of scoring."""
 
-    places: asyncio.Semaphore
-    failures: Counter[str] = field(default_factory=Counter)
-    under_way: Counter[str] = field(default_factory=Counter)
-    logged: set[tuple[str, int]] = field(default_factory=set)
+    def __init__(self, n_places: int) -> None:
+        self.places = asyncio.Semaphore(n_places)
+        self.failures, self.under_way = Counter[str](), Counter[str]()
+        self.logged: set[tuple[str, int]] = set()  # failed attempts at each server
 
 
 def _pause(attempt: int) -> float:
@@ -179,23 +180,6 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine, run on a thread of its own: this one may have an event loop, as notebooks do."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
-
-
-def _checked(url: str, token_file: str | None) -> str:
-    """``url``; ``ValueError`` unless it is the address of a server, without a user where there is a token."""
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:  # brackets that are no IPv6 address
-        good = False
-    if not good:
-        raise ValueError(
-            f"--remote_rm_url {mask_credentials(url)!r}: give http://HOST:PORT/PATH, several with commas, or one "
-            "Python file path.py."
-        )
-    if token_file is not None and "@" in parts.netloc:
-        raise ValueError(f"{_named(url)}: a request carries this user or --remote_rm_token_file. Leave one out.")
-    return url
 
 
 def read_token(file: str, flag: str) -> str:

@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import RewardConfig
 from openppo.models.padding import MicroBatchSize, micro_batches, pad_right
-from openppo.models.pretrained import pad_token_id
-from openppo.rewards.rendering import Encode, last_tokens
+from openppo.rewards.rendering import last_tokens
 from openppo.rewards.scoring import check_number, check_scores, score_of_steps, span_texts, step_tokens
 from openppo.tracking import progress_bar
 from openppo.types import Comm, Prompt, Score, Trajectory
@@ -22,22 +21,11 @@ from openppo.types import Comm, Prompt, Score, Trajectory
 Model = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Normalization:
-    """``(score - mean) / std``."""
-
-    mean: float = 0.0
-    std: float = 1.0
-
-    def __call__(self, scores: Sequence[float]) -> list[float]:
-        return [(score - self.mean) / self.std for score in scores]
-
-
 @dataclass
 class ModelScorer:
-    """Scores from a reward model: its output at the last token of what ``encode`` makes of a trajectory.
+    """Scores from a reward model: (output - ``mean``) / ``std`` at the last token of what ``encode`` gives.
 
-    ``encode`` gives the token ids that the model reads, by default those of the policy. ``size`` is that of a forward.
+    ``encode`` makes the token ids that the model reads, by default those of the policy. ``size`` is that of a forward.
     """
 
     model: Model
@@ -46,8 +34,9 @@ class ModelScorer:
     comm: Comm
     device: torch.device
     name: str = "reward"
-    encode: Encode = attrgetter("token_ids")
-    normalization: Normalization = Normalization()
+    encode: Callable[[Trajectory], list[int]] = attrgetter("token_ids")
+    mean: float = 0.0
+    std: float = 1.0
     collective = True
 
     def __str__(self) -> str:
@@ -62,7 +51,7 @@ class ModelScorer:
             ids = [rows[i] for i in batch] or [[self.pad_token_id] * 2]
             outputs.update(zip(batch, forward_scores(self.model, ids, self.pad_token_id, self.device), strict=False))
         scores = check_scores([outputs[i] for i in range(len(rows))], trajectories, str(self))
-        return [Score({self.name: score}) for score in self.normalization(scores)]
+        return [Score({self.name: (score - self.mean) / self.std}) for score in scores]
 
 
 def equal_batches(lengths: Sequence[int], size: MicroBatchSize, comm: Comm) -> list[list[int]]:
@@ -83,7 +72,7 @@ def forward_scores(model: Model, rows: Sequence[Sequence[int]], pad_token_id: in
     return model(sequences.to(device), attention_mask.to(device)).tolist()
 
 
-def stored_normalization(config: PreTrainedConfig, source: str, remedy: str) -> Normalization:
+def stored_normalization(config: PreTrainedConfig, source: str, remedy: str) -> tuple[float, float]:
     """Mean and std of a reward model's scores, which its config.json holds as ``mean`` and ``std`` as in OpenRLHF.
 
     ``ValueError`` naming ``--normalize_reward`` and ``source``, and ending with ``remedy``, if there are none.
@@ -96,7 +85,7 @@ def stored_normalization(config: PreTrainedConfig, source: str, remedy: str) -> 
             f"--normalize_reward: {source} stores no mean and positive std of its scores in its config.json (found "
             f"{mean!r} and {std!r}). {remedy}"
         )
-    return Normalization(mean, std)
+    return mean, std
 
 
 Render = Callable[[Prompt, list[str]], tuple[list[int], list[int]]]
@@ -111,59 +100,33 @@ AGGREGATES: Mapping[str, Callable[[list[float]], float]] = {
 
 
 class JudgedSteps(NamedTuple):
-    """Steps of a trajectory as a process reward model reads them.
+    """Steps of a trajectory as a process reward model reads them."""
 
-    ``token_ids`` are the model's own, ``places`` the indexes of the placeholders in them, one for each step, and
-    ``ends`` the index of each step's last token in the trajectory.
-    """
-
-    token_ids: list[int]
-    places: list[int]
-    ends: list[int]
-
-
-@dataclass(frozen=True)
-class StepText:
-    """Trajectories as token ids of the process reward model, with its placeholder after each step.
-
-    Steps are what ``separator`` divides the response into, blank ones left out. Of more than ``context`` tokens the
-    last are kept, and steps before them are not judged. ``source`` is the flag and name of the model, for messages.
-    """
-
-    policy: PreTrainedTokenizerBase
-    own: PreTrainedTokenizerBase
-    render: Render
-    separator: str
-    source: str
-    context: int | None = None
-
-    def __call__(self, trajectory: Trajectory) -> JudgedSteps:
-        """Steps as the model reads them; no tokens for a response without steps."""
-        texts = span_texts(trajectory, self.policy)
-        pieces = [piece.rstrip() for text in texts for piece in text.split(self.separator) if piece.strip()]
-        if not pieces:
-            return JudgedSteps([], [], [])
-        ends = step_tokens(trajectory, self.policy, self.separator)
-        ids, places = self.render(trajectory.prompt, [pieces[0], *(self.separator + piece for piece in pieces[1:])])
-        read = last_tokens(ids, self.context, self.source, trajectory)
-        n_cut = len(ids) - len(read)
-        kept = [(place - n_cut, end) for place, end in zip(places, ends, strict=True) if place >= n_cut]
-        return JudgedSteps(read, [place for place, _ in kept], [end for _, end in kept])
+    token_ids: list[int]  # the model's own
+    places: list[int]  # of the placeholders in them, one for each step
+    ends: list[int]  # index in the trajectory of each step's last token
 
 
 @dataclass
 class ProcessScorer:
     """Scores from ``model``, which maps sequences and places, both (B, L), to logits (N, V) at the N places.
 
-    A step is worth p(good), the softmax over ``reward_ids`` (good, bad) at its placeholder. With ``--prm_aggregate
-    steps`` that is the reward of its last token, times the weight of ``name``; else all steps of a response make one
-    reward ``name``, which is 0 for a response without steps.
+    Steps are what ``--step_separator`` divides the response into, blank ones left out; ``render`` writes them for the
+    model, with a placeholder after each. Of more than ``context`` tokens the last are kept, and steps before them are
+    not judged. A step is worth p(good), the softmax over ``reward_ids`` (good, bad) at its placeholder. With
+    ``--prm_aggregate steps`` that is the reward of its last token, times the weight of ``name``; else all steps of a
+    response make one reward ``name``, which is 0 for a response without steps. ``where`` is the model's flag and name,
+    for messages, ``policy`` the tokenizer of the trajectories.
     """
 
     model: Model
-    text: StepText
+    render: Render
+    policy: PreTrainedTokenizerBase
     reward_ids: tuple[int, int]
-    source: RewardConfig
+    options: RewardConfig
+    where: str
+    context: int | None
+    pad_token_id: int
     size: MicroBatchSize
     comm: Comm
     device: torch.device
@@ -171,21 +134,34 @@ class ProcessScorer:
     collective = True
 
     def __str__(self) -> str:
-        return self.text.source
+        return self.where
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory; forwards run over neighbours in length."""
-        rows = [self.text(trajectory) for trajectory in trajectories]
+        rows = [self.read(trajectory) for trajectory in trajectories]
         good: dict[int, list[float]] = {}
         batches = equal_batches([len(row.token_ids) for row in rows], self.size, self.comm)
         for batch in progress_bar(batches, "judging steps", enabled=self.comm.rank == 0):
             good.update(zip(batch, self._forward([rows[i] for i in batch]), strict=True))
         return [self._score(t, rows[i], good.get(i, [])) for i, t in enumerate(trajectories)]
 
+    def read(self, trajectory: Trajectory) -> JudgedSteps:
+        """Steps as the model reads them; no tokens for a response without steps."""
+        separator, texts = self.options.step_separator, span_texts(trajectory, self.policy)
+        pieces = [piece.rstrip() for text in texts for piece in text.split(separator) if piece.strip()]
+        if not pieces:
+            return JudgedSteps([], [], [])
+        ends = step_tokens(trajectory, self.policy, separator)
+        ids, places = self.render(trajectory.prompt, [pieces[0], *(separator + piece for piece in pieces[1:])])
+        read = last_tokens(ids, self.context, self.where, trajectory)
+        places = [place - (len(ids) - len(read)) for place in places]
+        n_cut = sum(place < 0 for place in places)
+        return JudgedSteps(read, places[n_cut:], ends[n_cut:])
+
     @torch.no_grad()
     def _forward(self, rows: Sequence[JudgedSteps]) -> list[list[float]]:
         """p(good) of the steps of each row; without rows the model runs all the same."""
-        pad = pad_token_id(self.text.own)
+        pad = self.pad_token_id
         sequences, _ = pad_right([row.token_ids for row in rows] or [[pad] * 2], pad)
         places = torch.zeros(sequences.shape, dtype=torch.bool)
         for i, row in enumerate(rows):
@@ -196,7 +172,7 @@ class ProcessScorer:
 
     def _score(self, trajectory: Trajectory, steps: JudgedSteps, good: list[float]) -> Score:
         good = [check_number(p, trajectory, str(self)) for p in good]
-        if self.source.prm_aggregate != "steps":
-            return Score({self.name: AGGREGATES[self.source.prm_aggregate](good) if good else 0.0})
-        weight = self.source.weights().get(self.name, 1.0)
+        if self.options.prm_aggregate != "steps":
+            return Score({self.name: AGGREGATES[self.options.prm_aggregate](good) if good else 0.0})
+        weight = self.options.weights().get(self.name, 1.0)
         return score_of_steps(trajectory, steps.ends, [weight * p for p in good])

@@ -1,7 +1,7 @@
 """Token ids that a reward model reads of a trajectory: the policy's, or its text in tokens of the model's own."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,8 +13,6 @@ from openppo.user_code import TEMPLATE_ERRORS
 
 logger = logging.getLogger("openppo")
 
-Encode = Callable[[Trajectory], list[int]]
-"""Token ids of a trajectory, as a reward model reads them."""
 _CUT = "\ue000" * 3  # private-use characters, which no text holds and no template changes
 
 
@@ -68,12 +66,11 @@ class RewardModelText:
             )
         for roles, prompt in by_roles.items():
             try:
-                self._encode(prompt, "a", ended=True)
-                self._encode(prompt, "a", ended=False)
+                for ended in (True, False):
+                    self._encode(prompt, "a", ended)
             except ValueError as error:
-                raise ValueError(
-                    f"{self.source}: its chat template refuses messages with the roles {', '.join(roles)}: {error}"
-                ) from error
+                refused = f"its chat template refuses messages with the roles {', '.join(roles)}"
+                raise ValueError(f"{self.source}: {refused}: {error}") from error
 
     def _encode(self, prompt: Prompt, response: str, ended: bool) -> list[int]:
         if prompt.messages is None:
@@ -93,24 +90,6 @@ def _render(tokenizer: PreTrainedTokenizerBase, asked: Sequence[dict[str, Any]],
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except TEMPLATE_ERRORS as error:
         raise ValueError(str(error)) from error
-
-
-def reader(
-    encode: Encode, source: str, context: int | None, check: Callable[[list[list[int]]], None] | None = None
-) -> Encode:
-    """``encode`` that keeps the last ``context`` tokens, to pass ``check``; errors name ``source`` and the sample."""
-
-    def read(trajectory: Trajectory) -> list[int]:
-        try:
-            ids = encode(trajectory)
-        except ValueError as error:
-            raise ValueError(f"{source}: its chat template fails on {name_sample(trajectory)}: {error}") from error
-        ids = last_tokens(ids, context, source, trajectory)
-        if check is not None:
-            check([ids])
-        return ids
-
-    return read
 
 
 def last_tokens(ids: list[int], context: int | None, source: str, trajectory: Trajectory) -> list[int]:

@@ -4,7 +4,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,28 +33,24 @@ class Scorer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class PendingScores:
-    """Scores that may still be under way."""
+def start_scoring(
+    scorer: Scorer, trajectories: Sequence[Trajectory], stop: StopCheck | None = None
+) -> Callable[[], list[Score]]:
+    """Begin to score: in the background if the scorer allows it, else at once, on this thread.
 
-    wait: Callable[[], list[Score]]
-    """Blocks until the scores are there and returns them; raises what the scorer raised.
-
+    Returns a function that blocks until the scores are there and returns them, or raises what the scorer raised;
     ``Interrupted`` if they are not there yet and a signal has arrived on this rank.
     """
-
-
-def start_scoring(scorer: Scorer, trajectories: Sequence[Trajectory], stop: StopCheck | None = None) -> PendingScores:
-    """Begin to score: in the background if the scorer allows it, else at once, on this thread."""
     if isinstance(scorer, CombinedScorer):
-        return scorer.start(trajectories, stop)
+        parts = [start_scoring(part, trajectories, stop) for part in scorer.scorers]
+        return lambda: [scorer.merged(scores) for scores in zip(*(wait_for() for wait_for in parts), strict=True)]
     if scorer.collective:
         scores = scorer.score(trajectories)
-        return PendingScores(lambda: scores)
+        return lambda: scores
     thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
     future = thread.submit(scorer.score, trajectories)
     thread.shutdown(wait=False)
-    return PendingScores(partial(_result, future, stop or NeverStops()))
+    return partial(_result, future, stop or NeverStops())
 
 
 def _result(future: Future[list[Score]], stop: StopCheck) -> list[Score]:
@@ -78,29 +73,22 @@ class CombinedScorer:
     def __str__(self) -> str:
         return " and ".join(map(str, self.scorers))
 
-    def start(self, trajectories: Sequence[Trajectory], stop: StopCheck | None = None) -> PendingScores:
-        """Start all sources; ``start_scoring`` calls this."""
-        parts = [start_scoring(scorer, trajectories, stop) for scorer in self.scorers]
-        return PendingScores(lambda: [self._merge(scores) for scores in zip(*(p.wait() for p in parts), strict=True)])
-
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory, in their order."""
-        return self.start(trajectories).wait()
+        return start_scoring(self, trajectories)()
 
-    def _merge(self, scores: Sequence[Score]) -> Score:
+    def merged(self, scores: Sequence[Score]) -> Score:
         """The scores of all sources for one trajectory as one."""
-        origin: dict[str, Scorer] = {}
-        for scorer, score in zip(self.scorers, scores, strict=True):
-            for name in score.rewards:
-                if name in origin:
-                    both = f"{origin[name]} and {scorer}"
-                    raise ValueError(f"{both} both give a reward named {name!r}; give one another name.")
-                origin[name] = scorer
+        rewards: dict[str, float] = {}
+        for score in scores:
+            if twice := rewards.keys() & score.rewards:
+                raise ValueError(f"{self}: two of them give a reward named {min(twice)!r}; give one another name.")
+            rewards |= score.rewards
         per_token = [score.token_rewards for score in scores if score.token_rewards is not None]
         ends = [s.step_ends or [True] * len(s.token_rewards) for s in scores if s.token_rewards is not None]
         return Score(
-            rewards={name: reward for score in scores for name, reward in score.rewards.items()},
-            token_rewards=[math.fsum(rewards) for rewards in zip(*per_token, strict=True)] if per_token else None,
+            rewards,
+            token_rewards=[math.fsum(of_token) for of_token in zip(*per_token, strict=True)] if per_token else None,
             step_ends=[any(of_token) for of_token in zip(*ends, strict=True)] if ends else None,
             failed=any(score.failed for score in scores),
         )
@@ -178,8 +166,7 @@ def step_ends(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, s
         return str(tokenizer.decode(ids[start:stop], skip_special_tokens=True))
 
     first, text = 0, decode(0, len(ids))  # the text of ids[first:], and where in it the next piece begins
-    place = 0
-    ends: list[int] = []
+    place, ends = 0, []
     for piece in text.split(separator):
         if piece.strip():
             until_here = text[: max(0, place + len(piece.rstrip()))]
@@ -196,8 +183,8 @@ def step_ends(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, s
 def _end(text: str, decode: Callable[[int, int], str], first: int, last: int) -> int:
     """The smallest ``stop`` in ``first..last`` for which the tokens ``first..stop`` begin with ``text``.
 
-    Larger ones do so too, except for tokens of single bytes: some tokenizers decode a run of them to replacement
-    characters until its last character is whole, so that up to three in a row may not.
+    Larger ones do so too, except where tokens of single bytes decode to replacement characters until a character is
+    whole: up to three in a row may not.
     """
 
     def is_complete(stop: int) -> bool:

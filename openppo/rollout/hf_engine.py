@@ -8,12 +8,12 @@ from itertools import count
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from openppo.models.size import cache_elements
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.row_cache import SLACK_COLUMNS, PromptCache, RowCache, check_cache
+from openppo.rollout.row_cache import SLACK_COLUMNS, RowCache, check_cache
 from openppo.rollout.sampling import finish_reason, request_uniforms, sample_rows
 from openppo.types import Completion, SamplingParams, StopCheck
 
@@ -28,7 +28,7 @@ _SHARE_FOR_CACHE = 0.5
 @dataclass
 class _Request:
     number: int
-    prompt_ids: list[int]
+    prompt_ids: tuple[int, ...]
     params: SamplingParams
     uniforms: list[float]
     token_ids: list[int] = field(default_factory=list)
@@ -92,7 +92,7 @@ class HFEngine(Engine):
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
         uniforms = request_uniforms(seed, params.max_new_tokens).tolist()
-        self._waiting.append(_Request(next(self._numbers), list(prompt_ids), params, uniforms))
+        self._waiting.append(_Request(next(self._numbers), tuple(prompt_ids), params, uniforms))
         return self._waiting[-1].number
 
     @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
@@ -144,11 +144,11 @@ class HFEngine(Engine):
         width = 0
         for request in self._waiting[:free]:
             length = len(request.prompt_ids)
-            n_tokens = (len(prompts) + (tuple(request.prompt_ids) not in prompts)) * max(width, length)
+            n_tokens = len(prompts | {request.prompt_ids}) * max(width, length)
             wasteful = len(prompts) * width > PREFILL_TOKENS / 4 and not 0.8 * width < length <= width
             if taken and (n_tokens > PREFILL_TOKENS or wasteful):
                 break
-            prompts.add(tuple(request.prompt_ids))
+            prompts.add(request.prompt_ids)
             width = max(width, length)
             taken.append(request)
         return taken
@@ -168,18 +168,14 @@ class HFEngine(Engine):
         everyone = self._running + self._waiting
         self._cache.reserve(min(self._rows, len(everyone)), _longest(everyone))
         del self._waiting[: len(requests)]
-        prompts = list(dict.fromkeys(tuple(request.prompt_ids) for request in requests))
+        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
         width = max(map(len, prompts))
         places = torch.arange(width, device=self._device)
         mask = places >= self._tensor([width - len(prompt) for prompt in prompts])[:, None]  # (prompts, width)
-        ids = self._tensor([[self.pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        cache = PromptCache(len(self._cache.layers))
+        ids = self._tensor([[self.pad_token_id] * (width - len(prompt)) + [*prompt] for prompt in prompts])
+        cache = DynamicCache()
         logits = self._forward(ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), cache)  # (prompts, V)
-        if not cache.is_initialized:
-            raise ValueError(
-                f"{type(self.model).__name__} keeps no key-value cache; such models cannot be sampled here."
-            )
-        rows = [prompts.index(tuple(request.prompt_ids)) for request in requests]
+        rows = [prompts.index(request.prompt_ids) for request in requests]
         self._cache.enter(cache, rows, [len(request.prompt_ids) for request in requests])
         first = len(self._running)
         self._running += requests
@@ -199,7 +195,7 @@ class HFEngine(Engine):
         self._cache.window.end += 1
         self._accept(0, logits)
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: RowCache | PromptCache) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         where = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
         return self.model(input_ids=ids, **where, use_cache=True, logits_to_keep=1).logits[:, -1]  # (B, V)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 SLACK_COLUMNS = 64
 """Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""
@@ -65,19 +65,6 @@ class _Layer(DynamicLayer):
         return self.window.end - self.window.start if fixed is None else fixed.columns - 1
 
 
-class _PromptLayer(DynamicLayer):
-    """Remembers the keys and values of one forward over prompts, without a copy."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep them, and return them as they are."""
-        self.keys, self.values, self.is_initialized = key_states, value_states, True
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        """Before the forward: none."""
-        return 0
-
-
 _CACHED = frozenset({"full_attention", "sliding_attention", "chunked_attention", "dynamic_mask", "global", "local"})
 """Layers of these kinds keep keys and values alone, one of each for a token and a head."""
 
@@ -107,15 +94,6 @@ def check_cache(config: PreTrainedConfig) -> None:
             f"{text.model_type} has layers with {', '.join(kinds)}, from which OpenPPO's engine cannot sample: take a "
             "model whose layers all have attention of their own."
         )
-
-
-class PromptCache(Cache):
-    """For one forward over prompts, padded on the left; its rows then enter a ``RowCache``."""
-
-    layers: list[Any]
-
-    def __init__(self, n_layers: int) -> None:
-        super().__init__(layers=[_PromptLayer() for _ in range(n_layers)])
 
 
 class RowCache(Cache):
@@ -148,14 +126,15 @@ class RowCache(Cache):
             self._mask = torch.zeros(self.shape, dtype=torch.bool)
             self._write_mask(0)
 
-    def enter(self, prompts: PromptCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def enter(self, prompts: DynamicCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Add rows: copies of ``rows`` of ``prompts``, of which the last ``lengths`` tokens are real."""
         window, first, n_new = self.window, self.window.n_rows, len(rows)
-        width = prompts.layers[0].keys.shape[2]
+        layers: list[Any] = prompts.layers
+        width = layers[0].keys.shape[2]
         if width > window.end:
             self._move(width - window.end)
-        indices = torch.tensor(rows, device=prompts.layers[0].keys.device)
-        for mine, theirs in zip(self.layers, prompts.layers, strict=True):
+        indices = torch.tensor(rows, device=layers[0].keys.device)
+        for mine, theirs in zip(self.layers, layers, strict=True):
             if not mine.is_initialized:
                 mine.keys, mine.values = self._larger(theirs.keys[:0]), self._larger(theirs.values[:0])
                 mine.is_initialized = True

@@ -85,14 +85,11 @@ def sample_rows(
         logits = logits.clone()
     for row in early:
         logits[row, [*eos_token_ids, *params[row].stop_token_ids]] = -torch.inf
-    kinds = set(params)
-    if len(kinds) == 1:
-        drawn, log_probs = sample(logits, uniforms, params[0])
-        return drawn.tolist(), log_probs.tolist()
     tokens, chosen = [0] * len(params), [0.0] * len(params)
-    for kind in kinds:
+    for kind in set(params):
         rows = [row for row, its in enumerate(params) if its == kind]
-        drawn, log_probs = sample(logits[rows], uniforms[rows], kind)
+        part = rows if len(rows) < len(params) else slice(None)
+        drawn, log_probs = sample(logits[part], uniforms[part], kind)
         for row, token, log_prob in zip(rows, drawn.tolist(), log_probs.tolist(), strict=True):
             tokens[row], chosen[row] = token, log_prob
     return tokens, chosen

@@ -141,12 +141,10 @@ def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, data: PPO
         prompts=[*data.prompts, *data.held_out],
         actor=model.pretrain,
         size=forward_size(config),
-        bf16=config.deepspeed.bf16,
-        flash_attn=model.flash_attn,
+        loading=_loading(config),
         value_head_prefix=model.value_head_prefix,
         normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
         input_template=config.data.input_template,
-        trust_remote_code=model.trust_remote_code,
         pack_where_exact=pack_where_exact if model.flash_attn else None,
     )
 

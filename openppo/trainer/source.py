@@ -131,10 +131,10 @@ class PromptSource:
         """Begin to score; the metric ``errors`` counts samples on which the reward function raises."""
         greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
         everything, metrics = [*trajectories, *greedy], Metrics()
-        pending = start_scoring(self.scorer, everything, self.components.stop)
+        wait_for = start_scoring(self.scorer, everything, self.components.stop)
 
         def write() -> None:
-            scores = pending.wait()
+            scores = wait_for()
             write_scores(everything, scores)
             check_weights(everything, self.reward_weights)
             n_failed = sum(score.failed for score in scores)

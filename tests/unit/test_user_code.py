@@ -11,7 +11,7 @@ import torch
 
 from openppo.config import RowsConfig
 from openppo.datasets import load_mixed_rows
-from openppo.rewards import load_reward_function
+from openppo.user_code import load_callable
 
 MEDDLES = """
     import random, numpy, torch
@@ -24,7 +24,7 @@ EXITS = r"^--(reward_fn|dataset_class) .*user.py:make.* calls sys\.exit\(\)"
 
 
 def rewards(file: Path) -> Any:
-    return load_reward_function(f"{file}:make", ())
+    return load_callable(f"{file}:make", "--reward_fn")
 
 
 def data(file: Path) -> Any:

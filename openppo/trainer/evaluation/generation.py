@@ -129,11 +129,9 @@ class EvaluateJob(_Job):
             self.prompts,
             options.pretrain,
             MicroBatchSize(options.micro_batch_size),
-            options.bf16,
-            options.flash_attn,
+            {name: getattr(options, name) for name in ("bf16", "flash_attn", "trust_remote_code")},
             judgement.value_head_prefix,
             input_template=options.input_template,
-            trust_remote_code=options.trust_remote_code,
             pack_where_exact=pack_where_exact if options.flash_attn else None,
         )
         self.scorer = build_scorer(config.rewards, self.tokenizer, setup)

@@ -5,6 +5,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DynamicCache,
     GPT2Config,
     LlamaConfig,
     PreTrainedConfig,
@@ -15,7 +16,7 @@ from transformers import (
 from openppo.config import LoRAConfig
 from openppo.models.adapters import add_adapters
 from openppo.models.size import cache_elements, model_size
-from openppo.rollout.row_cache import SLACK_COLUMNS, PromptCache, RowCache
+from openppo.rollout.row_cache import SLACK_COLUMNS, RowCache
 
 SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = [
@@ -34,7 +35,7 @@ def test_parameters_and_cache_are_those_of_the_model(config: PreTrainedConfig) -
     assert config.to_dict() == before
     real = AutoModelForCausalLM.from_config(config)
     assert (size.n_parameters, size.vocabulary) == (sum(p.numel() for p in real.parameters()), 96)
-    cache, prompts = RowCache(2, 64), PromptCache(2)
+    cache, prompts = RowCache(2, 64), DynamicCache()
     real(torch.zeros(3, 10, dtype=torch.int64), past_key_values=prompts, use_cache=True)
     cache.reserve(3, 20)
     cache.enter(prompts, range(3), [10] * 3)

@@ -43,6 +43,7 @@ def folder(tmp_path_factory):
     LlamaForSequenceClassification(config(30, num_labels=1)).save_pretrained(root / "larger")
     shutil.copytree(root / "other", root / "weightless")
     (root / "weightless" / "model.safetensors").unlink()
+    (root / "other" / "chat_template.jinja").write_text("{{ raise_exception('no judge') }}")
     (root / "f.py").write_text("def reward_fn(response, answer):\n    return float(response == answer)\n")
     (root / "openrlhf.py").write_text(
         "import torch\n"
@@ -61,7 +62,8 @@ def build(folder):
         source.validate()
         where = SingleProcess(), torch.device("cpu"), lambda model: model.eval()
         actor = str(folder / "actor")
-        setup = ScorerSetup(*where, prompts, actor, MicroBatchSize(2), normalize=normalize)
+        loading = {"bf16": False, "flash_attn": False, "trust_remote_code": False}
+        setup = ScorerSetup(*where, prompts, actor, MicroBatchSize(2), loading, normalize=normalize)
         return build_scorer(source, AutoTokenizer.from_pretrained(actor), setup)
 
     return run
@@ -123,6 +125,20 @@ def test_a_reward_model_reads_the_policys_ids_or_its_own(model, ids, log, build,
     assert log in caplog.text
     (score,) = build(reward_pretrain=f"M/{model}", normalize=True).score([trajectory("cd")])
     assert score.rewards["reward"] == pytest.approx((raw - 2.0) / 4.0, abs=1e-5), "the model's own mean and std"
+
+
+def test_a_sample_beyond_the_context_is_cut_at_the_front_and_logged(build, folder, caplog, trajectory):
+    sample = trajectory("c" * 20 + "d" * 20)
+    (score,) = build(reward_pretrain="M/same").score([sample])
+    model = LlamaForSequenceClassification.from_pretrained(folder / "same").eval()
+    assert score.rewards["reward"] == pytest.approx(score_by_transformers(model, sample.token_ids[-32:]), abs=1e-5)
+    assert f"--reward_pretrain {folder}/same reads 32 tokens, but prompt 'ab' has 43" in caplog.text
+
+
+def test_a_sample_that_the_template_refuses_is_named(build, make_trajectory):
+    sample = make_trajectory([4], [5, 1], messages=[{"role": "judge", "content": "a"}])
+    with pytest.raises(ValueError, match="^--reward_pretrain .*: its chat template fails on prompt 'ask': no judge"):
+        build(reward_pretrain="M/other").score([sample])
 
 
 def test_a_functions_options_reach_it(build, folder, trajectory):

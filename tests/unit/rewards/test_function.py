@@ -12,34 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from openppo.rewards import FunctionScorer, as_reward_function, load_reward_function, start_scoring
+from openppo.rewards import FunctionScorer, as_reward_function, start_scoring
 from openppo.rewards.function import make_samples
 from openppo.types import Score
+from openppo.user_code import load_callable
 
 COLUMNS = ("question", "answer")
 
 
-# Where the function is
-
-
-def load(location):
-    """The function itself."""
-    return load_reward_function(location, COLUMNS).function
-
-
-@pytest.mark.parametrize("folder", [".", ".pyenv", "my.pyproject", "x.py", "with space", "~"])
+@pytest.mark.parametrize("folder", [".", "my.pyproject", "x.py", "with space", "~"])
 def test_a_file_names_its_function_after_a_colon_or_has_a_reward_fn(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     place = Path(folder) if folder == "~" else tmp_path / folder
     place.expanduser().mkdir(exist_ok=True)
     (place.expanduser() / "rewards.py").write_text(
-        "WEIGHT = 2.0\n"
-        "def _helper():\n    return WEIGHT\n"
-        "def reward_fn(prompts, responses, labels):\n    return [_helper()] * len(prompts)\n"
-        "def other(prompts, responses, labels):\n    return [7.0] * len(prompts)\n"
+        "WEIGHT = 2.0\ndef reward_fn():\n    return WEIGHT\ndef other():\n    return 7.0\n"
     )
     for suffix, score in (("", 2.0), (":reward_fn", 2.0), (":other", 7.0), (":", 2.0)):
-        assert load(f"{place}/rewards.py{suffix}")(["a"], ["b"], [None]) == [score]
+        assert load_callable(f"{place}/rewards.py{suffix}", "--reward_fn", "reward_fn")() == score
 
 
 def test_the_file_is_a_module_like_any_other(tmp_path):
@@ -50,7 +40,7 @@ def test_the_file_is_a_module_like_any_other(tmp_path):
         "def check(x):\n    import math\n    return math.sqrt(Answer(9.0).x)\n"
         "def reward_fn(prompts):\n    return [pickle.loads(pickle.dumps(check))(p) for p in prompts]\n"
     )
-    assert load(str(tmp_path / "math.py"))(["a", "b"]) == [3, 3]
+    assert load_callable(str(tmp_path / "math.py"), "--reward_fn", "reward_fn")(["a", "b"]) == [3, 3]
 
 
 # What it is called with
@@ -91,7 +81,6 @@ def test_a_function_gets_what_its_parameters_name(call):
     given = call(lambda query, row, messages, token_ids: [query, row, messages, token_ids], 1)
     assert given == list(SINGLE.values())[4:]
     assert call(lambda completions, answer: (completions, answer)) == (["cd", ""], ["4", "5"])
-    assert call(lambda response, question, answer: (response, question, answer), 1) == ("cd", "ab", "4")
     assert call(Judge(), 1) == ("cd", "4")
     assert call(functools.partial(Judge(), answer="6"), 1) == ("cd", "4"), "the data wins over a default"
     assert call(lambda response, missing=7: (response, missing), 1) == ("cd", 7)
@@ -114,7 +103,6 @@ def test_keyword_arguments_get_everything_as_trl_passes_it(call, make_trajectory
         (lambda prompts, answers: 0, "its parameter 'answers' is unknown. Use prompts, responses"),
         (lambda response, labels: 0, "its parameter 'response' is for one sample, and others are for a batch"),
         (lambda response, solution: 0, "name columns of the data (answer, question)"),
-        (lambda a, b, c: 0, "its parameter 'a' is unknown"),
         (lambda answer, question: 0, "its parameters do not say what it scores"),
         (lambda *args, **kwargs: 0, "its parameters do not say what it scores"),
         (lambda token_ids: 0, "its parameters do not say what it scores"),
@@ -129,8 +117,7 @@ def test_parameters_that_nothing_is_known_for_are_an_error(function, message):
 
 def test_what_a_function_changes_in_one_sample_no_other_sees(scorer_of, make_trajectory):
     def single(response, messages, row, label, token_ids, **columns):
-        messages[0]["content"] = "changed"
-        messages.append({"role": "user", "content": "more"})
+        messages.append({"role": messages[0].pop("role")})
         row.pop("label")
         row["kinds"].append("more")
         label["answers"].clear()
@@ -174,15 +161,12 @@ def numbers(scores, name="reward"):
 @pytest.mark.parametrize(
     "scores",
     [
-        [1, 2.5],
+        [True, 2.5],
         (s for s in (1, 2.5)),
         np.array([1, 2.5], dtype=np.float32),
-        [np.float16(1), np.float64(2.5)],
-        [np.array([1]), np.array([[2.5]])],
-        torch.tensor([1, 2.5], requires_grad=True),
-        torch.tensor([[1], [2.5]]),
+        [np.float16(1), np.array([[2.5]])],
+        torch.tensor([[1], [2.5]], requires_grad=True),
         [torch.tensor(1), torch.tensor([2.5], dtype=torch.bfloat16)],
-        [True, 2.5],
         {"rewards": [1, 2.5], "extra_logs": {"length": 3}},
     ],
     ids=lambda scores: type(scores).__name__,
@@ -211,30 +195,22 @@ def test_a_function_of_a_batch_returns_one_result_for_each_sample(result, scorer
     assert scorer_of(lambda prompts: 1 / 0).score([]) == [], "not called without samples"
 
 
-def single(response):
+async def async_single(response):
     return len(response)
 
 
-def batch(responses):
-    return [len(response) for response in responses]
-
-
-async def async_single(response):
-    return single(response)
-
-
 async def async_batch(responses):
-    return batch(responses)
+    return [len(response) for response in responses]
 
 
 class AsyncJudge:
     async def __call__(self, response):
-        return single(response)
+        return len(response)
 
 
 FORMS = {
-    "batch": batch,
-    "sample": single,
+    "batch": lambda responses: [len(response) for response in responses],
+    "sample": lambda response: len(response),
     "async batch": async_batch,
     "async sample": async_single,
     "async object": AsyncJudge(),
@@ -279,7 +255,7 @@ def test_async_calls_of_samples_run_at_the_same_time_in_one_loop_for_the_whole_r
 
     scorer = scorer_of(judge)
     assert sorted(numbers(scorer.score(two))) == [1.0, 2.0]
-    assert sorted(numbers(start_scoring(scorer, two).wait())) == [3.0, 4.0]
+    assert sorted(numbers(start_scoring(scorer, two)())) == [3.0, 4.0]
     assert len(set(map(id, loops))) == 1, "a client that was made in the first call still works in the second"
 
 
@@ -293,7 +269,7 @@ def test_a_function_always_runs_on_one_thread_with_the_gpu_of_the_rank(scorer_of
         return chosen[threading.current_thread()]
 
     scorer = scorer_of(lambda response: asyncio.run(gpu_of_this_thread()))  # it may run a loop of its own
-    assert numbers(scorer.score(two)) == numbers(start_scoring(scorer, two).wait()) == [3, 3]
+    assert numbers(scorer.score(two)) == numbers(start_scoring(scorer, two)()) == [3, 3]
     assert len(chosen) == 1
     assert threading.main_thread() not in chosen
 
@@ -314,29 +290,25 @@ def test_a_list_as_long_as_the_response_rewards_its_tokens(kind, scorer_of, step
     assert score == Score(token_rewards=[0.0, 0.5, 0.0, 0.0, -1.0, 0.0, 0.0, 0.0, 2.0]), "the first is the prompt"
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.5])
-def test_a_list_with_one_number_per_step_rewards_the_last_token_of_each(weight, scorer_of, steps):
-    scorer = scorer_of(lambda response: [1, 0, 3], step_separator="z", token_weight=weight)
-    ends = [False, False, True, False, False, True, False, True, False]  # a reward of 0 is a reward
-    expected = [0.0, 0.0, weight, 0.0, 0.0, 0.0, 0.0, 3.0 * weight, 0.0]
-    assert scorer.score([steps]) == [Score(token_rewards=expected, step_ends=ends)]
-
-
-def test_the_rewards_of_two_steps_in_one_token_add_up(scorer_of, make_trajectory):
+def test_a_list_with_one_number_per_step_rewards_the_last_token_of_each(scorer_of, steps, make_trajectory):
+    for weight in (1.0, 0.5):
+        scorer = scorer_of(lambda response: [1, 0, 3], step_separator="z", token_weight=weight)
+        ends = [False, False, True, False, False, True, False, True, False]  # a reward of 0 is a reward
+        expected = [0.0, 0.0, weight, 0.0, 0.0, 0.0, 0.0, 3.0 * weight, 0.0]
+        assert scorer.score([steps]) == [Score(token_rewards=expected, step_ends=ends)]
     scorer = scorer_of(lambda response: [1, 2], step_separator="x")
     scorer.tokenizer.add_tokens(["axb"])
     token = scorer.tokenizer.convert_tokens_to_ids("axb")
     scores = scorer.score([make_trajectory([4], [token, after, 1]) for after in (29, 27)])
     assert scores[0].token_rewards == [0.0, 1.0, 2.0, 0.0], "b goes on into the next token"
-    assert scores[1].token_rewards == [0.0, 3.0, 0.0, 0.0]
+    assert scores[1].token_rewards == [0.0, 3.0, 0.0, 0.0], "the rewards of two steps in one token add up"
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 4, 7, 9])
+@pytest.mark.parametrize("n", [0, 1, 4, 9])
 def test_a_list_of_another_length_is_an_error_with_all_counts(n, scorer_of, steps):
-    with pytest.raises(ValueError) as error:
+    counts = rf"returned {n} numbers for prompt 'ask', .* 8 tokens and 3 steps .*--step_separator 'z'"
+    with pytest.raises(ValueError, match=counts):
         scorer_of(lambda response: [0.0] * n, step_separator="z").score([steps])
-    for part in (f"returned {n} numbers for prompt 'ask'", "8 tokens and 3 steps", "--step_separator 'z'"):
-        assert part in str(error.value)
 
 
 # Exceptions

@@ -1,12 +1,15 @@
 """Sources of rewards see the spans that the policy wrote; what tools and environments wrote is not its own."""
 
 import pytest
+import torch
 
+from openppo.config import RewardConfig
+from openppo.models.padding import MicroBatchSize
 from openppo.rewards import FunctionScorer, VerifiableScorer, as_reward_function
-from openppo.rewards.model import StepText
+from openppo.rewards.model import ProcessScorer
 from openppo.rewards.rendering import RewardModelText, policy_tokens
 from openppo.rewards.verifiable import length_reward
-from openppo.types import FinishReason, Prompt, Trajectory
+from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
 
 
 @pytest.fixture
@@ -39,10 +42,21 @@ def test_a_function_reads_and_rewards_the_actions(game, make_tokenizer):
 
 def test_a_process_reward_model_judges_the_actions_steps(game, make_tokenizer):
     rendered = []
-    text = StepText(
-        make_tokenizer(), make_tokenizer(), lambda _, steps: rendered.append(steps) or ([1] * 9, [2, 5, 8]), "z", "m"
+    scorer = ProcessScorer(
+        model=lambda sequences, places: torch.zeros(3, 30),
+        render=lambda _, steps: rendered.append(steps) or ([1] * 9, [2, 5, 8]),
+        policy=make_tokenizer(),
+        reward_ids=(20, 21),
+        options=RewardConfig(step_separator="z"),
+        where="m",
+        context=None,
+        pad_token_id=0,
+        size=MicroBatchSize(2),
+        comm=SingleProcess(),
+        device=torch.device("cpu"),
     )
-    assert text(game).ends == [3, 6, 8]
+    [score] = scorer.score([game])
+    assert score.token_rewards == [0, 0, 0, 0.5, 0, 0, 0.5, 0, 0.5, 0]
     assert rendered == [["cd", "zc", "zd"]]
 
 

@@ -11,7 +11,7 @@ from openppo.datasets import load_process_examples, number_rows, render_prompt
 from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ProcessRewardModel
 from openppo.rewards.build import ScorerSetup, build_scorer
-from openppo.rewards.model import ProcessScorer, StepText, equal_batches
+from openppo.rewards.model import ProcessScorer, equal_batches
 from openppo.types import Prompt, SingleProcess
 from tests.conftest import save_tokenizer
 
@@ -38,9 +38,9 @@ def scorer_of(model, tokenizer, micro=2, context=None, **options):
             places.append(len(ids) - 1)
         return ids, places
 
-    text = StepText(tokenizer, tokenizer, render, "l", "--prm_pretrain judge", context)
-    source = RewardConfig(prm_pretrain="judge", **options)
-    return ProcessScorer(model, text, (GOOD, BAD), source, MicroBatchSize(micro), SingleProcess(), torch.device("cpu"))
+    read = render, tokenizer, (GOOD, BAD), RewardConfig(prm_pretrain="judge", step_separator="l", **options)
+    where, run = ("--prm_pretrain judge", context, 0), (MicroBatchSize(micro), SingleProcess(), torch.device("cpu"))
+    return ProcessScorer(model, *read, *where, *run)
 
 
 @pytest.mark.parametrize("micro", [1, 2, 9])
@@ -127,7 +127,8 @@ def judge(tmp_path):
 def built_scorer(judge, policy, prompts=(), template=None, **options):
     source = RewardConfig(prm_pretrain=str(judge), prm_placeholder_token="#", **options)
     where = SingleProcess(), torch.device("cpu"), lambda model: model
-    setup = ScorerSetup(*where, prompts, "policy", MicroBatchSize(2), input_template=template)
+    loading = {"bf16": False, "flash_attn": False, "trust_remote_code": False}
+    setup = ScorerSetup(*where, prompts, "policy", MicroBatchSize(2), loading, input_template=template)
     return build_scorer(source, policy, setup)
 
 
@@ -144,7 +145,7 @@ def test_scoring_reads_what_training_reads(judge, tmp_path, template, policy_cha
     response = make_trajectory(ids, written, text=text, messages=messages)
     scorer = built_scorer(judge, policy, [response.prompt], template, prm_apply_chat_template=judge_chats)
     assert isinstance(scorer, ProcessScorer)
-    read = scorer.text(response)
+    read = scorer.read(response)
     supervised = SupervisedConfig("model", "data", input_template=template, apply_chat_template=judge_chats)
     rows = number_rows([{"question": QUESTION, "steps": STEPS_OF_TEXT, "labels": [True, False, True]}])
     [example], _ = load_process_examples(rows, own, supervised, ProcessConfig(placeholder_token="#"))

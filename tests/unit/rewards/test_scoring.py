@@ -36,40 +36,33 @@ GOOD = Score({"good": 1.0})
 def test_only_a_collective_source_scores_on_the_callers_thread(two):
     computed = threading.Event()
     source = Source(GOOD, before=lambda: computed.wait(60))
-    pending = start_scoring(source, two)
+    wait_for = start_scoring(source, two)
     computed.set()  # the caller's own work; were the source not in the background, this would never be reached
-    assert pending.wait() == [GOOD, GOOD]
+    assert wait_for() == [GOOD, GOOD]
     assert source.thread is not threading.current_thread()
     collective = Source(GOOD, collective=True)
-    pending = start_scoring(collective, two)
+    wait_for = start_scoring(collective, two)
     assert collective.thread is threading.current_thread()
-    assert pending.wait() == [GOOD, GOOD]
+    assert wait_for() == [GOOD, GOOD]
 
 
-def test_background_sources_start_before_collective_ones(two):
-    started, go_on, background_was_first = threading.Event(), threading.Event(), []
-    background = Source(Score({"a": 1.0}), before=lambda: (started.set(), go_on.wait(10)))
-    collective = Source(Score({"b": 2.0}), True)
-    collective.before = lambda: (background_was_first.append(started.wait(10)), go_on.set())
-    combined = CombinedScorer([collective, background])
-    assert combined.collective
-    assert combined.score(two) == [Score({"a": 1.0, "b": 2.0})] * 2
-    assert background_was_first == [True]
-    assert collective.thread is threading.current_thread()
-
-
-def test_background_sources_run_at_the_same_time(two):
+@pytest.mark.parametrize("collective", [True, False])
+def test_sources_run_at_the_same_time(collective, two):
+    """The collective one after the others have started, or each would wait for the other for ever."""
     both_are_here = threading.Barrier(2, timeout=60)
-    combined = CombinedScorer([Source(Score({name: 1.0}), before=both_are_here.wait) for name in "ab"])
-    assert not combined.collective
+    sources = [Source(Score({name: 1.0}), before=both_are_here.wait) for name in "ab"]
+    sources[0].collective = collective
+    combined = CombinedScorer(sources)
+    assert combined.collective == collective
     assert combined.score(two) == [Score({"a": 1.0, "b": 1.0})] * 2
+    assert (sources[0].thread is threading.current_thread()) == collective
 
 
 @pytest.mark.parametrize("collective", [True, False])
 def test_what_a_source_raises_comes_up(collective, two):
     source = Source(GOOD, collective, before=lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        start_scoring(source, two).wait()
+        start_scoring(source, two)()
     with pytest.raises(ZeroDivisionError):
         CombinedScorer([Source(GOOD), source]).score(two)
 
@@ -87,9 +80,11 @@ def test_token_rewards_of_several_sources_are_summed(two):
     assert score.step_ends == [True, True, True]
 
 
-def test_two_sources_of_one_name_are_an_error_naming_both(two):
+def test_two_sources_of_one_name_are_an_error_naming_them(two):
     combined = CombinedScorer([Source(GOOD, name="--reward_fn f.py"), Source(GOOD, name="--remote_rm_url")])
-    with pytest.raises(ValueError, match="^--reward_fn f.py and --remote_rm_url both give a reward named 'good'"):
+    with pytest.raises(
+        ValueError, match="^--reward_fn f.py and --remote_rm_url: two of them give a reward named 'good'"
+    ):
         combined.score(two)
 
 

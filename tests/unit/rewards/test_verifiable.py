@@ -153,7 +153,7 @@ def test_math_works_in_the_background(math_reward, make_trajectory, make_tokeniz
     trajectories = [
         make_trajectory([4], [*tokenizer.convert_tokens_to_ids([f" {n}"]), 1], label="#### 1") for n in range(3)
     ]
-    scores = start_scoring(VerifiableScorer(math_reward, tokenizer, "math"), trajectories).wait()
+    scores = start_scoring(VerifiableScorer(math_reward, tokenizer, "math"), trajectories)()
     assert scores == [Score({"math": 0.0}), Score({"math": 1.0}), Score({"math": 0.0})]
 
 
