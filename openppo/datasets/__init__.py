@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from openppo.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from openppo.datasets.examples import PreferenceExample as PreferenceExample, PromptSet as PromptSet
+    from openppo.datasets.examples import PreferenceExample as PreferenceExample
     from openppo.datasets.examples import load_documents as load_documents, load_preferences as load_preferences
     from openppo.datasets.examples import load_prompts as load_prompts, load_sft_examples as load_sft_examples
     from openppo.datasets.process import ProcessExample as ProcessExample, StepEncoder as StepEncoder

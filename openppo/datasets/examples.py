@@ -22,7 +22,6 @@ from openppo.datasets.templates import (
     render_prompt,
     render_whole,
     require_tokenizer,
-    same_turn,
     shortened,
 )
 from openppo.datasets.turns import render_conversation, render_response
@@ -34,14 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PromptSet:
-    """Prompts in the order of their rows, and how many rows were dropped because their prompt is too long."""
-
-    prompts: list[Prompt]
-    dropped: int
-
-
 def load_prompts(
     rows: Sequence[SourceRow],
     tokenizer: PreTrainedTokenizerBase,
@@ -49,13 +40,12 @@ def load_prompts(
     *,
     flag: str = "--prompt_data",
     show: ShowRows = iter,
-) -> PromptSet:
-    """Render the prompt of each row into a ``Prompt``.
+) -> tuple[list[Prompt], int]:
+    """The prompt of each row, in order, and the number of rows dropped as longer than ``options.prompt_max_len``.
 
     The prompt is column ``options.input_key``, else recognized. The label is column ``options.label_key``, else the
-    answer of a recognized format, else None. A prompt longer than ``options.prompt_max_len`` tokens is dropped, never
-    cut. Raises ``ValueError`` naming ``flag`` and the row for a missing column or an empty or malformed prompt, and
-    ``--prompt_max_len`` if no prompt is left.
+    answer of a recognized format, else None. Raises ``ValueError`` naming ``flag`` and the row for a missing column or
+    an empty or malformed prompt, and ``--prompt_max_len`` if no prompt is left.
     """
     chat, template = options.apply_chat_template, options.input_template
     require_tokenizer(tokenizer, apply_chat_template=chat, eos=False)
@@ -71,7 +61,7 @@ def load_prompts(
         text, ids = render_prompt(value, tokenizer, input_template=around, apply_chat_template=chat)
         return Prompt(text, ids, label, row.row, messages, source=row.source, index=row.number - 1)
 
-    return PromptSet(*reader.examples(render, ("--prompt_max_len", options.prompt_max_len), show))
+    return reader.examples(render, ("--prompt_max_len", options.prompt_max_len), show)
 
 
 def load_sft_examples(
@@ -209,15 +199,10 @@ def _render_side(
     try:
         if prompt is None:
             return render_whole(side, tokenizer, input_template=None, apply_chat_template=chat)
-        if chat and not isinstance(side, str):
-            asked, side = as_messages(prompt, "user", template), as_messages(side)
-            if side[0]["role"] != "assistant":  # a whole conversation, which repeats the prompt
-                if len(side) <= len(asked) or not all(map(same_turn, side, asked)):
-                    raise ValueError(
-                        "a whole conversation that does not start with the prompt. Leave --prompt_key out, so that the "
-                        "conversation is taken as it is."
-                    )
-                side = side[len(asked) :]
+        if chat and not isinstance(side, str) and as_messages(side)[0]["role"] != "assistant":
+            raise ValueError(
+                "a whole conversation beside a prompt. Leave --prompt_key out, so that it is taken as it is."
+            )
         return render_response(prompt, side, tokenizer, input_template=template, apply_chat_template=chat).token_ids
     except ValueError as error:
         of_both = "" if prompt is None else " and its prompt"

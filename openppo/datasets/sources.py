@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 """One row of data: column name -> value."""
-PlacedRow = tuple[Row, str]
-"""A row and its place in the file, "line 3" or "row 3", both from 1."""
 
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -47,12 +45,11 @@ _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, OverflowE
 
 @dataclass(frozen=True)
 class SourceRow:
-    """A row, the name of its source, its number there (from 1), and its place in the file, if known: "line 3"."""
+    """A row, the name of its source, and its number there, from 1."""
 
     row: Row
     source: str
     number: int
-    place: str = ""
 
 
 ShowRows = Callable[[Sequence[SourceRow]], Iterable[SourceRow]]
@@ -73,15 +70,14 @@ def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) ->
     source and the remedy.
     """
     path = Path(source).expanduser()
-    placed: Iterable[PlacedRow]
+    found: Iterable[Row]
     if path.is_file():
-        placed = _read_file(path, flag)
+        found = _read_file(path, flag)
     elif path.is_dir() and not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        files = _files_of_split(path, flag, split)
-        placed = ((row, f"{file.name}, {place}") for file in files for row, place in _read_file(file, flag))
+        found = chain.from_iterable(_read_file(file, flag) for file in _files_of_split(path, flag, split))
     else:
-        placed = ((row, "") for row in _load_by_datasets(source, flag, split, max_samples))
-    rows = [SourceRow(row, source, n, place) for n, (row, place) in enumerate(islice(placed, max_samples), start=1)]
+        found = _load_by_datasets(source, flag, split, max_samples)
+    rows = number_rows(islice(found, max_samples), source)
     if not rows:
         raise ValueError(f"{flag} {source}: empty, it has no rows. Choose another file or split.")
     return rows
@@ -127,8 +123,7 @@ def naming_row(flag: str, row: SourceRow) -> Iterator[None]:
         yield
     except ValueError as error:
         of_source = f" of {row.source}" if row.source else ""
-        place = f" ({row.place})" if row.place not in ("", f"row {row.number}") else ""
-        raise ValueError(f"{flag}, row {row.number}{of_source}{place}: {error}") from error
+        raise ValueError(f"{flag}, row {row.number}{of_source}: {error}") from error
 
 
 def _interleave(loaded: Sequence[Sequence[SourceRow]], shares: list[float], seed: int) -> list[SourceRow]:
@@ -142,12 +137,9 @@ def _interleave(loaded: Sequence[Sequence[SourceRow]], shares: list[float], seed
 def _rows_made(make: Callable[[str], Any], source: str, where: str, max_samples: int | None) -> list[SourceRow]:
     """Rows that the user's loader ``make`` gives."""
     with leaving_no_trace(where):
-        made = make(source)
-        rows = list(islice(made, max_samples)) if isinstance(made, Iterable) else []
-    wrong = [f"rows of {type(row).__name__}" for row in rows if not isinstance(row, dict)]
-    if wrong or not rows:
-        what = wrong[0] if wrong else "no rows" if isinstance(made, Iterable) else type(made).__name__
-        raise ValueError(f"{where} gave {what}; it must give rows, each a dict of its columns.")
+        rows = list(islice(make(source), max_samples))
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{where} must give one row or more, each a dict of its columns.")
     return number_rows(rows, source)
 
 
@@ -176,13 +168,10 @@ def _load_by_datasets(source: str, flag: str, split: str, max_samples: int | Non
 
 def _files_of_split(folder: Path, flag: str, split: str) -> list[Path]:
     """Data files of one split in ``folder``, else in its subfolder 'data', by name."""
-    files = [file for file in sorted(folder.glob("*")) + sorted(folder.glob("data/*")) if file.is_file()]
-    files = [file for file in files if _suffix(file) in READERS and file.name not in METADATA_FILES]
     by_split: dict[str, list[Path]] = {}
-    for file in files:
-        if file.parent == files[0].parent:
-            by_split.setdefault(_split_of_name(file.name, split), []).append(file)
-    if not files:
+    for file in _data_files(folder) or _data_files(folder / "data"):
+        by_split.setdefault(_split_of_name(file.name, split), []).append(file)
+    if not by_split:
         raise ValueError(
             f"{flag} {folder}: no data file in this folder. Name a .jsonl, .json, .csv or .parquet file, a folder "
             "of them, or a folder saved by 'datasets'."
@@ -192,6 +181,10 @@ def _files_of_split(folder: Path, flag: str, split: str) -> list[Path]:
         names = ", ".join(file.name for file in by_split[split])
         raise ValueError(f"{flag} {folder}: files of several kinds for split {split!r} ({names}). Name one file.")
     return by_split[split]
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.glob("*")) if _suffix(file) in READERS and file.name not in METADATA_FILES]
 
 
 def _split_of_name(name: str, wanted: str) -> str:
@@ -215,7 +208,7 @@ def _suffix(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def _read_file(path: Path, flag: str) -> Iterator[PlacedRow]:
+def _read_file(path: Path, flag: str) -> Iterator[Row]:
     """Rows of one data file, read on demand; ``ValueError`` names ``flag``, the file and, if there is one, the line."""
     where = f"{flag} {path}"
     if _suffix(path) not in READERS:
@@ -237,20 +230,20 @@ def _lines(path: Path, where: str) -> Iterator[str]:
                 raise ValueError(f"{where}, line {number}: not UTF-8 text ({what}). Save the file as UTF-8.") from error
 
 
-def _read_json_lines(path: Path, where: str) -> Iterator[PlacedRow]:
+def _read_json_lines(path: Path, where: str) -> Iterator[Row]:
     for number, line in enumerate(_lines(path, where), start=1):
         if line.strip():
-            yield _as_object(_parse(line.rstrip(), where, number), f"{where}, line {number}"), f"line {number}"
+            yield _as_object(_parse(line.rstrip(), where, number), f"{where}, line {number}")
 
 
-def _read_json(path: Path, where: str) -> Iterator[PlacedRow]:
+def _read_json(path: Path, where: str) -> Iterator[Row]:
     """Rows of an array, or one on each line."""
     text = "".join(_lines(path, where))
     if not text.lstrip().startswith("["):
         yield from _read_json_lines(path, where)
         return
     for number, row in enumerate(_parse(text, where), start=1):
-        yield _as_object(row, f"{where}, row {number}"), f"row {number}"
+        yield _as_object(row, f"{where}, row {number}")
 
 
 def _parse(text: str, where: str, line: int = 1) -> Any:
@@ -270,50 +263,37 @@ def _as_object(row: object, where: str) -> Row:
     return row
 
 
-def _read_csv(path: Path, where: str) -> Iterator[PlacedRow]:
+def _read_csv(path: Path, where: str) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the default, 128 KiB, is shorter than many documents
     reader = csv.reader(_lines(path, where), strict=True)
     try:
         header = next(reader, [])
         if len(set(header)) < len(header):
             raise ValueError(f"{where}, line 1: a column occurs twice. Rename one of them.")
-        first = reader.line_num + 1  # line of the row: it may have several
-        for fields in reader:
-            if len(fields) == len(header):
-                yield dict(zip(header, fields, strict=True)), f"line {first}"
-            elif fields:
+        for fields in filter(None, reader):  # without empty lines
+            if len(fields) != len(header):
                 raise ValueError(
-                    f"{where}, line {first}: {len(fields)} fields, but the first line names {len(header)} columns. "
-                    "Put quotes around texts with commas."
+                    f"{where}, line {reader.line_num}: {len(fields)} fields, but the first line names {len(header)} "
+                    "columns. Put quotes around texts with commas."
                 )
-            first = reader.line_num + 1
+            yield dict(zip(header, fields, strict=True))
     except csv.Error as error:
         raise ValueError(f"{where}, line {reader.line_num}: not valid CSV ({error}). Check its quotes.") from error
 
 
-def _read_parquet(path: Path, where: str) -> Iterator[PlacedRow]:
-    number = 1
+def _read_parquet(path: Path, where: str) -> Iterator[Row]:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
                 raise ValueError("a column occurs twice")
             for batch in file.iter_batches():
                 batch.validate(full=True)  # offsets and UTF-8: reading on through damage could crash the process
-                for row in batch.to_pylist():
-                    yield row, f"row {number}"
-                    number += 1
+                yield from batch.to_pylist()
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # the last for dates after the year 9999
         what = " ".join(str(error).split())
-        raise ValueError(
-            f"{where}, from row {number} on: cannot be read as Parquet ({what}). Write it again, dates and times that "
-            "are out of range as text."
-        ) from error
+        remedy = "Write it again, dates and times that are out of range as text."
+        raise ValueError(f"{where}: cannot be read as Parquet ({what}). {remedy}") from error
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[PlacedRow]]] = {
-    ".jsonl": _read_json_lines,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
+READERS = {".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
 """How to read a file, by its extension."""

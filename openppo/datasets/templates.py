@@ -97,12 +97,11 @@ def as_messages(value: object, role: str | None = None, input_template: str | No
 def _as_message(message: object) -> Message:
     given = message if isinstance(message, dict) else {}
     calls, content, role = given.get("tool_calls") or [], given.get("content"), given.get("role")
-    if not (isinstance(calls, list) and all(isinstance(_function(call).get("name"), str) for call in calls)):
-        what = f'"tool_calls" like [{{"function": {{"name": "add"}}}}]: {shortened(message)}'
-        raise ValueError(f"not a chat message with {what}.")
+    named = isinstance(calls, list) and all(isinstance(_function(call).get("name"), str) for call in calls)
     may_lack_text = calls or (role in ("assistant", "tool") and "content" in given)
-    if not isinstance(role, str) or (content is None and not may_lack_text):
-        raise ValueError(f'not a chat message with texts "role" and "content": {shortened(message)}.')
+    if not named or not isinstance(role, str) or (content is None and not may_lack_text):
+        what = 'texts "role" and "content", and in "tool_calls" functions with a "name"'
+        raise ValueError(f"not a chat message with {what}: {shortened(message)}.")
     return {**given, "content": None if content is None and calls else text_of(content)}
 
 

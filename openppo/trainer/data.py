@@ -57,9 +57,9 @@ def load_ppo_data(
         if source is None or not prompts:
             return []
         rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
-        loaded = load_prompts(rows, tokenizer, options, flag=flag, show=show)
-        log_dropped(loaded.dropped, len(loaded.prompts), flag, "--prompt_max_len")
-        return loaded.prompts
+        found, dropped = load_prompts(rows, tokenizer, options, flag=flag, show=show)
+        log_dropped(dropped, len(found), flag, "--prompt_max_len")
+        return found
 
     def load_all() -> PPOData:
         read = load("--prompt_data", options.prompt_data, options.prompt_data_probs, options.prompt_split)

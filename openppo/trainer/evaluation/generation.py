@@ -45,12 +45,11 @@ class _Job:
         self.tokenizer = tokenizer = load_policy_tokenizer(options.pretrain, trust, options.chat_template_kwargs)
         source, split, seed = options.prompt_data, options.prompt_split, options.seed
         rows = load_mixed_rows(options, source, flag="--prompt_data", split=split, seed=seed)
-        loaded = load_prompts(rows, tokenizer, options, show=tokenizing(self.comm))
-        log_dropped(loaded.dropped, len(loaded.prompts), "--prompt_data", "--prompt_max_len")
-        ids = [prompt.token_ids for prompt in loaded.prompts]
+        self.prompts, dropped = load_prompts(rows, tokenizer, options, show=tokenizing(self.comm))
+        log_dropped(dropped, len(self.prompts), "--prompt_data", "--prompt_max_len")
+        ids = [prompt.token_ids for prompt in self.prompts]
         check_context(model_config, model, max(map(len, ids)), options.generate_max_len)
         check_token_ids(model_config, model, tokenizer, ids)
-        self.prompts = loaded.prompts
         self.sampling = self.prompts, sampling_params(options), options.n_samples_per_prompt, seed
 
     def close(self) -> None:

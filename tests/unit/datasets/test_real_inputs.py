@@ -52,9 +52,9 @@ def test_gsm8k_is_recognized_and_rendered_with_the_qwen_template(assets):
     assert len(rows_of(assets / "data/gsm8k")) == 7473
     rows, tokenizer = rows_of(assets / "data/gsm8k", "test"), tokenizer_of(assets, "qwen2.5")
     question = rows[0].row["question"]
-    loaded = load("prompts", rows, tokenizer, **WITH_CHAT)
-    assert (len(loaded.prompts), loaded.dropped) == (1319, 0)
-    prompt = loaded.prompts[0]
+    prompts, dropped = load("prompts", rows, tokenizer, **WITH_CHAT)
+    prompt = prompts[0]
+    assert (len(prompts), dropped) == (1319, 0)
     assert prompt.text == (
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
         f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
@@ -114,7 +114,7 @@ def test_hh_transcripts_become_pairs_prompts_and_responses(assets, name):
     tokenizer, options = tokenizer_of(assets, name), {} if name == "gpt2" else WITH_CHAT
     rows = rows_of(assets / "data/hh-rlhf", "test")[:500]
     pairs, dropped = load("pairs", rows, tokenizer, **options)
-    prompts = load("prompts", rows, tokenizer, prompt_max_len=4096, **options).prompts
+    prompts, _ = load("prompts", rows, tokenizer, prompt_max_len=4096, **options)
     assert (len(pairs), len(prompts), dropped) == (500, 500, 0)
     for row, pair, prompt in zip(rows, pairs, prompts, strict=True):
         n_asked = len(prompt.token_ids)

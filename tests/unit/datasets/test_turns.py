@@ -206,7 +206,7 @@ def test_a_call_of_a_tool_may_end_a_conversation_and_its_answer_a_prompt(make_to
         tokenizer = make_tokenizer(chat_template=WITH_TOOLS.replace("%}<assistant>{%", "%}" + opening + "{%"))
         assert targets(sft(ASKED[:2], tokenizer), tokenizer) == '[add{"a": 1, "b": 2}]<eos>'
     tokenizer = make_tokenizer(chat_template=WITH_TOOLS)
-    (prompt,) = load("prompts", [{"messages": ASKED}], tokenizer, **WITH_CHAT).prompts
+    (prompt,), _ = load("prompts", [{"messages": ASKED}], tokenizer, **WITH_CHAT)
     assert prompt.text == '<user>One plus two?<eos><assistant>[add{"a": 1, "b": 2}]<eos><tool>3<eos><assistant>'
     assert prompt.messages == ASKED
     other = {**ASKED[1], "tool_calls": [{"function": {"name": "sub", "arguments": {}}}]}  # all that the sides differ in
