@@ -2,11 +2,12 @@
 
 import ast
 import difflib
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 
-from openppo.cli.versions import may_be_cut_short, print_versions
+from openppo.cli.versions import print_versions
 
 _CLI = Path(__file__).parent / "cli"
 _USAGE = """usage: openppo COMMAND [OPTIONS]
@@ -23,14 +24,13 @@ On several devices: torchrun --standalone --nproc_per_node 8 -m openppo COMMAND 
 def main() -> None:
     """Entry point of ``openppo`` and of ``python -m openppo``."""
     asked, known = sys.argv[1:2], commands()
-    if asked in ([], ["-h"], ["--help"]):
-        width = max(map(len, known))
-        listed = "\n".join(f"  {name:<{width}}  {purpose}" for name, purpose in known.items())
-        with may_be_cut_short():
-            print(_USAGE.format(commands=listed), end="")
+    if asked in ([], ["-h"], ["--help"], ["--version"]):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly if the reader leaves: --help | head
+        if asked == ["--version"]:
+            return print_versions()
+        listed = "\n".join(f"  {name:<10}  {purpose}" for name, purpose in known.items())
+        print(_USAGE.format(commands=listed), end="")
         sys.exit(0 if asked else 2)
-    if asked == ["--version"]:
-        return print_versions()
     command = asked[0].replace("-", "_")
     if command not in known:
         near = difflib.get_close_matches(asked[0], known, n=1)

@@ -18,6 +18,7 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
 from openppo.__main__ import commands
+from openppo.config.fields import declared_options, is_group
 
 _LONGEST_CHOICE = 40
 _OPTION = re.compile(r'(?<!">)(<code>--([a-z0-9_]+)(?: [^<]*)?</code>)')  # but not inside a link
@@ -36,8 +37,7 @@ _ARGUMENTS = {"report": "RUN_DIR [RUN_DIR ...]", "export": "CHECKPOINT FOLDER [O
 _HOW = """
 An option with a value is given as `--name VALUE`, a list as `--name VALUE VALUE`. One without is a switch, which
 `--no_name` turns off. `--config FILE.yaml` reads options from a file, under the same names; the command line wins. In
-Python: `from_options({config}, name=value)` of `openppo.config`; a group is what the code reads, as in
-`config.{group}.{option}`.
+Python: `from_options({config}, name=value)` of `openppo.config`; the code reads them as `config.{option}`.
 """
 
 
@@ -83,9 +83,13 @@ def page(command: str) -> str:
         words = [sys.executable, "-m", f"openppo.cli.{command}", "--help"]
         help_text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
         return f"{head}\n```text\n{help_text}```\n"
-    groups = typing.get_type_hints(config)
-    first, option = next((name, dataclasses.fields(group)[0].name) for name, group in groups.items())
-    how = _HOW.format(config=config.__name__, group=first, option=option)
+    groups = {name: hint for name, hint in typing.get_type_hints(config).items() if is_group(hint)}
+    if own := [option for option in dataclasses.fields(config) if option.name not in groups]:
+        groups = {"options": config} | groups
+    name, group = next(iter(groups.items()))
+    how = _HOW.format(
+        config=config.__name__, option=own[0].name if own else f"{name}.{dataclasses.fields(group)[0].name}"
+    )
     positional = "PositionalRequiredArgs" in inspect.getsource(import_module(f"openppo.cli.{command}"))
     return "\n".join([head, how, *(_table(name, group, positional) for name, group in groups.items())])
 
@@ -112,8 +116,7 @@ def docstrings(group: type) -> dict[str, str]:
 
 def _names(command: str) -> list[str]:
     config = config_type(command)
-    groups = typing.get_type_hints(config).values() if config is not None else ()
-    return [option.name for group in groups for option in dataclasses.fields(group)]
+    return [] if config is None else list(declared_options(config))
 
 
 def _train_first(command: str) -> tuple[bool, str]:
@@ -125,6 +128,8 @@ def _table(name: str, group: type, positional: bool) -> str:
     meanings, types = docstrings(group), typing.get_type_hints(group)
     lines = [f"## {name}", "", inspect.getdoc(group) or "", "", "| option | default | meaning |", "| --- | --- | --- |"]
     for option in dataclasses.fields(group):
+        if is_group(types[option.name]):
+            continue
         value, choices = _value(types[option.name]), ""
         if len(value) > _LONGEST_CHOICE:
             value, choices = "NAME", f" One of: {value.strip('{}').replace(',', ', ')}."

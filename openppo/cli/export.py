@@ -4,17 +4,10 @@ from functools import partial
 
 import tyro
 
-from openppo.cli.options import Runnable, run_command
+from openppo.cli.options import run_command
 from openppo.config import ExportConfig
 
-
-def _build(config: ExportConfig) -> Runnable:
-    from openppo.trainer.resume.export import Export  # heavy: after parsing
-
-    return Export(config.model)
-
-
-main = partial(run_command, ExportConfig, _build, tyro.conf.PositionalRequiredArgs)
+main = partial(run_command, ExportConfig, "openppo.trainer.resume.export:Export", tyro.conf.PositionalRequiredArgs)
 
 if __name__ == "__main__":
     main()

@@ -2,17 +2,10 @@
 
 from functools import partial
 
-from openppo.cli.options import Runnable, run_command
+from openppo.cli.options import run_command
 from openppo.config import MergeLoRAConfig
 
-
-def _build(config: MergeLoRAConfig) -> Runnable:
-    from openppo.models.merge_lora import LoRAMerge  # heavy: after parsing
-
-    return LoRAMerge(config.merge)
-
-
-main = partial(run_command, MergeLoRAConfig, _build)
+main = partial(run_command, MergeLoRAConfig, "openppo.models.merge_lora:LoRAMerge")
 
 if __name__ == "__main__":
     main()

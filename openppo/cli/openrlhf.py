@@ -5,61 +5,39 @@ or refused with what to use instead. docs/openrlhf.md has the whole table.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+DROPPED = {
+    "local_rank": "",  # without a word: DeepSpeed's launcher adds it and says the same in LOCAL_RANK
+    "max_ckpt_mem": "--max_ckpt_num alone says how many checkpoints are kept",
+    **dict.fromkeys(("aux_loss_coef 0", "aux_loss_coef 0.0"), "0 is no such loss"),
+    "grad_accum_dtype fp32": "gradients are accumulated in float32 anyway",
+    "actor_init_on_gpu": "models are moved to the GPU before DeepSpeed wraps them anyway",
+    "gradient_checkpointing_use_reentrant": "--gradient_checkpointing gives the same gradients",
+    "disable_fast_tokenizer": "transformers 5 chooses the tokenizer's implementation",
+    "perf": "times and tokens per second are always in the metrics",
+    "packing_samples": "how samples are batched never changes the result",
+}
+"""Flags that change nothing here, those with a value for that value only: the reason."""
 
-@dataclass(frozen=True)
-class ForeignFlag:
-    """A flag of OpenRLHF only: dropped because of ``reason``, or refused with ``remedy``.
+_RAY = """
+    ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node actor_num_nodes
+    actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node colocate_actor_ref colocate_critic_reward
+    colocate_all_models ref_reward_offload vllm_num_engines vllm_tensor_parallel_size vllm_sync_backend
+    vllm_sync_with_ray vllm_enable_sleep deepspeed_enable_sleep enforce_eager enable_prefix_caching ring_attn_size
+    ring_head_stride
+""".split()
 
-    With a ``remedy`` only ``dropped_values`` are dropped. An empty ``reason`` drops it without a word.
-    """
-
-    takes_value: bool = False
-    reason: str = ""
-    remedy: str = ""
-    dropped_values: tuple[str, ...] = ()
-
-
-_RAY = "it is of OpenRLHF's train_ppo_ray; here all models share the processes of torchrun. Leave it out."
-
-FOREIGN_FLAGS: dict[str, ForeignFlag] = {
-    "local_rank": ForeignFlag(takes_value=True),  # DeepSpeed's launcher adds it and says the same in LOCAL_RANK
-    "disable_ds_ckpt": ForeignFlag(remedy="use --save_steps 0 for no checkpoints."),
-    "max_ckpt_mem": ForeignFlag(takes_value=True, reason="--max_ckpt_num alone says how many checkpoints are kept"),
-    "max_len": ForeignFlag(takes_value=True, remedy="use --prompt_max_len and --generate_max_len."),
-    "aux_loss_coef": ForeignFlag(
-        takes_value=True,
-        reason="0 is no such loss",
-        remedy="there is no balancing loss for mixtures of experts here. Leave it out.",
-        dropped_values=("0", "0.0"),
-    ),
-    "grad_accum_dtype": ForeignFlag(
-        takes_value=True,
-        reason="gradients are accumulated in float32 anyway",
-        remedy="gradients are always accumulated in float32. Leave it out.",
-        dropped_values=("fp32",),
-    ),
-    "actor_init_on_gpu": ForeignFlag(reason="models are moved to the GPU before DeepSpeed wraps them anyway"),
-    "gradient_checkpointing_use_reentrant": ForeignFlag(
-        reason="--gradient_checkpointing is the non-reentrant kind, with the same gradients"
-    ),
-    "disable_fast_tokenizer": ForeignFlag(reason="transformers 5 chooses the tokenizer's implementation"),
-    "use_ms": ForeignFlag(remedy="download the model with ModelScope and give its folder as --pretrain."),
-    "perf": ForeignFlag(reason="times and tokens per second are always in the metrics"),
-    "packing_samples": ForeignFlag(reason="how samples are batched never changes the result"),
+REFUSED = {
+    "disable_ds_ckpt": "use --save_steps 0 for no checkpoints.",
+    "max_len": "use --prompt_max_len and --generate_max_len.",
+    "aux_loss_coef": "there is no balancing loss for mixtures of experts here. Leave it out.",
+    "grad_accum_dtype": "gradients are always accumulated in float32. Leave it out.",
+    "use_ms": "download the model with ModelScope and give its folder as --pretrain.",
     **dict.fromkeys(
-        (
-            *("ref_num_nodes", "ref_num_gpus_per_node", "reward_num_nodes", "reward_num_gpus_per_node"),
-            *("actor_num_nodes", "actor_num_gpus_per_node", "critic_num_nodes", "critic_num_gpus_per_node"),
-            *("colocate_actor_ref", "colocate_critic_reward", "colocate_all_models", "ref_reward_offload"),
-            *("vllm_num_engines", "vllm_tensor_parallel_size", "vllm_sync_backend", "vllm_sync_with_ray"),
-            *("vllm_enable_sleep", "deepspeed_enable_sleep", "enforce_eager"),
-            *("enable_prefix_caching", "ring_attn_size", "ring_head_stride"),
-        ),
-        ForeignFlag(remedy=_RAY),
+        _RAY, "it is of OpenRLHF's train_ppo_ray; here all models share the processes of torchrun. Leave it out."
     ),
 }
+"""Flags whose effect is not available: what to do."""
 
 
 def without_foreign_flags(arguments: Sequence[str], all_of_them: bool = True) -> tuple[list[str], list[str]]:
@@ -68,20 +46,23 @@ def without_foreign_flags(arguments: Sequence[str], all_of_them: bool = True) ->
     Raises ``ValueError`` with the remedy for a flag whose effect is not available. ``all_of_them``: else only the flag
     of DeepSpeed's launcher.
     """
+    foreign = {flag.split()[0] for flag in (*DROPPED, *REFUSED)} if all_of_them else {"local_rank"}
     kept: list[str] = []
     notices: list[str] = []
-    remaining = iter(arguments)
-    for argument in remaining:
-        name, has_value, value = argument.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        flag = FOREIGN_FLAGS.get(name) if argument.startswith("--") and (all_of_them or name == "local_rank") else None
-        if flag is None:
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        flag, has_value, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or name not in foreign:
             kept.append(argument)
             continue
-        if flag.takes_value and not has_value:
-            value = next(remaining, "")
-        if flag.remedy and value not in flag.dropped_values:
-            raise ValueError(f"--{name} {value}".rstrip() + f" does not exist here: {flag.remedy}")
-        if flag.reason:
-            notices.append(f"--{name} {value}".rstrip() + f" of OpenRLHF is left out: {flag.reason}.")
+        if not has_value and remaining and not remaining[0].startswith("--"):
+            value = remaining.pop(0)
+        given = f"{name} {value}".rstrip()
+        reason = DROPPED.get(given, DROPPED.get(name))
+        if reason is None:
+            raise ValueError(f"--{given} does not exist here: {REFUSED[name]}")
+        if reason:
+            notices.append(f"--{given} of OpenRLHF is left out: {reason}.")
     return kept, notices

@@ -10,20 +10,21 @@ import json
 import logging
 import os
 import pkgutil
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 import yaml
 
 from openppo import __version__
 from openppo.cli.openrlhf import without_foreign_flags
-from openppo.cli.versions import may_be_cut_short, print_versions
-from openppo.config import CommandConfig, RunConfig, TrainPPOConfig, flat_dict
+from openppo.cli.versions import print_versions
+from openppo.config import Options, RunConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import TrainingConfig
 from openppo.config.fields import KEY_FROM_ELSEWHERE, declared_options
 
@@ -32,37 +33,16 @@ _SECONDS_FOR_FIRST_RANK = 20
 _ABOUT_FILES = "--config FILE.yaml reads 'option: value' lines, as logs/config.yaml has them; flags override them."
 _HOW_TO_RESUME = "the same command with --load_checkpoint resumes from the newest checkpoint"
 
-Config = TypeVar("Config", bound=CommandConfig)
+Config = TypeVar("Config", bound=Options)
 
 
-class Runnable(Protocol):
-    """What a command builds; one that knows what its models take has ``explain_memory`` too."""
+def run_command(config_type: type[Options], build: str, *markers: Any) -> None:
+    """Read the command line, build, and run.
 
-    def fit(self) -> None:
-        """Do the work."""
-
-    def close(self) -> None:
-        """Leave the process group."""
-
-
-def run_command(config_type: type[Config], build: str | Callable[[Config], Runnable], *markers: Any) -> None:
-    """Parse ``sys.argv``, build, and run.
-
-    A ``ValueError`` before training starts is the user's: one line on stderr and exit status 2, no traceback.
-    ``build`` makes the job; as "module:name" it is imported after parsing, because it loads torch. ``markers``: see
-    ``parse_options``.
+    ``build``, as "module:name", makes the job of the config, which has ``fit`` and ``close``; it is imported after
+    parsing, because it loads torch. A ``ValueError`` of it is the user's too. ``markers``: see ``parse_options``.
     """
-    if sys.argv[1:] == ["--version"]:
-        return print_versions()
-    try:
-        config = parse_options(config_type, sys.argv[1:], *markers)
-        config.validate(_world_size())
-    except ValueError as error:
-        leave(str(error))
-    except SystemExit as ended:  # tyro has printed the error on the first rank of each host
-        if ended.code:
-            _wait_for_first_rank()
-        raise
+    config = read_command(config_type, *markers)
     if isinstance(config, TrainingConfig) and _rank() == 0:  # libraries load for some seconds
         command = f"train_{type(config).__name__.removeprefix('Train').removesuffix('Config').lower()}"
         ranks, name = f" on {_world_size()} ranks" if _world_size() > 1 else "", f"OpenPPO {__version__}"
@@ -73,7 +53,27 @@ def run_command(config_type: type[Config], build: str | Callable[[Config], Runna
         _end_process()
 
 
-def _run(config: Config, build: str | Callable[[Config], Runnable]) -> bool:
+def read_command(config_type: type[Config], *markers: Any) -> Config:
+    """Parse and check ``sys.argv``; a ``ValueError`` is the user's: one line on stderr and exit status 2."""
+    arguments = sys.argv[1:]
+    if {"-h", "--help", "--version"} & {*arguments}:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly if the reader leaves: --help | head
+    if arguments == ["--version"]:
+        print_versions()
+        sys.exit()
+    try:
+        config = parse_options(config_type, arguments, *markers)
+        config.validate(_world_size())
+    except ValueError as error:
+        leave(str(error))
+    except SystemExit as ended:  # tyro has printed the error on the first rank of each host
+        if ended.code:
+            _wait_for_first_rank()
+        raise
+    return config
+
+
+def _run(config: Options, build: str) -> bool:
     """Whether a signal has ended the work before its end."""
     from openppo.strategy import signals
     from openppo.strategy.watchdog import Watchdog  # with torch: after parsing
@@ -88,7 +88,7 @@ def _run(config: Config, build: str | Callable[[Config], Runnable]) -> bool:
                 from openppo.trainer.startup import quiet_libraries  # seconds of imports
 
                 quiet_libraries()
-                job = (pkgutil.resolve_name(build) if isinstance(build, str) else build)(config)
+                job = pkgutil.resolve_name(build)(config)
         except ValueError as error:
             watchdog.refuse(str(error))
         watchdog.explain_memory = getattr(job, "explain_memory", watchdog.explain_memory)
@@ -106,10 +106,9 @@ def _end_process() -> NoReturn:
     that never returns. All that a command writes is closed by then.
     """
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it is where a shell has closed it: >&-
-            with contextlib.suppress(OSError):  # the reader has closed the pipe
-                stream.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where a shell has closed it: >&-
+        with contextlib.suppress(OSError):  # the reader has closed the pipe
+            stream.flush()
     os._exit(0)
 
 
@@ -136,7 +135,7 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
         if argument in ("--use_wandb", "--use-wandb") and following.startswith("--"):  # it may stand alone
             given[i] = f"--use_wandb={KEY_FROM_ELSEWHERE}"
     shown = sys.stderr if first_rank else io.StringIO()  # some errors ignore console_outputs
-    with contextlib.redirect_stderr(shown), may_be_cut_short():
+    with contextlib.redirect_stderr(shown):
         return tyro.cli(
             config_type,
             args=[*(_arguments_of_file(found.config, known) if found.config else []), *given],
@@ -162,7 +161,7 @@ def _nearest(name: str, known: Iterable[str], dashes: str = "") -> str:
 def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field]) -> list[str]:
     """Turn the options of a YAML file into command-line arguments."""
     try:
-        options = _UniqueKeys(file.read_text()).get_single_data()
+        options = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {file}: {error}") from error
     if not isinstance(options, dict):
@@ -171,16 +170,6 @@ def _arguments_of_file(file: Path, known: dict[str, dataclasses.Field]) -> list[
         if name not in known:
             raise ValueError(f"unknown option in --config {file}: {name}; {_nearest(str(name), known)}")
     return [part for name, value in options.items() for part in _arguments_of_option(known[name], value, file)]
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses keys that occur twice, of which PyYAML takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if repeated := {str(key) for key in keys if keys.count(key) > 1}:
-            raise yaml.YAMLError(f"{', '.join(sorted(repeated))} occurs twice; keep one of them.")
-        return dict(super().construct_mapping(node, deep))
 
 
 def _arguments_of_option(option: dataclasses.Field, value: Any, file: Path) -> list[str]:

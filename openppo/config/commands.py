@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from openppo.config.data import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
-from openppo.config.fields import Rules, declared_options, given_options, raise_first, rules_of
+from openppo.config.fields import Options, Rules, declared_options, given_options, raise_first, rules_of
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
 from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PPOConfig, PPOLearningRateConfig
 from openppo.config.rewards import NO_REWARD, RewardConfig, RewardShapingConfig
@@ -16,23 +16,8 @@ from openppo.config.rollout import EvaluationConfig, GenerationConfig
 from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, DeepSpeedConfig, RunConfig, TrackingConfig
 
 
-@dataclass(frozen=True)
-class CommandConfig:
-    """A tuple of groups of options."""
-
-    def validate(self, world_size: int) -> None:
-        """Raise ``ValueError`` for the first option, or combination of them, that cannot work on so many ranks."""
-        for group in vars(self).values():
-            group.validate()
-        raise_first(self.problems(world_size))
-
-    def problems(self, world_size: int) -> Iterator[str]:
-        """Messages about options of several groups that cannot work together, each with a remedy."""
-        return iter(())
-
-
-class TrainingConfig(CommandConfig):
-    """Options of a command that trains."""
+class TrainingConfig(Options):
+    """Options of a command that trains: a tuple of groups."""
 
     if TYPE_CHECKING:  # groups of each of them
         batch: BatchConfig
@@ -52,9 +37,10 @@ class TrainingConfig(CommandConfig):
         """Folders that receive models, by flag."""
         return {"--save_path": self.run.save_path}
 
-    def validate(self, world_size: int, own_source: bool = False) -> None:
-        """As of ``CommandConfig``; with ``own_source`` the caller's source gives prompts and rewards and evaluates."""
-        super().validate(world_size)
+    def validate(self, world_size: int = 1, own_source: bool = False) -> None:
+        """As of ``Options``; with ``own_source`` the caller's source gives prompts and rewards and evaluates."""
+        super().validate()
+        raise_first(self.problems_on(self.run.dry_run_ranks or world_size))
         refuse_overwriting(self.input_models, self.output_models)
         if not own_source:
             raise_first(self.missing_inputs())
@@ -70,9 +56,9 @@ class TrainingConfig(CommandConfig):
             if missing and condition.metric.startswith("eval"):
                 yield f"--stop_when {condition.text!r} looks at evaluations: give held-out data with --{flag}."
 
-    def problems(self, world_size: int) -> Iterator[str]:
-        ranks, samples = self.run.dry_run_ranks or world_size, self.batch.train_batch_size
-        if samples % ranks != 0:
+    def problems_on(self, ranks: int) -> Iterator[str]:
+        """Messages about groups of options that cannot work together on so many ranks, each with a remedy."""
+        if (samples := self.batch.train_batch_size) % ranks != 0:
             yield f"--train_batch_size {samples} does not divide among {ranks} ranks: use a multiple of {ranks}."
         if self.lora.load_in_4bit and self.deepspeed.zero_stage == 3:
             yield "--load_in_4bit: 4-bit weights cannot be partitioned; use --zero_stage 0, 1 or 2."
@@ -115,9 +101,9 @@ class TrainPPOConfig(TrainingConfig):
             yield NO_REWARD
         yield from super().missing_inputs()
 
-    def problems(self, world_size: int) -> Iterator[str]:
-        yield from super().problems(world_size)
-        yield from self._problems_of_sizes(self.run.dry_run_ranks or world_size)
+    def problems_on(self, ranks: int) -> Iterator[str]:
+        yield from super().problems_on(ranks)
+        yield from self._problems_of_sizes(ranks)
         yield from self._problems_of_rewards()
         sampling = self.generation
         cut = sampling.top_p < 1 or sampling.top_k is not None or sampling.min_new_tokens > 0

@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 KEY_FROM_ELSEWHERE = "True"
 """Value of --use_wandb whose key is in WANDB_API_KEY or stored by 'wandb login', or is not needed."""
@@ -84,18 +84,27 @@ def rules_of(declared: dataclasses.Field) -> Rules:
 
 @dataclass(frozen=True)
 class Options:
-    """Base of each group of options."""
+    """Options of a command, or a group of them; a command has options of its own, groups, or both."""
 
-    def validate(self) -> None:
-        """Raise ``ValueError`` for the first option, or combination of them, that cannot work."""
+    def validate(self, world_size: int = 1) -> None:
+        """Raise ``ValueError`` for the first option, or combination of them, that cannot work on so many ranks."""
         hints = typing.get_type_hints(type(self))
         for declared in dataclasses.fields(self):
-            _check_value(declared.name, vars(self)[declared.name], hints[declared.name], rules_of(declared))
+            value = vars(self)[declared.name]
+            if isinstance(value, Options):
+                value.validate()
+            else:
+                _check_value(declared.name, value, hints[declared.name], rules_of(declared))
         raise_first(self.problems())
 
     def problems(self) -> Iterator[str]:
-        """Messages about options of the group that cannot work together, each with a remedy."""
+        """Messages about options that cannot work together, each with a remedy."""
         return iter(())
+
+
+def is_group(hint: Any) -> TypeGuard[type[Options]]:
+    """Whether a field of this type is a group of options."""
+    return isinstance(hint, type) and issubclass(hint, Options)
 
 
 def raise_first(problems: Iterator[str]) -> None:
@@ -139,16 +148,23 @@ def _words(hint: Any) -> str:
 
 def declared_options(command: type) -> dict[str, dataclasses.Field]:
     """All options of a command by name, in the order of its groups."""
-    groups = typing.get_type_hints(command).values()
-    return {declared.name: declared for group in groups for declared in dataclasses.fields(group)}
+    options: dict[str, dataclasses.Field] = {}
+    hints = typing.get_type_hints(command)
+    for declared in dataclasses.fields(command):
+        group = hints[declared.name]
+        options |= declared_options(group) if is_group(group) else {declared.name: declared}
+    return options
 
 
-def given_options(config: Any) -> dict[str, Any]:
-    """All values of a command by option name, in the order of the groups."""
-    return {name: value for group in vars(config).values() for name, value in vars(group).items()}
+def given_options(config: Options) -> dict[str, Any]:
+    """All values of a command by option name, in the order of its groups."""
+    values: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        values |= given_options(value) if isinstance(value, Options) else {name: value}
+    return values
 
 
-def flat_dict(config: Any) -> dict[str, object]:
+def flat_dict(config: Options) -> dict[str, object]:
     """``given_options`` for files and logs; reads back through ``--config``.
 
     Secrets in URLs are masked, and a key of --use_wandb is left out.
@@ -169,14 +185,16 @@ def from_options(command: type[Command], **options: Any) -> Command:
     A list, or one text, may stand for a tuple, and a path for a text. Raises ``ValueError`` for an option that the
     command does not have, and ``TypeError`` if a required option is missing; ``validate`` checks values.
     """
-    made = {}
-    for name, group in typing.get_type_hints(command).items():
-        hints = typing.get_type_hints(group)
-        mine = sorted(hints.keys() & options.keys())
-        made[name] = group(**{known: _as_parsed(hints[known], options.pop(known)) for known in mine})
-    if options:
-        raise ValueError(f"{command.__name__} has no option {', '.join(sorted(options))}; see --help for all options.")
-    return command(**made)
+    if unknown := sorted(options.keys() - declared_options(command)):
+        raise ValueError(f"{command.__name__} has no option {', '.join(unknown)}; see --help for all options.")
+    given: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(command).items():
+        if is_group(hint):
+            own = declared_options(hint).keys() & options.keys()
+            given[name] = from_options(hint, **{option: options[option] for option in own})
+        elif name in options:
+            given[name] = _as_parsed(hint, options[name])
+    return command(**given)
 
 
 def _as_parsed(hint: Any, value: Any) -> Any:

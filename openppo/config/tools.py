@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from openppo.config.commands import CommandConfig
 from openppo.config.data import PromptDataConfig
-from openppo.config.fields import Bound, Options, at_least, not_empty, not_negative, option, positive
+from openppo.config.fields import Bound, Options, at_least, not_empty, not_negative, option, positive, require
 from openppo.config.models import ModelConfig, refuse_overwriting
 from openppo.config.rewards import NO_REWARD, RewardConfig
 from openppo.config.rollout import SamplingConfig
@@ -39,17 +38,17 @@ class PromptsConfig(SamplingConfig, PromptDataConfig, ModelConfig):
             yield f"--n_samples_per_prompt {n} with --temperature 0 gives one response {n} times: raise --temperature."
 
 
-@dataclass(frozen=True)
-class OutputConfig(Options):
-    """Where responses go."""
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(PromptsConfig):
+    """Options of openppo.cli.generate."""
 
     output_path: str = option(bound=not_empty)
     """JSONL file that receives one line for each response."""
 
 
 @dataclass(frozen=True)
-class JudgementConfig(Options):
-    """How responses are judged."""
+class EvaluateConfig(PromptsConfig):
+    """Options of openppo.cli.evaluate."""
 
     pass_reward: float | None = None
     """Reward from which a response passes (default: 1; with a reward model or server none, so pass@k is left out)."""
@@ -57,11 +56,17 @@ class JudgementConfig(Options):
     """Name of the scalar head of --reward_pretrain."""
     output_path: str | None = None
     """JSONL file that receives every response with its rewards (default: none is kept)."""
+    rewards: RewardConfig = field(default_factory=RewardConfig)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.rewards.names():
+            yield NO_REWARD
 
 
 @dataclass(frozen=True)
-class ServerConfig(Options):
-    """A reward server."""
+class ServeRMConfig(Options):
+    """Options of openppo.cli.serve_rm."""
 
     reward_pretrain: str
     """Reward model: a sequence-classification checkpoint with one label, or a PEFT folder of one."""
@@ -94,8 +99,8 @@ class ServerConfig(Options):
 
 
 @dataclass(frozen=True)
-class MergeConfig(Options):
-    """A PEFT folder and where its full weights go."""
+class MergeLoRAConfig(Options):
+    """Options of openppo.cli.merge_lora."""
 
     lora_path: str
     """PEFT folder, as training with --lora_rank saves it."""
@@ -108,15 +113,15 @@ class MergeConfig(Options):
     trust_remote_code: bool = False
     """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 
-    def validate(self) -> None:
+    def validate(self, world_size: int = 1) -> None:
         super().validate()
         inputs = {"--lora_path": self.lora_path, "--pretrain": self.pretrain}
         refuse_overwriting(inputs, {"--save_path": self.save_path})
 
 
 @dataclass(frozen=True)
-class CheckpointModelConfig(Options):
-    """A checkpoint, and the model that is made of it."""
+class ExportConfig(Options):
+    """Options of openppo.cli.export."""
 
     checkpoint: str
     """Checkpoint of a training command, such as ckpt/checkpoints_ppo/step_00000010, or a folder of them: the newest."""
@@ -135,18 +140,19 @@ class CheckpointModelConfig(Options):
     trust_remote_code: bool = False
     """Run Python code from the model or tokenizer repository, with your permissions; else such models are refused."""
 
-    def problems(self) -> Iterator[str]:
-        if self.folder == "":
-            yield "FOLDER is empty: name the folder that receives the model."
+    def validate(self, world_size: int = 1) -> None:
+        super().validate()
+        require(self.folder, "FOLDER is empty: name the folder that receives the model.")
         inputs = {"--pretrain": self.pretrain, "--critic_pretrain": self.critic_pretrain}
         refuse_overwriting({"CHECKPOINT": self.checkpoint, **inputs}, {"FOLDER": self.folder})
         if self.role != "critic" and self.critic_pretrain is not None:
-            yield "--critic_pretrain has an effect with --role critic only: add --role critic, or leave it out."
+            raise ValueError("--critic_pretrain has an effect with --role critic only: add --role critic.")
+        require(world_size == 1, "export runs in one process: start it without torchrun.")
 
 
 @dataclass(frozen=True)
-class ReportPageConfig(Options):
-    """Runs, and the page about them."""
+class ReportConfig(Options):
+    """Options of openppo.cli.report."""
 
     run_dirs: tuple[str, ...]
     """Folders of runs: what they had as --save_path, or its subfolder 'logs'. Several are laid over each other."""
@@ -156,56 +162,3 @@ class ReportPageConfig(Options):
     def problems(self) -> Iterator[str]:
         if not self.run_dirs:
             yield "name the folder of a run: python -m openppo.cli.report RUN_DIR."
-
-
-@dataclass(frozen=True)
-class GenerateConfig(CommandConfig):
-    """Options of openppo.cli.generate."""
-
-    prompts: PromptsConfig
-    output: OutputConfig
-
-
-@dataclass(frozen=True)
-class EvaluateConfig(CommandConfig):
-    """Options of openppo.cli.evaluate."""
-
-    prompts: PromptsConfig
-    rewards: RewardConfig = field(default_factory=RewardConfig)
-    judgement: JudgementConfig = field(default_factory=JudgementConfig)
-
-    def problems(self, world_size: int) -> Iterator[str]:
-        if not self.rewards.names():
-            yield NO_REWARD
-
-
-@dataclass(frozen=True)
-class ServeRMConfig(CommandConfig):
-    """Options of openppo.cli.serve_rm."""
-
-    server: ServerConfig
-
-
-@dataclass(frozen=True)
-class MergeLoRAConfig(CommandConfig):
-    """Options of openppo.cli.merge_lora."""
-
-    merge: MergeConfig
-
-
-@dataclass(frozen=True)
-class ExportConfig(CommandConfig):
-    """Options of openppo.cli.export."""
-
-    model: CheckpointModelConfig
-
-    def problems(self, world_size: int) -> Iterator[str]:
-        if world_size > 1:
-            yield "export runs in one process: start it without torchrun."
-
-
-@dataclass(frozen=True)
-class ReportConfig(CommandConfig):
-    """Options of openppo.cli.report."""
-
-    page: ReportPageConfig

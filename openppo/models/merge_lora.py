@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openppo.config import MergeConfig
+from openppo.config import MergeLoRAConfig
 from openppo.models.adapters import HEAD_TASK
 from openppo.models.loading import load_causal_lm, model_error_context
 from openppo.models.pretrained import adapter_config, check_model, is_peft_folder, load_tokenizer
@@ -19,7 +19,7 @@ logger = logging.getLogger("openppo")
 class LoRAMerge:
     """Loads adapters and base model; ``fit()`` writes their sum, taken in float32. ``ValueError`` names the flag."""
 
-    def __init__(self, config: MergeConfig) -> None:
+    def __init__(self, config: MergeLoRAConfig) -> None:
         self.folder = Path(config.save_path)
         name, base, trust = config.lora_path, config.pretrain, config.trust_remote_code
         if not is_peft_folder(name):

@@ -11,11 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
-from openppo.config import ServerConfig
+from openppo.config import ServeRMConfig
 from openppo.datasets.templates import encode_start
+from openppo.models.loading import attention_implementation, model_error_context
+from openppo.models.pretrained import check_model, check_token_ids, context_length, load_tokenizer, pad_token_id
+from openppo.models.scalar_head import get_llm_for_sequence_regression
+from openppo.rewards.http import read_token
+from openppo.rewards.model import forward_scores, stored_normalization
+from openppo.strategy.comm import set_up_gpu
 
 logger = logging.getLogger("openppo")
 
@@ -31,7 +38,7 @@ class RewardServer:
     score: Callable[[list[list[int]]], list[float]]
     encode: Callable[[str], list[int]]
     listener: socket.socket
-    config: ServerConfig
+    config: ServeRMConfig
     token: str | None = None
 
     def __post_init__(self) -> None:
@@ -118,6 +125,48 @@ class RewardServer:
     def _may_ask(self, request: web.Request) -> bool:
         sent = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         return self.token is None or hmac.compare_digest(sent, f"Bearer {self.token}".encode())
+
+
+def build_server(options: ServeRMConfig) -> RewardServer:
+    """Load the reward model and open the port; ``ValueError`` names the flag to change."""
+    flag, name, trust = "--reward_pretrain", options.reward_pretrain, options.trust_remote_code
+    set_up_gpu(options.bf16)
+    token = None if options.token_file is None else read_token(options.token_file, "--token_file")
+    listener = listen(options.host, options.port)
+    attention_implementation(options.flash_attn, options.bf16)
+    model_config = check_model(name, flag, trust)
+    tokenizer = load_tokenizer(name, flag, trust_remote_code=trust)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{flag} {name}: its tokenizer has no EOS token, at which a text is scored.")
+    check_token_ids(model_config, f"{flag} {name}", tokenizer, [[tokenizer.eos_token_id]])
+    max_len = min(options.max_len, context_length(model_config) or options.max_len)
+    if max_len < options.max_len:
+        logger.warning("%s %s: --max_len %d is cut to its context, %d tokens", flag, name, options.max_len, max_len)
+    mean, std = 0.0, 1.0
+    if options.normalize_reward:
+        remedy = "Train it with openppo.cli.train_rm, which stores them, or leave --normalize_reward out."
+        mean, std = stored_normalization(model_config, f"{flag} {name}", remedy)
+    with model_error_context(flag, name):
+        model = get_llm_for_sequence_regression(
+            name,
+            "reward",
+            bf16=options.bf16,
+            flash_attn=options.flash_attn,
+            value_head_prefix=options.value_head_prefix,
+            trust_remote_code=trust,
+        )
+    device, pad = torch.device("cuda" if torch.cuda.is_available() else "cpu"), pad_token_id(tokenizer)
+    model.eval().to(device)
+
+    def encode(text: str) -> list[int]:
+        ids = encode_conversation(tokenizer, text, max_len)
+        check_token_ids(model_config, "the reward model", tokenizer, [ids])
+        return ids
+
+    def score(rows: list[list[int]]) -> list[float]:
+        return [(score - mean) / std for score in forward_scores(model, rows, pad, device)]
+
+    return RewardServer(score=score, encode=encode, listener=listener, config=options, token=token)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from openppo.config import CheckpointModelConfig, MergeConfig
+from openppo.config import ExportConfig, MergeLoRAConfig
 from openppo.models.merge_lora import LoRAMerge
 from openppo.trainer.resume.export import Export
 
@@ -33,7 +33,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def export(checkpoint: Path, folder: Path, **options: Any) -> Path:
-    Export(CheckpointModelConfig(str(checkpoint), str(folder), **options)).fit()
+    Export(ExportConfig(str(checkpoint), str(folder), **options)).fit()
     return folder
 
 
@@ -54,7 +54,7 @@ def test_an_exported_model_is_what_the_run_saved(name: str, tiny: Path, tmp_path
             export(checkpoints, tmp_path / "merged", merge=True)
         return
     merged = export(checkpoints, tmp_path / "merged", merge=True)
-    LoRAMerge(MergeConfig(str(tmp_path / "model"), str(tmp_path / "by_merge_lora"))).fit()
+    LoRAMerge(MergeLoRAConfig(str(tmp_path / "model"), str(tmp_path / "by_merge_lora"))).fit()
     assert files(merged) == files(tmp_path / "by_merge_lora")
 
 

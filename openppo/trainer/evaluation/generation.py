@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,6 +22,7 @@ from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
 from openppo.strategy.comm import InferenceStrategy, check_transformers
 from openppo.tracking import progress_bar
+from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.engine_check import check_frozen
 from openppo.trainer.evaluation.evaluator import Grading, generate_responses, sample_and_score
@@ -95,7 +97,7 @@ class GenerateJob(_Job):
 
     def __init__(self, config: GenerateConfig) -> None:
         """Load everything; ``ValueError`` names the flag to change."""
-        super().__init__(config.prompts, config.output.output_path)
+        super().__init__(config, config.output_path)
         self.actor, self.engine = self._load_policy()
 
     def fit(self) -> None:
@@ -119,24 +121,30 @@ class EvaluateJob(_Job):
 
     def __init__(self, config: EvaluateConfig) -> None:
         """Load everything; ``ValueError`` names the flag to change."""
-        super().__init__(config.prompts, config.judgement.output_path)
-        options, judgement = config.prompts, config.judgement
+        super().__init__(config, config.output_path)
+        trust = config.trust_remote_code
         setup = ScorerSetup(
             self.comm,
             self.strategy.device,
             self.strategy.prepare_frozen,
             self.prompts,
-            options.pretrain,
-            MicroBatchSize(options.micro_batch_size),
-            {name: getattr(options, name) for name in ("bf16", "flash_attn", "trust_remote_code")},
-            judgement.value_head_prefix,
-            input_template=options.input_template,
-            pack_where_exact=pack_where_exact if options.flash_attn else None,
+            config.pretrain,
+            MicroBatchSize(config.micro_batch_size),
+            {"bf16": config.bf16, "flash_attn": config.flash_attn, "trust_remote_code": trust},
+            config.value_head_prefix,
+            input_template=config.input_template,
+            pack_where_exact=pack_where_exact if config.flash_attn else None,
         )
         self.scorer = build_scorer(config.rewards, self.tokenizer, setup)
         _, self.engine = self._load_policy()
-        passing = config.rewards.pass_threshold(judgement.pass_reward)
+        passing = config.rewards.pass_threshold(config.pass_reward)
         self.grading = Grading(self.comm, passing, config.rewards.weights())
+
+    def fit(self) -> None:
+        """Evaluate, and print the table of metrics."""
+        metrics = self.evaluate()
+        if self.strategy.is_main:
+            write_line("\n".join(evaluation_table(metrics, self.sources)), sys.stdout)
 
     @property
     def sources(self) -> list[str]:
@@ -155,6 +163,20 @@ class EvaluateJob(_Job):
         reward = response.total_reward(self.grading.reward_weights)
         row = super()._row(response, number) | {"rewards": response.scores, "reward": reward}
         return row if self.grading.pass_reward is None else row | {"passed": self.grading.passes(reward)}
+
+
+def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> list[str]:
+    """One line for each metric, one column for all prompts and, if there are several, for each of their ``sources``.
+
+    ``sources`` has the short name of each prompt's source; ``metrics`` are named as ``Grading`` names them.
+    """
+    columns = {"all": "eval_"} | {source: f"eval/{source}/" for source in sorted(set(sources)) if len(set(sources)) > 1}
+    counts = [str(len(sources)), *(str(sources.count(source)) for source in columns if source != "all")]
+    rows = [["", *columns], ["prompts", *counts]]
+    for name in [name.removeprefix("eval_") for name in metrics if name.startswith("eval_")]:
+        values = [metrics.get(prefix + name) for prefix in columns.values()]
+        rows.append([name, *("-" if value is None else f"{value:.4f}" for value in values)])
+    return table_lines(rows, stream=sys.stdout)
 
 
 def check_output(path: str) -> Path:

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 
 from openppo.config import (
-    CheckpointModelConfig,
-    MergeConfig,
+    ExportConfig,
+    MergeLoRAConfig,
     TrainPPOConfig,
     TrainPRMConfig,
     TrainRMConfig,
@@ -45,7 +45,7 @@ class Export:
     With ``--enable_ema`` that is the average, as at the end of a run. ``ValueError`` names what cannot work.
     """
 
-    def __init__(self, options: CheckpointModelConfig) -> None:
+    def __init__(self, options: ExportConfig) -> None:
         self.options, self.folder = options, Path(options.folder)
         self.checkpoint = find_checkpoint(Path(options.checkpoint))
         self.state: dict[str, Any] = json.loads((self.checkpoint / "state.json").read_text(encoding="utf-8"))
@@ -79,7 +79,7 @@ class Export:
             save_tokenizer(self.tokenizer, written)
             if options.merge:
                 more = {"bf16": options.bf16, "trust_remote_code": options.trust_remote_code}
-                LoRAMerge(MergeConfig(adapters, options.folder, pretrain=self.start, **more)).fit()
+                LoRAMerge(MergeLoRAConfig(adapters, options.folder, pretrain=self.start, **more)).fit()
         logger.info("wrote the model of step %d of %s to %s", self.state["step"], self.checkpoint, self.folder)
 
     def close(self) -> None:

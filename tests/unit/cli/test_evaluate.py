@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from openppo.cli.evaluate import table
 from openppo.cli.options import parse_options
 from openppo.config import EvaluateConfig
-from openppo.trainer.evaluation.generation import EvaluateJob
+from openppo.trainer.evaluation.generation import EvaluateJob, evaluation_table
 
 REWARD = """
 def reward_fn(prompts, responses, labels):
@@ -63,12 +62,12 @@ def test_the_table_has_a_line_for_each_metric_and_a_column_for_each_source() -> 
         "eval/a long name/reward": 0.0,
         "eval/a long name/pass@1": 0.0,
     }
-    assert table(metrics, ["math", "a long name", "math"]).splitlines() == [
-        "                     all  a long name        math",
-        "prompts                3            1           2",
-        "reward            0.3333       0.0000      0.5000",
-        "pass@1            0.2500       0.0000      0.5000",
-        "reward/bonus      2.0000            -      2.0000",
+    assert evaluation_table(metrics, ["math", "a long name", "math"]) == [
+        "              all     a long name  math",
+        "prompts       3       1            2",
+        "reward        0.3333  0.0000       0.5000",
+        "pass@1        0.2500  0.0000       0.5000",
+        "reward/bonus  2.0000  -            2.0000",
     ]
     alone = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-    assert table(alone, ["math"] * 2).splitlines()[:2] == ["                     all", "prompts                2"]
+    assert evaluation_table(alone, ["math"] * 2)[:2] == ["              all", "prompts       2"]

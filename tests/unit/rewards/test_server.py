@@ -8,7 +8,7 @@ import threading
 import aiohttp
 import pytest
 
-from openppo.config import ServerConfig
+from openppo.config import ServeRMConfig
 from openppo.rewards.server import RewardServer, encode_conversation, listen
 
 
@@ -30,7 +30,7 @@ class Lengths:
 
 def serve(use, score, token=None, **options):
     """Serve on this thread, with an ``encode`` that gives one id per character, until ``use`` is done."""
-    listener, config = listen("127.0.0.1", 0), ServerConfig("my/model", port=0, **options)
+    listener, config = listen("127.0.0.1", 0), ServeRMConfig("my/model", port=0, **options)
     server = RewardServer(score, lambda text: [ord(c) for c in text], listener, config, token)
 
     async def client():

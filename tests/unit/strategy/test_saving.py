@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from openppo.config import DeepSpeedConfig, MergeConfig
+from openppo.config import DeepSpeedConfig, MergeLoRAConfig
 from openppo.models import Actor
 from openppo.models.merge_lora import LoRAMerge
 from openppo.strategy import DeepspeedStrategy
@@ -66,7 +66,7 @@ def test_a_file_has_the_tensors_that_transformers_would_write(
     actor: Any = Actor(str(tmp_path / "theirs"), **lora).model
     save_model(actor, tmp_path / "ours", is_main=True)
     if lora:
-        config = MergeConfig(lora_path=str(tmp_path / "ours"), save_path=str(tmp_path / "merged"))
+        config = MergeLoRAConfig(lora_path=str(tmp_path / "ours"), save_path=str(tmp_path / "merged"))
         LoRAMerge(config).fit()
     theirs, ours = (load_file(tmp_path / f / "model.safetensors") for f in ("theirs", "merged" if lora else "ours"))
     assert ours.keys() == theirs.keys()
