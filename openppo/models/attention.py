@@ -1,7 +1,6 @@
 """Attention where SDPA is slow: on CPUs decode steps, and causal in bfloat16; on GPUs grouped heads in float32."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-_CPU_NAME, _GPU_NAME = "openppo_cpu", "openppo_cuda"
 _BLOCK = 64
 """Queries at a time; of the keys after them nothing is computed."""
 _LONGEST = 1024
@@ -25,12 +23,11 @@ def use_fast_attention(model: PreTrainedModel) -> None:
     """Replace SDPA in a model on CPUs, and on GPUs if its dtype and the GPU need it."""
     if model.config._attn_implementation != "sdpa":
         return
-    name, attend = _CPU_NAME, _attend_on_cpu
+    name, attend = "openppo_cpu", _attend_on_cpu
     if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        if not repeats_keys(model.dtype, capability, masked=False):
-            return
-        name, attend = _GPU_NAME, partial(_attend_on_gpu, capability)
+        if model.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability() >= (8, 0):
+            return  # FlashAttention lets heads share keys
+        name, attend = "openppo_cuda", _attend_on_gpu
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, sdpa_mask)
     model.set_attn_implementation(name)
@@ -51,7 +48,7 @@ def _attend_on_cpu(
         fits = query.shape[2] == key.shape[2] <= (_LONGEST_WITH_AMX if has_amx else _LONGEST)
         if attention_mask is None and is_plain and _is_causal(module, options) and fits and key.shape == value.shape:
             learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-            return causal_attention(query, key, value, scale, learns)[0], None
+            return causal_attention(query, key, value, scale, n_weights(query) if learns else 0)[0], None
         if not has_amx:
             inputs = query.float(), key.float(), value.float()
             if attention_mask is not None and attention_mask.is_floating_point():  # added to scores, so of their dtype
@@ -78,21 +75,14 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     return torch.bmm(weights, value.flatten(0, 1)).view(n_rows, 1, heads, -1)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, learns: bool) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("openppo::causal_attention", mutates_args=())
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v over the tokens up to each one, softmax in float32.
 
     ``query`` (B, H, L, D); ``key`` and ``value`` (B, G, L, D) with H a multiple of G. Returns (B, L, H, D) in their
-    dtype, and for the backward pass, if it ``learns``, the weights block by block, else an empty tensor.
+    dtype and, for the backward pass, ``n_kept`` weights block by block (see ``n_weights``). That is an argument since
+    compiled graphs are cached on disk, for later releases too.
     """
-    n_rows, heads, length, _ = query.shape
-    n_blocks, block = _blocks(length)
-    n_weights = n_rows * heads * block * block * n_blocks * (n_blocks + 1) // 2  # of all blocks, at most
-    return causal_operator(query, key, value, scale, n_weights if learns else 0)
-
-
-@torch.library.custom_op("openppo::causal_attention", mutates_args=())
-def causal_operator(query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int) -> tuple[Tensor, Tensor]:
-    """As above. Compiled graphs are cached on disk, for later releases too: what they rely on is an argument."""
     n_rows, heads, length, width = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
     output, kept = query.new_empty(n_rows, length, heads, width), query.new_empty(n_kept)
@@ -133,6 +123,12 @@ def _backward(
     return grads[0].mul_(scale), grads[1].mul_(scale), grads[2]
 
 
+def n_weights(query: Tensor) -> int:
+    """Weights of all blocks, at most."""
+    n_blocks, block = _blocks(query.shape[2])
+    return query.shape[0] * query.shape[1] * block * block * n_blocks * (n_blocks + 1) // 2
+
+
 def _blocks(length: int) -> tuple[int, int]:
     """How many blocks of queries, and the size of all but the last."""
     n_blocks = (length + _BLOCK - 1) // _BLOCK
@@ -148,9 +144,9 @@ def _pieces(query: Tensor) -> Iterator[tuple[slice, int, int, slice]]:
         rows = slice(row, min(row + at_once, n_rows))
         for start in range(0, length, block):
             end = min(start + block, length)
-            n_weights = (rows.stop - row) * heads * (end - start) * end
-            yield rows, start, end, slice(done, done + n_weights)
-            done += n_weights
+            size = (rows.stop - row) * heads * (end - start) * end
+            yield rows, start, end, slice(done, done + size)
+            done += size
 
 
 def _queries(tensor: Tensor, key: Tensor, rows: slice, start: int, end: int) -> Tensor:
@@ -164,7 +160,7 @@ def _keys(tensor: Tensor, rows: slice, end: int) -> Tensor:
     return tensor[rows, :, :end].flatten(0, 1)
 
 
-@causal_operator.register_fake
+@causal_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, scale: float, n_kept: int) -> tuple[Tensor, Tensor]:
     n_rows, heads, length, width = query.shape
     return query.new_empty(n_rows, length, heads, width), query.new_empty(n_kept)
@@ -186,28 +182,15 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, T
     return *_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 
-causal_operator.register_autograd(_differentiate, setup_context=_keep)
-
-
-def repeats_keys(dtype: torch.dtype, capability: tuple[int, int], masked: bool) -> bool:
-    """Whether grouped heads need repeated keys for a fast kernel: only FlashAttention, of half precision, shares them.
-
-    Under a mask transformers does what is needed by itself.
-    """
-    return not masked and not (dtype in (torch.bfloat16, torch.float16) and capability >= (8, 0))
+causal_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _attend_on_gpu(
-    capability: tuple[int, int],
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
+    """As on CPUs. Without a mask grouped heads have no fast kernel in these dtypes; under one transformers helps."""
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and repeats_keys(query.dtype, capability, attention_mask is not None):
+    if groups > 1 and attention_mask is None:
         if query.shape[2] == 1:  # under a mask, even of nothing, the queries of a group share their keys without a copy
             attention_mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=key.device)
         else:

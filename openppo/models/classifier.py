@@ -1,4 +1,4 @@
-"""Classifiers with a linear head for any causal language model."""
+"""Classifiers with a linear head for causal language models."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ from transformers import (
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
 HEAD = "score"
-_OTHER_HEADS = ("ctrl", "modernbert-decoder")
-"""Causal families whose classifier in transformers has a head of another kind."""
-_DECODERS = ("bert", "electra", "ernie", "megatron-bert", "rembert")
-"""Families of encoders, of which the same is true where the config says ``is_decoder``."""
 
 
 class HeadOnTransformer(PreTrainedModel):
@@ -58,9 +54,7 @@ def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
     """
     config = copy.deepcopy(config)
     config.num_labels = 1
-    decodes = config.model_type in _DECODERS and vars(config)["is_decoder"]
-    has_own = type(config) in CLASSIFIERS and config.model_type not in _OTHER_HEADS and not decodes
-    if has_own or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) in CLASSIFIERS or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForSequenceClassification, config
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not isinstance(config, causal.config_class):

@@ -10,10 +10,7 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
-from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger("openppo")
@@ -89,12 +86,6 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
         raise ValueError(f"{named}: this folder has no config.json, so it is not a Hugging Face model.")
     if not path.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"{named}: no such local folder, and no hub name of the form owner/model. Check the path.")
-    if not path.is_dir() and not constants.HF_HUB_OFFLINE and try_to_load_from_cache(name, "config.json") is None:
-        try:
-            urlopen(constants.ENDPOINT, timeout=10).close()  # transformers would retry for half a minute
-        except OSError as error:
-            if not isinstance(error, HTTPError):  # else it answered
-                raise ValueError(f"{named}: no such local folder, and the hub is unreachable ({error}).") from error
     try:
         if (base := base_model_of(name)) != name:
             check_model(base, f"{named}: its base model", trust_remote_code)
@@ -120,25 +111,15 @@ def load_config(
 def context_length(config: PreTrainedConfig) -> int | None:
     """Most tokens that a model reads, by its config; None where the config does not say.
 
-    Positions that are rescaled for a batch's longest row end earlier: see ``rescaled_positions``.
+    It ends where positions begin to be rescaled for a batch's longest row, on which log-probs would then depend.
     """
     text = config.get_text_config()
-    lengths = (getattr(text, name, None) or 0 for name in _CONTEXT_NAMES)
-    longest = next((length for length in lengths if length > 0), None)
-    return min((rope["original_max_position_embeddings"] for rope in _rescaled(text)), default=longest)
-
-
-def rescaled_positions(config: PreTrainedConfig) -> str:
-    """Reason for a shortened ``context_length``, as a sentence; else empty."""
-    names = [rope["rope_type"] for rope in _rescaled(config.get_text_config())]
-    return f" Beyond it, {names[0]} positions make log-probs depend on what else is in a batch." if names else ""
-
-
-def _rescaled(text: PreTrainedConfig) -> list[dict[str, Any]]:
-    found = getattr(text, "rope_parameters", None) or {}
-    every = [found, *(value for value in found.values() if isinstance(value, dict))]
-    rescaled = [rope for rope in every if rope.get("rope_type") in ("longrope", "dynamic")]
-    return [rope for rope in rescaled if rope.get("original_max_position_embeddings") is not None]
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    rescaled = [kind for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")]
+    ends = [end for kind in rescaled if (end := kind.get("original_max_position_embeddings")) is not None]
+    longest = next((length for name in _CONTEXT_NAMES if (length := getattr(text, name, None) or 0) > 0), None)
+    return min(ends, default=longest)
 
 
 def load_tokenizer(
@@ -203,21 +184,11 @@ def check_token_ids(
         )
 
 
-def known_eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """``eos_token_ids`` that the model can sample; a warning names the others."""
-    found, n_embeddings = eos_token_ids(model, tokenizer), model.config.get_text_config().vocab_size
-    if unknown := [token_id for token_id in found if token_id >= n_embeddings]:
-        logger.warning(
-            f"EOS ids outside the model's vocabulary of {n_embeddings} tokens: {', '.join(map(str, unknown))}. No "
-            "response can end with them; correct eos_token_id in config.json, generation_config.json or the tokenizer."
-        )
-    return found[: len(found) - len(unknown)]  # sorted
-
-
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
-    """Every id that ends a response: those of the generation config, the model config and the tokenizer."""
+    """Every id that ends a response and that the model has: of generation config, model config and tokenizer."""
+    text = model.config.get_text_config()
     found: set[int] = set()  # of images and text it may be in one only
-    for source in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
+    for source in (model.generation_config, model.config, text, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
-    return sorted(found)
+    return sorted(token_id for token_id in found if token_id < text.vocab_size)

@@ -14,7 +14,7 @@ from openppo.experience.maker import ExperienceMaker, Hooks, forward_size
 from openppo.models.actor import Actor
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.loading import model_error_context
-from openppo.models.pretrained import base_model_of, known_eos_token_ids, pad_token_id
+from openppo.models.pretrained import base_model_of, eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.rewards.build import ScorerSetup, build_scorer, check_sources
 from openppo.rollout.decode_graphs import CUDARecorder
@@ -228,7 +228,7 @@ def _engine(
 ) -> Engine:
     """Samples with the actor's own module, or a copy of it in vLLM."""
     policy: Any = actor.module.model
-    eos, generation, model = known_eos_token_ids(policy, tokenizer), config.generation, config.model
+    eos, generation, model = eos_token_ids(policy, tokenizer), config.generation, config.model
     common: dict[str, Any] = {"show_progress": strategy.is_main, "stop": stop}
     engine: VLLMEngine | HFEngine
     if generation.rollout_engine == "vllm":

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo import __version__
 from openppo.config import flat_dict, parse_template_kwargs
 from openppo.config.fields import declared_options, rules_of
-from openppo.models.pretrained import context_length, load_tokenizer, rescaled_positions
+from openppo.models.pretrained import context_length, load_tokenizer
 from openppo.strategy.comm import collective, name_ranks
 from openppo.tracking import (
     Trackers,
@@ -124,17 +124,13 @@ def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, kwargs: str | 
 
 def check_context(model_config: PreTrainedConfig, model: str, longest_prompt: int, new_tokens: int) -> None:
     """Raise ``ValueError`` if a prompt of so many tokens and its response do not fit ``model``: a flag and a name."""
-    context, why, text = context_length(model_config), rescaled_positions(model_config), model_config.get_text_config()
-    limits = {}  # row lengths beyond which an engine's other rows matter
-    if getattr(text, "attn_temperature_tuning", False) and getattr(text, "floor_scale", None):  # Llama 4
-        limits["attention temperatures, which count columns,"] = text.floor_scale - 1
-    if getattr(text, "keep_window_size", None):  # Doge
-        limits["dynamic masks"] = text.keep_window_size
-    for what, length in limits.items():
-        if context is None or length <= context:
-            context, why = length, f" Beyond it, {what} make log-probs depend on what else is in a batch."
+    text = model_config.get_text_config()
+    limits = [context_length(model_config), getattr(text, "keep_window_size", None)]  # beyond that of Doge, and
+    if getattr(text, "attn_temperature_tuning", False) and getattr(text, "floor_scale", None):
+        limits.append(text.floor_scale - 1)  # that of Llama 4, log-probs depend on what else is in a batch
+    context = min((limit for limit in limits if limit), default=None)
     if context is not None and longest_prompt + new_tokens > context:
         raise ValueError(
             f"The longest prompt has {longest_prompt} tokens; with --generate_max_len {new_tokens} that exceeds the "
-            f"context of {context} tokens of {model}. Lower --generate_max_len or --prompt_max_len.{why}"
+            f"context of {context} tokens of {model}. Lower --generate_max_len or --prompt_max_len."
         )

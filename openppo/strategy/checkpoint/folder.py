@@ -71,8 +71,7 @@ class CheckpointFolder:
             files = sorted(path for path in partial.rglob("*") if path.is_file())
             mine = files[self.comm.rank :: self.comm.world_size]
             described = self._write(lambda: {str(file.relative_to(partial)): _describe(file) for file in mine})
-            files_of_ranks = self.comm.all_gather_object(described)
-            whole = {name: what for of_rank in files_of_ranks for name, what in of_rank.items()}
+            whole = {name: what for part in self.comm.all_gather_object(described) for name, what in part.items()}
             manifest = json.dumps({"format": _FORMAT, "step": step, "files": whole}, indent=1)
             self._on_main(lambda: (partial / MANIFEST).write_text(manifest))
             self._on_main(lambda: self._publish(partial, "latest", self.keep))
@@ -88,22 +87,22 @@ class CheckpointFolder:
         ``ValueError`` if all are damaged, or one cannot be read now (another format, no permission). Then all stay as
         they are, since a disk may only be missing.
         """
-        damaged: list[tuple[Path, str]] = []
+        damaged: dict[Path, str] = {}
         for path in reversed(self.comm.all_gather_object(self._of_steps())[0]):
             if (what := self._damage(path)) is not None:
-                damaged.append((path, what))
+                damaged[path] = what
                 continue
-            for worse, what in damaged:
+            for worse, what in damaged.items():
                 logger.warning("%s is damaged (%s): set aside, the one before it is used", worse, what)
                 if self.is_main:
                     worse.rename(_free_name(worse, ".damaged"))
-            if damaged and self.is_main:
-                self._link("latest", path)
+                    self._link("latest", path)
             self.comm.all_gather_object(None)
             return path
         if damaged:
+            newest = next(iter(damaged.values()))
             raise ValueError(
-                f"{self.flag} {self.folder}: all checkpoints there are damaged (the newest: {damaged[0][1]}). If a "
+                f"{self.flag} {self.folder}: all checkpoints there are damaged (the newest: {newest}). If a "
                 "disk is missing, start again with it. To begin anew, start without --load_checkpoint, which keeps "
                 "them in a folder of their own, or with another --ckpt_path."
             )
@@ -111,7 +110,10 @@ class CheckpointFolder:
         return None
 
     def set_aside(self) -> None:
-        """Move an earlier run's checkpoints and best model to a folder next to this one; other files stay."""
+        """Move an earlier run's checkpoints and best model to a folder next to this one; other files stay.
+
+        ``CheckpointError`` as in ``save``.
+        """
         had_steps, had_best = self.comm.all_gather_object((self._of_steps(), self._of_steps("best_step")))[0]
         if not had_steps and not had_best:
             return
@@ -123,13 +125,7 @@ class CheckpointFolder:
             for path in (*had_steps, *had_best, *self.folder.glob("*.damaged.*"), *links):
                 shutil.move(path, aside)  # to another disk, where the folder is a mount point
 
-        def failure(message: str) -> ValueError:
-            return ValueError(
-                f"{self.flag} {self.folder}: the checkpoints there cannot be set aside ({message}): give "
-                "--load_checkpoint to resume from them, or another --ckpt_path."
-            )
-
-        collective(self.comm, lambda: move() if self.is_main else None, OSError, failure)
+        self._on_main(move)
         hint = "; --load_checkpoint would have resumed from them" if had_steps else ""
         logger.warning("checkpoints or the best model of an earlier run are kept in %s%s", aside, hint)
 
@@ -150,10 +146,11 @@ class CheckpointFolder:
 
         ``place`` is another folder than this one, with its flag.
         """
-        wanted, (_, folder) = sum(self.comm.all_gather_object(n_bytes)), place or (self.flag, self.folder)
+        place = place or (self.flag, self.folder)
+        wanted = sum(self.comm.all_gather_object(n_bytes))
 
         def check() -> None:
-            if (free := shutil.disk_usage(folder).free) < wanted:
+            if (free := shutil.disk_usage(place[1]).free) < wanted:
                 sizes = f"{wanted / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there"
                 raise OSError(f"{what} {sizes}: {remedy}")
 
@@ -161,12 +158,9 @@ class CheckpointFolder:
 
     def _write(self, work: Callable[[], T], place: tuple[str, Path] | None = None) -> T:
         """``work()``; ``CheckpointError`` on all ranks if it failed on one."""
-        flag, folder = place or (self.flag, self.folder)
-
-        def failure(message: str) -> CheckpointError:
-            return CheckpointError(f"{flag} {folder}: {message}. Checkpoints that were there before are untouched.")
-
-        return collective(self.comm, work, (OSError, SafetensorError), failure)
+        where = " ".join(map(str, place or (self.flag, self.folder)))
+        failure = f"{where}: {{}}. Checkpoints that were there before are untouched.".format
+        return collective(self.comm, work, (OSError, SafetensorError), lambda text: CheckpointError(failure(text)))
 
     def _on_main(self, work: Callable[[], object]) -> None:
         self._write(lambda: work() if self.is_main else None)

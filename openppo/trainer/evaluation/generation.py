@@ -15,7 +15,7 @@ from openppo.datasets import load_mixed_rows, load_prompts
 from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, model_error_context
 from openppo.models.padding import MicroBatchSize
-from openppo.models.pretrained import check_model, check_token_ids, known_eos_token_ids, pad_token_id
+from openppo.models.pretrained import check_model, check_token_ids, eos_token_ids, pad_token_id
 from openppo.rewards.build import ScorerSetup, build_scorer
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
@@ -68,7 +68,7 @@ class _Job:
         if options.engine_check == "on":
             check_frozen(options, actor, self.strategy.device)
         policy: Any = actor.model
-        eos, pad = known_eos_token_ids(policy, self.tokenizer), pad_token_id(self.tokenizer)
+        eos, pad = eos_token_ids(policy, self.tokenizer), pad_token_id(self.tokenizer)
         engine = HFEngine(policy, eos, pad, options.micro_batch_size, show_progress=self.strategy.is_main)
         engine.decode = decoder(self.tokenizer)
         return actor, engine

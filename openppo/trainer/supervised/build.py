@@ -12,7 +12,7 @@ from openppo.config.commands import SupervisedCommand
 from openppo.datasets import load_mixed_rows, load_preferences, load_process_examples, load_sft_examples
 from openppo.models.actor import Actor
 from openppo.models.loading import load_options, model_error_context
-from openppo.models.pretrained import check_model, check_token_ids, context_length, rescaled_positions
+from openppo.models.pretrained import check_model, check_token_ids, context_length
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
 from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -61,7 +61,7 @@ def _build(
     if context is not None and longest > context:
         raise ValueError(
             f"--max_len {options.max_len}: the longest row has {longest} tokens, and --pretrain {name} reads "
-            f"{context}. Lower --max_len to {context}: longer rows are left out.{rescaled_positions(model_config)}"
+            f"{context}. Lower --max_len to {context}: longer rows are left out."
         )
     check_token_ids(model_config, f"--pretrain {name}", tokenizer, rows)
     most_scored = max(map(trainer_class.n_scored, (*train, *held_out)))

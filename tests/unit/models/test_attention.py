@@ -1,8 +1,6 @@
 """Attention in blocks on CPUs and repeated keys on GPUs are attention: the outputs and gradients of torch's own."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +10,8 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 from openppo.models import attention
 from openppo.models.actor import Actor
-from openppo.models.attention import causal_attention
+from openppo.models.attention import causal_attention, n_weights
 from openppo.models.loading import load_causal_lm
-from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import SamplingParams
 
@@ -43,11 +40,11 @@ def outputs_and_gradients(output, inputs):
 def test_outputs_and_gradients_are_those_of_torch(length, queries, keys, scores, monkeypatch):
     monkeypatch.setattr(attention, "_SCORES", scores * length)
     inputs = heads(3, queries, keys, length, 8, torch.float32)
-    output, kept = causal_attention(*inputs, SCALE, True)
+    output, kept = causal_attention(*inputs, SCALE, n_weights(inputs[0]))
     plain = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=SCALE, enable_gqa=queries != keys)
     expected = outputs_and_gradients(plain.transpose(1, 2), inputs)
     torch.testing.assert_close(outputs_and_gradients(output, inputs), expected, rtol=1e-4, atol=2e-5)
-    assert len(kept) > len(causal_attention(*inputs, SCALE, False)[1]) == 0, "weights for the backward pass only"
+    assert len(kept) > len(causal_attention(*inputs, SCALE, 0)[1]) == 0, "weights for the backward pass only"
 
 
 @pytest.fixture
@@ -120,17 +117,6 @@ def test_what_more_is_asked_for_goes_to_torch(saved, calls, asked, bf16):
     assert dtypes(calls) == ([] if not bf16 and "is_causal" in asked else [torch.float32])
 
 
-@pytest.mark.parametrize(("amx", "limit"), [(False, "_LONGEST"), (True, "_LONGEST_WITH_AMX")])
-def test_long_rows_go_to_torch_which_keeps_no_weights(saved, calls, monkeypatch, amx, limit):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
-    monkeypatch.setattr(attention, limit, 19)
-    model = load(saved, bf16=True)
-    model(input_ids=IDS[:, :19])
-    assert calls == []
-    model(input_ids=IDS)
-    assert dtypes(calls) == [torch.bfloat16 if amx else torch.float32] * 2
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @GROUPED
 def test_decode_steps_in_float32_are_those_of_torch(saved, calls, queries, keys, masked):
@@ -161,13 +147,13 @@ def test_a_model_in_float32_reads_bit_for_bit_as_with_torch(saved):
 def on_gpu(saved, monkeypatch):
     """Loads the model as on a GPU of this capability; it stays on the CPU."""
 
-    def load(capability=H100, loader=load_causal_lm, **options):
+    def load_there(capability, bf16=False):
         with monkeypatch.context() as patched:
             patched.setattr(torch.cuda, "is_available", lambda: True)
             patched.setattr(torch.cuda, "get_device_capability", lambda: capability)
-            return loader(saved, flash_attn=False, **options)
+            return load(saved, bf16)
 
-    return load
+    return load_there
 
 
 def run_actor(model):
@@ -180,19 +166,12 @@ def run_engine(model):
     return torch.tensor([completion.log_probs for completions in drawn for completion in completions])
 
 
-def run_critic(model):
-    return model(IDS, torch.ones_like(IDS).bool())
-
-
-@pytest.mark.parametrize("run", [run_actor, run_engine, run_critic])
+@pytest.mark.parametrize("run", [run_actor, run_engine])
 def test_no_head_shares_keys_in_float32_on_gpus(run, saved, on_gpu, calls):
-    loader: Any = partial(get_llm_for_sequence_regression, role="critic") if run is run_critic else load_causal_lm
-    torch.manual_seed(0)  # of a fresh head
-    ours = run(on_gpu(loader=loader, bf16=False))
+    ours = run(on_gpu(H100))
     assert calls
     assert all(queries == keys and not grouped for _, queries, keys, grouped in calls)
-    torch.manual_seed(0)
-    torch.testing.assert_close(ours, run(loader(saved, bf16=False, flash_attn=False)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, run(load(saved)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("capability", "expected"), [(H100, (2, True)), (T4, (4, False))])
@@ -204,7 +183,7 @@ def test_the_fast_kernel_of_bfloat16_keeps_its_shared_keys(on_gpu, calls, capabi
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @BF16
 def test_models_compile_in_one_piece_and_save_nothing_of_it(saved, tmp_path, on_gpu, device, bf16):
-    model = load(saved, bf16) if device == "cpu" else on_gpu(T4, bf16=bf16)
+    model = load(saved, bf16) if device == "cpu" else on_gpu(T4, bf16)
     assert model.config._attn_implementation == f"openppo_{device}"
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(input_ids=IDS).logits, model(input_ids=IDS).logits)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,6 @@ def plain_log_probs(model):
     return expected
 
 
-@torch.no_grad()
-def plain_scores(model):
-    """Of the last token of each row."""
-    return torch.stack([model.eval()(input_ids=torch.tensor([row])).logits[0, 0] for row in ROWS])
-
-
 def same(found, expected, atol=1e-5):
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
@@ -112,24 +107,18 @@ def test_all_linear_adapts_every_linear_layer_but_the_head_which_is_trained_whol
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_reference_is_the_model_before_training(any_causal, training):
-    actor = Actor(any_causal(), temperature=0.7, lora_rank=4, lora_dropout=0.5).train(training)
-    disturb(actor)
-    found = AdapterOffReference(Engine(actor))(SEQUENCES, MASK, return_entropy=True)
-    expected = Actor(any_causal(), temperature=0.7)(SEQUENCES, MASK, return_entropy=True)
-    torch.testing.assert_close(found, tuple(x.detach() for x in expected), rtol=0, atol=1e-6)
-    assert (actor.eval()(SEQUENCES, MASK) - found[0]).abs().max() > 0.1
-
-
-def test_the_reference_leaves_the_actor_as_it_was_even_after_an_error(llama):
-    actor = Actor(llama(), lora_rank=4)
+def test_the_reference_is_the_model_before_training_and_leaves_the_actor_alone(any_causal, training):
+    actor = Actor(any_causal(), temperature=0.7, lora_rank=4, lora_dropout=0.5 * training).train(training)
     disturb(actor)
     before, trained = actor(SEQUENCES, MASK), trainable(actor)
     reference = AdapterOffReference(Engine(actor))
-    assert not reference(SEQUENCES, MASK).requires_grad
+    found = reference(SEQUENCES, MASK, return_entropy=True)
+    expected = Actor(any_causal(), temperature=0.7)(SEQUENCES, MASK, return_entropy=True)
+    torch.testing.assert_close(found, tuple(x.detach() for x in expected), rtol=0, atol=1e-6)
+    assert (before - found[0]).abs().max() > 0.1
     with pytest.raises(IndexError):
         reference(SEQUENCES + 1000, MASK)
-    same(actor(SEQUENCES, MASK), before, atol=0)
+    assert torch.equal(actor(SEQUENCES, MASK), before) is not training, "dropout is back"
     assert trainable(actor) == trained
     before.sum().backward()  # a graph from before the reference ran
     assert all(p.grad is not None for p in actor.parameters() if p.requires_grad)
@@ -178,28 +167,25 @@ def test_an_actor_reads_a_peft_folder_as_peft_does(any_causal, tmp_path, caplog)
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_a_reward_model_reads_a_peft_folder_with_its_head(reward_folder):
+def test_reward_models_read_their_peft_folders_and_critics_those_of_language_models(actor_folder, reward_folder):
     reward = get_llm_for_sequence_regression(str(reward_folder), "reward")
-    theirs = AutoPeftModelForSequenceClassification.from_pretrained(reward_folder, num_labels=1)
-    same(reward(SEQUENCES, MASK).detach(), plain_scores(theirs))
+    theirs = AutoPeftModelForSequenceClassification.from_pretrained(reward_folder, num_labels=1).eval()
+    with torch.no_grad():
+        scores = torch.stack([theirs(input_ids=torch.tensor([row])).logits[0, 0] for row in ROWS])  # of the last token
+    same(reward(SEQUENCES, MASK).detach(), scores)
     assert trainable(reward) == [name for name, _ in reward.named_parameters()]
-    assert isinstance(reward.model.score, nn.Linear)
-
-
-def test_a_critic_may_start_from_the_peft_folder_of_a_language_model(actor_folder, caplog):
-    with caplog.at_level(logging.INFO, logger="openppo"):
-        critic = get_llm_for_sequence_regression(str(actor_folder), "critic")
+    critic = get_llm_for_sequence_regression(str(actor_folder), "critic")
     same(critic.model.model(SEQUENCES)[0].detach(), Actor(str(actor_folder)).model.model(SEQUENCES)[0].detach())
-    assert "fresh scalar head" in caplog.text
     with pytest.raises(ValueError, match="no scalar head"):
         get_llm_for_sequence_regression(str(actor_folder), "reward")
-
-
-def test_adapters_on_top_of_a_peft_folder_are_refused_with_a_remedy(actor_folder, reward_folder):
-    with pytest.raises(ValueError, match=f"is a PEFT folder.*merge_lora --lora_path {actor_folder} --save_path"):
-        Actor(str(actor_folder), lora_rank=2)
-    with pytest.raises(ValueError, match="is a PEFT folder.*merge_lora"):
-        get_llm_for_sequence_regression(str(reward_folder), "critic", lora_rank=2)
+    with pytest.raises(ValueError, match="reward model or critic"):
+        Actor(str(reward_folder))
+    for load, folder in (
+        (Actor, actor_folder),
+        (partial(get_llm_for_sequence_regression, role="critic"), reward_folder),
+    ):
+        with pytest.raises(ValueError, match=f"is a PEFT folder.*merge_lora --lora_path {folder} --save_path"):
+            load(str(folder), lora_rank=2)
 
 
 LAYER = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
@@ -219,9 +205,7 @@ def test_adapters_that_cannot_be_merged_are_an_error(actor_folder, edited, llama
         Actor(edited(actor_folder, change))
 
 
-def test_adapters_of_another_kind_are_an_error(reward_folder, tmp_path, llama_folder):
-    with pytest.raises(ValueError, match="reward model or critic"):
-        Actor(str(reward_folder))
+def test_adapters_of_another_kind_are_an_error(tmp_path, llama_folder):
     prompt_tuning = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(llama_folder), prompt_tuning).save_pretrained(tmp_path / "p")
     with pytest.raises(ValueError, match="only LoRA adapters"):

@@ -170,7 +170,7 @@ def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, 
 def test_all_eos_ids_of_generation_config_model_config_and_tokenizer_end_a_response(
     in_generation, in_config, eos, expected, make_tokenizer
 ):
-    config = SimpleNamespace(eos_token_id=in_config, get_text_config=lambda: config)
+    config = SimpleNamespace(eos_token_id=in_config, vocab_size=40, get_text_config=lambda: config)
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=in_generation), config=config)
     assert eos_token_ids(model, make_tokenizer(eos=eos)) == expected
     of_images = SimpleNamespace(

@@ -71,11 +71,12 @@ def test_bf16_gradients_of_a_single_rank_are_added_in_float32(stage: int, offloa
     assert trained.step() == pytest.approx(2**0.5 * (1 + 8 * 2.0**-10), rel=1e-6)
 
 
-def test_no_forward_waits_for_deepspeeds_throughput_timer() -> None:
+def test_frozen_models_need_no_gradient_and_no_forward_waits_for_deepspeeds_timer() -> None:
     strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=3))
     trained = strategy.prepare(nn.Linear(2, 2), AdamConfig(), learning_rate=1e-3, total_steps=10)
     frozen: Any = strategy.prepare_frozen(nn.Linear(2, 2))
     assert [engine.tput_timer.config.enabled for engine in (trained.deepspeed, frozen)] == [False, False]
+    assert not any(parameter.requires_grad for parameter in frozen.module.parameters())
 
 
 def test_flags_and_overrides_reach_deepspeed_which_scales_nothing() -> None:
