@@ -50,7 +50,7 @@ def table(name: str) -> list[str]:
         cells = []
         for n in GPUS:
             options = config(stage)
-            estimate = estimate_ppo(options, sizes, LENGTHS, Machine(options.deepspeed, n, memory=ROOM * GIB))
+            estimate = estimate_ppo(options, LENGTHS, sizes, Machine(options.deepspeed, n, memory=ROOM * GIB))
             peak = estimate.peaks["step"] / GIB
             cells.append(f"{peak:.0f}" if peak <= ROOM else f"({peak:.0f})")
         lines.append(f"| {'0, 1' if stage == 1 else stage} | {' | '.join(cells)} |")

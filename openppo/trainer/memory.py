@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -135,6 +136,12 @@ class Estimate:
         """Whether the peak is below the device's memory; True where that is unknown."""
         return self.machine.memory is None or self.phases[self.largest] <= self.machine.memory
 
+    @property
+    def title(self) -> str:
+        """What the numbers are of."""
+        n_ranks = self.machine.n_ranks
+        return f"estimated memory on each of {n_ranks} ranks" if n_ranks > 1 else "estimated memory"
+
     def lines(self) -> list[str]:
         """What each model takes on one rank."""
         return _columns(self.roles)
@@ -142,20 +149,16 @@ class Estimate:
     def summary(self) -> str:
         """The models and the highest peak in a line."""
         roles = ", ".join(f"{role} {_format(total)}" for role, total in self.roles.items())
-        return f"{self._title()}: {roles}; at most {_format(self.phases[self.largest])}, in {self.largest}"
+        return f"{self.title}: {roles}; at most {_format(self.phases[self.largest])}, in {self.largest}"
 
     def table(self) -> list[str]:
         """Models, phases, verdict and checkpoint."""
-        roles = _columns(self.roles | {"in the host's memory": self.host})
-        lines = [f"{self._title()}:", *roles, "peak of each phase:", *_columns(self.phases)]
+        lines = [f"{self.title}:", *_columns(self.roles | {"in the host's memory": self.host})]
+        lines += ["peak of each phase:", *_columns(self.phases)]
         if self.machine.memory is not None:
             verdict = "fits into" if self.fits else "DOES NOT FIT into"
             lines.append(f"the highest, {self.largest}, {verdict} {_format(self.machine.memory)} of device memory")
         return [*lines, f"checkpoint on disk: {_format(self.checkpoint)}"]
-
-    def _title(self) -> str:
-        n_ranks = self.machine.n_ranks
-        return f"estimated memory on each of {n_ranks} ranks" if n_ranks > 1 else "estimated memory"
 
 
 def _format(n_bytes: int) -> str:
@@ -175,7 +178,7 @@ class Lengths(NamedTuple):
     document: int = 0
 
 
-def estimate_ppo(config: TrainPPOConfig, sizes: dict[str, ModelSize], lengths: Lengths, machine: Machine) -> Estimate:
+def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, ModelSize], machine: Machine) -> Estimate:
     """Memory of a train_ppo run; ``sizes`` has its models by role in the order of loading."""
     ppo, batch, rank = config.ppo, config.batch, config.model.critic_lora_rank
     samples = machine.share(ppo.rollout_batch_size) * ppo.n_samples_per_prompt
@@ -210,9 +213,15 @@ def estimate_ppo(config: TrainPPOConfig, sizes: dict[str, ModelSize], lengths: L
 
 
 def estimate_supervised(
-    config: SupervisedCommand, size: ModelSize, machine: Machine, longest: int, rows_per_sample: int, scored: int
+    config: SupervisedCommand,
+    longest: int,
+    rows_per_sample: int,
+    scored: int,
+    sizes: dict[str, ModelSize],
+    machine: Machine,
 ) -> Estimate:
     """Memory of a run that trains one model on rows of ``longest`` tokens with logits at ``scored`` places."""
+    (size,) = sizes.values()
     rows = min(machine.share(config.batch.train_batch_size), config.batch.micro_train_batch_size)
     model = model_memory(size, machine, config.lora)
     training = _training(size, model, machine, rows_per_sample * rows, longest, scored)
@@ -266,23 +275,19 @@ def log_ppo_memory(
     A source of the caller's is estimated with prompts of ``--prompt_max_len``.
     """
     model, rewards = config.model, config.rewards
+    reference = model.ref_pretrain or (model.pretrain if config.lora.lora_rank == 0 else None)
     models = {
         "reward model": ("--reward_pretrain", rewards.reward_pretrain),
         "process reward model": ("--prm_pretrain", rewards.prm_pretrain),
         "critic": critic or ("", None),
         "actor": ("--pretrain", model.pretrain),
-        "reference": ("--ref_pretrain", model.ref_pretrain if config.kl.init_kl_coef > 0 else None),
+        "reference": ("--ref_pretrain", reference if config.kl.init_kl_coef > 0 else None),
     }
     prompts = [len(prompt.token_ids) for prompt in data.prompts] or [config.data.prompt_max_len]
     documents = [len(document.token_ids) for document in data.documents]
     document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
-
-    def estimate(sizes: dict[str, ModelSize], machine: Machine) -> Estimate:
-        if config.kl.init_kl_coef > 0 and config.lora.lora_rank == 0:
-            sizes.setdefault("reference", sizes["actor"])
-        return estimate_ppo(config, sizes, Lengths(min(prompts), max(prompts), document), machine)
-
-    return _log(estimate, models, model.trust_remote_code, config, strategy)
+    lengths = Lengths(min(prompts), max(prompts), document)
+    return _log(partial(estimate_ppo, config, lengths), models, model.trust_remote_code, config, strategy)
 
 
 def log_supervised_memory(
@@ -290,12 +295,9 @@ def log_supervised_memory(
 ) -> Estimate | None:
     """Estimate a supervised run and ``_log`` it; ``most_scored``: most logits of an example."""
     options, scored = config.supervised, min(longest, most_scored * config.batch.micro_train_batch_size)
-    role = "reward model" if isinstance(config, TrainRMConfig) else "model"
-
-    def estimate(sizes: dict[str, ModelSize], machine: Machine) -> Estimate:
-        return estimate_supervised(config, sizes[role], machine, longest, rows_per_sample, scored)
-
-    return _log(estimate, {role: ("--pretrain", options.pretrain)}, options.trust_remote_code, config, strategy)
+    models = {"reward model" if isinstance(config, TrainRMConfig) else "model": ("--pretrain", options.pretrain)}
+    estimate = partial(estimate_supervised, config, longest, rows_per_sample, scored)
+    return _log(estimate, models, options.trust_remote_code, config, strategy)
 
 
 def _log(
@@ -305,9 +307,9 @@ def _log(
     config: TrainPPOConfig | SupervisedCommand,
     strategy: DeepspeedStrategy,
 ) -> Estimate | None:
-    """Log an estimate of ``models``, flag and name by role; the table if it does not fit.
+    """Log an estimate of ``models``, flag and name by role; the table if it does not fit, or with --dry_run.
 
-    The table too with --dry_run, which ends the process. None, with a warning, where a model cannot be counted.
+    The latter ends the process. None, with a warning, where a model cannot be counted.
     """
     run, on_cpu = config.run, strategy.device.type == "cpu" and config.run.dry_run_memory is None
     if run.dry_run_memory is not None:
@@ -317,33 +319,25 @@ def _log(
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
     else:
         memory = torch.cuda.get_device_properties(strategy.device).total_memory
-    n_ranks, sizes = run.dry_run_ranks or strategy.comm.world_size, {}
-    try:
-        for role, (flag, name) in models.items():
-            if name is not None:
-                is_scalar = role in ("reward model", "critic")
-                sizes[role] = _size(flag, name, is_scalar, config.lora.target_modules, trust)
-        estimate = estimate_of(sizes, Machine(config.deepspeed, n_ranks, on_cpu, memory))
-    except ValueError as error:
-        if run.dry_run:
-            raise
-        logger.warning("no estimate of memory: %s", error)
-        return None
-    if strategy.is_main:
-        for line in estimate.table() if run.dry_run or not estimate.fits else [estimate.summary()]:
-            logger.info("%s", line)
-        if not estimate.fits:
-            flags = remedies(estimate.largest, flat_dict(config), on_cpu)
-            logger.warning("the estimate exceeds the device's memory; what lowers it: %s", ", ".join(flags))
+    machine, sizes = Machine(config.deepspeed, run.dry_run_ranks or strategy.comm.world_size, on_cpu, memory), {}
+    for role, (flag, name) in models.items():
+        if name is None:
+            continue
+        model_config, is_scalar = check_model(name, flag, trust), role in ("reward model", "critic")
+        try:
+            sizes[role] = model_size(model_config, is_scalar, config.lora.target_modules, trust)
+        except ValueError as error:
+            if run.dry_run:
+                raise ValueError(f"{flag} {name}: {error}") from error
+            logger.warning("no estimate of memory: %s %s: %s", flag, name, error)
+            return None
+    estimate = estimate_of(sizes, machine)
+    for line in estimate.table() if run.dry_run or not estimate.fits else [estimate.summary()]:
+        logger.info("%s", line)
+    if not estimate.fits and strategy.is_main:
+        flags = remedies(estimate.largest, flat_dict(config), on_cpu)
+        logger.warning("the estimate exceeds the device's memory; what lowers it: %s", ", ".join(flags))
     if run.dry_run:
         strategy.close()
         raise SystemExit(0)
     return estimate
-
-
-def _size(flag: str, name: str, is_scalar: bool, target_modules: tuple[str, ...], trust: bool) -> ModelSize:
-    config = check_model(name, flag, trust)
-    try:
-        return model_size(config, is_scalar, target_modules, trust)
-    except ValueError as error:
-        raise ValueError(f"{flag} {name}: {error}") from error

@@ -41,7 +41,7 @@ def ppo(
     given = {"pretrain": "p", "prompt_data": "d", "reward_pretrain": "r", "rollout_batch_size": 64}
     given |= {"train_batch_size": 16, "micro_train_batch_size": 4, "generate_max_len": 100}
     config = from_options(TrainPPOConfig, **{**given, **options})
-    return estimate_ppo(config, sizes, lengths, Machine(config.deepspeed, **(on or {})))
+    return estimate_ppo(config, lengths, sizes, Machine(config.deepspeed, **(on or {})))
 
 
 STATES = {  # bytes per trained parameter on one of four ranks
@@ -195,6 +195,8 @@ def test_verdict_and_tables_name_phase_and_device() -> None:
 
 def test_pairs_of_supervised_training_are_two_rows() -> None:
     config = from_options(TrainSFTConfig, pretrain="p", dataset="d", max_len=512)
-    one, two = (estimate_supervised(config, SIZE, Machine(config.deepspeed), 512, rows, 512) for rows in (1, 2))
+    one, two = (
+        estimate_supervised(config, 512, rows, 512, {"model": SIZE}, Machine(config.deepspeed)) for rows in (1, 2)
+    )
     assert list(one.phases) == ["loading", "training"]
     assert two.phases["training"] - one.roles["model"] > 1.9 * (one.phases["training"] - one.roles["model"])
