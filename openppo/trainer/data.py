@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import TrainPPOConfig
+from openppo.config import TrainPPOConfig, flat_dict
+from openppo.config.fields import declared_options
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.models.loading import load_options
@@ -22,6 +23,8 @@ from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dr
 from openppo.types import Comm, Prompt
 
 logger = logging.getLogger("openppo")
+_OF_A_CRITIC = """freezing_actor_steps value_pretrain_steps save_value_network critic_pretrain critic_lora_rank
+    lambd_critic adaptive_lambd_alpha""".split()
 
 
 @dataclass(frozen=True)
@@ -128,18 +131,12 @@ def check_models(
 
 def _refuse_critic_options(config: TrainPPOConfig) -> None:
     """``ValueError`` for options about a critic, of an estimator without one."""
-    ppo, model, advantage = config.ppo, config.model, config.advantage
-    given = {
-        "freezing_actor_steps": ppo.freezing_actor_steps > 0,
-        "value_pretrain_steps": ppo.value_pretrain_steps > 0,
-        "save_value_network": model.save_value_network,
-        "critic_pretrain": model.critic_pretrain is not None,
-        "critic_lora_rank": model.critic_lora_rank is not None,
-        "lambd_critic": advantage.lambd_critic is not None,
-        "adaptive_lambd_alpha": advantage.adaptive_lambd_alpha is not None,
-    }
-    if name := next((name for name, is_given in given.items() if is_given), None):
-        estimator = advantage.advantage_estimator
+    given, declared, estimator = (
+        flat_dict(config),
+        declared_options(TrainPPOConfig),
+        config.advantage.advantage_estimator,
+    )
+    if name := next((name for name in _OF_A_CRITIC if given[name] != declared[name].default), None):
         raise ValueError(f"--{name} is about a critic, and --advantage_estimator {estimator} has none: leave it out.")
 
 

@@ -54,30 +54,23 @@ def check_engines(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel, engines: Mapping[str, Engine]
 ) -> None:
     """Refuse, on all ranks, an actor that one of ``engines`` samples wrongly."""
-    engine, is_exact = config.generation.rollout_engine, not (config.deepspeed.bf16 or config.lora.load_in_4bit)
+    kind = config.generation.rollout_engine, not (config.deepspeed.bf16 or config.lora.load_in_4bit)
     weights = PolicyWeights(strategy.for_generation, actor)
-
-    def check() -> None:
-        with strategy.uncompiled():
-            fault = engine_fault(actor, engines, weights, strategy.device, (engine, is_exact))
-        if fault is not None:
-            raise ValueError(
-                f"--pretrain {config.model.pretrain} cannot be sampled by --rollout_engine {engine} as it is trained: "
-                f"{fault}. PPO's ratios would be wrong before the first update. Take another model or engine, or skip "
-                "this check with --engine_check off."
-            )
-
-    collective(strategy.comm, check)
+    with strategy.uncompiled():
+        collective(strategy.comm, lambda: _check(config.model.pretrain, actor, engines, weights, strategy.device, kind))
 
 
 def check_frozen(options: PromptsConfig, actor: Actor, device: torch.device) -> None:
     """Refuse a frozen ``actor`` that an ``HFEngine`` samples wrongly."""
     engine = HFEngine(cast(Any, actor.model), (), 0, len(REQUESTS))
-    fault = engine_fault(actor, {"": engine}, None, device, ("hf", not options.bf16))
-    if fault is not None:
+    _check(options.pretrain, actor, {"": engine}, None, device, ("hf", not options.bf16))
+
+
+def _check(pretrain: str, *given: Any) -> None:
+    if fault := engine_fault(*given):
         raise ValueError(
-            f"--pretrain {options.pretrain} cannot be sampled by OpenPPO's engine: {fault}. Take another model, or "
-            "skip this check with --engine_check off."
+            f"--pretrain {pretrain} cannot be sampled: {fault}. PPO's ratios, and samples, would be wrong. "
+            "Take another model or engine, or skip this check with --engine_check off."
         )
 
 

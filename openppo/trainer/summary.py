@@ -24,25 +24,26 @@ from openppo.trainer.supervised.loop import SupervisedTrainer
 _LONGEST_NAME = 40
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "uint8": "4 bit"}
 Facts = list[tuple[str, str]]
+Role = tuple[str, ...]
+"""A row of the table: name, model, and of a model with weights trained, frozen, dtype, place."""
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One global step on ``n_prompts`` prompts, over all ranks."""
 
     n_prompts: int
     n_samples: int  # responses that are trained on
     mini_batches: int  # optimizer steps of actor and critic in each epoch
-    optimizer_steps: int
 
 
 @dataclass(frozen=True)
 class BatchPlan:
     """The global steps of one episode, all of full batches except perhaps the last, and the number of episodes."""
 
-    episodes: int
     steps: list[StepPlan]
-    max_steps: int | None = None  # of --max_steps, which may end the last episode early
+    episodes: int
+    epochs: int  # of each step
+    max_steps: int | None  # of --max_steps, which may end the last episode early
 
     @property
     def n_steps(self) -> int:
@@ -52,7 +53,7 @@ class BatchPlan:
 
     def optimizer_steps(self, without: int = 0) -> int:
         """Optimizer steps after the first ``without`` global steps."""
-        return sum([step.optimizer_steps for step in self.steps * self.episodes][without : self.n_steps])
+        return sum(step.mini_batches for step in (self.steps * self.episodes)[without : self.n_steps]) * self.epochs
 
 
 def batch_plan(config: TrainPPOConfig, n_prompts: int, world_size: int, n_steps: int | None = None) -> BatchPlan:
@@ -66,31 +67,20 @@ def batch_plan(config: TrainPPOConfig, n_prompts: int, world_size: int, n_steps:
         bounds = [rank * n // world_size for rank in range(world_size + 1)]  # as prompts are dealt out
         on_ranks = [(end - start) * ppo.n_samples_per_prompt for start, end in itertools.pairwise(bounds)]
         n_samples = sum(min(on_rank, ppo.buffer_limit or on_rank) for on_rank in on_ranks)
-        mini_batches = -(-n_samples // batch.train_batch_size)
-        return StepPlan(n, n_samples, mini_batches, batch.max_epochs * mini_batches)
+        return StepPlan(n, n_samples, -(-n_samples // batch.train_batch_size))
 
-    size = ppo.rollout_batch_size
+    full, rest = step(ppo.rollout_batch_size), n_prompts % ppo.rollout_batch_size
     if n_steps is not None:
-        return BatchPlan(1, [step(size)] * n_steps, ppo.max_steps)
-    rest = n_prompts % size
-    return BatchPlan(ppo.num_episodes, [step(size)] * (n_prompts // size) + [step(rest)] * (rest > 0), ppo.max_steps)
-
-
-class Role(NamedTuple):
-    """A model of the run, or a source of rewards without weights; counts are of whole models."""
-
-    name: str
-    model: str
-    trained: int = 0
-    frozen: int = 0
-    dtype: str = ""
-    place: str = ""
+        return BatchPlan([full] * n_steps, 1, batch.max_epochs, ppo.max_steps)
+    steps = [full] * (n_prompts // ppo.rollout_batch_size) + [step(rest)] * (rest > 0)
+    return BatchPlan(steps, ppo.num_episodes, batch.max_epochs, ppo.max_steps)
 
 
 def model_role(name: str, model: str, module: nn.Module, strategy: DeepspeedStrategy, is_trained: bool) -> Role:
-    """The role of ``module``, which ``DeepspeedStrategy`` may have wrapped and partitioned."""
+    """The row of ``module``, which ``DeepspeedStrategy`` may have wrapped and partitioned; counts are of the whole."""
     parameters: list[Any] = list(module.parameters())
     trained = sum(n_elements(p) for p in parameters if p.requires_grad)
+    frozen = sum(map(n_elements, parameters)) - trained
     stage = strategy.zero_stage if is_trained or strategy.zero_stage == 3 else 0
     n_ranks, device = strategy.comm.world_size, strategy.device.type
     place = f"{device if n_ranks == 1 else f'{n_ranks} x {device}'}, {f'ZeRO-{stage}' if stage > 0 else 'whole'}"
@@ -98,7 +88,7 @@ def model_role(name: str, model: str, module: nn.Module, strategy: DeepspeedStra
     dtype = ", ".join(_DTYPES.get(name, name) for name in names)
     if is_trained and strategy.config.bf16:
         dtype += " + fp32 master"
-    return Role(name, model, trained, sum(map(n_elements, parameters)) - trained, dtype, place)
+    return name, model, f"{trained:,}", f"{frozen:,}", dtype, place
 
 
 def _scorer_roles(scorer: Scorer, sources: dict[str, str], strategy: DeepspeedStrategy) -> Iterator[Role]:
@@ -112,7 +102,7 @@ def _scorer_roles(scorer: Scorer, sources: dict[str, str], strategy: DeepspeedSt
         yield model_role("reward", sources[flag], module, strategy, is_trained=False)
     else:  # a function, a server, a verifier
         flag, _, where = str(scorer).partition(" ")
-        yield Role("reward", where or sources.get(flag.removeprefix("--"), flag))
+        yield "reward", where or sources.get(flag.removeprefix("--"), flag)
 
 
 def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: BatchPlan, critic: str, done: int) -> None:
@@ -128,7 +118,7 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
         roles.append(model_role("critic", critic, components.critic.module, strategy, is_trained=True))
     reference: Any = components.maker.reference
     if isinstance(reference, AdapterOffReference):
-        roles.append(Role("reference", "the actor, its adapters off"))
+        roles.append(("reference", "the actor, its adapters off"))
     elif reference is not None:
         name = config.model.ref_pretrain or pretrain
         roles.append(model_role("reference", name, reference, strategy, is_trained=False))
@@ -201,11 +191,9 @@ def _log(roles: Sequence[Role], facts: Facts, done: int, total: int) -> None:
         facts = [*facts, ("resumes", f"after step {done:,} of {total:,}")]
     libraries = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}"
     versions = f"{libraries}, Python {platform.python_version()}"
-    table: list[Sequence[str]] = [("role", "model", "trained", "frozen", "dtype", "where")]
-    for role in roles:
-        counts = [f"{n:,}" if role.dtype else "" for n in (role.trained, role.frozen)]
-        model = role.model if len(role.model) <= _LONGEST_NAME else "..." + role.model[3 - _LONGEST_NAME :]
-        table.append((role.name, model, *counts, role.dtype, role.place))
+    table: list[Role] = [("role", "model", "trained", "frozen", "dtype", "where")]
+    for name, model, *rest in roles:
+        table.append((name, model if len(model) <= _LONGEST_NAME else "..." + model[3 - _LONGEST_NAME :], *rest))
     log_lines(["", versions, "", *table_lines(table, right=(2, 3)), "", *table_lines(facts), ""])
 
 

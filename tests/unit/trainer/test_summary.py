@@ -35,7 +35,7 @@ def test_the_table_counts_small_last_steps_max_steps_and_ranks(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(summary, "model_role", lambda *_, **__: summary.Role("model", "m"))
+    monkeypatch.setattr(summary, "model_role", lambda *_, **__: ("model", "m"))
     n, total, done, ranks = run
     parts = SimpleNamespace(strategy=SimpleNamespace(is_main=True), train_examples=[None] * n, eval_examples=[])
     parts.model = SimpleNamespace(module=None)
