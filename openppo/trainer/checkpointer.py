@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from openppo.config import TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
 from openppo.models.size import n_elements
-from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
+from openppo.strategy.checkpoint import CheckpointFolder
 from openppo.strategy.checkpoint.folder import MODEL
 from openppo.strategy.checkpoint.model_state import (
     Fragment,
@@ -109,14 +110,18 @@ class Checkpointer:
     def attach(self, models: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None) -> None:
         """Name what to save and load; ``ValueError`` if disks have no room for a checkpoint or the trained model."""
         self.models, self.ema = {role: model for role, model in models.items() if model is not None}, ema
-        n_bytes = sum(_model_bytes(m) for role, m in self.models.items() if role != "critic" or self.saves_critic)
-        place = next(folder for folder in (self.save_path, *self.save_path.parents) if folder.exists())
-        of_what = "make room, or give another --save_path", "the trained model takes", ("--save_path", place)
-        try:
-            self._check_checkpoint_space()
-            self._check_space(n_bytes, *of_what)
-        except CheckpointError as error:
-            raise ValueError(str(error)) from error
+        trained, written = zip(*map(_sizes, self.models.values()), strict=True)  # of the actor first
+        checkpoint = 12 * sum(trained) + 4 * trained[0] * (ema is not None) + written[0] * self.options.save_hf_ckpt
+        model = sum(written) if self.saves_critic else written[0]
+
+        def check(flag: str, path: Path, what: str, n_bytes: int) -> None:
+            place = next(folder for folder in (path, *path.parents) if folder.exists())
+            if (free := shutil.disk_usage(place).free) < n_bytes + _SLACK_BYTES:
+                sizes = f"{what} takes {n_bytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there"
+                raise ValueError(f"{flag} {path}: {sizes}: make room, or give another {flag}.")
+
+        collective(self.comm, lambda: check(self.folder.flag, self.folder.folder, "a checkpoint", checkpoint))
+        collective(self.comm, lambda: check("--save_path", self.save_path, "the trained model", model))
 
     def set_aside_earlier(self) -> None:
         """Move what an earlier run has saved; once the start of a run can no longer fail."""
@@ -145,7 +150,6 @@ class Checkpointer:
         ``state`` is JSON, the same on all ranks; ``write_model`` writes the model of ``--save_hf_ckpt``;
         ``random_state`` replaces the current one.
         """
-        self._check_checkpoint_space()
         numbers = {role: model_numbers(model) for role, model in self.models.items()}
         everyones = self.comm.all_gather_object(random_state or get_random_state())
         whole = {**self.identity, "step": step, "models": numbers, "best": self.best, "trainer": state}
@@ -199,7 +203,6 @@ class Checkpointer:
         sign, value = -1 if name.endswith("loss") else 1, metrics[name]
         if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             return
-        self._check_space(_model_bytes(next(iter(self.models.values()))), "make room, or leave out --keep_best")
         self.folder.save_best(step, write_model)
         self.best = value  # now: a signal while it was written must not leave the score without its model
         logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)
@@ -212,18 +215,6 @@ class Checkpointer:
             return
         self.state = json.loads((found / _STATE).read_text(encoding="utf-8"))
         collective(self.comm, lambda: check_compatible(found, self.state, self.identity))
-
-    def _check_checkpoint_space(self) -> None:
-        first, *_ = self.models.values()
-        trained = [sum(n_elements(p) for p in m.module.parameters() if p.requires_grad) for m in self.models.values()]
-        n_bytes = 12 * sum(trained) + 4 * trained[0] * (self.ema is not None)
-        n_bytes += _model_bytes(first) * self.options.save_hf_ckpt
-        remedy = "make room, or give another --ckpt_path; --save_steps 0 saves only when the run is stopped"
-        self._check_space(n_bytes, remedy)
-
-    def _check_space(self, n_bytes: int, remedy: str, *of_what: Any) -> None:
-        """Raise ``CheckpointError`` if the disk has no room for so many bytes of all ranks together."""
-        self.folder.check_space(n_bytes + _SLACK_BYTES if self.strategy.is_main else 0, remedy, *of_what)
 
     def _mine(self, model: TrainableModel) -> dict[str, Fragment]:
         """What this rank writes. Without ZeRO every rank has everything, so ranks share the work."""
@@ -251,8 +242,8 @@ def _as_text(value: object) -> str:
     return str(value)
 
 
-def _model_bytes(model: TrainableModel) -> int:
-    """What the model takes as a Hugging Face folder; where it has adapters, those alone are written."""
-    has_adapters = hasattr(model.module.model, "peft_config")
-    written = (p for p in model.module.parameters() if p.requires_grad or not has_adapters)
-    return sum(p.element_size() * n_elements(p) for p in written)
+def _sizes(model: TrainableModel) -> tuple[int, int]:
+    """Trained parameters, and bytes as a Hugging Face folder; where the model has adapters, those alone are written."""
+    trained = [p for p in model.module.parameters() if p.requires_grad]
+    written = trained if hasattr(model.module.model, "peft_config") else list(model.module.parameters())
+    return sum(map(n_elements, trained)), sum(p.element_size() * n_elements(p) for p in written)

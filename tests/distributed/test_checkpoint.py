@@ -132,7 +132,7 @@ def test_kills_at_random_moments_change_nothing(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 20 MB: room for few checkpoints of the tiny models, since 16 MB must stay free."""
+    """A file system of 20 MB, of which 16 MB must be free at the start."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk], capture_output=True)
@@ -142,31 +142,32 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", disk], check=True)
 
 
-def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(
-    tiny: Path, tmp_path: Path, small_disk: Path, launch: Launch
-) -> None:
-    checkpoints, model = small_disk / "c", tmp_path / "model"
-    more = "--num_episodes 9 --save_steps 1 --max_ckpt_num 20"
-    words = command(tiny, f"{PPO} {more}", "--save_path", model, "--ckpt_path", checkpoints)
-    output = launch(2, *words, status=1)
-    assert "a checkpoint takes 0.02 GiB and" in output
-    assert "make room, or give another --ckpt_path" in output
-    assert "Checkpoints that were there before are untouched" in output
-    kept = sorted(path.name for path in checkpoints.glob("[!.]*"))
-    assert kept[0] == "latest"
-    assert len(kept) > 2
-
-
 FILLS = """import pathlib
 def reward_fn(prompts, responses):
     disk = pathlib.Path(r"{disk}")
     try:
-        if not disk.with_name("was full").exists():
+        first = (disk / "c").exists() and not (disk / "c/latest").exists()
+        if not first and not disk.with_name("was full").exists():
             (disk / "ballast").write_bytes(bytes(2**25))
     except OSError:
         pass
     return [float(len(response)) for response in responses]
 """
+
+
+def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(
+    tiny: Path, tmp_path: Path, small_disk: Path, launch: Launch
+) -> None:
+    (tmp_path / "fills.py").write_text(FILLS.replace("{disk}", str(small_disk)))
+    checkpoints, model = small_disk / "c", tmp_path / "model"
+    more = f"--reward_fn {tmp_path}/fills.py --num_episodes 9 --save_steps 1"
+    words = command(tiny, f"{COMMON} {more}", "--save_path", model, "--ckpt_path", checkpoints)
+    output = launch(2, *words, status=1)
+    assert "No space left on device" in output
+    assert "Checkpoints that were there before are untouched" in output
+    assert sorted(path.name for path in checkpoints.glob("[!.]*")) == ["latest", "step_00000001"]
+    output = launch(2, *words, status=1)
+    assert f"--ckpt_path {checkpoints}: a checkpoint takes 0.00 GiB and 0.00 GiB are free there: make room" in output
 
 
 def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_trained(

@@ -139,27 +139,9 @@ class CheckpointFolder:
         self._write(lambda: write(partial))
         self._on_main(lambda: self._publish(partial, "best", 1))
 
-    def check_space(
-        self, n_bytes: int, remedy: str, what: str = "a checkpoint takes", place: tuple[str, Path] | None = None
-    ) -> None:
-        """``CheckpointError`` on all ranks if the disk has no room for the ``n_bytes`` of all ranks together.
-
-        ``place`` is another folder than this one, with its flag.
-        """
-        place = place or (self.flag, self.folder)
-        wanted = sum(self.comm.all_gather_object(n_bytes))
-
-        def check() -> None:
-            if (free := shutil.disk_usage(place[1]).free) < wanted:
-                sizes = f"{wanted / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there"
-                raise OSError(f"{what} {sizes}: {remedy}")
-
-        self._write(check, place)
-
-    def _write(self, work: Callable[[], T], place: tuple[str, Path] | None = None) -> T:
+    def _write(self, work: Callable[[], T]) -> T:
         """``work()``; ``CheckpointError`` on all ranks if it failed on one."""
-        where = " ".join(map(str, place or (self.flag, self.folder)))
-        failure = f"{where}: {{}}. Checkpoints that were there before are untouched.".format
+        failure = f"{self.flag} {self.folder}: {{}}. Checkpoints that were there before are untouched.".format
         return collective(self.comm, work, (OSError, SafetensorError), lambda text: CheckpointError(failure(text)))
 
     def _on_main(self, work: Callable[[], object]) -> None:

@@ -178,17 +178,6 @@ def test_the_best_model_replaces_the_previous_one(tmp_path: Path) -> None:
     assert folder.newest() is None, "it is a model, no checkpoint"
 
 
-def test_what_no_disk_has_room_for_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    def check(comm: ThreadComm) -> None:
-        place = ("--save_path", tmp_path / ("gone" if comm.rank else ""))
-        CheckpointFolder(tmp_path, comm, keep=1).check_space(1, "make room", "it takes", place)
-
-    for error in on_ranks(2, check, (CheckpointError,)):
-        assert str(error).startswith("--save_path ") and ": on rank 1 (" in str(error)
-    with pytest.raises(CheckpointError, match="--ckpt_path .*: a checkpoint takes 1048576.00 GiB and .*: make room"):
-        folder_of(tmp_path).check_space(2**50, "make room")
-
-
 @pytest.mark.parametrize("has_steps", [True, False])
 def test_only_what_an_earlier_run_saved_is_set_aside(
     tmp_path: Path, has_steps: bool, caplog: pytest.LogCaptureFixture
