@@ -29,6 +29,7 @@ MOVED = {
     "openppo.models.policy_losses": "openppo.models.loss",
     "openppo.models.rollout_correction": "openppo.models.loss",
     "openppo.rewards.process": "openppo.rewards.model",
+    "openppo.rewards.rendering": "openppo.rewards.model",
     "openppo.rewards.steps": "openppo.rewards.scoring",
     "openppo.rollout.rewards": "openppo.rewards",
     "openppo.strategy.engine": "openppo.strategy",

@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from openppo.experience.replay_buffer import join_rows
 from openppo.models.log_probs import compute_approx_kl, masked_sum
 from openppo.models.loss import policy_ratio
 from openppo.tracking import Histogram, Metrics, histogram
 from openppo.types import Comm, Experience, Trajectory
-
-_PER_TOKEN = ("kl", "values", "returns", "advantages")
 
 
 def measure_scores(trajectories: Sequence[Trajectory], weights: Mapping[str, float], metrics: Metrics) -> None:
@@ -76,18 +75,18 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
 
 
 def experience_histograms(samples: Sequence[Experience], comm: Comm) -> dict[str, Histogram]:
-    """Distributions over all ranks' samples (each of one row): ``reward`` and ``response_length`` of responses; ``kl``
-    (k1), ``values``, ``returns`` and ``advantages`` of action tokens. What no sample has is left out. Collective.
+    """Distributions over all ranks' samples: ``reward`` and ``response_length`` of responses; ``kl`` (k1), ``values``,
+    ``returns`` and ``advantages`` of action tokens. What no sample has is left out. Collective.
     """
-    found: dict[str, list[Tensor]] = {name: [] for name in ("reward", "response_length", *_PER_TOKEN)}
-    for sample in samples:
-        mask, tensors = sample.action_mask, sample.tensors()
-        if sample.ref_log_probs is not None:
-            tensors["kl"] = compute_approx_kl(sample.old_or_rollout_log_probs, sample.ref_log_probs, mask)
-        tensors = {name: tensors[name][mask] for name in _PER_TOKEN if name in tensors}
-        if sample.scores is not None:
-            tensors["reward"] = sample.scores
-        for name, tensor in {**tensors, "response_length": mask.sum(-1)}.items():
-            found[name].append(tensor.cpu())
-    of_ranks = {name: histogram(torch.cat([torch.zeros(0), *parts]), comm) for name, parts in found.items()}
+    found = dict.fromkeys(("reward", "response_length", "kl", "values", "returns", "advantages"), torch.zeros(0))
+    if samples:
+        batch = join_rows(samples)
+        mask, tensors = batch.action_mask, batch.tensors()
+        if batch.ref_log_probs is not None:
+            tensors["kl"] = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask)
+        found |= {name: tensor[mask] for name, tensor in tensors.items() if name in found}
+        found["response_length"] = mask.sum(-1).float()
+        if batch.scores is not None:
+            found["reward"] = batch.scores
+    of_ranks = {name: histogram(tensor.cpu(), comm) for name, tensor in found.items()}
     return {name: made for name, made in of_ranks.items() if made is not None}

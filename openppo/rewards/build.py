@@ -30,8 +30,14 @@ from openppo.models.pretrained import (
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
 from openppo.rewards.function import FunctionScorer, as_reward_function
 from openppo.rewards.http import RemoteScorer
-from openppo.rewards.model import ModelScorer, ProcessScorer, stored_normalization
-from openppo.rewards.rendering import RewardModelText, last_tokens, policy_tokens
+from openppo.rewards.model import (
+    ModelScorer,
+    ProcessScorer,
+    RewardModelText,
+    last_tokens,
+    policy_tokens,
+    stored_normalization,
+)
 from openppo.rewards.scoring import CombinedScorer, Scorer, name_sample
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import check_same, collective

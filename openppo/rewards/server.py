@@ -54,8 +54,7 @@ class RewardServer:
         self._thread.shutdown()
 
     async def _serve(self) -> None:
-        limit = int(self.config.max_request_mb * 2**20)
-        app = web.Application(client_max_size=limit, middlewares=[self._as_json])
+        app = web.Application(client_max_size=int(self.config.max_request_mb * 2**20), middlewares=[self._as_json])
         posts = [web.post(path, self._rewards) for path in ("/", "/get_reward")]
         app.add_routes([web.get("/health", self._health), *posts])
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
@@ -200,10 +199,9 @@ def _queries(body: bytes) -> list[str]:
     try:
         queries = json.loads(body)["query"]
         "".join(queries).encode()  # half of a surrogate pair is no character
-        good = isinstance(queries, list)
     except (ValueError, TypeError, KeyError, RecursionError):
-        good = False
-    if not good:
+        queries = None
+    if not isinstance(queries, list):
         request = '{"query": [texts]}; "prompts" and "labels" may be there too'
         raise web.HTTPBadRequest(text=f"the request must be JSON, {request}")
     return queries

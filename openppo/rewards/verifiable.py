@@ -50,7 +50,7 @@ def make_verify(verifier: Verifier, source: RewardConfig, prompts: Iterable[Prom
         assert source.verify_length is not None, "validated before"
         return length_reward(source.verify_length)
     regex = RegexReward(source.verify_regex or "") if verifier == "regex" else None
-    if regex is None or regex.pattern.groups > 0:
+    if regex is None or regex.n_groups > 0:
         for prompt in prompts:
             label_of(prompt, verifier)
     return regex or (exact_match if verifier == "exact_match" else MathReward())
@@ -99,13 +99,13 @@ class RegexReward:
 
     def __init__(self, pattern: str, seconds: float = 5.0) -> None:
         try:
-            self.pattern = re.compile(pattern)
+            self.n_groups = re.compile(pattern).groups
         except re.error as error:
             raise ValueError(f"--verify_regex {pattern!r} is not a regular expression: {error}.") from error
-        if self.pattern.groups > 1:
+        if self.n_groups > 1:
             raise ValueError(
-                f"--verify_regex {pattern!r} has {self.pattern.groups} groups; one at most is compared with the "
-                "label. Write the others as (?:...)."
+                f"--verify_regex {pattern!r} has {self.n_groups} groups; one at most is compared with the label. Write "
+                "the others as (?:...)."
             )
         self.seconds = seconds
         self.process = AnswerProcess("--verifiable_reward regex", "regex", pattern)
@@ -114,7 +114,7 @@ class RegexReward:
         in_time, found = self.process.ask(response, self.seconds)
         if not in_time:
             _warn_wrong("regex", "--verify_regex took too long", response, trajectory)
-        if found is None or self.pattern.groups == 0:
+        if found is None or self.n_groups == 0:
             return float(found is not None)
         return float(_plain(found.strip()) == _plain(label_of(trajectory.prompt, "regex")))
 
@@ -128,10 +128,8 @@ class MathReward:
 
     def __init__(self, seconds: float = 20.0) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise ValueError(
-                "--verifiable_reward math needs the package math-verify, which is not installed: "
-                "pip install math-verify"
-            )
+            flag, remedy = "--verifiable_reward math", "pip install math-verify"
+            raise ValueError(f"{flag} needs the package math-verify, which is not installed: {remedy}")
         self.seconds = seconds
         self.process = AnswerProcess("--verifiable_reward math", "math")
 
@@ -145,10 +143,8 @@ class MathReward:
 
 
 def _warn_wrong(verifier: Verifier, why: str, response: str, trajectory: Trajectory) -> None:
-    logger.warning(
-        "--verifiable_reward %s: %s, so %r counts as wrong for %s",
-        *(verifier, why, response[-_LONGEST_QUOTE:], name_sample(trajectory)),
-    )
+    what = f"{why}, so {response[-_LONGEST_QUOTE:]!r} counts as wrong for {name_sample(trajectory)}"
+    logger.warning("--verifiable_reward %s: %s", verifier, what)
 
 
 def _as_latex(text: str) -> str:

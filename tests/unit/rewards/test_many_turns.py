@@ -6,8 +6,7 @@ import torch
 from openppo.config import RewardConfig
 from openppo.models.padding import MicroBatchSize
 from openppo.rewards import FunctionScorer, VerifiableScorer, as_reward_function
-from openppo.rewards.model import ProcessScorer
-from openppo.rewards.rendering import RewardModelText, policy_tokens
+from openppo.rewards.model import ProcessScorer, RewardModelText, policy_tokens
 from openppo.rewards.verifiable import length_reward
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
 

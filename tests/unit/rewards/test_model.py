@@ -15,8 +15,7 @@ from openppo.datasets.turns import render_response
 from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards import ModelScorer
-from openppo.rewards.model import stored_normalization
-from openppo.rewards.rendering import RewardModelText, policy_tokens
+from openppo.rewards.model import RewardModelText, policy_tokens, stored_normalization
 from openppo.types import Prompt, SingleProcess
 from tests.unit.rewards.conftest import score_by_transformers
 
