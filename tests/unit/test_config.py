@@ -333,6 +333,7 @@ def test_what_stands_for_a_value_of_an_option_becomes_it(option: str, value: obj
     ("options", "single_update", "later"),
     [
         ({}, "rollout", "rollout"),
+        ({"rollout_engine": "vllm"}, "recompute", "recompute"),
         ({"bf16": True}, "training", "recompute"),
         ({"bf16": True, "max_epochs": 2}, "recompute", "recompute"),
         ({"bf16": True, "train_batch_size": 4}, "recompute", "recompute"),

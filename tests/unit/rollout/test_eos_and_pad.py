@@ -5,7 +5,7 @@ with numbers worked out by hand.
 """
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -53,56 +53,34 @@ class ScriptedModel(nn.Module):
         return SimpleNamespace(logits=logits)
 
 
-class Case(NamedTuple):
-    """Two prompts, all that the model would say after them, and what must come of it."""
-
-    tokenizer: dict[str, str | None]
-    eos: list[int]
-    n_prompt: list[int]
-    scripts: list[list[int]]
-    reasons: list[FinishReason]
-    texts: list[str]
-    """Responses as a reward function sees them."""
-    returns: list[list[float]]
-    """Of each action: scores 3 and -2 at the end, and a penalty of 1 for each token; not discounted."""
-
-    @property
-    def token_ids(self):
-        """Prompt and response."""
-        ends = (n + len(returns) for n, returns in zip(self.n_prompt, self.returns, strict=True))
-        return [script[:end] for script, end in zip(self.scripts, ends, strict=True)]
-
-
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 UP, DOWN = [-1, 0, 1, 2], [-6, -5, -4, -3]  # returns of four tokens, the most that are sampled
 USUAL, PAD_IS_EOS = {"pad": "<pad>", "eos": "<eos>"}, {"pad": "<eos>", "eos": "<eos>"}
-NO_PAD, NEITHER = {"pad": None, "eos": "<eos>"}, {"pad": None, "eos": None}
+NEITHER = {"pad": None, "eos": None}
+# Tokenizer and EOS ids; of two prompts their lengths, all that the model would say, why it ends, the text that a reward
+# function sees, and the return of each action: scores 3 and -2 at the end, and a penalty of 1 for each token.
 CASES = {
-    "PAD is EOS, and an EOS in a prompt is a token like any other": Case(
+    "PAD is EOS, and an EOS in a prompt is a token like any other": (
         *(PAD_IS_EOS, [EOS], [1, 3], [[A, B, C, EOS, A], [B, EOS, A, B, C, A, A]]),
         *([STOP, LENGTH], ["bc", "bcaa"], [[0, 1, 2], DOWN]),
     ),
-    "several EOS ids": Case(
+    "several EOS ids": (
         *(USUAL, [EOS, END], [1, 1], [[A, B, END, C, C], [B, C, EOS, A, A]]),
         *([STOP, STOP], ["b", "c"], [[1, 2], [-4, -3]]),
     ),
-    "no PAD token": Case(
-        *(NO_PAD, [EOS], [1, 2], [[A, B, EOS, C], [B, A, A, C, C, EOS]]),
-        *([STOP, STOP], ["b", "acc"], [[1, 2], DOWN]),
-    ),
-    "neither PAD nor EOS token": Case(
+    "neither PAD nor EOS token": (
         *(NEITHER, [], [1, 2], [[A, PAD, EOS, PAD, END, A], [B, C, C, C, C, C, A]]),
         *([LENGTH, LENGTH], ["", "cccc"], [UP, DOWN]),
     ),
-    "cut by length, with EOS one token later and at the last place": Case(
+    "cut by length, with EOS one token later and at the last place": (
         *(USUAL, [EOS], [1, 2], [[A, B, C, B, C, EOS], [B, A, B, C, A, EOS]]),
         *([LENGTH, STOP], ["bcbc", "bca"], [UP, DOWN]),
     ),
-    "EOS at once": Case(
+    "EOS at once": (
         *(PAD_IS_EOS, [EOS], [1, 2], [[A, EOS, B], [B, C, A, EOS, B]]),
         *([STOP, STOP], ["", "a"], [[2], [-4, -3]]),
     ),
-    "PAD sampled as an ordinary token": Case(
+    "PAD sampled as an ordinary token": (
         *(USUAL, [EOS], [1, 1], [[A, PAD, B, PAD, EOS], [B, PAD, PAD, PAD, PAD, A]]),
         *([STOP, LENGTH], ["b", ""], [UP, DOWN]),
     ),
@@ -111,20 +89,21 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, make_tokenizer):
-    case = CASES[name]
-    tokenizer = make_tokenizer(**case.tokenizer)
+    roles, eos, n_prompts, scripts, reasons, texts, expected_returns = CASES[name]
+    tokenizer = make_tokenizer(**roles)
     pad = pad_token_id(tokenizer)
-    model: Any = ScriptedModel({script[0]: script for script in case.scripts})
-    engine = HFEngine(model, case.eos, pad, max_batch_size=8)
-    prompts = [Prompt("", script[:n]) for script, n in zip(case.scripts, case.n_prompt, strict=True)]
+    model: Any = ScriptedModel({script[0]: script for script in scripts})
+    prompts = [Prompt("", script[:n]) for script, n in zip(scripts, n_prompts, strict=True)]
+    engine = HFEngine(model, eos, pad, max_batch_size=8)
     trajectories = sample_trajectories(engine, prompts, SamplingParams(4), 1, seed=0, first_group=0)
-    assert [t.token_ids for t in trajectories] == case.token_ids
-    assert [t.finish_reason for t in trajectories] == case.reasons
+    ends = [n + len(returns) for n, returns in zip(n_prompts, expected_returns, strict=True)]
+    token_ids = [script[:end] for script, end in zip(scripts, ends, strict=True)]
+    assert [(t.token_ids, t.finish_reason) for t in trajectories] == list(zip(token_ids, reasons, strict=True))
 
     seen: list[str] = []
     function = as_reward_function(lambda responses: seen.extend(responses) or [0.0, 0.0], "f.py", columns=())
     FunctionScorer(function, tokenizer).score(trajectories)
-    assert seen == case.texts, "without special tokens"
+    assert seen == texts, "without special tokens"
 
     def place_and_token(sequences, attention_mask):
         last = attention_mask.sum(-1) - 1
@@ -132,23 +111,23 @@ def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, 
 
     scorer = ModelScorer(place_and_token, MicroBatchSize(2), pad, SingleProcess(), torch.device("cpu"))
     read = [score.rewards["reward"] for score in scorer.score(trajectories)]
-    assert read == [100.0 * (len(ids) - 1) + ids[-1] for ids in case.token_ids], "the last sampled token"
+    assert read == [100.0 * (len(ids) - 1) + ids[-1] for ids in token_ids], "the last sampled token"
 
     batch = collate(trajectories, pad).with_fields(scores=torch.tensor([3.0, -2.0]))
-    assert batch.truncated.tolist() == [reason is LENGTH for reason in case.reasons]
+    assert batch.truncated.tolist() == [reason is LENGTH for reason in reasons]
     kl = torch.full(batch.sequences.shape, 10.0)  # on padding and prompts too: it must not count there
     rewards = compute_reward(batch.scores, kl, batch.action_mask, kl_coef=0.1)
     values = torch.ones(batch.sequences.shape)
     _, returns = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=1.0, lambd=1.0)
     one_step, _ = get_advantages_and_returns(values, rewards, batch.action_mask, gamma=1.0, lambd=0.0)
-    for row, (ids, n_prompt, score) in enumerate(zip(case.token_ids, case.n_prompt, (3.0, -2.0), strict=True)):
+    for row, (ids, n_prompt, score) in enumerate(zip(token_ids, n_prompts, (3.0, -2.0), strict=True)):
         n, places = len(ids) - n_prompt, range(batch.sequences.shape[1])
         assert batch.sequences[row, : len(ids)].tolist() == ids
         assert batch.attention_mask[row].tolist() == [t < len(ids) for t in places]
         assert batch.action_mask[row].tolist() == [n_prompt <= t < len(ids) for t in places]
         before, after = [0.0] * n_prompt, [0.0] * (len(places) - len(ids))
         assert rewards[row].tolist() == before + [-1.0] * (n - 1) + [score - 1.0] + after
-        assert returns[row].tolist() == before + case.returns[row] + after
+        assert returns[row].tolist() == before + expected_returns[row] + after
         # r + V_next - V: the values are 1, and 0 after the last action
         assert one_step[row].tolist() == before + [-1.0] * (n - 1) + [score - 2.0] + after
 
@@ -159,7 +138,6 @@ def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, 
 @pytest.mark.parametrize(
     ("in_generation", "in_config", "eos", "expected"),
     [
-        (None, 1, "<eos>", [1]),
         ([1, 2], 1, "<eos>", [1, 2]),
         ([7, 8, 9], [1], None, [1, 7, 8, 9]),
         (2, None, "<eos>", [1, 2]),

@@ -18,7 +18,7 @@ from openppo.rollout import hf_engine, row_cache
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import request_uniforms
-from openppo.types import FinishReason, SamplingParams
+from openppo.types import Completion, FinishReason, SamplingParams
 from tests.unit.rollout.conftest import assert_same
 
 ARCHITECTURES = ["llama", "gpt2", "mistral"]
@@ -34,9 +34,9 @@ def engine_of(model, eos=EOS_IDS, pad=0, batch=8):
     return HFEngine(model, eos, pad, batch)
 
 
-def seeds_for(prompts):
-    """A seed of its own for each prompt."""
-    return [100 + i for i in range(len(prompts))]
+def sampled(engine, prompts, params=SAMPLED):
+    """Completions, each with a seed of its own."""
+    return engine.generate(prompts, params, range(100, 100 + len(prompts)))
 
 
 @contextmanager
@@ -68,22 +68,17 @@ def test_greedy_responses_are_those_of_transformers_generate(model, prompts):
     expected = [by_transformers(prompt, eos) for prompt in prompts]
     assert len({len(tokens) for tokens in expected}) > 1, "else the claim below would be weak"
 
-    params = SamplingParams(max_new_tokens=12, temperature=0)
-    completions = engine_of(model, eos).generate(prompts, params, seeds_for(prompts))
-    assert [completion.token_ids for completion in completions] == expected
-    for completion in completions:
-        assert completion.log_probs == [0.0] * len(completion.token_ids)
-        assert completion.finish_reason is (
-            FinishReason.STOP if completion.token_ids[-1] in eos else FinishReason.LENGTH
-        )
+    completions = sampled(engine_of(model, eos), prompts, SamplingParams(max_new_tokens=12, temperature=0))
+    for completion, ids in zip(completions, expected, strict=True):
+        reason = FinishReason.STOP if ids[-1] in eos else FinishReason.LENGTH
+        assert completion == Completion(ids, [0.0] * len(ids), reason)
 
 
 @pytest.mark.parametrize("params", [SAMPLED, WARPED], ids=["temperature", "top-k-and-top-p"])
 def test_sampled_responses_are_those_of_a_loop_without_batch_padding_and_cache(model, prompts, params, naive_sample):
-    seeds = seeds_for(prompts)
-    completions = engine_of(model).generate(prompts, params, seeds)
+    completions = sampled(engine_of(model), prompts, params)
     assert len({len(completion.token_ids) for completion in completions}) > 1, "rows leave at different times"
-    for prompt, seed, completion in zip(prompts, seeds, completions, strict=True):
+    for seed, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), 100):
         uniforms = request_uniforms(seed, params.max_new_tokens).tolist()
         tokens, log_probs = naive_sample(model, prompt, params, uniforms, EOS_IDS)
         assert completion.token_ids == tokens
@@ -93,16 +88,14 @@ def test_sampled_responses_are_those_of_a_loop_without_batch_padding_and_cache(m
 @pytest.mark.parametrize(("batch", "pad"), [(1, 0), (2, 12), (3, 5), (64, 23)])
 def test_a_response_does_not_depend_on_batch_size_or_padding_id(model, prompts, batch, pad):
     """Even if the id is EOS or in a prompt."""
-    whole = engine_of(model, pad=1).generate(prompts, SAMPLED, seeds_for(prompts))
-    parts = engine_of(model, pad=pad, batch=batch).generate(prompts, SAMPLED, seeds_for(prompts))
-    assert_same(parts, whole)
+    assert_same(sampled(engine_of(model, pad=pad, batch=batch), prompts), sampled(engine_of(model, pad=1), prompts))
 
 
 def test_logits_that_are_not_finite_are_an_error(models):
     broken = copy.deepcopy(models["llama"])
     broken.lm_head.weight.data[3] = torch.nan
     with pytest.raises(FloatingPointError, match="logits are not finite"):
-        engine_of(broken).generate([[7, 8]], SAMPLED, [0])
+        sampled(engine_of(broken), [[7, 8]])
 
 
 @pytest.mark.parametrize(("has_sdpa", "instead"), [(True, "sdpa"), (False, "eager")])
@@ -121,10 +114,7 @@ def test_flash_attention_stands_back_while_the_engine_is_awake(models, has_sdpa,
     ("kind", "options", "named"),
     [
         ("qwen3_next", {}, "qwen3_next has layers with linear_attention"),
-        ("falcon_h1", {}, "hybrid"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "lfm2 has layers with conv"),
         ("gemma3n_text", {"num_kv_shared_layers": 15}, "shared keys and values"),
-        ("deepseek_v32", {}, "deepseek_v32 has layers with indexed_attention"),
         ("llama", {"layer_types": ["new_kind"]}, "llama has layers with new_kind"),
         ("xlnet", {}, "xlnet has layers with no key-value cache"),
     ],
@@ -144,15 +134,14 @@ def test_equal_prompts_get_responses_of_their_own_seeds(models):
 
 
 def test_an_empty_prompt_is_an_error_and_no_prompts_give_no_completions(models):
-    engine = engine_of(models["llama"])
     with pytest.raises(ValueError, match="at least one token"):
-        engine.generate([[1], []], SAMPLED, [0, 1])
-    assert engine_of(models["llama"]).generate([], SAMPLED, []) == []
+        sampled(engine_of(models["llama"]), [[1], []])
+    assert sampled(engine_of(models["llama"]), []) == []
 
 
 def test_the_model_keeps_its_gradients_and_mode(models, prompts):
     model = models["llama"]
-    engine_of(model).generate(prompts, SAMPLED, seeds_for(prompts))
+    sampled(engine_of(model), prompts)
     loss = model(torch.tensor([[1, 2, 3]])).logits.square().mean()
     loss.backward()
     assert all(p.grad is not None and not p.is_inference() for p in model.parameters())
@@ -162,7 +151,7 @@ def test_the_model_keeps_its_gradients_and_mode(models, prompts):
 
 def test_a_step_is_one_forward_pass_without_equal_prompts_and_finished_rows(models, prompts):
     with shapes_of_forwards(models["llama"]) as shapes:
-        completions = engine_of(models["llama"]).generate(prompts, SAMPLED, seeds_for(prompts))
+        completions = sampled(engine_of(models["llama"]), prompts)
     lengths = [len(completion.token_ids) for completion in completions]
     still_running = [sum(length > step for length in lengths) for step in range(max(lengths))]
     n_different = len(set(map(tuple, prompts)))
@@ -194,12 +183,11 @@ def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(mo
 
 def test_weights_are_read_in_place(models):
     model = copy.deepcopy(models["llama"])
-    engine, params = engine_of(model, eos=[]), SamplingParams(max_new_tokens=3, temperature=0)
-    before = engine.generate([[3, 4]], params, [0])[0].token_ids
-    wanted = next(token for token in range(VOCAB) if token not in before)
+    engine, greedy = engine_of(model, eos=[]), SamplingParams(max_new_tokens=3, temperature=0)
+    wanted = next(iter({*range(VOCAB)} - {*sampled(engine, [[3, 4]], greedy)[0].token_ids}))
     with torch.no_grad():
         model.lm_head.weight[wanted] = 100 * model.model(torch.tensor([[3, 4]])).last_hidden_state[0, -1]
-    assert engine.generate([[3, 4]], params, [0])[0].token_ids[0] == wanted
+    assert sampled(engine, [[3, 4]], greedy)[0].token_ids[0] == wanted
 
 
 @pytest.mark.parametrize("slack", [1, 64])
@@ -232,7 +220,7 @@ def test_short_and_long_prompts_are_not_read_in_one_padded_forward(models):
     """Of 2000 places less than a quarter would be tokens."""
     prompts = [[1 + i % 20 for i in range(start, start + length)] for start, length in enumerate([60] * 20 + [5] * 20)]
     with shapes_of_forwards(models["llama"]) as shapes:
-        engine_of(models["llama"], eos=[], batch=64).generate(prompts, SamplingParams(1), seeds_for(prompts))
+        sampled(engine_of(models["llama"], eos=[], batch=64), prompts, SamplingParams(1))
     assert shapes == [(20, 60), (20, 5)]
 
 
@@ -247,7 +235,7 @@ def test_max_num_seqs_else_half_of_free_memory_else_64_rows_are_decoded(free, gi
     monkeypatch.setattr(hf_engine, "free_memory", lambda device: None if free is None else int(2 * free * row))
     engine = HFEngine(model, [], 0, given)
     with shapes_of_forwards(model) as shapes, engine.with_weights(WHOLE):
-        engine.generate([[3, 4, 5, i % 20] for i in range(300)], SamplingParams(n_new), list(range(300)))
+        sampled(engine, [[3, 4, 5, i % 20] for i in range(300)], SamplingParams(n_new))
     assert max(n_rows for n_rows, _ in shapes) == rows
 
 

@@ -19,34 +19,34 @@ class RecordingEngine:
         self.version = version
         self.prompts: list[Sequence[int]] = []
         self.seeds: list[int] = []
-        self.params: list[SamplingParams] = []
 
     def generate(self, prompts, params, seeds):
         """One token for each prompt."""
+        assert params == PARAMS
         self.prompts += prompts
         self.seeds += seeds
-        self.params.append(params)
         return [Completion([prompt[0]], [-0.5], FinishReason.LENGTH) for prompt in prompts]
 
 
-def seeds_used(prompts, n_samples, seed, first_group):
-    """The seeds that the engine is given."""
-    engine = RecordingEngine()
-    sample_trajectories(engine, prompts, PARAMS, n_samples, seed, first_group)
-    return engine.seeds
+def sampled(prompts, n_samples, seed=0, first_group=0, version=0):
+    """Trajectories, and the engine."""
+    engine = RecordingEngine(version)
+    return sample_trajectories(engine, prompts, PARAMS, n_samples, seed, first_group), engine
 
 
-def test_samples_of_a_prompt_are_beside_each_other_and_share_its_group():
-    engine = RecordingEngine()
-    trajectories = sample_trajectories(engine, PROMPTS[:3], PARAMS, 2, seed=1, first_group=10)
+def test_samples_of_a_prompt_are_beside_each_other_and_share_its_group_but_no_list():
+    trajectories, engine = sampled(PROMPTS[:3], 2, first_group=10)
     assert [t.group for t in trajectories] == [10, 10, 11, 11, 12, 12]
     assert [t.prompt.text for t in trajectories] == ["text 0", "text 0", "text 1", "text 1", "text 2", "text 2"]
     assert engine.prompts == [[3], [3], [4, 4], [4, 4], [5, 5, 5], [5, 5, 5]]
-    assert engine.params == [PARAMS]
+    trajectories[0].token_ids.append(99)
+    trajectories[0].scores["reward"] = 1.0
+    assert (PROMPTS[0].token_ids, trajectories[1].token_ids, trajectories[1].scores) == ([3], [3, 3], {})
+    assert sampled([], 3)[0] == []
 
 
 def test_all_samples_of_a_run_and_of_neighbouring_runs_have_seeds_of_their_own():
-    seeds = [seed for group in range(0, 600, 6) for seed in seeds_used(PROMPTS, 4, seed=42, first_group=group)]
+    seeds = [seed for group in range(0, 600, 6) for seed in sampled(PROMPTS, 4, 42, group)[1].seeds]
     seeds += [sample_seed(seed, number) for seed in (41, 43) for number in range(2400)]
     assert len(set(seeds)) == len(seeds) == 3 * 2400
     assert all(0 <= seed < 2**63 for seed in seeds), "what torch.Generator.manual_seed takes"
@@ -54,12 +54,10 @@ def test_all_samples_of_a_run_and_of_neighbouring_runs_have_seeds_of_their_own()
 
 @pytest.mark.parametrize("n_samples", [1, 3])
 def test_seeds_do_not_depend_on_how_prompts_are_dealt_out(n_samples):
-    whole = seeds_used(PROMPTS, n_samples, seed=7, first_group=20)
+    whole = sampled(PROMPTS, n_samples, 7, 20)[1].seeds
     for size in (1, 2, 3):
-        starts = range(0, len(PROMPTS), size)
-        parts = [seeds_used(PROMPTS[i : i + size], n_samples, seed=7, first_group=20 + i) for i in starts]
-        assert [seed for part in parts for seed in part] == whole
-    assert whole != seeds_used(PROMPTS, n_samples, seed=8, first_group=20)
+        parts = [sampled(PROMPTS[i : i + size], n_samples, 7, 20 + i)[1] for i in range(0, len(PROMPTS), size)]
+        assert [seed for part in parts for seed in part.seeds] == whole
 
 
 def test_a_trajectory_says_of_each_token_where_it_came_from():
@@ -70,23 +68,13 @@ def test_a_trajectory_says_of_each_token_where_it_came_from():
     trajectory = make_trajectory(prompt, completion, group=4, version=9)
     assert trajectory == Trajectory(*tokens, FinishReason.STOP, prompt, group=4, weight=1.0, scores={})
     assert trajectory.response_ids == [13, 14, 1]
-    [sampled] = sample_trajectories(RecordingEngine(version=6), PROMPTS[:1], PARAMS, 1, seed=0, first_group=0)
-    assert sampled.versions == [-1, 6]
+    assert sampled(PROMPTS[:1], 1, version=6)[0][0].versions == [-1, 6]
     changed = dataclasses.replace(completion, versions=[6, 7, 7])  # weights changed while it was sampled
     assert make_trajectory(prompt, changed, group=0, version=7).versions == [-1, -1, 6, 7, 7]
 
 
-def test_trajectories_share_no_list_with_their_prompt_or_each_other():
-    prompt = Prompt("a", [3])
-    first, second = sample_trajectories(RecordingEngine(), [prompt], PARAMS, 2, seed=0, first_group=0)
-    first.token_ids.append(99)
-    first.scores["reward"] = 1.0
-    assert (prompt.token_ids, second.token_ids, second.scores) == ([3], [3, 3], {})
-    assert sample_trajectories(RecordingEngine(), [], PARAMS, 3, seed=0, first_group=0) == []
-
-
 def test_a_weight_must_name_a_reward_unless_tokens_have_rewards_too():
-    [sample] = sample_trajectories(RecordingEngine(), PROMPTS[:1], PARAMS, 1, seed=0, first_group=0)
+    [[sample], _] = sampled(PROMPTS[:1], 1)
     write_scores([sample], [Score({"math": 1.0})])
     check_weights([sample], {"math": 2.0})
     with pytest.raises(ValueError, match="--reward_weights names prm, but the rewards are math"):
