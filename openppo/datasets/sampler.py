@@ -1,6 +1,7 @@
 """The order of the data: a function of seed, epoch and position alone, so any run can resume and any rank agrees."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain, count, islice
 from typing import TypeVar
 
@@ -55,6 +56,7 @@ def shard(batch: Sequence[T], rank: int, world_size: int) -> list[T]:
     return list(batch[rank * n // world_size : (rank + 1) * n // world_size])
 
 
+@lru_cache(maxsize=2)
 def _order(n_rows: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(n_rows, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)).tolist()
 

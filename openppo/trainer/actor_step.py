@@ -25,10 +25,7 @@ class ActorStep:
     """
 
     def __init__(self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device) -> None:
-        self.model = model
-        self.config = config
-        self.comm = comm
-        self.device = device
+        self.model, self.config, self.comm, self.device = model, config, comm, device
         self.observe: Callable[[Experience, Tensor, Tensor | None], None] | None = None
         """Gets each micro-batch with the log-probs and entropy of its forward."""
         self.loss_agg = loss_aggregation(config)
@@ -112,6 +109,6 @@ class ActorStep:
         for i, micro in enumerate(micro.to(self.device) for micro in batch.micro_batches):
             # a language-model loss has no sampling temperature
             log_probs = self.model(*micro[:3], temperature=1.0, position_ids=micro.position_ids)
-            metrics.add_tensor("ptx_loss", -log_probs.detach(), micro.loss_mask)
+            metrics.add_tensor("ptx_loss", -log_probs, micro.loss_mask)
             loss = -log_probs.sum() / max(batch.n_targets, 1)
             self.model.backward(self.config.ppo.ptx_coef * loss * self.comm.world_size, last=i == last)

@@ -36,7 +36,7 @@ from openppo.trainer.engine_check import check_engines, check_hf_engine
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.ppo import PPOTrainer
-from openppo.trainer.resume.compatible import model_fingerprint, prompts_fingerprint
+from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, start_trackers
 from openppo.trainer.summary import batch_plan, log_ppo_start
@@ -126,7 +126,7 @@ def _contents(config: TrainPPOConfig, data: PPOData) -> dict[str, str]:
     """Fingerprints of what a checkpoint must have been made with."""
     contents = {flag: model_fingerprint(name) for flag, name in config.input_models.items() if name is not None}
     if data.prompts:
-        contents["--prompt_data"] = prompts_fingerprint(data.prompts)
+        contents["--prompt_data"] = examples_fingerprint([p.token_ids, repr(p.label)] for p in data.prompts)
     if data.documents:
         contents["--pretrain_data"] = data.fingerprint
     return contents

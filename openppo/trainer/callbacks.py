@@ -12,6 +12,8 @@ from openppo.tracking.report.catalog import GROUPS, matches
 
 logger = logging.getLogger("openppo")
 
+STOPPED_EARLY = "the run had stopped early: its model is saved, and it does not resume"
+
 PPOTrainer: TypeAlias = Any
 """An ``openppo.trainer.PPOTrainer``, whose module imports this one."""
 
@@ -60,13 +62,10 @@ class EarlyStopping(Callback):
                 "EarlyStopping needs patience of at least 1, mode 'max' or 'min', and min_delta of at least 0; got "
                 f"{patience}, {mode!r}, {min_delta}."
             )
-        _check_metric(metric, "EarlyStopping")
-        self.metric = metric
-        self.patience = patience
+        check_metric(metric, "EarlyStopping")
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.sign = 1 if mode == "max" else -1
-        self.min_delta = min_delta
-        self.best = -self.sign * math.inf
-        self.n_without = 0
+        self.best, self.n_without = -self.sign * math.inf, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "n_without": self.n_without}
@@ -91,9 +90,8 @@ class EarlyStopping(Callback):
             self.best, self.n_without = value, 0
         elif self.n_without >= self.patience:
             trainer.should_stop = True
-            logger.info(
-                "stopping early: %s has not been better than %.4g for %d reports", self.metric, self.best, self.patience
-            )
+            said = "stopping early: %s has not been better than %.4g for %d reports"
+            logger.info(said, self.metric, self.best, self.patience)
 
 
 class StopWhen(Callback):
@@ -108,48 +106,38 @@ class StopWhen(Callback):
         return {"stopped_by": self.stopped_by}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.stopped_by = state["stopped_by"]
+        self.stopped_by = state.get("stopped_by")
 
     def on_fit_start(self, trainer: PPOTrainer) -> None:
-        if self.stopped_by is not None and not self.still_stops(self.stopped_by):
+        if self.stopped_by is None:
+            return
+        trainer.should_stop = self.stopped_by in [each.text for each in self.conditions]
+        if not trainer.should_stop:
             logger.info("--stop_when %s is not given any more: the run resumes", self.stopped_by)
-            trainer.should_stop, self.stopped_by = False, None
+            self.stopped_by = None
 
     def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
         """Look at the metrics of a step and of the evaluation that followed, if any."""
-        if found := self.first_true(metrics, trainer.global_step):
-            self.stopped_by, trainer.should_stop = found, True
+        step = trainer.global_step
+        for each in self.conditions:
+            if each.holds(metrics):
+                value = metrics[each.metric]
+                logger.info("--stop_when %s: %s is %.4g at step %d; the run ends", each.text, each.metric, value, step)
+                self.stopped_by, trainer.should_stop = each.text, True
+                return
+            missing = step > 0 and not each.metric.startswith("eval") and each.metric not in metrics
+            if missing and each.text not in self._warned:  # the policy's come later while only the critic learns
+                self._warned.add(each.text)
+                logger.warning("--stop_when %s: no such metric yet among %s", each.text, ", ".join(sorted(metrics)))
 
     def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
         """Look at the evaluation before training."""
         if trainer.global_step == 0:
             self.on_step_end(trainer, metrics)
 
-    def first_true(self, metrics: Mapping[str, float], step: int) -> str | None:
-        """Text of the first condition that holds, logged; else None."""
-        for each in self.conditions:
-            if each.holds(metrics):
-                value = metrics[each.metric]
-                logger.info("--stop_when %s: %s is %.4g at step %d; the run ends", each.text, each.metric, value, step)
-                return each.text
-            missing = step > 0 and not each.metric.startswith("eval") and each.metric not in metrics
-            if missing and each.text not in self._warned:  # the policy's come later while only the critic learns
-                self._warned.add(each.text)
-                logger.warning("--stop_when %s: no such metric yet among %s", each.text, ", ".join(sorted(metrics)))
-        return None
 
-    def still_stops(self, text: str | None) -> bool:
-        """Whether ``text``, which ended an earlier session, is still given."""
-        return text in [each.text for each in self.conditions]
-
-
-def check_conditions(conditions: Sequence[Condition]) -> None:
-    """Raise ``ValueError`` for a metric that no run has."""
-    for condition in conditions:
-        _check_metric(condition.metric, f"--stop_when {condition.text!r}")
-
-
-def _check_metric(metric: str, where: str) -> None:
+def check_metric(metric: str, where: str) -> None:
+    """Raise ``ValueError`` for a metric that no run has; ``where`` it is asked for begins the message."""
     known = [name for charts in GROUPS.values() for chart in charts for name in chart.metrics]
     if not any(matches(metric, pattern) for pattern in known):
         near = difflib.get_close_matches(metric, known, n=1)
@@ -165,11 +153,11 @@ def notify(callbacks: Sequence[Callback], hook: str, *arguments: Any) -> None:
 
 def restore_callbacks(callbacks: Sequence[Callback], saved: Sequence[dict[str, Any]]) -> bool:
     """Give each callback the state of the next one of its class in ``saved``; whether they are the same as then."""
-    were, are = [each["class"] for each in saved], [type(callback).__name__ for callback in callbacks]
-    states = {name: [each["state"] for each in saved if each["class"] == name] for name in are}
+    were, are, left = [each["class"] for each in saved], [type(each).__name__ for each in callbacks], list(saved)
     for callback, name in zip(callbacks, are, strict=True):
-        if states[name]:
-            callback.load_state_dict(states[name].pop(0))
+        if mine := next((each for each in left if each["class"] == name), None):
+            left.remove(mine)
+            callback.load_state_dict(mine["state"])
     if were != are:
         say = "callbacks were %s and are %s: those of one class resume in their order, others start anew"
         logger.warning(say, ", ".join(were) or "none", ", ".join(are) or "none")

@@ -21,10 +21,7 @@ class CriticStep:
     """Adds up the gradients of all micro-batches and steps once; normalized like the actor's loss."""
 
     def __init__(self, model: TrainableModel, config: TrainPPOConfig, comm: Comm, device: torch.device) -> None:
-        self.model = model
-        self.config = config
-        self.comm = comm
-        self.device = device
+        self.model, self.config, self.comm, self.device = model, config, comm, device
         self.loss_agg = loss_aggregation(config)
         self.taken: tuple[float, Metrics] | None = None
         """Norm and metrics of a step that ``OnePassCritic`` has taken, until ``train`` reports it."""
@@ -54,7 +51,7 @@ class CriticStep:
                 micro = complete(i, micro, values.detach())
             assert micro.values is not None and micro.returns is not None
             loss = value_loss(values, micro.values, micro.returns, micro.action_mask)  # (B, L)
-            metrics.add_tensor("value_loss", loss.detach(), micro.action_mask)
+            metrics.add_tensor("value_loss", loss, micro.action_mask)
             weights = token_weights(micro.action_mask, self.loss_agg, *counts, micro.weight)
             mean = (loss * weights).sum() * self.comm.world_size
             self.model.backward(mean, last=i == len(batch.micro_batches) - 1)

@@ -11,7 +11,7 @@ from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
 from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.phase import phase
-from openppo.trainer.callbacks import Callback, notify, restore_callbacks
+from openppo.trainer.callbacks import STOPPED_EARLY, Callback, notify, restore_callbacks
 from openppo.trainer.checkpointer import ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.sample_log import StepDiagnostics
@@ -143,9 +143,7 @@ class PPOTrainer:
         self.source.load_state_dict(saved["source"])
         self.maker.load_state_dict(saved["maker"])
         self.update.load_state_dict(saved["skipped"])
-        if restore_callbacks(self.callbacks, saved["callbacks"]) and saved["should_stop"]:
-            self.should_stop = True
-            logger.info("the run had stopped early: its model is saved, and it does not resume")
+        self.should_stop = restore_callbacks(self.callbacks, saved["callbacks"]) and saved["should_stop"]
         self.source.publish(self.state.policy_version)
 
     def prompt_batches(self) -> Iterator[list[Prompt]]:
@@ -205,6 +203,8 @@ class PPOTrainer:
         """Around the steps of ``fit``: logs, what precedes the first step, and what a run or a signal ends with."""
         with self.components.trackers:
             notify(self.callbacks, "on_fit_start", self)
+            if self.should_stop:
+                logger.info(STOPPED_EARLY)
             self._mark()
             try:
                 if self.state.unreported is not None:  # an earlier session was stopped there

@@ -14,13 +14,12 @@ from openppo.datasets import BatchSampler, render_prompt, shard
 from openppo.datasets.templates import as_messages
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.token_rewards import one_reward_groups
-from openppo.rewards import start_scoring
-from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories, wait_for_scores, write_scores
+from openppo.rollout.rollout import Rollout, wait_for_scores
 from openppo.rollout.sampling import sampling_params
 from openppo.strategy.trainable_model import PolicyWeights
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.evaluation.evaluator import generate_responses
+from openppo.trainer.evaluation.evaluator import begin_scoring, generate_responses
 from openppo.types import Prompt, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -77,7 +76,7 @@ class PromptSource:
         sampling = sampling_params(self.config.generation, options.eval_temperature), options.eval_n_samples_per_prompt
         with self.components.weights_to_save(), self.with_weights():
             responses = generate_responses(self.engine, self.comm, self.components.held_out, *sampling, seed)
-        rollout = self._score(responses, "eval_reward_errors")
+        rollout = begin_scoring(self.scorer, responses, self.reward_weights, self.components.stop, prefix="eval_")
         wait_for_scores(rollout, self.components.stop)
         return rollout
 
@@ -109,39 +108,21 @@ class PromptSource:
     def _sampled(self, prompts: Sequence[str | Prompt]) -> Rollout:
         """Responses to this rank's share of ``prompts``, those of one prompt in a row, on which scoring has begun."""
         ready = [as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts]
-        rank, world = self.comm.rank, self.comm.world_size
-        mine, first = shard(ready, rank, world), self.consumed_prompts + rank * len(ready) // world
-        seed, n_samples = self.config.deepspeed.seed, self.config.ppo.n_samples_per_prompt
+        seed, n_samples, first = self.config.deepspeed.seed, self.config.ppo.n_samples_per_prompt, self.consumed_prompts
         params = sampling_params(self.config.generation)
         with self.timer.phase("generation"), self.with_weights():
-            sampled = sample_trajectories(self.engine, mine, params, n_samples, seed, first)
+            sampled = generate_responses(self.engine, self.comm, ready, params, n_samples, seed, first)
             if self.estimator.needs_greedy:
-                greedy_params = dataclasses.replace(params, temperature=0.0)
-                greedy = sample_trajectories(self.engine, mine, greedy_params, 1, seed, first)
+                params = dataclasses.replace(params, temperature=0.0)
+                greedy = generate_responses(self.engine, self.comm, ready, params, 1, seed, first)
                 for i, trajectory in enumerate(sampled):
                     trajectory.greedy = greedy[i // n_samples]
         self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in sampled))
         self.consumed_prompts += len(ready)
         with self.timer.phase("scoring"):
-            rollout = self._score(sampled, "reward_errors")
+            rollout = begin_scoring(self.scorer, sampled, self.reward_weights, self.components.stop)
         self.timer.count_tokens("scoring", sum(len(t.token_ids) for t in sampled))
         return rollout
-
-    def _score(self, trajectories: list[Trajectory], errors: str) -> Rollout:
-        """Begin to score; the metric ``errors`` counts samples on which the reward function raises."""
-        greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
-        everything, metrics = [*trajectories, *greedy], Metrics()
-        wait_for = start_scoring(self.scorer, everything, self.components.stop)
-
-        def write() -> None:
-            scores = wait_for()
-            write_scores(everything, scores)
-            check_weights(everything, self.reward_weights)
-            n_failed = sum(score.failed for score in scores)
-            if n_failed or errors == "reward_errors":  # of evaluations only where there are any
-                metrics.add(errors, n_failed, reduce="sum")
-
-        return Rollout(trajectories, metrics, write)
 
     def _filtered(self, prompts: Sequence[str | Prompt]) -> Rollout:
         """Groups with different rewards, sampled until they fill a rollout batch or a bound is reached."""

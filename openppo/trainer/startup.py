@@ -30,7 +30,7 @@ from openppo.tracking import (
     set_aside_logs,
     setup_logging,
 )
-from openppo.trainer.callbacks import check_conditions
+from openppo.trainer.callbacks import check_metric
 from openppo.types import Comm
 
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
@@ -70,7 +70,8 @@ def check_options(config: Any, comm: Comm, **given: bool) -> None:
 
     def check() -> None:
         config.validate(comm.world_size, **given)  # folders may differ, of which it sees some
-        check_conditions(config.run.stop_conditions)
+        for condition in config.run.stop_conditions:
+            check_metric(condition.metric, f"--stop_when {condition.text!r}")
         if comm.rank == 0:
             check_run_folder(Path(config.run.save_path), config.output_models)
             check_trackers(config.tracking)

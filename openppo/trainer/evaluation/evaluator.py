@@ -6,22 +6,19 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from openppo.datasets import shard
-from openppo.rewards import Scorer
+from openppo.rewards import Scorer, start_scoring
 from openppo.rollout.engine import Engine
 from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories, write_scores
 from openppo.tracking import Metrics
 from openppo.tracking.report.run_data import short_names
-from openppo.types import Comm, FinishReason, Prompt, SamplingParams, Trajectory
+from openppo.types import Comm, FinishReason, Prompt, SamplingParams, StopCheck, Trajectory
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Estimate, from ``n`` responses of which ``c`` pass, how likely one of ``k`` passes.
 
     The share of subsets of size ``k`` with a passing response, which is unbiased (arXiv 2107.03374, equation 1).
-    ``ValueError`` unless 0 <= c <= n and 1 <= k <= n.
     """
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass@{k} cannot be estimated from {n} responses of which {c} pass.")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -31,15 +28,43 @@ def pass_ks(n: int) -> list[int]:
 
 
 def generate_responses(
-    engine: Engine, comm: Comm, prompts: Sequence[Prompt], params: SamplingParams, n_samples: int, seed: int
+    engine: Engine,
+    comm: Comm,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    n_samples: int,
+    seed: int,
+    first: int = 0,
 ) -> list[Trajectory]:
     """This rank's share of the responses to ``prompts``: ``n_samples`` each in a row, in prompt order.
 
-    ``group`` is the index of the prompt. A response does not depend on the number of ranks.
+    ``group`` is the number of the prompt, counted from ``first``. A response does not depend on the number of ranks.
     """
-    mine = shard(prompts, comm.rank, comm.world_size)
-    first = comm.rank * len(prompts) // comm.world_size
-    return sample_trajectories(engine, mine, params, n_samples, seed, first)
+    mine, before = shard(prompts, comm.rank, comm.world_size), comm.rank * len(prompts) // comm.world_size
+    return sample_trajectories(engine, mine, params, n_samples, seed, first + before)
+
+
+def begin_scoring(
+    scorer: Scorer, trajectories: list[Trajectory], weights: Mapping[str, float], stop: StopCheck, prefix: str = ""
+) -> Rollout:
+    """A rollout of ``trajectories`` on which scoring has begun, and on the greedy responses beside them.
+
+    Its metric ``reward_errors``, with ``prefix`` only if there are any, counts those on which the reward function
+    raises. Reading raises ``ValueError`` if ``weights`` names no reward.
+    """
+    greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
+    everything, metrics = [*trajectories, *greedy], Metrics()
+    wait_for = start_scoring(scorer, everything, stop)
+
+    def write() -> None:
+        scores = wait_for()
+        write_scores(everything, scores)
+        check_weights(everything, weights)
+        n_failed = sum(score.failed for score in scores)
+        if n_failed or not prefix:
+            metrics.add(f"{prefix}reward_errors", n_failed, reduce="sum")
+
+    return Rollout(trajectories, metrics, write)
 
 
 @dataclass(frozen=True)
@@ -93,22 +118,3 @@ class Grading:
                 metrics.add(f"{prefix}reward/of_tokens", sum(response.token_rewards))
             metrics.add(f"{prefix}response_length", sum(response.action_mask))
             metrics.add(f"{prefix}truncated_fraction", response.finish_reason is FinishReason.LENGTH)
-
-
-def sample_and_score(
-    engine: Engine,
-    scorer: Scorer,
-    grading: Grading,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    n_samples: int,
-    seed: int,
-) -> Rollout:
-    """This rank's scored share of ``generate_responses``, to be measured by ``grading``."""
-    responses = generate_responses(engine, grading.comm, prompts, params, n_samples, seed)
-    scores, errors = scorer.score(responses), Metrics()
-    write_scores(responses, scores)
-    check_weights(responses, grading.reward_weights)
-    if n_failed := sum(score.failed for score in scores):
-        errors.add("eval_reward_errors", n_failed, reduce="sum")
-    return Rollout(responses, errors)

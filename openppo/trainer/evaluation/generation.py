@@ -25,10 +25,10 @@ from openppo.tracking import progress_bar
 from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.engine_check import check_frozen
-from openppo.trainer.evaluation.evaluator import Grading, generate_responses, sample_and_score
+from openppo.trainer.evaluation.evaluator import Grading, begin_scoring, generate_responses
 from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, tokenizing
 from openppo.trainer.supervised.batches import pack_where_exact
-from openppo.types import Comm, Trajectory
+from openppo.types import Comm, NeverStops, Trajectory
 
 
 class _Job:
@@ -154,7 +154,8 @@ class EvaluateJob(_Job):
 
     def evaluate(self) -> dict[str, float]:
         """Generate, score, and write; the metrics, the same on all ranks."""
-        responses = sample_and_score(self.engine, self.scorer, self.grading, *self.sampling)
+        sampled = generate_responses(self.engine, self.comm, *self.sampling)
+        responses = begin_scoring(self.scorer, sampled, self.grading.reward_weights, NeverStops(), prefix="eval_")
         if self.output is not None:
             write_rows(self.output, [self._row(response, i) for i, response in enumerate(responses)], self.comm)
         return self.grading.measure(responses)

@@ -11,7 +11,6 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from openppo.config.commands import training_rules
-from openppo.types import Prompt
 
 logger = logging.getLogger("openppo")
 
@@ -83,13 +82,8 @@ def model_fingerprint(name: str) -> str:
     return digest.hexdigest()
 
 
-def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:
-    """Of token ids and labels, in their order."""
-    return examples_fingerprint([prompt.token_ids, repr(prompt.label)] for prompt in prompts)
-
-
 def examples_fingerprint(examples: Iterable[object]) -> str:
-    """Of everything that they hold, in their order: dataclasses of plain values."""
+    """Of everything that they hold, in their order: plain values and dataclasses of them."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(repr(example).encode())

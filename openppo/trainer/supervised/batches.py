@@ -22,7 +22,8 @@ from openppo.types import Comm
 logger = logging.getLogger("openppo")
 
 PACKED_ROW = 512  # tokens: attention costs more in longer rows, and shorter ones waste more places
-_LEAK, _NOISE = 1e-5, 0.05  # bounds of changes by other rows or documents, and by padding or place, in bfloat16 too
+_ROW = [2, 0, 1, 3, 3]  # what tiny forwards look at, beside others
+_LEAK, _NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too
 _IDLE = TokenExample(token_ids=[0, 0], loss_mask=[False, False])
 
 
@@ -84,14 +85,11 @@ def pack(examples: Sequence[TokenExample], max_len: int) -> list[list[TokenExamp
     A longer example has a row of its own.
     """
     rows: list[list[TokenExample]] = []
-    room: list[int] = []
     for example in sorted(examples, key=lambda example: len(example.token_ids), reverse=True):
-        row = next((i for i, left in enumerate(room) if len(example.token_ids) <= left), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(max_len)
-        rows[row].append(example)
-        room[row] -= len(example.token_ids)
+        with_room = (row for row in rows if sum(len(e.token_ids) for e in [*row, example]) <= max_len)
+        if (row := next(with_room, None)) is None:
+            rows.append(row := [])
+        row.append(example)
     return rows
 
 
@@ -106,21 +104,18 @@ def packed_row_length(
 
 @torch.no_grad()
 def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool:
-    """Whether ``model`` keeps documents of one row apart, by one tiny forward; logs why not.
+    """Whether ``model`` keeps documents of one row apart, by tiny forwards; logs why not.
 
     ``model`` is called like ``Actor.forward``, by all ranks together. transformers separates documents where position
     ids restart, but not for every architecture and attention.
     """
-    document = [2, 0, 1, 3]
-    sequences = torch.tensor([[0, 1, 2, *document], [3, 1, 0, *document], [*document, 0, 1, 2]], device=device)
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1, 2]], device=device)
 
-    def compare() -> tuple[Tensor, Tensor]:
-        log_probs = model(sequences, torch.ones_like(sequences, dtype=torch.bool), position_ids=positions)
-        after, after_another, first = log_probs[0, 4:], log_probs[1, 4:], log_probs[2, 1:4]
-        return after - after_another, after - first
+    def after(first: list[int]) -> Tensor:
+        ids = torch.tensor([[*first, *_ROW]], device=device)
+        positions = torch.tensor([[*range(len(first)), *range(len(_ROW))]], device=device)
+        return model(ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)[0, len(first) + 1 :]
 
-    return _is_exact("documents are not packed", compare)
+    return _is_exact("documents are not packed", after)
 
 
 @torch.no_grad()
@@ -132,31 +127,28 @@ def pack_where_exact(
     ``forward`` is the module or the engine around it, called by all ranks together. Kernels for unequal lengths, such
     as FlashAttention-2's, compute no padding then.
     """
-    rows = torch.tensor([[0, 1, 2, 3, 0], [2, 0, 1, 3, 3]], device=device)
-    others = torch.tensor([[3, 1, 0, 2, 0], [2, 0, 1, 3, 3]], device=device)
-    mask = torch.tensor([[True, True, True, True, False], [True] * 5], device=device)
-    padded = forward(rows, mask)
 
-    def compare() -> tuple[Tensor, Tensor]:
-        packed, beside_another = forward(rows, mask), forward(others, mask)
-        return (packed - beside_another)[1], (packed - padded) / max(1.0, float(padded.abs().max()))
+    def beside(first: list[int]) -> Tensor:
+        module.packs_rows = len(first) > 0
+        sequences, mask = pad_right([first or [0], _ROW], 0)
+        return forward(sequences.to(device), mask.to(device))[1]
 
-    module.packs_rows = True
-    module.packs_rows = _is_exact(f"samples of the {name} are padded", compare)
+    module.packs_rows = _is_exact(f"samples of the {name} are padded", beside)
 
 
-def _is_exact(otherwise: str, compare: Callable[[], tuple[Tensor, Tensor]]) -> bool:
-    """Whether differences are rounding: by other rows or documents, and by padding or place in the row."""
+def _is_exact(otherwise: str, beside: Callable[[list[int]], Tensor]) -> bool:
+    """Whether the outputs of ``_ROW`` are the same ``beside`` two others, and without others up to rounding."""
     try:
-        leak, shift = (float(difference.abs().max()) for difference in compare())
+        alone, one, another = beside([]), beside([0, 1, 2]), beside([3, 1, 0])
     except TypeError as error:
         logger.warning("%s: the model takes no position ids (%s)", otherwise, error)
         return False
-    exact = leak <= _LEAK and shift <= _NOISE
-    if not exact:
-        said = "%s: in one row they change each other's outputs by %.2g, and their own by their place by %.2g"
-        logger.warning(said, otherwise, leak, shift)
-    return exact
+    leak, shift = float((one - another).abs().max()), float((one - alone).abs().max() / alone.abs().max().clamp(min=1))
+    if leak <= _LEAK and shift <= _NOISE:
+        return True
+    said = "%s: in one row they change each other's outputs by %.2g, and their own by their place by %.2g"
+    logger.warning(said, otherwise, leak, shift)
+    return False
 
 
 def _micro_batch(rows: Sequence[Sequence[TokenExample]], pad_token_id: int, with_positions: bool) -> TokenMicroBatch:

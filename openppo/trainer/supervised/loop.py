@@ -4,7 +4,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -17,7 +16,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Metrics, PhaseTimer, Trackers, progress_bar, step_tracer
 from openppo.tracking.phase import current, phase
-from openppo.trainer.callbacks import StopWhen
+from openppo.trainer.callbacks import STOPPED_EARLY, StopWhen
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
 from openppo.trainer.memory import Estimate
 from openppo.trainer.self_check import show_examples
@@ -28,7 +27,6 @@ from openppo.types import Interrupted, NeverStops, StopCheck
 logger = logging.getLogger("openppo")
 
 Example = TypeVar("Example")
-ModelCall = Callable[..., Tensor]
 
 
 @dataclass
@@ -41,7 +39,7 @@ class SupervisedComponents(Generic[Example]):
     train_examples: Sequence[Example]
     eval_examples: Sequence[Example]
     trackers: Trackers
-    checkpointer: Checkpointer | None = None
+    checkpointer: Checkpointer
     stop: StopCheck = field(default_factory=NeverStops)
     estimate: Estimate | None = None
 
@@ -59,7 +57,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
     headline: ClassVar[Sequence[str]]  # metrics to show first
 
     def __init__(self, config: SupervisedCommand, components: SupervisedComponents[Example]) -> None:
-        self.config, self.components = config, components
+        self.config, self.components, self.model = config, components, components.model
         self.comm, self.device = components.strategy.comm, components.strategy.device
         n_examples = len(components.train_examples)
         self.sampler = BatchSampler(n_examples, config.batch.train_batch_size, config.deepspeed.seed)
@@ -67,8 +65,9 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.global_step = 0
         self.skipped = SkippedSteps(config.run, self.comm)
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
-        self.stopping = StopWhen(config.run.stop_conditions)
-        self.stopped_by: str | None = None  # the condition that has ended the run
+        self.stopping, self.should_stop = StopWhen(config.run.stop_conditions), False
+        self.explain_memory: Callable[[], list[str]] = components.estimate.lines if components.estimate else list
+        """What the model takes by estimate, for a report."""
         self.traced = step_tracer(config.run.save_path, config.tracking, self.comm.rank)
         self._shows_next = config.tracking.self_check and self.comm.rank == 0
 
@@ -89,8 +88,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
         return StepBatch(micro_batches, sum(map(self.n_scored, examples)), n_tokens)
 
     @abstractmethod
-    def loss(self, model: ModelCall, batch: StepBatch, micro: Any, metrics: Metrics, prefix: str) -> Tensor:
-        """A scalar whose sum over all micro-batches and ranks is the step's mean loss; adds ``prefix``ed metrics."""
+    def loss(self, micro: Any, n_targets: int, metrics: Metrics) -> Tensor:
+        """A scalar whose sum over micro-batches and ranks is the mean over the step's ``n_targets``; adds metrics."""
 
     def fit(self) -> None:
         """Train, evaluate when due, and save to ``save_path``.
@@ -98,44 +97,35 @@ class SupervisedTrainer(ABC, Generic[Example]):
         A signal (see ``openppo.strategy.signals``) lets the step finish and drops an evaluation, which the resumed
         run repeats; then a checkpoint is written instead of the trained model.
         """
-        with self.components.trackers:
+        parts = self.components
+        with parts.trackers:
             try:
-                self._train_all_epochs()
+                self.stopping.on_fit_start(self)
+                if self.should_stop:
+                    logger.info(STOPPED_EARLY)
+                if self.unreported is not None:
+                    self.report(self.unreported)
+                with progress_bar(self.total_steps, "training", enabled=parts.strategy.is_main) as bar:
+                    bar.update(self.global_step)
+                    while self.global_step < self.total_steps and not self.should_stop:
+                        parts.stop()
+                        indices = next(self.sampler.batches(*divmod(self.global_step, len(self.sampler))))
+                        self.report(self.step([parts.train_examples[i] for i in indices]))
+                        bar.update()
                 self.save()
             except Interrupted as signal:
-                if self.components.checkpointer is None:
-                    logger.warning("stopped by %s; without a checkpointer nothing is saved", signal)
-                else:
-                    logger.info(stopped(str(signal), self.global_step, self.total_steps, self.save_checkpoint()))
-
-    def _train_all_epochs(self) -> None:
-        with progress_bar(self.total_steps, "training", enabled=self.components.strategy.is_main) as bar:
-            bar.update(self.global_step)
-            if self.unreported is not None:
-                self.report(self.unreported)
-            first, start = divmod(self.global_step, len(self.sampler))
-            epochs = range(first, self.config.batch.max_epochs)
-            for indices in chain.from_iterable(self.sampler.batches(e, start * (e == first)) for e in epochs):
-                if self.global_step == self.total_steps or self.stopped_by is not None:
-                    break
-                self.components.stop()
-                self.report(self.step([self.components.train_examples[i] for i in indices]))
-                bar.update()
+                logger.info(stopped(str(signal), self.global_step, self.total_steps, self.save_checkpoint()))
 
     def close(self) -> None:
         """Leave the process group; the trainer is of no use afterwards."""
         self.components.strategy.close()
-
-    def explain_memory(self) -> list[str]:
-        """What the model takes by estimate, for a report."""
-        return self.components.estimate.lines() if self.components.estimate else []
 
     def step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One optimizer step on ``examples``, given alike on all ranks; returns its metrics.
 
         ``FloatingPointError`` as of ``SkippedSteps``.
         """
-        metrics, model, estimate = Metrics(), self.components.model, self.components.estimate
+        metrics, model, estimate = Metrics(), self.model, self.components.estimate
         timer = PhaseTimer(self.traced, estimate.peaks if estimate else None)
         current.step = self.global_step + 1
         with timer.phase("step"):
@@ -146,7 +136,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
                 self._shows_next = False
                 show_examples(examples, self.components.tokenizer)
             for i, micro in enumerate(batch.micro_batches):
-                loss = self.loss(model, batch, micro, metrics, prefix="")
+                loss = self.loss(micro, batch.n_targets, metrics)
                 model.backward(loss * self.comm.world_size, last=i == len(batch.micro_batches) - 1)
             norm = model.step()
             if self.skipped.accept(norm, "model", f"step {self.global_step + 1}", examples=list(map(vars, examples))):
@@ -165,14 +155,14 @@ class SupervisedTrainer(ABC, Generic[Example]):
         examples = self.components.eval_examples if examples is None else examples
         stop = stop or self.components.stop
         metrics, size = Metrics(), self.config.batch.train_batch_size
-        self.components.model.train(False)
+        self.model.train(False)
         starts = range(0, len(examples), size)
         for start in progress_bar(starts, "evaluation", enabled=self.components.strategy.is_main):
             batch = self.make_batch(examples[start : start + size])
             for micro in batch.micro_batches:
                 stop()
-                self.loss(self.components.model, batch, micro, metrics, prefix="eval_")
-        return metrics.reduced(self.comm)
+                self.loss(micro, batch.n_targets, metrics)
+        return {f"eval_{name}": value for name, value in metrics.reduced(self.comm).items()}
 
     def report(self, metrics: dict[str, float]) -> None:
         """Evaluate, log, and save a checkpoint when due."""
@@ -183,13 +173,12 @@ class SupervisedTrainer(ABC, Generic[Example]):
         due = (epoch_ended if every == -1 else step % every == 0) or last
         if due and len(self.components.eval_examples) > 0:
             metrics |= self.evaluate()
-            if checkpointer is not None:
-                checkpointer.save_if_best(step, metrics, self.write_model)
-        self.stopped_by = self.stopping.first_true(metrics, step)
-        if due or self.stopped_by or step % run.logging_steps == 0:
+            checkpointer.save_if_best(step, metrics, self.write_model)
+        self.stopping.on_step_end(self, metrics)
+        if due or self.should_stop or step % run.logging_steps == 0:
             self.components.trackers.log(step, metrics)
         self.unreported = None
-        if checkpointer is not None and (self.stopped_by or checkpointer.due(step, epoch_ended or last)):
+        if self.should_stop or checkpointer.due(step, epoch_ended or last):
             self.save_checkpoint()
 
     @phase("saving")
@@ -203,21 +192,17 @@ class SupervisedTrainer(ABC, Generic[Example]):
     @phase("saving")
     def save_checkpoint(self) -> Path:
         """Write all that ``--load_checkpoint`` needs to resume here; ``CheckpointError`` when the disk is full."""
-        assert self.components.checkpointer is not None, "the builders make a checkpointer"
         state = {"global_step": self.global_step, "skipped": self.skipped.state_dict()}
-        state |= {"unreported": self.unreported, "stopped_by": self.stopped_by}
+        state |= {"unreported": self.unreported, **self.stopping.state_dict()}
         return self.components.checkpointer.save(self.global_step, state, self.write_model)
 
     def load_checkpoint(self) -> None:
         """Resume from the checkpoint that ``--load_checkpoint`` has found, as if the run had never stopped."""
-        assert self.components.checkpointer is not None
         state = self.components.checkpointer.load()
         self.global_step, self.unreported = state["global_step"], state["unreported"]
-        if self.stopping.still_stops(state.get("stopped_by")):
-            self.stopped_by = state["stopped_by"]
-            logger.info("the run had stopped early: its model is saved, and it does not resume")
+        self.stopping.load_state_dict(state)
         self.skipped.load_state_dict(state["skipped"])
 
     def write_model(self, folder: Path) -> None:
         """Write the model in Hugging Face format to ``folder``, on all ranks together."""
-        self.components.strategy.save_pretrained(self.components.model.module.model, folder, self.components.tokenizer)
+        self.components.strategy.save_pretrained(self.model.module.model, folder, self.components.tokenizer)

@@ -16,7 +16,7 @@ from openppo.models.pretrained import pad_token_id
 from openppo.models.supervised_loss import IGNORE_INDEX, LogExpLoss, PairWiseLoss, PRMLoss
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import StepBatch, TokenMicroBatch, token_batch
-from openppo.trainer.supervised.loop import ModelCall, SupervisedComponents, SupervisedTrainer
+from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
 from openppo.types import NeverStops
 
 logger = logging.getLogger("openppo")
@@ -36,12 +36,12 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
         pad = pad_token_id(self.components.tokenizer)
         return token_batch(examples, self.config.batch.micro_train_batch_size, pad, self.comm)
 
-    def loss(self, model: ModelCall, batch: StepBatch, micro: TokenMicroBatch, metrics: Metrics, prefix: str) -> Tensor:
+    def loss(self, micro: TokenMicroBatch, n_targets: int, metrics: Metrics) -> Tensor:
         """Summed negative log-likelihood of this micro-batch's targets over the targets of the step."""
         micro = micro.to(self.device)
-        log_probs = model(micro.sequences, micro.attention_mask, micro.loss_mask)
-        metrics.add_tensor(f"{prefix}loss", -log_probs.detach(), micro.loss_mask)
-        return -log_probs.sum() / max(batch.n_targets, 1)
+        log_probs = self.model(micro.sequences, micro.attention_mask, micro.loss_mask)
+        metrics.add_tensor("loss", -log_probs, micro.loss_mask)
+        return -log_probs.sum() / max(n_targets, 1)
 
 
 class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
@@ -65,25 +65,23 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         """A pair."""
         return 1
 
-    def loss(
-        self, model: ModelCall, batch: StepBatch, micro: list[PreferenceExample], metrics: Metrics, prefix: str
-    ) -> Tensor:
+    def loss(self, micro: list[PreferenceExample], n_targets: int, metrics: Metrics) -> Tensor:
         """Summed loss of this micro-batch's pairs over the pairs of the step; both sides in one forward."""
         pairs = micro or [_IDLE_PAIR]
         rows = [pair.chosen_ids for pair in pairs] + [pair.rejected_ids for pair in pairs]
         sequences, attention_mask = pad_right(rows, pad_token_id(self.components.tokenizer))
-        scores = model(sequences.to(self.device), attention_mask.to(self.device))
+        scores = self.model(sequences.to(self.device), attention_mask.to(self.device))
         chosen, rejected = scores.chunk(2)  # (B,) each
         margin = torch.tensor([pair.margin for pair in pairs], device=self.device)
         loss = self.pair_loss(chosen, rejected, margin) if self.uses_margin else self.pair_loss(chosen, rejected)
-        if not micro:
-            return 0.0 * loss  # runs along with ranks that have more pairs
-        metrics.add(f"{prefix}loss", loss.detach(), weight=len(pairs))
-        named = {"accuracy": (chosen > rejected).float(), "chosen_reward": chosen, "rejected_reward": rejected}
-        for name, of_pairs in (named | {"reward_mean": scores}).items():
-            metrics.add_tensor(f"{prefix}{name}", of_pairs.detach())
-        metrics.add_tensor(f"{prefix}reward_std", scores, reduce="std")
-        return loss * len(pairs) / batch.n_targets
+        n = len(micro)  # 0 where other ranks have more pairs
+        metrics.add("loss", loss, weight=n)
+        metrics.add_tensor("accuracy", (chosen > rejected)[:n])
+        metrics.add_tensor("chosen_reward", chosen[:n])
+        metrics.add_tensor("rejected_reward", rejected[:n])
+        metrics.add_tensor("reward_mean", scores[: 2 * n])
+        metrics.add_tensor("reward_std", scores[: 2 * n], reduce="std")
+        return loss * n / n_targets
 
     def write_model(self, folder: Path) -> None:
         """Write the model; its config gets ``mean`` and ``std`` of its scores, which ``--normalize_reward`` reads.
@@ -95,7 +93,7 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         pairs = self.components.eval_examples or train[:: -(-len(train) // 1024)]  # neighbours may be of one source
         metrics = self.evaluate(pairs, NeverStops())  # a checkpoint upon a signal is written whole
         n = 2 * len(pairs)
-        model: Any = self.components.model.module.model
+        model: Any = self.model.module.model
         config = model.config
         config.mean = metrics["eval_reward_mean"]
         config.std = max(metrics["eval_reward_std"] * math.sqrt(n / (n - 1)), 1e-8)
@@ -112,18 +110,16 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
     def __init__(self, config: TrainPRMConfig, components: SupervisedComponents[ProcessExample]) -> None:
         super().__init__(config, components)
         data, tokenizer = config.data, components.tokenizer
-        self.placeholder_id = single_token_id(tokenizer, data.placeholder_token, "--placeholder_token")
+        placeholder_id = single_token_id(tokenizer, data.placeholder_token, "--placeholder_token")
         reward_ids = [single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens]
-        self.step_loss = PRMLoss(self.placeholder_id, reward_ids)
+        self.step_loss = PRMLoss(placeholder_id, reward_ids)
 
     @staticmethod
     def n_scored(example: ProcessExample) -> int:
         """Judged steps."""
         return sum(label != IGNORE_INDEX for label in example.labels)
 
-    def loss(
-        self, model: ModelCall, batch: StepBatch, micro: list[ProcessExample], metrics: Metrics, prefix: str
-    ) -> Tensor:
+    def loss(self, micro: list[ProcessExample], n_targets: int, metrics: Metrics) -> Tensor:
         """Summed cross entropy of this micro-batch's steps over the steps of the batch."""
         examples = micro or [_IDLE_STEPS]
         rows, _ = pad_right([example.token_ids for example in examples], pad_token_id(self.components.tokenizer))
@@ -131,8 +127,8 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
         padded = [[*example.labels, *[IGNORE_INDEX] * (width - len(example.labels))] for example in examples]
         sequences, labels = rows.to(self.device), torch.tensor(padded, device=self.device)  # hard labels or soft
         judged = labels != IGNORE_INDEX
-        logits = model(sequences, judged)  # (N, V)
+        logits = self.model(sequences, judged)  # (N, V)
         loss, accuracy = self.step_loss(sequences[judged][None], logits[None], labels[judged][None], return_acc=True)
-        metrics.add(f"{prefix}loss", loss.detach(), weight=len(logits))
-        metrics.add(f"{prefix}accuracy", accuracy, weight=len(logits))
-        return loss * len(logits) / max(batch.n_targets, 1)
+        metrics.add("loss", loss, weight=len(logits))
+        metrics.add("accuracy", accuracy, weight=len(logits))
+        return loss * len(logits) / max(n_targets, 1)

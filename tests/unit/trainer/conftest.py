@@ -1,26 +1,42 @@
-"""A training engine without DeepSpeed that keeps each step's gradient, tiny models in float64, and ranks by hand."""
+"""Stand-ins for the parts of a trainer: models in float64 without DeepSpeed, an engine, a scorer, ranks, a record."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from openppo.types import Experience, SingleProcess
+from openppo.config import TrainPPOConfig, from_options
+from openppo.experience import ExperienceMaker
+from openppo.experience.maker import Hooks
+from openppo.tracking import PhaseTimer, Trackers, step_tracer
+from openppo.trainer import PPOTrainer
+from openppo.trainer.components import PPOComponents
+from openppo.trainer.evaluation.evaluator import Grading
+from openppo.trainer.source import PromptSource
+from openppo.types import Experience, Interrupted, NeverStops, Prompt, Score, SingleProcess
 
+CPU = torch.device("cpu")
+PPO = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}
 SIZES = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "initializer_range": 0.3}
 
 
-class RecordingEngine:
-    """Behaves like a ``TrainableModel`` that never changes the weights; ``gradient`` is that of the last step."""
+class PlainModel:
+    """A ``TrainableModel`` that descends along the gradient at its ``rate``; ``gradient`` is that of the last step."""
 
     learning_rate = 0.25
 
-    def __init__(self, module):
-        self.module = module
-        self.boundaries = []
-        self.gradient = []
+    def __init__(self, module, rate=0.0):
+        self.module, self.train, self.rate = module, module.train, rate
+        self.n_forwards, self.boundaries, self.gradient = 0, [], []
 
     def __call__(self, *args, **kwargs):
+        self.n_forwards += 1
         return self.module(*args, **kwargs)
 
     def backward(self, loss, last):
@@ -28,11 +44,14 @@ class RecordingEngine:
         self.boundaries.append(last)
         loss.backward()
 
+    @torch.no_grad()
     def step(self):
         assert self.boundaries == [False] * (len(self.boundaries) - 1) + [True], "no other pass is the last"
-        self.boundaries = []
-        parameters = list(self.module.parameters())
+        self.boundaries, parameters = [], list(self.module.parameters())
         self.gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        if self.rate > 0:
+            for parameter, gradient in zip(parameters, self.gradient, strict=True):
+                parameter -= self.rate * gradient
         self.module.zero_grad(set_to_none=True)
         return torch.cat([gradient.flatten() for gradient in self.gradient]).norm().item()
 
@@ -42,18 +61,6 @@ class OneOf(SingleProcess):
 
     def __init__(self, rank, world_size):
         self.rank, self.world_size = rank, world_size
-
-
-@pytest.fixture
-def engine_of():
-    """Wraps a module in an engine."""
-    return RecordingEngine
-
-
-@pytest.fixture
-def rank_of():
-    """Rank so-and-so of so many."""
-    return OneOf
 
 
 @pytest.fixture
@@ -99,3 +106,128 @@ def experience_row(number):
 def rows():
     """Ten samples."""
     return [experience_row(number) for number in range(10)]
+
+
+def nothing_held(*_):
+    return nullcontext()
+
+
+class Engine:
+    """Answers row ``i`` with ``answer(i, prompt, seed, params)``, a completion."""
+
+    version, with_weights = 0, nothing_held
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def generate(self, prompts, params, seeds):
+        return [self.answer(i, *row, params) for i, row in enumerate(zip(prompts, seeds, strict=True))]
+
+
+class Scorer:
+    """Scores each trajectory with ``score_of(trajectory)``."""
+
+    collective = True
+
+    def __init__(self, score_of=lambda trajectory: Score({"a": float(trajectory.token_ids[-1])})):
+        self.score_of = score_of
+
+    def score(self, trajectories):
+        torch.rand(1)  # as a reward function may
+        return list(map(self.score_of, trajectories))
+
+
+class Record(SimpleNamespace):
+    """A tracker and a checkpointer that keeps what is logged and saved; a checkpoint is due when a pass ends."""
+
+    name, errors = "--use_record", (OSError,)
+    log_samples = log_tokens = log_histograms = save_if_best = lambda *_: None
+
+    def __init__(self):
+        super().__init__(logged=[], saved=[], closed=0, random_state=None)
+
+    def log(self, step, metrics):
+        assert not self.closed
+        self.logged.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed += 1
+
+    def save(self, step, state, write_model, random_state=None):
+        self.random_state = random_state
+        self.saved.append((step, json.loads(json.dumps(state)), bool(self.closed)))
+        return Path("here")
+
+    def due(self, step, pass_ended):
+        return pass_ended
+
+
+class Strategy(SimpleNamespace):
+    """One rank that saves no model."""
+
+    comm, device, is_main = SingleProcess(), CPU, False
+    uncompiled = for_generation = save_pretrained = nothing_held
+
+    def any_rank(self, value):
+        return value
+
+
+class StopIn(NeverStops):
+    """Raises at the call of that number."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __call__(self):
+        self.left -= 1
+        if self.left == 0:
+            raise Interrupted("SIGTERM")
+
+
+class Policy(nn.Module):
+    """The same log-prob for everything; trained without an optimizer, as a ``TrainableModel`` is called."""
+
+    learning_rate = 0.5
+
+    def __init__(self):
+        super().__init__()
+        self.module = SimpleNamespace(model=None)
+        self.level = nn.Parameter(torch.tensor(-1.0))
+
+    def forward(self, ids, mask, actions, return_entropy=False, **_):
+        log_probs = self.level * actions
+        return (log_probs, actions.float()) if return_entropy else log_probs
+
+    def backward(self, loss, last):
+        loss.backward()
+
+    def step(self):
+        return 1.0
+
+
+def prompts(*texts):
+    return [Prompt(text, [3]) for text in texts]
+
+
+def trainer_of(answer, given, held_out=(), score=None, comm=None, callbacks=(), **options):
+    """A trainer of the prompts ``given`` with ``Engine(answer)`` and ``Scorer(score)``, on the rank of ``comm``."""
+    fixed = {"init_kl_coef": 0.0, "self_check": False, "rollout_batch_size": 2, "train_batch_size": 2}
+    config = from_options(TrainPPOConfig, **{**PPO, **fixed, "advantage_estimator": "reinforce", **options})
+    policy, record, comm = Policy(), Record(), comm or SingleProcess()
+    hooks = Hooks(PhaseTimer(step_tracer(config.run.save_path, config.tracking, 0)))
+    parts = PPOComponents(
+        strategy=Strategy(comm=comm),
+        tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),
+        actor=policy,
+        critic_step=None,
+        engine=Engine(answer),
+        scorer=Scorer(score) if score else Scorer(),
+        maker=ExperienceMaker(policy, None, None, config, comm, CPU, 0, hooks),
+        prompts=given,
+        held_out=list(held_out),
+        documents=[],
+        grading=Grading(comm),
+        trackers=Trackers([record]),
+        checkpointer=record,
+    )
+    return PPOTrainer(config, parts, PromptSource(config, parts), callbacks)

@@ -1,80 +1,36 @@
 """Rollouts: who samples what, whose scores go where, and which groups are worth training on."""
 
 import contextlib
-from types import SimpleNamespace
 
-import pytest
-
-from openppo.config import TrainPPOConfig, from_options
-from openppo.tracking import PhaseTimer
-from openppo.trainer.source import PromptSource
-from openppo.types import Completion, FinishReason, NeverStops, Prompt, Score, SingleProcess, Trajectory
-
-
-class EchoEngine:
-    """The greedy response is the prompt and 0; a sampled one the prompt and a number made of its seed."""
-
-    version = 3
-
-    def with_weights(self, weights):
-        return contextlib.nullcontext()
-
-    def generate(self, prompts, params, seeds):
-        last = [0 if params.temperature == 0 else 1 + seed % 1000 for seed in seeds]
-        return [
-            Completion([*prompt, end], [-1.0] * (len(prompt) + 1), FinishReason.STOP)
-            for prompt, end in zip(prompts, last, strict=True)
-        ]
-
-
-class LastTokenScorer:
-    """A trajectory earns its last token as "number", and 1 as "one"."""
-
-    collective = True
-
-    def score(self, trajectories):
-        return [Score({"number": float(t.token_ids[-1]), "one": 1.0}) for t in trajectories]
-
+from openppo.types import Completion, FinishReason, Prompt, Score, Trajectory
+from tests.unit.trainer.conftest import OneOf, trainer_of
 
 PROMPTS = [Prompt(text=str(i), token_ids=[10 + i]) for i in range(5)]
 
 
+def echo(_, prompt, seed, params):
+    """The greedy response is the prompt and 0; a sampled one the prompt and a number made of its seed."""
+    end = 0 if params.temperature == 0 else 1 + seed % 1000
+    return Completion([*prompt, end], [-1.0] * (len(prompt) + 1), FinishReason.STOP)
+
+
 def source_of(comm=None, estimator="gae", first_group=0, **options):
-    groups = {"advantage_estimator": estimator, "n_samples_per_prompt": 2, **options}
-    config = from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="f.py", **groups)
-    parts = SimpleNamespace(
-        strategy=SimpleNamespace(comm=comm or SingleProcess(), for_generation=None),
-        actor=SimpleNamespace(),
-        engine=EchoEngine(),
-        scorer=LastTokenScorer(),
-        maker=SimpleNamespace(hooks=SimpleNamespace(timer=PhaseTimer())),
-        prompts=PROMPTS,
-        held_out=PROMPTS[:3],
-        tokenizer=None,
-        state=SimpleNamespace(global_step=0, policy_version=7),
-        weights_to_save=contextlib.nullcontext,
-        stop=NeverStops(),
-    )
-    source = PromptSource(config, parts)
-    source.consumed_prompts = first_group
-    return source
+    options |= {"advantage_estimator": estimator, "n_samples_per_prompt": 2}
+    trainer = trainer_of(echo, PROMPTS, PROMPTS[:3], lambda t: Score({"last": float(t.token_ids[-1])}), comm, **options)
+    trainer.state.policy_version, trainer.source.consumed_prompts = 7, first_group
+    return trainer.source
 
 
-def sampled(source, prompts=PROMPTS):
-    rollout = source.rollout(prompts)
-    return rollout.unscored
-
-
-def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks(rank_of):
-    alone = sampled(source_of(first_group=100))
+def test_groups_stay_together_and_are_the_same_for_any_number_of_ranks():
+    alone = source_of(first_group=100).rollout(PROMPTS).unscored
     assert [t.group for t in alone] == [100, 100, 101, 101, 102, 102, 103, 103, 104, 104]
     assert len({tuple(t.response_ids) for t in alone}) == 10
     assert {version for t in alone for version in t.versions} == {-1, 7}
     for world in (2, 3, 4):
-        of_ranks = [sampled(source_of(rank_of(rank, world), first_group=100)) for rank in range(world)]
+        sources = [source_of(OneOf(rank, world), first_group=100) for rank in range(world)]
+        of_ranks = [source.rollout(PROMPTS).unscored for source in sources]
         assert [t for rank in of_ranks for t in rank] == alone
-        groups = [{t.group for t in rank} for rank in of_ranks]
-        assert sum(map(len, groups)) == 5
+        assert sum(len({t.group for t in rank}) for rank in of_ranks) == 5
 
 
 def test_the_greedy_response_is_sampled_once_per_prompt_and_scored_too():
@@ -82,14 +38,9 @@ def test_the_greedy_response_is_sampled_once_per_prompt_and_scored_too():
     greedy = [t.greedy for t in trajectories]
     assert [g.response_ids for g in greedy if g] == [[10, 0], [10, 0], [11, 0], [11, 0]]
     assert greedy[0] is greedy[1]
-    assert [g.scores["number"] for g in greedy if g] == [0.0] * 4
-    assert all(t.scores["number"] == t.token_ids[-1] > 0 for t in trajectories)
-    assert sampled(source_of(), PROMPTS[:1])[0].greedy is None
-
-
-def test_a_weight_for_a_reward_that_does_not_exist_is_an_error():
-    with pytest.raises(ValueError, match="--reward_weights names nmber, but the rewards are number, one"):
-        list(source_of(reward_weights=("nmber=2",)).rollout(PROMPTS))
+    assert [g.scores["last"] for g in greedy if g] == [0.0] * 4
+    assert all(t.scores["last"] == t.token_ids[-1] > 0 for t in trajectories)
+    assert source_of().rollout(PROMPTS[:1]).unscored[0].greedy is None
 
 
 def test_evaluation_holds_the_weights_only_while_it_samples():
@@ -112,7 +63,7 @@ def test_evaluation_holds_the_weights_only_while_it_samples():
 
 
 def test_a_source_resumes_with_the_next_batch():
-    whole, first, second = (source_of(rollout_batch_size=2, num_episodes=2) for _ in range(3))
+    whole, first, second = (source_of(num_episodes=2) for _ in range(3))
     batches = list(whole.prompt_batches())
     assert len(batches) == whole.consumed_batches == 6
     iterator = first.prompt_batches()
@@ -144,4 +95,4 @@ def test_groups_with_one_reward_are_of_no_use():
 
 def test_of_too_many_groups_the_first_of_the_run_are_kept():
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
-    assert source_of(rollout_batch_size=2)._first_groups([*third, *first, *second]) == [*first, *second]
+    assert source_of()._first_groups([*third, *first, *second]) == [*first, *second]

@@ -17,12 +17,13 @@ from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.supervised.batches import token_batch
 from openppo.types import Experience, SingleProcess
+from tests.unit.trainer.conftest import CPU, PPO, OneOf, PlainModel
 
-CPU, ALONE = torch.device("cpu"), SingleProcess()
+ALONE = SingleProcess()
 TEMPERATURE = 0.7
 CONFIG = from_options(
     TrainPPOConfig,
-    **{"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"},
+    **PPO,
     **{"eps_clip": 0.2, "value_clip": 0.2, "ptx_coef": 0.3, "generate_max_len": 8},
 )
 DOCUMENTS = [
@@ -57,15 +58,15 @@ def trained(engine, batch, ptx=None, config=CONFIG, comm=ALONE, **given):
 
 
 @pytest.fixture
-def actor(causal, engine_of):
+def actor(causal):
     """An engine of the actor."""
-    return engine_of(Actor(causal, temperature=TEMPERATURE))
+    return PlainModel(Actor(causal, temperature=TEMPERATURE))
 
 
 @pytest.fixture(params=["actor", "actor with documents", "critic"])
-def step(request, actor, scalar, engine_of):
+def step(request, actor, scalar):
     """``step(batch, micro)``: gradient and metrics of one optimizer step of each role."""
-    critic = engine_of(ScalarHeadModel(scalar, "critic"))
+    critic = PlainModel(ScalarHeadModel(scalar, "critic"))
 
     def of_role(batch, micro, comm=ALONE):
         if request.param != "critic":
@@ -122,14 +123,14 @@ def test_gradient_is_the_same_for_any_micro_batch_size(step, rows):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(world_size, step, rank_of, rows):
+def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(world_size, step, rows):
     whole, _ = step(mini_batch(rows, 2), 2)
     n_tokens = sum(int(row.action_mask.sum()) for row in rows)
     of_ranks = []
     for rank in range(world_size):
         mine = rows[rank::world_size]
         batch = MiniBatch([join_rows(mine[:1]), join_rows(mine[1:]), idle_experience()], n_tokens, 9)
-        of_ranks.append(step(batch, 2, rank_of(rank, world_size))[0])
+        of_ranks.append(step(batch, 2, OneOf(rank, world_size))[0])
     assert_same([sum(parts) / world_size for parts in zip(*of_ranks, strict=True)], whole)
 
 
@@ -148,7 +149,7 @@ def test_extra_padding_columns_do_not_change_the_gradient(step, rows):
 
 
 @pytest.mark.parametrize("clip", [0.2, None])
-def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, scalar, engine_of, rows):
+def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, scalar, rows):
     losses = []
     for row in rows:
         outputs = scalar.score(scalar.base_model(input_ids=row.sequences).last_hidden_state)[0, :, 0]
@@ -158,7 +159,7 @@ def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, sca
             losses.append(torch.maximum((value - target) ** 2, (clipped - target) ** 2) / 2)
     loss = sum(losses) / len(losses)
     expected = naive_gradient(scalar, loss)
-    engine, metrics = engine_of(ScalarHeadModel(scalar, "critic")), Metrics()
+    engine, metrics = PlainModel(ScalarHeadModel(scalar, "critic")), Metrics()
     CriticStep(engine, changed(value_clip=clip), ALONE, CPU).train(mini_batch(rows, 3), metrics)
     assert_same(engine.gradient, expected)
     assert metrics.reduced(ALONE) == {
@@ -169,7 +170,7 @@ def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, sca
 
 
 @pytest.mark.parametrize("micro", [1, 2, 100])
-def test_the_gradient_of_documents_is_that_of_the_language_model_loss(micro, causal, engine_of, rows):
+def test_the_gradient_of_documents_is_that_of_the_language_model_loss(micro, causal, rows):
     width = max(len(document.token_ids) for document in DOCUMENTS)
     ids, labels = torch.zeros(len(DOCUMENTS), width, dtype=torch.int64), torch.full((len(DOCUMENTS), width), -100)
     for b, document in enumerate(DOCUMENTS):
@@ -180,7 +181,7 @@ def test_the_gradient_of_documents_is_that_of_the_language_model_loss(micro, cau
     assert GPTLMLoss()(logits, labels).item() == pytest.approx(loss.item(), abs=1e-9)
     expected = naive_gradient(causal, CONFIG.ppo.ptx_coef * loss)
     for temperature in (0.3, 2.0):  # of sampling, which has nothing to do with documents
-        engine = engine_of(Actor(causal, temperature=temperature))
+        engine = PlainModel(Actor(causal, temperature=temperature))
         gradient, metrics = trained(engine, mini_batch(without_advantage(rows), 3), documents(micro))
         assert_same(gradient, expected)
         assert metrics["ptx_loss"] == pytest.approx(loss.item(), abs=1e-6)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from openppo.tracking import Trackers
 from openppo.tracking.phase import current
 from openppo.trainer.supervised.build import load_train_and_eval
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
-from openppo.types import Interrupted, SingleProcess
+from openppo.types import SingleProcess
+from tests.unit.trainer.conftest import Record, StopIn, Strategy
 
 
 class Trainer(SupervisedTrainer[int]):
@@ -29,47 +31,42 @@ class Trainer(SupervisedTrainer[int]):
         return {"loss": 1 / (3 - self.global_step)}
 
 
-def fitted(**run: Any) -> tuple[Trainer, list[Any]]:
-    """A trainer without a model, and what its trackers and its strategy are told."""
-    calls: list[Any] = []
-    tracker: Any = SimpleNamespace(
-        errors=(OSError,), log=lambda step, metrics: calls.append(step), close=lambda: calls.append("closed")
-    )
-    strategy = SimpleNamespace(
-        comm=SingleProcess(), device="cpu", is_main=True, save_pretrained=lambda *_: calls.append("saved")
-    )
-    model: Any = SimpleNamespace(module=SimpleNamespace(model=None))
-    components: Any = SupervisedComponents(strategy, None, model, [1] * 10, [], Trackers([tracker]))  # type: ignore[arg-type]
+def fitted(record: Record, **run: Any) -> Trainer:
+    """A trainer without a model, and of ten steps."""
+    strategy = Strategy(save_pretrained=lambda *_: record.saved.append("model"))
+    model = SimpleNamespace(module=SimpleNamespace(model=None))
+    components: Any = SupervisedComponents(strategy, None, model, [1] * 10, [], Trackers([record]), record)  # type: ignore[arg-type]
     config = TrainSFTConfig(SupervisedConfig("model", "data"), batch=BatchConfig(1), run=RunConfig(**run))
-    return Trainer(config, components), calls
+    return Trainer(config, components)
 
 
 def test_a_failed_run_closes_its_trackers_and_raises() -> None:
-    trainer, calls = fitted()
     with pytest.raises(ZeroDivisionError):
-        trainer.fit()
-    assert calls == [1, 2, "closed"]
+        fitted(record := Record()).fit()
+    assert ([step for step, _ in record.logged], record.saved, record.closed) == ([1, 2], [], 1)
 
 
-def test_a_condition_on_a_metric_ends_the_run_with_its_model_saved() -> None:
-    trainer, calls = fitted(stop_when=("grad_norm > 9", "loss >= 1"), logging_steps=100)
-    trainer.fit()  # losses 1/2, 1, then an error
-    assert calls == [2, "saved", "closed"]
+def test_a_condition_ends_the_run_with_its_model_saved_and_still_holds_when_it_resumes() -> None:
+    options = {"stop_when": ("grad_norm > 9", "loss >= 1"), "logging_steps": 100}
+    fitted(record := Record(), **options).fit()  # losses 1/2, 1, then an error
+    (step, state, _), model = record.saved
+    assert (record.logged, step, model, record.closed) == ([(2, {"loss": 1.0})], 2, "model", 1)
+    for given, raises in ((options, nullcontext()), ({}, pytest.raises(ZeroDivisionError))):
+        again = fitted(record := Record(), **given)
+        again.components.checkpointer.load = lambda: state  # type: ignore[method-assign]
+        again.load_checkpoint()
+        with raises:
+            again.fit()
+        assert (again.global_step, record.saved) == ((2, ["model"]) if given else (3, []))
 
 
 def test_a_signal_lets_the_step_finish() -> None:
     """It arrives in the first step; the report of that step comes before the checkpoint."""
-    trainer, calls = fitted()
-
-    def requested() -> None:
-        if trainer.global_step > 0:
-            raise Interrupted("SIGTERM")
-
-    trainer.components.stop = requested  # type: ignore[assignment]
-    trainer.save_checkpoint = lambda: calls.append(trainer.global_step) or Path("checkpoint")  # type: ignore[func-returns-value, method-assign]
-    trainer.components.checkpointer = SimpleNamespace(due=lambda *_: False)  # type: ignore[assignment]
+    trainer = fitted(record := Record())
+    trainer.components.stop = StopIn(2)
     trainer.fit()
-    assert calls == [1, 1, "closed"]
+    [(step, state, was_closed)] = record.saved
+    assert ([step for step, _ in record.logged], step, state["global_step"], was_closed) == ([1], 1, 1, False)
 
 
 def test_only_training_rows_are_mixed_and_each_row_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

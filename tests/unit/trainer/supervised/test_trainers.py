@@ -1,9 +1,7 @@
 """Process reward models: the mean over all judged steps, however split; reward models: mean and std of their scores."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,11 +12,12 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTr
 from openppo.config import BatchConfig, ProcessConfig, SupervisedConfig, TrainPRMConfig, TrainRMConfig
 from openppo.datasets import PreferenceExample, ProcessExample
 from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel
-from openppo.tracking import Metrics
+from openppo.tracking import Metrics, Trackers
+from openppo.trainer.supervised.loop import SupervisedComponents
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer
-from openppo.types import Interrupted, SingleProcess
+from openppo.types import SingleProcess
+from tests.unit.trainer.conftest import OneOf, PlainModel, Record, StopIn, Strategy
 
-Comm = Callable[[int, int], Any]
 TOKENS = ["<pad>", "#", "+", "-", *"abcdefghijklmnop"]
 PLACEHOLDER, GOOD, BAD, NO = 1, 2, 3, -100
 HARD = [
@@ -34,7 +33,7 @@ SOFT = [
 ]
 
 
-def trainer_of(examples: list[ProcessExample], micro: int, comm: Any = None) -> ProcessRewardTrainer:
+def trainer_of(causal: Any, examples: list[ProcessExample], micro: int, comm: Any = None) -> ProcessRewardTrainer:
     core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     config = TrainPRMConfig(
@@ -43,8 +42,8 @@ def trainer_of(examples: list[ProcessExample], micro: int, comm: Any = None) -> 
         batch=BatchConfig(train_batch_size=len(examples), micro_train_batch_size=micro),
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>")
-    strategy = SimpleNamespace(comm=comm or SingleProcess(), device=torch.device("cpu"))
-    parts: Any = SimpleNamespace(strategy=strategy, tokenizer=tokenizer, train_examples=examples)
+    strategy, model = Strategy(comm=comm or SingleProcess()), PlainModel(ProcessRewardModel(causal))
+    parts: Any = SupervisedComponents(strategy, tokenizer, model, examples, examples, Trackers([]), Record())  # type: ignore[arg-type]
     return ProcessRewardTrainer(config, parts)
 
 
@@ -68,16 +67,15 @@ def mean_loss(steps: list[tuple[Tensor, float]]) -> Tensor:
 @pytest.mark.parametrize("examples", [HARD, SOFT], ids=["hard", "soft"])
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 2), (1, 9), (2, 1), (2, 2), (3, 1), (7, 4)])
 def test_gradient_is_that_of_the_mean_over_steps_for_any_split(
-    causal: LlamaForCausalLM, rank_of: Comm, examples: list[ProcessExample], ranks: int, micro: int
+    causal: LlamaForCausalLM, examples: list[ProcessExample], ranks: int, micro: int
 ) -> None:
     naive = mean_loss(judged_steps(causal, examples))
     expected = torch.autograd.grad(naive, list(causal.parameters()))
     total: Any = 0.0
     for rank in range(ranks):
-        trainer = trainer_of(examples, micro, rank_of(rank, ranks))
+        trainer = trainer_of(causal, examples, micro, OneOf(rank, ranks))
         batch = trainer.make_batch(examples)
-        parts = batch.micro_batches
-        total += sum(trainer.loss(ProcessRewardModel(causal), batch, part, Metrics(), prefix="") for part in parts)
+        total += sum(trainer.loss(part, batch.n_targets, Metrics()) for part in batch.micro_batches)
     torch.testing.assert_close(total.item(), naive.item(), rtol=0, atol=1e-6)
     for ours, theirs in zip(torch.autograd.grad(total, list(causal.parameters())), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
@@ -87,16 +85,12 @@ def test_gradient_is_that_of_the_mean_over_steps_for_any_split(
 def test_loss_and_accuracy_count_every_judged_step_once(
     causal: LlamaForCausalLM, examples: list[ProcessExample]
 ) -> None:
-    trainer, metrics = trainer_of(examples, micro=2), Metrics()
-    batch, steps = trainer.make_batch(examples), judged_steps(causal, examples)
-    for part in batch.micro_batches:
-        trainer.loss(ProcessRewardModel(causal), batch, part, metrics, prefix="eval_")
+    trainer, steps = trainer_of(causal, examples, micro=2), judged_steps(causal, examples)
     right = [(logp[0] > logp[1]).item() == (wanted > 0.5) for logp, wanted in steps]
     assert 0 < sum(right) < len(steps)
-    reduced = metrics.reduced(SingleProcess())
-    assert reduced["eval_accuracy"] == pytest.approx(sum(right) / len(steps))
-    assert reduced["eval_loss"] == pytest.approx(mean_loss(steps).item(), abs=1e-6)
-    assert batch.n_input_tokens == 8 + 2 + 4 + 5 + 3
+    expected = {"eval_loss": mean_loss(steps).item(), "eval_accuracy": sum(right) / len(steps)}
+    assert trainer.evaluate() == pytest.approx(expected, abs=1e-6)
+    assert trainer.make_batch(examples).n_input_tokens == 8 + 2 + 4 + 5 + 3
 
 
 PAIRS = [PreferenceExample([3 + i % 9] * (2 + i % 5), [9 - i % 7, 4]) for i in range(1025)]
@@ -106,25 +100,11 @@ PAIRS = [PreferenceExample([3 + i % 9] * (2 + i % 5), [9 - i % 7, 4]) for i in r
 def test_mean_and_std_are_of_held_out_or_spread_training_pairs(
     scalar: LlamaForSequenceClassification, n_train: int, n_held_out: int, used: int
 ) -> None:
-    model, saved = ScalarHeadModel(scalar, "reward"), []
-
-    class Engine:
-        module = model
-        train = model.train
-        __call__ = model.__call__
-
-    strategy = SimpleNamespace(
-        comm=SingleProcess(), device=torch.device("cpu"), is_main=True, save_pretrained=lambda *args: saved.append(args)
-    )
-    parts: Any = SimpleNamespace(
-        strategy=strategy,
-        model=Engine(),
-        tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=None),
-        train_examples=PAIRS[:n_train],
-        eval_examples=PAIRS[:n_held_out],
-        stop=Mock(side_effect=Interrupted("SIGTERM")),  # a checkpoint upon a signal has the model whole
-        checkpointer=None,
-    )
+    model, saved, data = ScalarHeadModel(scalar, "reward"), [], (PAIRS[:n_train], PAIRS[:n_held_out])
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=None)
+    strategy = Strategy(save_pretrained=lambda *args: saved.append(args))
+    parts: Any = SupervisedComponents(strategy, tokenizer, PlainModel(model), *data, Trackers([]), Record())  # type: ignore[arg-type]
+    parts.stop = StopIn(1)  # a checkpoint upon a signal has the model whole
     config = TrainRMConfig(SupervisedConfig("model", "data"), batch=BatchConfig(4, micro_train_batch_size=3))
     RewardModelTrainer(config, parts).save()
 
