@@ -141,8 +141,12 @@ class CheckpointFolder:
 
     def _write(self, work: Callable[[], T]) -> T:
         """``work()``; ``CheckpointError`` on all ranks if it failed on one."""
-        failure = f"{self.flag} {self.folder}: {{}}. Checkpoints that were there before are untouched.".format
-        return collective(self.comm, work, (OSError, SafetensorError), lambda text: CheckpointError(failure(text)))
+
+        def failure(message: str) -> CheckpointError:
+            place = f"{self.flag} {self.folder}"
+            return CheckpointError(f"{place}: {message}. Checkpoints that were there before are untouched.")
+
+        return collective(self.comm, work, (OSError, SafetensorError), failure)
 
     def _on_main(self, work: Callable[[], object]) -> None:
         self._write(lambda: work() if self.is_main else None)
