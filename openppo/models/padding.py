@@ -23,6 +23,10 @@ class MicroBatchSize:
     tokens: int | None = None
     overhead: float = 1 / 8
 
+    def rows_of(self, length: int) -> int:
+        """Rows of ``length`` tokens in one forward; at least one."""
+        return self.rows if self.tokens is None else max(1, self.tokens // max(1, length))
+
 
 def split_overhead(zero_stage: int) -> float:
     """Overhead of an extra micro-batch. Under ZeRO-3 each pass gathers all weights, so none is split off."""
@@ -40,8 +44,7 @@ def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int
     least, ends = [0.0] * (n + 1), [n] * (n + 1)  # for sequences i to n: the cost, and where the first batch ends
     for first in reversed(range(n)):
         length = lengths[order[first]]
-        rows = size.rows if size.tokens is None else max(1, size.tokens // max(1, length))
-        candidates = range(first + 1, min(first + rows, n) + 1)
+        candidates = range(first + 1, min(first + size.rows_of(length), n) + 1)
         ends[first] = min(reversed(candidates), key=lambda end: (end - first) * length + least[end])
         least[first] = (ends[first] - first) * length + least[ends[first]] + overhead
     batches, first = [], 0

@@ -16,6 +16,7 @@ from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, TrainRMC
 from openppo.config.commands import SupervisedCommand
 from openppo.config.remedies import remedies
 from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
+from openppo.models.padding import MicroBatchSize
 from openppo.models.pretrained import check_model
 from openppo.models.size import ModelSize, model_size
 from openppo.rollout.hf_engine import PREFILL_TOKENS, ROWS_ON_CPU, ROWS_ON_GPU, rows_that_fit
@@ -184,8 +185,8 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     samples = machine.share(ppo.rollout_batch_size) * ppo.n_samples_per_prompt
     longest = lengths.longest_prompt + config.generation.generate_max_len
     scored, length = longest - lengths.shortest_prompt, max(longest, lengths.document)
-    rows = min(samples, _rows(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens, longest))
-    train_rows = _rows(batch.micro_train_batch_size, ppo.micro_train_tokens, length)
+    rows = min(samples, MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens).rows_of(longest))
+    train_rows = MicroBatchSize(batch.micro_train_batch_size, ppo.micro_train_tokens).rows_of(length)
     train_rows = min(machine.share(batch.train_batch_size), train_rows)
     loras = {"critic": config.lora if rank is None else replace(config.lora, lora_rank=rank), "actor": config.lora}
     models = {role: model_memory(size, machine, loras.get(role)) for role, size in sizes.items()}
@@ -228,10 +229,6 @@ def estimate_supervised(
     phases = {"loading": _loading([model]), "training": model.lasting + model.host * machine.on_cpu + training}
     checkpoint = 12 * size.n_trained(config.lora.lora_rank)
     return Estimate({"model": model.lasting}, phases, model.host, checkpoint, machine)
-
-
-def _rows(rows: int, tokens: int | None, length: int) -> int:
-    return rows if tokens is None else max(1, tokens // length)
 
 
 def _loading(models: Iterable[ModelMemory]) -> int:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from openppo.config import RunConfig, TrainPPOConfig
 from openppo.datasets import cyclic_batches
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, mini_batches
+from openppo.models.padding import MicroBatchSize
 from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics, progress_bar
 from openppo.trainer.actor_step import ActorStep
@@ -163,15 +164,10 @@ class Update:
         """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
         parts, size, start = self.components, self.config.batch.train_batch_size, self.state.document_batches
         documents, pad, pack_to = parts.documents, pad_token_id(parts.tokenizer), parts.pack_documents_to
-        rows = rows_of_documents(self.config, pack_to or max((len(d.token_ids) for d in documents), default=1))
+        limit = MicroBatchSize(self.config.batch.micro_train_batch_size, self.config.ppo.micro_train_tokens)
+        rows = limit.rows_of(pack_to or max((len(document.token_ids) for document in documents), default=1))
         for indices in cyclic_batches(len(documents), size, self.config.deepspeed.seed, start):
             yield token_batch([documents[i] for i in indices], rows, pad, self.comm, pack_to)
-
-
-def rows_of_documents(config: TrainPPOConfig, length: int) -> int:
-    """Documents of one forward and backward pass, in rows of at most ``length`` tokens."""
-    tokens = config.ppo.micro_train_tokens
-    return config.batch.micro_train_batch_size if tokens is None else max(1, tokens // length)
 
 
 def _write(batch: Mapping[str, list[dict[str, Any]]], file: Path) -> None:

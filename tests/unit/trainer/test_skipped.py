@@ -1,4 +1,4 @@
-"""Optimizer steps that are not taken: counted by role, kept, bounded; and the size of passes over documents."""
+"""Optimizer steps that are not taken: counted by role, kept, bounded."""
 
 import logging
 import math
@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from openppo.config import RunConfig, TrainPPOConfig, from_options
-from openppo.trainer.update import SkippedSteps, rows_of_documents
+from openppo.config import RunConfig
+from openppo.trainer.update import SkippedSteps
 from openppo.types import SingleProcess
 
 
@@ -46,9 +46,3 @@ def test_a_batch_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "skipped").write_text("a file")
     assert not skipped_steps(tmp_path).accept(math.nan, "actor", "step 1")
     assert "cannot be written" in caplog.text
-
-
-@pytest.mark.parametrize(("tokens", "rows"), [(None, 3), (1024, 2), (1000, 1), (5, 1)])
-def test_documents_keep_to_the_bound_on_tokens_or_else_on_rows(tokens, rows):
-    options = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py", "micro_train_batch_size": 3}
-    assert rows_of_documents(from_options(TrainPPOConfig, micro_train_tokens=tokens, **options), 512) == rows
