@@ -1,6 +1,7 @@
-"""Token ids to padded tensors, padded tensors to packed rows, and batches with little padding."""
+"""Token ids to padded tensors, padded tensors to packed rows where that is exact, and batches with little padding."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +11,11 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.models.pretrained import context_length
+
+logger = logging.getLogger("openppo")
+
+_ROW = [2, 0, 1, 3, 3]  # what tiny forwards look at, beside others
+_LEAK, _NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too
 
 
 @dataclass(frozen=True)
@@ -93,3 +99,50 @@ def pack_rows(sequences: Tensor, attention_mask: Tensor) -> PackedRows:
     positions = torch.arange(sequences.shape[1], device=sequences.device).repeat(len(sequences))
     places = (real.cumsum(0) - 1).clamp(min=0)
     return PackedRows(sequences.flatten()[real][None], positions[real][None], places)
+
+
+@torch.no_grad()
+def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool:
+    """Whether ``model`` keeps documents of one row apart, by tiny forwards; logs why not.
+
+    ``model`` is called like ``Actor.forward``, by all ranks together. transformers separates documents where position
+    ids restart, but not for every architecture and attention.
+    """
+
+    def after(first: list[int]) -> Tensor:
+        ids = torch.tensor([[*first, *_ROW]], device=device)
+        positions = torch.tensor([[*range(len(first)), *range(len(_ROW))]], device=device)
+        return model(ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)[0, len(first) + 1 :]
+
+    return _is_exact("documents are not packed", after)
+
+
+@torch.no_grad()
+def pack_where_exact(module: Any, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device, name: str) -> None:
+    """Have ``module`` put a batch's samples into one unpadded row if they stay apart there, by tiny forwards.
+
+    ``forward`` is the module or the engine around it, called by all ranks together. Kernels for unequal lengths, such
+    as FlashAttention-2's, compute no padding then.
+    """
+
+    def beside(first: list[int]) -> Tensor:
+        module.packs_rows = len(first) > 0
+        sequences, mask = pad_right([first or [0], _ROW], 0)
+        return forward(sequences.to(device), mask.to(device))[1]
+
+    module.packs_rows = _is_exact(f"samples of the {name} are padded", beside)
+
+
+def _is_exact(otherwise: str, beside: Callable[[list[int]], Tensor]) -> bool:
+    """Whether the outputs of ``_ROW`` are the same ``beside`` two others, and without others up to rounding."""
+    try:
+        alone, one, another = beside([]), beside([0, 1, 2]), beside([3, 1, 0])
+    except TypeError as error:
+        logger.warning("%s: the model takes no position ids (%s)", otherwise, error)
+        return False
+    leak, shift = float((one - another).abs().max()), float((one - alone).abs().max() / alone.abs().max().clamp(min=1))
+    if leak <= _LEAK and shift <= _NOISE:
+        return True
+    said = "%s: in one row they change each other's outputs by %.2g, and their own by their place by %.2g"
+    logger.warning(said, otherwise, leak, shift)
+    return False

@@ -18,7 +18,7 @@ from openppo.datasets.process import STEP_SEPARATOR
 from openppo.datasets.templates import text_of
 from openppo.models.actor import Actor
 from openppo.models.loading import model_error_context
-from openppo.models.padding import MicroBatchSize
+from openppo.models.padding import MicroBatchSize, pack_where_exact
 from openppo.models.pretrained import (
     UntrustedModelError,
     check_model,
@@ -54,8 +54,7 @@ class ScorerSetup:
     ``prepare_frozen`` brings a module that is only evaluated to the device, partitioned if need be. ``prompts`` are all
     that will be scored: their columns, labels and chats are checked. ``actor`` is ``--pretrain``, whose token ids the
     trajectories hold. ``size`` is that of a forward. ``loading`` holds ``bf16``, ``flash_attn`` and
-    ``trust_remote_code`` for models. ``normalize`` uses the reward model's stored mean and std. ``pack_where_exact``
-    lets a model (and its engine) drop padding.
+    ``trust_remote_code`` for models. ``normalize`` uses the reward model's stored mean and std.
     """
 
     comm: Comm
@@ -68,7 +67,6 @@ class ScorerSetup:
     value_head_prefix: str = "score"
     normalize: bool = False
     input_template: str | None = None
-    pack_where_exact: Callable[[Any, Any, torch.device, str], None] | None = None
 
     def config(self, model: str, flag: str) -> PreTrainedConfig:
         """A model's config; ``ValueError`` naming ``flag`` on all ranks if one of them cannot read it."""
@@ -140,8 +138,8 @@ def _reward_model(model: str, tokenizer: PreTrainedTokenizerBase, setup: ScorerS
         prefix = setup.value_head_prefix
         reward = get_llm_for_sequence_regression(model, "reward", value_head_prefix=prefix, **setup.loading)
     frozen = setup.prepare_frozen(reward)
-    if setup.pack_where_exact is not None:
-        setup.pack_where_exact(reward, frozen, setup.device, "reward model")
+    if setup.loading["flash_attn"]:
+        pack_where_exact(reward, frozen, setup.device, "reward model")
     pad = pad_token_id(own or tokenizer)
     return ModelScorer(frozen, setup.size, pad, setup.comm, setup.device, name, read, *normalization)
 

@@ -14,6 +14,7 @@ from openppo.experience.maker import ExperienceMaker, Hooks, forward_size
 from openppo.models.actor import Actor
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.loading import model_error_context
+from openppo.models.padding import pack_where_exact
 from openppo.models.pretrained import base_model_of, eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.rewards.build import ScorerSetup, build_scorer, check_sources
@@ -40,7 +41,7 @@ from openppo.trainer.resume.compatible import examples_fingerprint, model_finger
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, start_trackers
 from openppo.trainer.summary import batch_plan, log_ppo_start
-from openppo.trainer.supervised.batches import pack_where_exact, packed_row_length
+from openppo.trainer.supervised.batches import packed_row_length
 from openppo.types import RolloutSource, StopCheck
 
 logger = logging.getLogger("openppo")
@@ -145,7 +146,6 @@ def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, data: PPO
         value_head_prefix=model.value_head_prefix,
         normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
         input_template=config.data.input_template,
-        pack_where_exact=pack_where_exact if model.flash_attn else None,
     )
 
 

@@ -27,7 +27,6 @@ from openppo.tracking.report.run_data import short_names
 from openppo.trainer.engine_check import check_frozen
 from openppo.trainer.evaluation.evaluator import Grading, begin_scoring, generate_responses
 from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, tokenizing
-from openppo.trainer.supervised.batches import pack_where_exact
 from openppo.types import Comm, NeverStops, Trajectory
 
 
@@ -133,7 +132,6 @@ class EvaluateJob(_Job):
             {"bf16": config.bf16, "flash_attn": config.flash_attn, "trust_remote_code": trust},
             config.value_head_prefix,
             input_template=config.input_template,
-            pack_where_exact=pack_where_exact if config.flash_attn else None,
         )
         self.scorer = build_scorer(config.rewards, self.tokenizer, setup)
         _, self.engine = self._load_policy()

@@ -1,11 +1,7 @@
-"""Examples to one rank's micro-batches, for supervised training and the PTX loss; rows are packed where that is exact.
-
-Several documents may share a row, and several samples an unpadded one: less padding, the same log-probs.
-"""
+"""Examples to one rank's micro-batches, for supervised training and the PTX loss; documents may share rows."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,16 +10,10 @@ import torch
 from torch import Tensor
 
 from openppo.datasets import TokenExample, shard
-from openppo.models.actor import Actor
-from openppo.models.padding import pad_right
-from openppo.models.scalar_head import ScalarHeadModel
+from openppo.models.padding import packing_is_exact, pad_right
 from openppo.types import Comm
 
-logger = logging.getLogger("openppo")
-
 PACKED_ROW = 512  # tokens: attention costs more in longer rows, and shorter ones waste more places
-_ROW = [2, 0, 1, 3, 3]  # what tiny forwards look at, beside others
-_LEAK, _NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too
 _IDLE = TokenExample(token_ids=[0, 0], loss_mask=[False, False])
 
 
@@ -100,55 +90,6 @@ def packed_row_length(
     if not documents or not packing_is_exact(model, device):
         return None
     return max(min(PACKED_ROW, limit), max(len(document.token_ids) for document in documents))
-
-
-@torch.no_grad()
-def packing_is_exact(model: Callable[..., Tensor], device: torch.device) -> bool:
-    """Whether ``model`` keeps documents of one row apart, by tiny forwards; logs why not.
-
-    ``model`` is called like ``Actor.forward``, by all ranks together. transformers separates documents where position
-    ids restart, but not for every architecture and attention.
-    """
-
-    def after(first: list[int]) -> Tensor:
-        ids = torch.tensor([[*first, *_ROW]], device=device)
-        positions = torch.tensor([[*range(len(first)), *range(len(_ROW))]], device=device)
-        return model(ids, torch.ones_like(ids, dtype=torch.bool), position_ids=positions)[0, len(first) + 1 :]
-
-    return _is_exact("documents are not packed", after)
-
-
-@torch.no_grad()
-def pack_where_exact(
-    module: Actor | ScalarHeadModel, forward: Callable[[Tensor, Tensor], Tensor], device: torch.device, name: str
-) -> None:
-    """Have ``module`` put a batch's samples into one unpadded row if they stay apart there, by tiny forwards.
-
-    ``forward`` is the module or the engine around it, called by all ranks together. Kernels for unequal lengths, such
-    as FlashAttention-2's, compute no padding then.
-    """
-
-    def beside(first: list[int]) -> Tensor:
-        module.packs_rows = len(first) > 0
-        sequences, mask = pad_right([first or [0], _ROW], 0)
-        return forward(sequences.to(device), mask.to(device))[1]
-
-    module.packs_rows = _is_exact(f"samples of the {name} are padded", beside)
-
-
-def _is_exact(otherwise: str, beside: Callable[[list[int]], Tensor]) -> bool:
-    """Whether the outputs of ``_ROW`` are the same ``beside`` two others, and without others up to rounding."""
-    try:
-        alone, one, another = beside([]), beside([0, 1, 2]), beside([3, 1, 0])
-    except TypeError as error:
-        logger.warning("%s: the model takes no position ids (%s)", otherwise, error)
-        return False
-    leak, shift = float((one - another).abs().max()), float((one - alone).abs().max() / alone.abs().max().clamp(min=1))
-    if leak <= _LEAK and shift <= _NOISE:
-        return True
-    said = "%s: in one row they change each other's outputs by %.2g, and their own by their place by %.2g"
-    logger.warning(said, otherwise, leak, shift)
-    return False
 
 
 def _micro_batch(rows: Sequence[Sequence[TokenExample]], pad_token_id: int, with_positions: bool) -> TokenMicroBatch:

@@ -15,14 +15,9 @@ from transformers import (
 
 from openppo.datasets import TokenExample
 from openppo.models import Actor
+from openppo.models.padding import pack_where_exact, packing_is_exact
 from openppo.models.scalar_head import ScalarHeadModel
-from openppo.trainer.supervised.batches import (
-    pack,
-    pack_where_exact,
-    packed_row_length,
-    packing_is_exact,
-    token_batch,
-)
+from openppo.trainer.supervised.batches import pack, packed_row_length, token_batch
 from openppo.types import SingleProcess
 from tests.unit.trainer.conftest import OneOf
 
