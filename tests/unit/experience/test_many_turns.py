@@ -14,21 +14,19 @@ from openppo.rollout.rollout import write_scores
 from openppo.tracking import Metrics
 from openppo.types import FinishReason, Prompt, Score, SingleProcess, Span, Trajectory
 
-AGGREGATIONS = pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
 
-
-def episode(**changes):
+def episode(weight=1.0):
     """Prompt 3 4, action 5 6, three tokens of the environment, action 10 1."""
-    fields: dict[str, Any] = {
-        "token_ids": [3, 4, 5, 6, 7, 8, 9, 10, 1],
-        "action_mask": [False, False, True, True, False, False, False, True, True],
-        "log_probs": [0.0, 0.0, -1.0, -2.0, 0.0, 0.0, 0.0, -3.0, -4.0],
-        "versions": [-1, -1, 4, 4, -1, -1, -1, 5, 6],
-        "finish_reason": FinishReason.STOP,
-        "prompt": Prompt("ab", [3, 4]),
-        "group": 0,
-    }
-    return Trajectory(**{**fields, **changes})
+    return Trajectory(
+        token_ids=[3, 4, 5, 6, 7, 8, 9, 10, 1],
+        action_mask=[False, False, True, True, False, False, False, True, True],
+        log_probs=[0.0, 0.0, -1.0, -2.0, 0.0, 0.0, 0.0, -3.0, -4.0],
+        versions=[-1, -1, 4, 4, -1, -1, -1, 5, 6],
+        finish_reason=FinishReason.STOP,
+        prompt=Prompt("ab", [3, 4]),
+        group=0,
+        weight=weight,
+    )
 
 
 def single():
@@ -40,7 +38,6 @@ def single():
 def test_spans_and_rewards_are_those_of_action_tokens():
     sample = episode()
     assert (sample.spans, sample.action_ids) == ([Span(2, 4), Span(7, 9)], [5, 6, 10, 1])
-    assert episode(action_mask=[False] * 9).spans == []
     write_scores([sample], [Score({"game": 2.0}, token_rewards=[9.0, 0, 0, 0.5, 9.0, 0, 0, 0.25, 0])])
     assert sample.token_rewards == [0, 0, 0, 0.5, 0, 0, 0, 0.25, 0]
     assert (sample.total_reward({}), sample.step_rewards) == (2.75, [0, 0.5, 0.25, 0])
@@ -66,24 +63,20 @@ def weighted_loss(batch, loss_agg, n_tokens, n_sequences):
         ("constant", (0.5 * 4 + 2) / ((0.5 + 1) * 5), 1 / 7.5, 1 / 15),
     ],
 )
-def test_weights_enter_the_loss_as_by_hand(loss_agg, expected, share, of_half):
+def test_weights_enter_the_loss_as_by_hand_however_it_is_split(loss_agg, expected, share, of_half):
     batch, r = collate([episode(weight=0.5), single()], pad_token_id=0), math.exp(0.1)
     loss, gradient = weighted_loss(batch, loss_agg, n_tokens=4.0, n_sequences=1.5)
     assert loss == pytest.approx(-r * expected, rel=1e-6)  # loss of each token: -r, as advantages are 1
     assert (gradient[1, 1].item(), gradient[0, 2].item()) == pytest.approx((-r * share, -r * of_half), rel=1e-6)
-
-
-@AGGREGATIONS
-@pytest.mark.parametrize("micro", [1, 2, 5])
-def test_the_split_into_micro_batches_does_not_matter_with_weights(loss_agg, micro):
     rows = [episode(weight=0.25), single(), episode(weight=0.75), episode(), episode(weight=0.0)]
     buffer = ReplayBuffer()
     buffer.append(collate(rows, pad_token_id=0))
-    [step] = buffer.mini_batches(5, micro, epochs=1, seed=0)
-    counts = step.n_tokens, step.n_sequences
-    assert counts == (0.25 * 4 + 2 + 0.75 * 4 + 4, 3.0)
-    parts = [weighted_loss(part, loss_agg, *counts)[0] for part in step.micro_batches]
-    assert sum(parts) == pytest.approx(weighted_loss(collate(rows, 0), loss_agg, *counts)[0], rel=1e-6)
+    for micro in (1, 2, 5):
+        [step] = buffer.mini_batches(5, micro, epochs=1, seed=0)
+        counts = step.n_tokens, step.n_sequences
+        assert counts == (0.25 * 4 + 2 + 0.75 * 4 + 4, 3.0)
+        parts = [weighted_loss(part, loss_agg, *counts)[0] for part in step.micro_batches]
+        assert sum(parts) == pytest.approx(weighted_loss(collate(rows, 0), loss_agg, *counts)[0], rel=1e-6)
 
 
 def test_staleness_is_in_versions_of_action_tokens():
