@@ -28,7 +28,7 @@ from openppo.models.pretrained import (
     pad_token_id,
 )
 from openppo.models.scalar_head import ProcessRewardModel, get_llm_for_sequence_regression
-from openppo.rewards.function import FunctionScorer, as_reward_function
+from openppo.rewards.function import FunctionScorer, RewardFunction
 from openppo.rewards.http import RemoteScorer
 from openppo.rewards.model import (
     ModelScorer,
@@ -116,9 +116,7 @@ def _function(
     location, flag = getattr(source, option), f"--{option}"
     columns = {column for prompt in setup.prompts for column in prompt.row}
     where = f"{flag} {location}"
-    function = collective(
-        setup.comm, lambda: as_reward_function(load_callable(location, flag, default), where, columns)
-    )
+    function = collective(setup.comm, lambda: RewardFunction(load_callable(location, flag, default), where, columns))
     check_same(setup.comm, {flag: Path(location.rpartition(".py")[0] + ".py").expanduser().read_text()})
     options = source.reward_error_value, source.step_separator, source.weights().get(name, 1.0)
     return FunctionScorer(function, tokenizer, name, *options)

@@ -52,64 +52,47 @@ def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokeni
     ]
 
 
-@dataclass(frozen=True)
 class RewardFunction:
-    """A user's function and how it wants to be called. ``source`` is its flag and file, for messages.
+    """A user's function, called with what the names of its parameters say.
 
-    ``is_batch``: it is called once with lists, otherwise once for each sample. ``names`` are its parameters, given by
-    name; one that ``takes_all`` has ``**kwargs`` and gets all names of its form and all columns.
+    With names of ``BATCH_NAMES`` it is called once with lists (``is_batch``), with names of ``SINGLE_NAMES`` once for
+    each sample; further parameters may name data ``columns``, and ``**kwargs`` gets everything. ``source`` is its flag
+    and file, for messages; ``ValueError`` names it and a parameter that nothing is known for.
     """
 
-    function: Callable[..., Any]
-    source: str
-    is_batch: bool
-    names: tuple[str, ...]
-    takes_all: bool
-
-    @property
-    def is_async(self) -> bool:
-        """Calling it gives a coroutine."""
-        call = getattr(self.function, "__call__", None)  # noqa: B004 (an object whose __call__ is async)
-        return any(map(inspect.iscoroutinefunction, (self.function, call)))
+    def __init__(self, function: Callable[..., Any], source: str, columns: Collection[str]) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        telling = {p.name for p in named} - _IN_BOTH_FORMS.keys()
+        self.is_batch = not telling.isdisjoint(BATCH_NAMES)
+        self.known = BATCH_NAMES if self.is_batch else SINGLE_NAMES
+        self.names = [p.name for p in named if p.name in self.known or p.name in columns]
+        unknown = [p.name for p in named if p.default is p.empty and p.name not in self.names]
+        if unknown or telling.isdisjoint(self.known):
+            what = "its parameters do not say what it scores"
+            if unknown:
+                why = "for one sample, and others are for a batch" if unknown[0] in SINGLE_NAMES else "unknown"
+                what = f"its parameter {unknown[0]!r} is {why}"
+            raise ValueError(
+                f"{source}: {what}. Use {', '.join(BATCH_NAMES)} for lists of a whole batch, or "
+                f"{', '.join(SINGLE_NAMES)} for one sample at a time; further parameters may have defaults or name "
+                f"columns of the data ({', '.join(sorted(columns)) or 'none'})."
+            )
+        self.function, self.source = function, source
+        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        call = getattr(function, "__call__", None)  # noqa: B004 (an object whose __call__ is async)
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, call)))
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
         """Call the function with copies of ``samples``."""
-        known = BATCH_NAMES if self.is_batch else SINGLE_NAMES
         columns = [column for sample in samples for column in sample["row"]]
         arguments = {}
-        for name in dict.fromkeys([*self.names, *columns, *known] if self.takes_all else self.names):
-            own = known.get(name)
+        for name in dict.fromkeys([*self.names, *columns, *self.known] if self.takes_all else self.names):
+            own = self.known.get(name)
             values = [copied(sample["row"].get(name) if own is None else sample[own]) for sample in samples]
             arguments[name] = values if self.is_batch else values[0]
         result = self.function(**arguments)
         return list(result) if isinstance(result, Iterator) else result  # so that errors of generators come up here
-
-
-def as_reward_function(function: Callable[..., Any], source: str, columns: Collection[str]) -> RewardFunction:
-    """How ``function`` is to be called, by the names of its parameters.
-
-    With names of ``BATCH_NAMES`` it is called once with lists, with names of ``SINGLE_NAMES`` once for each sample;
-    further parameters may name data columns, and ``**kwargs`` gets everything. ``ValueError`` names ``source`` and a
-    parameter that nothing is known for.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    telling = {p.name for p in named} - _IN_BOTH_FORMS.keys()
-    is_batch = not telling.isdisjoint(BATCH_NAMES)
-    own = BATCH_NAMES if is_batch else SINGLE_NAMES
-    known = tuple(p.name for p in named if p.name in own or p.name in columns)
-    unknown = [p.name for p in named if p.default is p.empty and p.name not in known]
-    if unknown or telling.isdisjoint(own):
-        what = "its parameters do not say what it scores"
-        if unknown:
-            why = "for one sample, and others are for a batch" if unknown[0] in SINGLE_NAMES else "unknown"
-            what = f"its parameter {unknown[0]!r} is {why}"
-        raise ValueError(
-            f"{source}: {what}. Use {', '.join(BATCH_NAMES)} for lists of a whole batch, or {', '.join(SINGLE_NAMES)} "
-            "for one sample at a time; further parameters may have defaults or name columns of the data "
-            f"({', '.join(sorted(columns)) or 'none'})."
-        )
-    return RewardFunction(function, source, is_batch, known, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
 @dataclass

@@ -69,18 +69,13 @@ class RewardModelText:
     def check(self, prompts: Iterable[Prompt]) -> None:
         """``ValueError`` if chats cannot be rendered: tries one prompt for each sequence of roles, before a run."""
         by_roles = {tuple(m["role"] for m in prompt.messages): prompt for prompt in prompts if prompt.messages}
-        if by_roles and not self.own.chat_template:
-            raise ValueError(
-                f"{self.source}: its tokenizer has no chat template, and the prompts are chats. Leave "
-                "--apply_chat_template out, or use a reward model that has one."
-            )
         for roles, prompt in by_roles.items():
             try:
                 for ended in (True, False):
                     self._encode(prompt, "a", ended)
             except ValueError as error:
-                refused = f"its chat template refuses messages with the roles {', '.join(roles)}"
-                raise ValueError(f"{self.source}: {refused}: {error}") from error
+                refused = f"chats with the roles {', '.join(roles)} cannot be rendered by its tokenizer"
+                raise ValueError(f"{self.source}: {refused} ({error}). Leave --apply_chat_template out.") from error
 
     def _encode(self, prompt: Prompt, response: str, ended: bool) -> list[int]:
         if prompt.messages is None:

@@ -133,7 +133,11 @@ class HFEngine(Engine):
     def _admit(self) -> list[_Request]:
         """Waiting requests whose prompts are read next; none if too little room is free."""
         if self._cache is None:
-            self._rows = self._row_limit()
+            self._rows = self.max_batch_size
+            if self._free is not None and self._waiting:
+                columns = _longest(self._waiting) + SLACK_COLUMNS
+                row = columns * cache_elements(self.model.config) * self.model.dtype.itemsize
+                self._rows = rows_that_fit(self._free, row, self.max_batch_size)
         free = self._rows - len(self._running)
         enough = 1 if self._filling else max(1, _ROOM_TO_REFILL * self._rows)
         self._filling = free >= min(len(self._waiting), enough) > 0
@@ -152,14 +156,6 @@ class HFEngine(Engine):
             width = max(width, length)
             taken.append(request)
         return taken
-
-    def _row_limit(self) -> int:
-        """Rows of the batch that begins with the waiting requests."""
-        if self._free is None or not self._waiting:
-            return self.max_batch_size
-        columns = _longest(self._waiting) + SLACK_COLUMNS
-        row = columns * cache_elements(self.model.config) * self.model.dtype.itemsize
-        return rows_that_fit(self._free, row, self.max_batch_size)
 
     def _prefill(self, requests: list[_Request]) -> None:
         """One forward over the prompts of the first waiting ``requests``, padded on the left."""

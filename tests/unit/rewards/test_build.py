@@ -166,7 +166,7 @@ A, CHAT = Prompt("a", [3]), Prompt("ab", [3, 4], messages=[{"role": "user", "con
         ({"verifiable_reward": ("math",), "prompts": [A]}, "a text or number, and the label of prompt 'a' is None"),
         ({"reward_pretrain": "M/none"}, "--reward_pretrain M/none: no such local folder"),
         ({"reward_pretrain": "M/larger"}, "--reward_pretrain M/larger: its tokenizer cannot be loaded"),
-        ({"reward_pretrain": "M/weightless", "prompts": [CHAT]}, "its tokenizer has no chat template"),
+        ({"reward_pretrain": "M/weightless", "prompts": [CHAT]}, "chats with the roles user cannot be rendered"),
         ({"reward_pretrain": "M/actor", "normalize": True}, "--normalize_reward: --reward_pretrain M/actor stores no"),
     ],
     ids=str,

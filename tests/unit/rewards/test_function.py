@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from openppo.rewards import FunctionScorer, as_reward_function, start_scoring
+from openppo.rewards import FunctionScorer, RewardFunction, start_scoring
 from openppo.rewards.function import make_samples
 from openppo.types import Score
 from openppo.user_code import load_callable
@@ -50,7 +50,7 @@ def test_the_file_is_a_module_like_any_other(tmp_path):
 def call(two, make_tokenizer):
     """Calls a function with the samples of ``two``, or the first of them, and returns what it returns."""
     samples = make_samples(two, make_tokenizer())
-    return lambda function, n=2: as_reward_function(function, "--reward_fn f.py", COLUMNS)(samples[:n])
+    return lambda function, n=2: RewardFunction(function, "--reward_fn f.py", COLUMNS)(samples[:n])
 
 
 BATCH = {
@@ -92,7 +92,7 @@ def test_keyword_arguments_get_everything_as_trl_passes_it(call, make_trajectory
     given = call(lambda response, **kwargs: {"response": response, **kwargs}, 1)
     assert given == {**SINGLE, "question": "ab", "answer": "4"}
     rows = [make_trajectory([4], [5, 1], row=row) for row in ({"answer": 1}, {"hint": 2})]
-    function = as_reward_function(lambda responses, **kwargs: kwargs, "f", ["answer", "hint"])
+    function = RewardFunction(lambda responses, **kwargs: kwargs, "f", ["answer", "hint"])
     given = function(make_samples(rows, make_tokenizer()))
     assert (given["answer"], given["hint"]) == ([1, None], [None, 2]), "a row without the column gives None"
 
@@ -110,7 +110,7 @@ def test_keyword_arguments_get_everything_as_trl_passes_it(call, make_trajectory
 )
 def test_parameters_that_nothing_is_known_for_are_an_error(function, message):
     with pytest.raises(ValueError, match="^--reward_fn f.py: ") as error:
-        as_reward_function(function, "--reward_fn f.py", COLUMNS)
+        RewardFunction(function, "--reward_fn f.py", COLUMNS)
     assert message in str(error.value)
     assert "or prompt, response, completion, label, query, row" in str(error.value)
 
@@ -147,7 +147,7 @@ def scorer_of(make_tokenizer):
     """A scorer named as on the command line."""
 
     def make(function, **options):
-        return FunctionScorer(as_reward_function(function, "--reward_fn f.py", ()), make_tokenizer(), **options)
+        return FunctionScorer(RewardFunction(function, "--reward_fn f.py", ()), make_tokenizer(), **options)
 
     return make
 

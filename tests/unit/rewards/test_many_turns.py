@@ -5,7 +5,7 @@ import torch
 
 from openppo.config import RewardConfig
 from openppo.models.padding import MicroBatchSize
-from openppo.rewards import FunctionScorer, VerifiableScorer, as_reward_function
+from openppo.rewards import FunctionScorer, RewardFunction, VerifiableScorer
 from openppo.rewards.model import ProcessScorer, RewardModelText, policy_tokens
 from openppo.rewards.verifiable import length_reward
 from openppo.types import FinishReason, Prompt, SingleProcess, Trajectory
@@ -32,7 +32,7 @@ def test_a_function_reads_and_rewards_the_actions(game, make_tokenizer):
             seen.append((response, token_ids, query))
             return rewards
 
-        function = as_reward_function(reward_fn, "f.py", ())
+        function = RewardFunction(reward_fn, "f.py", ())
         (score,) = FunctionScorer(function, make_tokenizer(), step_separator="z").score([game])
         assert score.token_rewards == expected
     assert score.step_ends == [reward > 0 for reward in expected]

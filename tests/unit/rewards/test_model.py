@@ -174,9 +174,17 @@ def chat_prompt(*roles):
 @pytest.mark.parametrize(
     ("roles", "template", "message"),
     [
-        (["user"], None, "its tokenizer has no chat template, and the prompts are chats"),
-        (["user"], "{% for i in range(10 ** 9) %}a{% endfor %}", "with the roles user, assistant, user: Range too big"),
-        (["system", "user"], TEMPLATE, "its chat template refuses messages with the roles system, user: no system"),
+        (
+            ["user"],
+            None,
+            "with the roles user, assistant, user cannot be rendered .*Cannot use chat template",
+        ),
+        (
+            ["user"],
+            "{% for i in range(10 ** 9) %}a{% endfor %}",
+            "the roles user, assistant, user .*Range too big",
+        ),
+        (["system", "user"], TEMPLATE, "with the roles system, user .*no system"),
         (["user"], "{{ messages[0]['content'] }}", "it leaves the assistant's turn out"),
     ],
 )

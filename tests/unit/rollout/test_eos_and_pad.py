@@ -16,7 +16,7 @@ from openppo.experience import compute_reward, get_advantages_and_returns
 from openppo.experience.replay_buffer import collate
 from openppo.models.padding import MicroBatchSize
 from openppo.models.pretrained import eos_token_ids, pad_token_id
-from openppo.rewards import FunctionScorer, ModelScorer, as_reward_function
+from openppo.rewards import FunctionScorer, ModelScorer, RewardFunction
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.rollout import sample_trajectories
 from openppo.types import FinishReason, Prompt, SamplingParams, SingleProcess
@@ -101,7 +101,7 @@ def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, 
     assert [(t.token_ids, t.finish_reason) for t in trajectories] == list(zip(token_ids, reasons, strict=True))
 
     seen: list[str] = []
-    function = as_reward_function(lambda responses: seen.extend(responses) or [0.0, 0.0], "f.py", columns=())
+    function = RewardFunction(lambda responses: seen.extend(responses) or [0.0, 0.0], "f.py", columns=())
     FunctionScorer(function, tokenizer).score(trajectories)
     assert seen == texts, "without special tokens"
 
