@@ -149,34 +149,29 @@ def test_a_curve_goes_through_its_numbers_and_says_them_to_pointer_and_keys(page
 
 def test_a_logarithmic_axis_has_no_place_for_0_and_below(page):
     driver = page("once")
-
-    def drawn():
-        path = one(driver, '[data-chart="Policy loss"] path[data-metric="policy_loss"]').get_attribute("d")
-        return [part for part in path.split("M") if part]
-
-    assert len(drawn()) == 1, "one line without gaps"
-    logarithmic = one(driver, '[data-chart="Policy loss"] .head button[aria-pressed]')
-    driver.execute_script("arguments[0].click()", logarithmic)
-    assert len(drawn()) == N_STEPS // 2, "gaps where it is below 0"
-    below = one(driver, '[data-chart="Values and returns"] .head button[aria-pressed]')
-    assert not below.is_displayed(), "all of its values are below 0"
+    policy_loss, below = '[data-chart="Policy loss"]', '[data-chart="Values and returns"] .head button[aria-pressed]'
+    n_lines = []
+    for _ in range(2):
+        path = one(driver, f'{policy_loss} path[data-metric="policy_loss"]').get_attribute("d")
+        n_lines.append(len([part for part in path.split("M") if part]))
+        driver.execute_script("arguments[0].click()", one(driver, f"{policy_loss} .head button[aria-pressed]"))
+    assert n_lines == [1, N_STEPS // 2], "gaps where it is below 0"
+    assert not one(driver, below).is_displayed(), "all of its values are below 0"
 
 
 def test_dragging_over_a_curve_zooms_into_all_of_them(page):
     driver = page("one")
     picture = one(driver, '[data-chart="Reward"] svg')
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", picture)
-    mouse = webdriver.ActionChains(driver)
-    mouse.move_to_element(picture).click_and_hold().move_by_offset(80, 0).release().perform()
+    hover(driver, picture)
+    webdriver.ActionChains(driver).click_and_hold().move_by_offset(80, 0).release().perform()
     button = one(driver, "#unzoom")
     assert button.is_displayed()
-    labels = [text.text for text in all_of(driver, '[data-chart="KL from the reference"] svg text')]
-    assert "0" not in labels
+    assert "0" not in [text.text for text in all_of(driver, '[data-chart="KL from the reference"] svg text')]
     button.click()
     assert not button.is_displayed()
 
 
-def test_runs_are_laid_over_each_other_and_their_options_compared(page):
+def test_runs_are_laid_over_each_other_and_their_options_and_samples_compared(page):
     driver = page("two")
     paths = all_of(driver, '[data-chart="Reward"] path[data-metric="reward"]')
     assert [path.get_attribute("data-run") for path in paths] == ["slow", "quick"]
@@ -184,28 +179,29 @@ def test_runs_are_laid_over_each_other_and_their_options_compared(page):
     rows = [row.text.split() for row in all_of(driver, "#evaluation tr")]
     assert rows[0] == ["Metric", *"slow step 0 step 30 change best quick step 0 step 30 change best".split()]
     assert rows[2] == ["eval_reward", *("0.25 0.5 +0.25 0.5".split() * 2)]
-    options = [row.text for row in all_of(driver, "#options tbody tr")]
-    assert options == ["--actor_learning_rate 1e-06 1e-05"] or options == ["--actor_learning_rate 0.000001 0.00001"]
+    (options,) = (row.text for row in all_of(driver, "#options tbody tr"))
+    assert options in ("--actor_learning_rate 1e-06 1e-05", "--actor_learning_rate 0.000001 0.00001")
     one(driver, "#only-different").click()
     assert len(all_of(driver, "#options tbody tr")) == 3
+    one(driver, "#same-prompt").click()
+    facts = [node.text for node in all_of(driver, ".sides .facts")]
+    assert [fact.split("step ")[1].split()[0] for fact in facts] == ["1", "1", "30", "30"]
+    assert [fact.split("run ")[1].split()[0] for fact in facts] == ["slow", "quick"] * 2
+    assert len({round(node.rect["y"]) for node in all_of(driver, ".sides > div")}) == 1, "beside, not below each other"
     choose_run(driver, "quick")
     assert len(all_of(driver, '[data-chart="Reward"] path[data-metric="reward"]')) == 1
 
 
 def test_each_target_has_its_line(page):
     driver, chart = page("targets"), '[data-chart="KL from the reference"]'
-
-    def lines():
-        return {line.get_attribute("data-target"): line for line in all_of(driver, f"{chart} .target")}
-
-    assert lines().keys() == {"0.1", "0.2"}
-    low, high = (float(lines()[target].get_attribute("y1")) for target in ("0.1", "0.2"))
-    assert high < low, "higher up"
-    assert len({line.value_of_css_property("stroke") for line in lines().values()}) == 2
+    lines = {line.get_attribute("data-target"): line for line in all_of(driver, f"{chart} .target")}
+    assert lines.keys() == {"0.1", "0.2"}
+    assert float(lines["0.2"].get_attribute("y1")) < float(lines["0.1"].get_attribute("y1")), "higher up"
+    assert len({line.value_of_css_property("stroke") for line in lines.values()}) == 2
     legend = one(driver, f"{chart} .legend").text
     assert "target 0.1" in legend and "target 0.2" in legend
     choose_run(driver, "target1")
-    assert lines().keys() == {"0.1"}
+    assert [line.get_attribute("data-target") for line in all_of(driver, f"{chart} .target")] == ["0.1"]
 
 
 def test_evaluations_show_change_and_what_is_better_unless_there_is_one(page):
@@ -254,25 +250,28 @@ def test_a_token_says_its_exact_numbers_under_the_pointer_and_to_the_keys(page):
     first, tool, last = all_of(driver, "#sample-detail .token")
     hover(driver, last)
     shown = tooltip(driver)
-    assert "part of a character" in shown[0]
-    assert "token 3 of 3 · id 13" in shown[0]
+    assert "part of a character" in shown[0] and "token 3 of 3 · id 13" in shown[0]
     numbers = [text for name, (_, number) in NUMBERS.items() for text in (name, f"{number:g}")]
     assert shown[1:] == ["▸ advantage", *numbers[1:]]
     hover(driver, tool)
-    assert "Not trained" in tooltip(driver)[1]
-    assert "untrained" in tool.get_attribute("class")
+    assert "Not trained" in tooltip(driver)[1] and "untrained" in tool.get_attribute("class")
     assert "</script><script>document.title='owned'</script>" in first.text, "sampled text is shown as it is"
     assert "␛[0m⟨U+202E⟩" in first.text
     assert all_of(driver, "#samples img") == []
     box = one(driver, "#sample-detail .response")
     driver.execute_script("arguments[0].focus()", box)
     box.send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
-    assert "id 11" in tooltip(driver)[0]
-    assert "active" in first.get_attribute("class")
+    assert "id 11" in tooltip(driver)[0] and "active" in first.get_attribute("class")
 
 
-def test_samples_are_sorted_and_filtered(page):
+def test_samples_are_sorted_filtered_and_walked_with_keys(page):
     driver = page("one")
+    one(driver, '#sample-list [aria-selected="true"]').send_keys(Keys.ARROW_DOWN)
+    chosen = [row.get_attribute("aria-selected") for row in all_of(driver, "#sample-list button")]
+    assert chosen.index("true") == 1
+    assert "reward 2" in driver.switch_to.active_element.text
+    facts = one(driver, "#sample-detail .facts").text
+    assert "reward 2" in facts and "style 0.125" in facts
     assert rewards(driver) == ["0.5", "2", "-1"] * 2
     sort = Select(one(driver, "#sort"))
     sort.select_by_visible_text("reward")
@@ -286,23 +285,3 @@ def test_samples_are_sorted_and_filtered(page):
     one(driver, '#samples input[type="search"]').send_keys("SECOND")
     assert rewards(driver) == ["2", "2"]
     assert one(driver, "#sample-count").text == "2 of 6 samples"
-
-
-def test_the_list_is_walked_with_keys(page):
-    driver = page("one")
-    one(driver, '#sample-list [aria-selected="true"]').send_keys(Keys.ARROW_DOWN)
-    chosen = [row.get_attribute("aria-selected") for row in all_of(driver, "#sample-list button")]
-    assert chosen.index("true") == 1
-    assert "reward 2" in driver.switch_to.active_element.text
-    facts = one(driver, "#sample-detail .facts").text
-    assert "reward 2" in facts and "style 0.125" in facts
-
-
-def test_one_prompt_stands_side_by_side_at_its_steps(page):
-    driver = page("two")
-    one(driver, "#same-prompt").click()
-    facts = [node.text for node in all_of(driver, ".sides .facts")]
-    assert [fact.split("step ")[1].split()[0] for fact in facts] == ["1", "1", "30", "30"]
-    assert [fact.split("run ")[1].split()[0] for fact in facts] == ["slow", "quick"] * 2
-    tops = {round(node.rect["y"]) for node in all_of(driver, ".sides > div")}
-    assert len(tops) == 1, "beside, not below each other"
