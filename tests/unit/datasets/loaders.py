@@ -1,5 +1,7 @@
 """What tests of examples share: one way to call the loaders, templates of chats, targets as text."""
 
+from itertools import groupby
+
 from openppo.config import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
 from openppo.datasets import (
     load_documents,
@@ -46,6 +48,13 @@ def flag_of(task):
 
 def targets(example, tokenizer):
     return tokenizer.decode([t for t, target in zip(example.token_ids, example.loss_mask, strict=True) if target])
+
+
+def shown(example, tokenizer):
+    """The text, with its targets in «»."""
+    parts = groupby(zip(example.token_ids, example.loss_mask, strict=True), key=lambda pair: pair[1])
+    texts = [(target, tokenizer.decode([token for token, _ in part])) for target, part in parts]
+    return "".join(f"«{text}»" if target else text for target, text in texts)
 
 
 def turns(**texts):

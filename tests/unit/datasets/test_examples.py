@@ -4,7 +4,7 @@ import pytest
 
 from openppo.config import PromptsConfig
 from openppo.datasets import load_prompts, number_rows, render_prompt
-from tests.unit.datasets.loaders import OTHER_WHEN_ASKED, WITH_CHAT, WITHOUT_END, load, targets, turns
+from tests.unit.datasets.loaders import OTHER_WHEN_ASKED, WITH_CHAT, WITHOUT_END, load, shown, turns
 
 BOS, EOS, USER, ASSISTANT = 2, 3, 4, 5
 HI = turns(user="hi")
@@ -100,29 +100,30 @@ def test_what_is_longer_than_the_limit_is_dropped_and_counted(tokenizer, caplog)
 AB, ONE_TURN, NO_OUTPUT = {"input": "ab", "output": "cd"}, turns(user="a", assistant="b"), {"output_key": None}
 MANY = {"input": "a", "output": [*turns(assistant="b"), *turns(user="c", assistant="d")]}
 SIDES = {"input": turns(system="s", user="a"), "output": turns(assistant="b")}
-A_TO_B = "<bos><user>a<eos>\n<assistant>b<eos>"
-# row, columns, options, template of the tokenizer -> text, targets
+A_TO_B = "<user>a<eos>\n<assistant>b<eos>"
+MANY_TURNS = "<bos><user>a<eos>\n<assistant>«b<eos>»\n<user>c<eos>\n<assistant>«d<eos>»"
+# row, columns, options, template of the tokenizer -> text with its targets in «»
 EXAMPLES = {
-    "text": (AB, {}, {}, None, "<bos>abcd<eos>", "cd<eos>"),
-    "chat, whose EOS has a newline": (AB, {}, WITH_CHAT, None, "<bos><user>ab<eos>\n<assistant>cd<eos>", "cd<eos>"),
-    "template without EOS": (AB, {}, WITH_CHAT, WITHOUT_END, "user: ab\nassistant: cd\n<eos>", "cd\n<eos>"),
-    "changed prompt": (AB, {}, WITH_CHAT, OTHER_WHEN_ASKED, "<user>ab<eos><assistant>cd<eos>", "cd<eos>"),
-    "EOS in the response": ({"input": "ab", "output": "cd<eos>"}, {}, {}, None, "<bos>abcd<eos>", "cd<eos>"),
-    "empty response": ({"input": "ab", "output": ""}, {}, {}, None, "<bos>ab<eos>", "<eos>"),
-    "messages on both sides": (SIDES, {}, WITH_CHAT, None, A_TO_B.replace("<us", "<system>s<eos>\n<us"), "b<eos>"),
-    "many turns": (MANY, {}, WITH_CHAT, None, A_TO_B + "\n<user>c<eos>\n<assistant>d<eos>", "b<eos>d<eos>"),
-    "text alone": ({"text": "ab"}, {}, {}, None, "<bos>ab<eos>", "ab<eos>"),
-    "no output": ({"input": "ab"}, NO_OUTPUT, {"input_template": "<{}>"}, None, "<bos><ab><eos>", "<ab><eos>"),
-    "no output, chat": ({"input": ONE_TURN}, NO_OUTPUT, WITH_CHAT, None, A_TO_B, A_TO_B.removeprefix("<bos>")),
+    "text": (AB, {}, {}, None, "<bos>ab«cd<eos>»"),
+    "chat, whose EOS has a newline": (AB, {}, WITH_CHAT, None, "<bos><user>ab<eos>\n<assistant>«cd<eos>»"),
+    "template without EOS": (AB, {}, WITH_CHAT, WITHOUT_END, "user: ab\nassistant: «cd\n<eos>»"),
+    "changed prompt": (AB, {}, WITH_CHAT, OTHER_WHEN_ASKED, "<user>ab<eos><assistant>«cd<eos>»"),
+    "EOS in the response": ({"input": "ab", "output": "cd<eos>"}, {}, {}, None, "<bos>ab«cd<eos>»"),
+    "empty response": ({"input": "ab", "output": ""}, {}, {}, None, "<bos>ab«<eos>»"),
+    "both messages": (SIDES, {}, WITH_CHAT, None, "<bos><system>s<eos>\n<user>a<eos>\n<assistant>«b<eos>»"),
+    "many turns": (MANY, {}, WITH_CHAT, None, MANY_TURNS),
+    "text alone": ({"text": "ab"}, {}, {}, None, "<bos>«ab<eos>»"),
+    "no output": ({"input": "ab"}, NO_OUTPUT, {"input_template": "<{}>"}, None, "<bos>«<ab><eos>»"),
+    "no output, chat": ({"input": ONE_TURN}, NO_OUTPUT, WITH_CHAT, None, f"<bos>«{A_TO_B}»"),
 }
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_response_and_its_end_are_targets(tokenizer, make_tokenizer, name):
-    row, columns, options, template, text, expected = EXAMPLES[name]
+    row, columns, options, template, expected = EXAMPLES[name]
     tokenizer = tokenizer if template is None else make_tokenizer(chat_template=template)
     (example,), dropped = load("sft", [row], tokenizer, columns, **options)
-    assert (tokenizer.decode(example.token_ids), targets(example, tokenizer), dropped) == (text, expected, 0)
+    assert (shown(example, tokenizer), dropped) == (expected, 0)
 
 
 @pytest.mark.parametrize(

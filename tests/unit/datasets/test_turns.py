@@ -1,6 +1,7 @@
 """Which tokens of a chat are targets, for templates of many kinds, with and without calls of tools. EOS is id 3."""
 
 import json
+import re
 
 import pytest
 from tokenizers import Tokenizer
@@ -15,12 +16,13 @@ from tests.unit.datasets.loaders import (
     WITH_CHAT,
     WITHOUT_END,
     load,
+    shown,
     targets,
     turns,
 )
 
 CHAT = [*turns(system="s", user="a", assistant="b"), *turns(user="c", assistant="d")]
-SYSTEM_IN_LAST_QUESTION = (
+SYSTEM_IN_LAST = (
     "{% for m in messages %}{% if m.role == 'user' %}<user>{% if loop.index >= loop.length - 1 %}s|{% endif %}"
     "{{ m.content }}!{% elif m.role == 'assistant' %} {{ m.content }}<eos>{% endif %}{% endfor %}"
 )
@@ -33,23 +35,19 @@ THOUGHT_IN_LAST_TURN_ONLY = (
     "<think></think>{% endif %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}<eos>{% endfor %}"
     + OPEN_WHEN_ASKED
 )
-S_TO_D = "<system>s<eos>{0}<user>a<eos>{0}<assistant>b<eos>{0}<user>c<eos>{0}<assistant>d<eos>"
+S_TO_D = "<system>s<eos>{0}<user>a<eos>{0}<assistant>«b<eos>»{0}<user>c<eos>{0}<assistant>«d<eos>»"
+WITH_PADS = S_TO_D.format("\n").replace("<eos>", "<pad>").replace("d<pad>", "d<pad>\n<eos>")
 LAST_THINKS = [*CHAT[:4], *turns(assistant="<think>u</think>d")]
-CASES = {
-    "ends in EOS": (ENDS_IN_EOS, CHAT, S_TO_D.format("\n"), "b<eos>d<eos>"),
-    "another beginning when asked": (OTHER_WHEN_ASKED, CHAT, S_TO_D.format(""), "b<eos>d<eos>"),
-    "system in the last one": (SYSTEM_IN_LAST_QUESTION, CHAT, "<user>a! b<eos><user>s|c! d<eos>", " b<eos> d<eos>"),
-    "ends in a token beside EOS": (
-        *(ENDS_IN_A_TOKEN_BESIDE_EOS, CHAT),
-        *(S_TO_D.format("\n").replace("<eos>", "<pad>") + "\n<eos>", "b<pad>d<pad>\n<eos>"),
-    ),
-    "thoughts in the last turn only": (
-        *(THOUGHT_IN_LAST_TURN_ONLY, LAST_THINKS),
-        *(S_TO_D.format("").replace("d<", "<think>u</think>d<"), "b<eos><think>u</think>d<eos>"),
-    ),
-    "no end of turn": (
-        *(WITHOUT_END, CHAT, "system: s\nuser: a\nassistant: b\nuser: c\nassistant: d\n<eos>", "b\nd\n<eos>"),
-    ),
+STRIPS = ENDS_IN_EOS.replace("content", "content.strip().replace('\\n\\n', '\\n')")
+NO_END = "system: s\nuser: a\nassistant: «b\n»user: c\nassistant: «d\n<eos>»"
+CASES = {  # targets in «»
+    "ends in EOS": (ENDS_IN_EOS, CHAT, S_TO_D.format("\n")),
+    "another beginning when asked": (OTHER_WHEN_ASKED, CHAT, S_TO_D.format("")),
+    "system in the last one": (SYSTEM_IN_LAST, CHAT, "<user>a!« b<eos>»<user>s|c!« d<eos>»"),
+    "a token beside EOS": (ENDS_IN_A_TOKEN_BESIDE_EOS, CHAT, WITH_PADS),
+    "last thinks": (THOUGHT_IN_LAST_TURN_ONLY, LAST_THINKS, S_TO_D.format("").replace("d<", "<think>u</think>d<")),
+    "other blanks": (STRIPS, turns(user="a", assistant=" d\n\nc "), "<user>a<eos>\n<assistant>«d\nc<eos>»"),
+    "no end of turn": (WITHOUT_END, CHAT, NO_END),
 }
 
 
@@ -61,15 +59,13 @@ def prompt_of(chat, tokenizer):
     return render_prompt(chat, tokenizer, input_template=None, apply_chat_template=True)
 
 
-@pytest.mark.parametrize(("template", "chat", "whole", "expected"), CASES.values(), ids=CASES.keys())
-def test_targets_are_the_assistants_turns_with_what_ends_them(make_tokenizer, template, chat, whole, expected):
+@pytest.mark.parametrize(("template", "chat", "expected"), CASES.values(), ids=CASES.keys())
+def test_targets_are_the_assistants_turns_with_what_ends_them(make_tokenizer, template, chat, expected):
     tokenizer = make_tokenizer(bos=True, chat_template=template)
-    every = rendered(chat, tokenizer)
+    assert shown(rendered(chat, tokenizer), tokenizer) == expected
     last = render_response(chat[:-1], chat[-1]["content"], tokenizer, input_template=None, apply_chat_template=True)
-    assert tokenizer.decode(every.token_ids) == tokenizer.decode(last.token_ids) == whole
-    assert targets(every, tokenizer) == expected
-    assert expected.endswith(targets(last, tokenizer))
-    assert targets(last, tokenizer).strip()[0] in "d<"
+    before, of_last = expected.rsplit("«", 1)
+    assert shown(last, tokenizer) == re.sub("[«»]", "", before) + "«" + of_last
 
 
 def test_targets_begin_where_generation_does(make_tokenizer):
@@ -77,8 +73,7 @@ def test_targets_begin_where_generation_does(make_tokenizer):
     example = rendered(CHAT, tokenizer)
     for n_before, place in ((2, example.loss_mask.index(True)), (4, len(example.token_ids) - 2)):
         assert example.token_ids[:place] == prompt_of(CHAT[:n_before], tokenizer)[1]
-    example = rendered(CHAT[1:4], tokenizer)  # nothing after the last answer
-    assert tokenizer.decode(example.token_ids) == "<user>a<eos>\n<assistant>b<eos>"
+    assert shown(rendered(CHAT[1:4], tokenizer), tokenizer) == "<user>a<eos>\n<assistant>«b<eos>»", "nothing after it"
     chat = [CHAT[2], *CHAT[1:3]]  # the assistant may begin, whose first token is not a target
     assert targets(rendered(chat, tokenizer), tokenizer) == "b<eos>b<eos>"
     tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}<eos>{% endfor %}")
@@ -142,11 +137,6 @@ def test_a_template_that_drops_the_reasoning_is_an_error_with_file_and_row(make_
             load(task, [row], make_tokenizer(chat_template=template), data, **WITH_CHAT)
     whole = make_tokenizer(chat_template=DEEPSEEK_R1_DISTILL.replace(".split('</think>')[-1]", ""))
     assert load(task, [row], whole, data, **WITH_CHAT)[1] == 0
-
-
-def test_a_template_may_change_the_blanks_of_a_turn(make_tokenizer):
-    strips = make_tokenizer(chat_template=ENDS_IN_EOS.replace("content", "content.strip().replace('\\n\\n', '\\n')"))
-    assert targets(rendered(turns(user="a", assistant=" b\n\nc "), strips), strips) == "b\nc<eos>"
 
 
 def test_a_token_never_spans_the_border_between_prompt_and_response():
@@ -221,16 +211,13 @@ def test_a_call_of_a_tool_may_end_a_conversation_and_its_answer_a_prompt(make_to
 def test_an_answer_without_text_teaches_to_end(make_tokenizer, content):
     tokenizer = make_tokenizer(chat_template=WITHOUT_TOOLS)
     example = sft([*SUM, {"role": "assistant", "content": content}], tokenizer)
-    assert tokenizer.decode(example.token_ids) == "<user>One plus two?<eos><assistant><eos>"
-    assert targets(example, tokenizer) == "<eos>"
+    assert shown(example, tokenizer) == "<user>One plus two?<eos><assistant>«<eos>»"
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "assistant"},
         {"role": "user", "content": None},
-        {"role": "assistant", "content": "a", "tool_calls": "add"},
         {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": 3}}]},
         {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]},
     ],
