@@ -3,7 +3,6 @@
 import json
 import os
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -104,12 +103,10 @@ def test_a_resumed_run_has_the_id_of_the_first_and_its_step_as_axis(tmp_path: Pa
     assert exits == [1, 0], "a run that fails is a failed one there too"
     assert [line["global_step"] for line in history_of(tmp_path)] == [1, 2, 3, 3, 4]
     runs = [record.run for record in records_of(tmp_path) if record.HasField("run")]
-    assert len({run.run_id for run in runs}) == 1
-    assert len(runs) == 2
+    assert (len(runs), len({run.run_id for run in runs})) == (2, 1)
     metrics = [record.metric for record in records_of(tmp_path) if record.HasField("metric")]
     assert ("*", "global_step") in {(metric.glob_name, metric.step_metric) for metric in metrics}
-    again = tracker_in(tmp_path)  # not resumed: another run
-    again.close()
+    tracker_in(tmp_path).close()  # not resumed: another run
     assert len({record.run.run_id for record in records_of(tmp_path) if record.HasField("run")}) == 2
 
 
@@ -139,30 +136,3 @@ def test_secrets_of_the_command_line_are_in_no_file(
 def test_without_a_key_an_online_run_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^--use_wandb cannot start a run .*--wandb_mode offline"):
         tracker_in(tmp_path, wandb_mode="online")
-
-
-def test_a_service_that_dies_switches_wandb_off_with_one_warning(tmp_path: Path) -> None:
-    """In a process of its own: W&B's service belongs to the whole process."""
-    program = f"""
-import os, signal, subprocess, sys
-from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_wandb import tracker_in
-from openppo.tracking import Trackers, setup_logging
-setup_logging(0)
-trackers = Trackers([tracker_in(Path({str(tmp_path)!r}))])
-trackers.log(1, {{"reward": 1.0}})
-children = subprocess.run(["ps", "-o", "pid=,comm=", "--ppid", str(os.getpid())], capture_output=True, text=True).stdout
-(service,) = [int(line.split()[0]) for line in children.splitlines() if "wandb-core" in line]
-os.kill(service, signal.SIGKILL)
-for step in range(2, 200):
-    trackers.log(step, {{"reward": 1.0}})
-trackers.close()
-print("went on", flush=True)
-os._exit(0)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.stdout == "went on\n", done.stderr
-    warnings = [line for line in done.stderr.splitlines() if "disabled" in line]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("[openppo] --use_wandb: Connection")
