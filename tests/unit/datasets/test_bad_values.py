@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.datasets.loaders import flag_of, load, turns
+from tests.unit.datasets.loaders import WITH_CHAT, flag_of, load, turns
 
 CHAT, OTHER = turns(user="a", assistant="b"), turns(user="a", assistant="c")
 TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -59,22 +59,38 @@ def test_any_value_in_any_column_is_read_or_an_error_naming_flag_and_row(task, c
     assert n_errors >= 5
 
 
+HI, GOOD, WITH_TEMPLATE = turns(user="hi"), turns(assistant="b"), {"input_template": "Q{}"}
+WHOLE = {"prompt": "x", "chosen": HI + GOOD, "rejected": HI + GOOD}
+
+
 @pytest.mark.parametrize(
-    ("task", "row", "chat", "message"),
+    ("task", "row", "options", "message"),
     [
-        ("prompts", {"question": "", "answer": "a"}, False, "the text is empty. Remove the row"),
-        ("sft", {"input": "", "output": "a"}, False, "the text is empty. Remove the row"),
-        ("pairs", {**PAIR, "prompt": ""}, False, ".*the text is empty. Remove the row"),
-        ("prompts", {"messages": [{"role": "user", "content": ""}]}, True, "all chat messages are empty"),
-        ("pairs", {**PAIR, "prompt": None}, False, "the prompt in column 'prompt' is null"),
-        ("pairs", {**PAIR, "prompt": "\ud83d"}, False, r".*half of a surrogate pair, U\+D83D"),
-        ("documents", {"text": "smile \ud83d"}, False, r".*half of a surrogate pair, U\+D83D"),
-        ("prompts", {"messages": [{"role": "user", "content": "\ud83d"}]}, True, r"half of a surrogate pair, U\+D83D"),
+        ("prompts", {"question": "", "answer": "a"}, WITH_TEMPLATE, "the text is empty. Remove the row"),
+        ("sft", {"input": "", "output": "a"}, {}, "the text is empty. Remove the row"),
+        ("pairs", {**PAIR, "prompt": ""}, {}, ".*the text is empty. Remove the row"),
+        ("prompts", {"messages": [{"role": "user", "content": ""}]}, WITH_CHAT, "all chat messages are empty"),
+        ("prompts", {"input": []}, WITH_CHAT, "the list of chat messages is empty"),
+        ("pairs", {**PAIR, "prompt": None}, {}, "the prompt in column 'prompt' is null"),
+        ("pairs", {**PAIR, "prompt": "\ud83d"}, {}, r".*half of a surrogate pair, U\+D83D"),
+        ("documents", {"text": "smile \ud83d"}, {}, r".*half of a surrogate pair, U\+D83D"),
+        ("prompts", {"messages": turns(user="\ud83d")}, WITH_CHAT, r"half of a surrogate pair, U\+D83D"),
+        ("prompts", {"input": HI}, {}, "a list of chat messages needs --apply_chat_template"),
+        ("prompts", {"input": HI}, WITH_CHAT | WITH_TEMPLATE, "--input_template goes around a text"),
+        ("prompts", {"input": None}, WITH_CHAT, "neither a text nor a list of chat messages but NoneType"),
+        ("prompts", {"input": [{"from": "a" * 200}]}, WITH_CHAT, r'not a chat message with texts "role".*\.\.\.\.$'),
+        ("pairs", {"chosen": GOOD, "rejected": "b"}, {}, "column 'chosen': a list of chat messages needs --apply_chat"),
+        ("pairs", {"chosen": "a", "rejected": 1}, {}, "column 'rejected': not a text but int"),
+        ("pairs", {"chosen": "a", "rejected": "b"}, WITH_CHAT, "column 'chosen': a whole text cannot be split"),
+        ("pairs", {"chosen": "a", "rejected": "b"}, WITH_TEMPLATE, ".*goes around a prompt.*prompt_key"),
+        ("pairs", {"chosen": {"from": "gpt"}, "rejected": "b"}, WITH_CHAT, ".*neither a text nor a list .* dict"),
+        ("named pairs", WHOLE, WITH_CHAT, ".*its prompt: a whole conversation .*Leave --prompt_key"),
     ],
 )
-def test_an_empty_prompt_or_half_a_character_is_an_error(task, row, chat, message, tokenizer):
-    with pytest.raises(ValueError, match=f"{flag_of(task)}, row 1 of file: {message}"):
-        load_alike(task, [row], tokenizer, apply_chat_template=chat)
+def test_a_bad_value_is_an_error_that_says_what_to_do(task, row, options, message, tokenizer):
+    columns, task = {"prompt_key": "prompt"} if "named" in task else {}, task.removeprefix("named ")
+    with pytest.raises(ValueError, match=f"^{flag_of(task)}, row 1 of file: {message}"):
+        load(task, [row], tokenizer, columns, **options)
 
 
 @pytest.mark.parametrize("task", ROWS)

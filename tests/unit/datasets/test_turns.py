@@ -122,12 +122,10 @@ THINKS = THOUGHT[0]["content"]
 @pytest.mark.parametrize(
     ("task", "data", "row"),
     [
-        ("sft", {}, {"messages": QUESTION + THOUGHT}),
         ("sft", {}, {"messages": QUESTION + THOUGHT + QUESTION + PLAIN}),
         ("sft", {}, {"prompt": "a", "response": THINKS}),
         ("sft", {"input_key": "messages", "output_key": None}, {"messages": QUESTION + THOUGHT}),
         ("pairs", {}, {"prompt": "a", "chosen": THINKS, "rejected": "b"}),
-        ("pairs", {"prompt_key": "prompt"}, {"prompt": None, "chosen": THOUGHT, "rejected": PLAIN}),
         ("pairs", {}, {"chosen": QUESTION + PLAIN, "rejected": QUESTION + THOUGHT}),
     ],
 )
