@@ -1,7 +1,5 @@
 """Public names that load on first use, and old names of modules, kept for one release."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import warnings

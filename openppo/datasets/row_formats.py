@@ -3,8 +3,6 @@
 The table ``ROW_FORMATS`` says which columns each format has; the first that fits is taken.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """From options to a PPO trainer: check everything cheap first, then load, wrap and put together."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
