@@ -17,12 +17,12 @@ from openppo.experience.token_rewards import StepRewards
 from openppo.models.loss import POLICY_LOSSES
 
 Rewarded = tuple[Tensor, Tensor | None]
-Rewards = Callable[[Tensor, StepRewards | None, Tensor, Tensor | None], Rewarded]
+Rewards = Callable[[Tensor, StepRewards, Tensor, Tensor | None], Rewarded]
 """``rewards(scores, steps, groups, greedy)``: each trajectory's score, rewards of its steps, its prompt's id int64,
 and the reward of the greedy response to it (None unless ``needs_greedy``), all (B,) in any order, to what replaces
 scores (B,) and rewards of steps (B, L)."""
-Baseline = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""``baseline(totals, groups, greedy)``: what to subtract from whole rewards, and what to divide by; (B,) each."""
+Baseline = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""``baseline(totals, groups, greedy)``: what to subtract from whole rewards (B,)."""
 Advantages = Callable[[Tensor, Tensor | None, Tensor, AdvantageConfig, float | None], tuple[Tensor, Tensor]]
 """``advantages(rewards, values, action_mask, config, lambd_critic)``: from token rewards after the KL penalty to
 advantages and returns, all (B, L) and 0 outside ``action_mask``. ``values`` where there is a critic; ``lambd_critic``,
@@ -31,18 +31,17 @@ _EPS = 1e-9
 _EQUAL = 1e-6
 
 
-def plain_rewards(scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None) -> Rewarded:
+def plain_rewards(scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None) -> Rewarded:
     """Scores and rewards of steps as they are."""
-    return scores, None if steps is None else steps.rewards
+    return scores, steps.rewards
 
 
 def centred(baseline: Baseline) -> Rewards:
     """Whole rewards less a baseline; each action has the advantage of its trajectory."""
 
-    def rewards(scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None) -> Rewarded:
-        totals = scores if steps is None else steps.added_to(scores)
-        subtracted, divisor = baseline(totals, groups, greedy)
-        return (totals - subtracted) / divisor, None
+    def rewards(scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None) -> Rewarded:
+        totals = steps.added_to(scores)
+        return totals - baseline(totals, groups, greedy), None
 
     return rewards
 
@@ -93,52 +92,38 @@ class Estimator:
         return self.normalize if choice == "default" else choice == "on"
 
 
-def group_mean(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+def group_mean(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> Tensor:
     """The mean reward of all responses to the prompt, this one included (arXiv 2501.03262, 2503.20783)."""
     _, mean, _ = _group_statistics(totals, groups)
-    return mean.to(totals.dtype), torch.ones_like(totals)
+    return mean.to(totals.dtype)
 
 
-def leave_one_out_mean(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+def leave_one_out_mean(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> Tensor:
     """The mean reward of the other responses to the prompt (RLOO, arXiv 2402.14740)."""
     count, mean, _ = _group_statistics(totals, groups)
     _require_several(count, "rloo")
-    others = (mean * count - totals.double()) / (count - 1)
-    return others.to(totals.dtype), torch.ones_like(totals)
+    return ((mean * count - totals.double()) / (count - 1)).to(totals.dtype)
 
 
-def group_mean_and_std(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased standard deviation + 1e-9 of the rewards of the prompt (GRPO, arXiv 2402.03300)."""
-    count, mean, squares = _group_statistics(totals, groups)
-    _require_several(count, "group_norm")
-    return mean.to(totals.dtype), _divisor((squares / (count - 1)).sqrt(), mean.abs()).to(totals.dtype)
-
-
-def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+def greedy_reward(totals: Tensor, groups: Tensor, greedy: Tensor | None) -> Tensor:
     """The reward of the greedy response to the prompt (ReMax, arXiv 2310.10505)."""
     assert greedy is not None
-    return greedy.to(totals), torch.ones_like(totals)
+    return greedy.to(totals)
 
 
-def normalized_by_group(scores: Tensor, steps: StepRewards | None, groups: Tensor, greedy: Tensor | None) -> Rewarded:
-    """Scores, and rewards of steps, normalized by those of the prompt (GRPO, arXiv 2402.03300)."""
-    if steps is None:
-        return centred(group_mean_and_std)(scores, steps, groups, greedy)
-    return normalize_steps(scores, steps, groups)
-
-
-def normalize_steps(scores: Tensor, steps: StepRewards, groups: Tensor) -> tuple[Tensor, Tensor]:
+def normalized_by_group(scores: Tensor, steps: StepRewards, groups: Tensor, greedy: Tensor | None) -> Rewarded:
     """Normalize scores (B,) and step rewards (B, L) by their group (arXiv 2402.03300, section 4.1.3, with scores).
 
-    Each less the mean of its kind, both divided by the root of the sum of both variances: weights between the kinds
-    keep their meaning. Steps with the same rewards in all responses of a group are left out.
+    Each less the mean of its kind, both divided by the root of the sum of both unbiased variances + 1e-9: weights
+    between the kinds keep their meaning. Steps with the same rewards in all responses of a group are left out.
     """
     ends = steps.ends & ~_are_alike(steps, groups)[:, None]
     count, mean, squares = _group_statistics(scores, groups)
     _require_several(count, "group_norm")
     n_steps, step_mean, step_squares = _group_statistics(steps.rewards, groups, ends)
     std = (squares / (count - 1) + step_squares / (n_steps - 1).clamp(min=1)).sqrt()
-    scale = _divisor(std, mean.abs() + step_mean.abs()).to(scores.dtype)
+    alike = std <= _EQUAL * (1 + (mean.abs() + step_mean.abs()))  # rewards differ by rounding only
+    scale = torch.where(alike, torch.inf, std + _EPS).to(scores.dtype)
     centred = torch.where(ends, steps.rewards - step_mean[:, None].to(scores.dtype), 0.0)
     return (scores - mean.to(scores.dtype)) / scale, centred / scale[:, None]
 
@@ -159,11 +144,6 @@ def _group_statistics(rewards: Tensor, groups: Tensor, counted: Tensor | None = 
 def _group_sum(numbers: Tensor, groups: Tensor) -> Tensor:
     _, index = groups.unique(return_inverse=True)
     return torch.zeros_like(numbers).index_add_(0, index, numbers)[index]
-
-
-def _divisor(std: Tensor, size: Tensor) -> Tensor:
-    """``std`` + 1e-9; infinite where rewards differ by rounding only."""
-    return torch.where(std <= _EQUAL * (1 + size), torch.inf, std + _EPS)
 
 
 def _are_alike(steps: StepRewards, groups: Tensor) -> Tensor:

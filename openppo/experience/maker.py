@@ -181,11 +181,11 @@ class ExperienceMaker:
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
         """Add token rewards: KL penalty, scores and steps after the baseline."""
         scores, steps = self._shaped(trajectories)
-        metrics.add_tensor("shaped_reward", scores if steps is None else steps.added_to(scores))
+        metrics.add_tensor("shaped_reward", steps.added_to(scores))
         greedy = None
         if self.estimator.needs_greedy:
             greedy, greedy_steps = self._shaped([t.greedy for t in trajectories if t.greedy is not None])
-            greedy = greedy if greedy_steps is None else greedy_steps.added_to(greedy)
+            greedy = greedy_steps.added_to(greedy)
             assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
         groups = torch.tensor([t.group for t in trajectories], device=self.device)
         scores, token_rewards = self.estimator.rewards(scores, steps, groups, greedy)
@@ -207,15 +207,14 @@ class ExperienceMaker:
     def _total_scores(self, trajectories: Sequence[Trajectory]) -> Tensor:
         return torch.tensor([t.total_score(self.weights) for t in trajectories], dtype=torch.float32)
 
-    def _shaped(self, trajectories: Sequence[Trajectory]) -> tuple[Tensor, StepRewards | None]:
+    def _shaped(self, trajectories: Sequence[Trajectory]) -> tuple[Tensor, StepRewards]:
         """Scores (B,) normalized, penalized and clipped as options say; rewards of steps by the same divisor."""
         scores, shaping = self._total_scores(trajectories), self.config.shaping
         steps = collect_step_rewards(trajectories, self.device)
         if shaping.normalize_reward and shaping.reward_normalizer == "running":
             scores = self.moments.normalize(scores, self.step_moments.variance)
-            if steps is not None:
-                normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
-                steps = StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)
+            normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
+            steps = StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)
         truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])
         lengths = torch.tensor([sum(t.action_mask) for t in trajectories])
         max_len = self.config.generation.generate_max_len

@@ -12,14 +12,16 @@ from openppo.tracking import Histogram, Metrics, histogram
 from openppo.types import Comm, Experience, Trajectory
 
 
-def measure_scores(trajectories: Sequence[Trajectory], weights: Mapping[str, float], metrics: Metrics) -> None:
+def measure_scores(
+    trajectories: Sequence[Trajectory], weights: Mapping[str, float], metrics: Metrics, prefix: str = ""
+) -> None:
     """Each named reward as ``reward/<name>``, before weights; nothing where the total says it all."""
     for trajectory in trajectories:
         for name, score in trajectory.scores.items():
             if name != "reward" or name in weights:
-                metrics.add(f"reward/{name}", score)
+                metrics.add(f"{prefix}reward/{name}", score)
         if trajectory.token_rewards is not None and trajectory.scores:
-            metrics.add("reward/of_tokens", sum(trajectory.token_rewards))
+            metrics.add(f"{prefix}reward/of_tokens", sum(trajectory.token_rewards))
 
 
 def measure_staleness(trajectories: Sequence[Trajectory], policy_version: int, metrics: Metrics) -> None:

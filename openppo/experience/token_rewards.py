@@ -28,10 +28,8 @@ class StepRewards:
         return (scores.double() + self.rewards.double().sum(-1)).to(scores.dtype)
 
 
-def collect_step_rewards(trajectories: Sequence[Trajectory], device: torch.device) -> StepRewards | None:
-    """Collate rewards of steps or tokens; None without any."""
-    if all(t.token_rewards is None for t in trajectories):
-        return None
+def collect_step_rewards(trajectories: Sequence[Trajectory], device: torch.device) -> StepRewards:
+    """Collate rewards of steps or tokens."""
     rewards = torch.zeros(len(trajectories), max(len(t.token_ids) for t in trajectories))
     ends = torch.zeros(rewards.shape, dtype=torch.bool)
     for row, t in enumerate(trajectories):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from openppo.experience import AdaptiveKLController, compute_reward, get_advantages_and_returns, get_cumulative_returns
 from openppo.experience.estimators import ESTIMATORS
+from openppo.experience.token_rewards import StepRewards
 from openppo.models.log_probs import compute_approx_kl
 from openppo.models.loss import CISPOLoss, GSPOLoss, PolicyLoss, token_weights
 
@@ -44,7 +45,8 @@ REFERENCE = float64([[-1.2, -1.5, -0.5, 3.0], [-0.8, -1.0, -2.0, -1.7]])
     ],
 )
 def test_scores_less_their_baseline_are_those_of_openrlhf(name: str, expected: list[float]) -> None:
-    same(ESTIMATORS[name].rewards(SCORES, None, GROUPS, None)[0], expected, 2e-9)
+    no_steps = StepRewards(torch.zeros(6, 1), torch.zeros(6, 1).bool())
+    same(ESTIMATORS[name].rewards(SCORES, no_steps, GROUPS, None)[0], expected, 2e-9)
 
 
 def test_advantages_and_returns_are_those_of_openrlhf() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from openppo.datasets import shard
+from openppo.experience.measure import measure_scores
 from openppo.rewards import Scorer, start_scoring
 from openppo.rollout.engine import Engine
 from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories, write_scores
@@ -110,11 +111,7 @@ class Grading:
         n_passed = sum(map(self.passes, rewards))
         for k in pass_ks(len(responses)) if self.pass_reward is not None else []:
             metrics.add(f"{prefix}pass@{k}", pass_at_k(len(responses), n_passed, k))
+        measure_scores(responses, self.reward_weights, metrics, prefix)
         for response in responses:
-            for name, score in response.scores.items():
-                if name != "reward" or name in self.reward_weights:  # else it is the total
-                    metrics.add(f"{prefix}reward/{name}", score)
-            if response.token_rewards is not None and response.scores:
-                metrics.add(f"{prefix}reward/of_tokens", sum(response.token_rewards))
             metrics.add(f"{prefix}response_length", sum(response.action_mask))
             metrics.add(f"{prefix}truncated_fraction", response.finish_reason is FinishReason.LENGTH)

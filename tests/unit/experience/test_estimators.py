@@ -7,6 +7,7 @@ import torch
 
 from openppo.config import AdvantageConfig, AdvantageEstimator, LossAggregation
 from openppo.experience.estimators import ESTIMATORS, check_estimator
+from openppo.experience.token_rewards import StepRewards
 
 GROUPED = ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
 SCORES = torch.tensor([1.0, 4.0, 7.0, -2.0, 0.0])
@@ -14,9 +15,12 @@ GROUPS = torch.tensor([9, 3, 9, 3, 9])  # prompts of three and of two responses
 GREEDY = torch.tensor([0.5, 2.0, 0.5, 2.0, 0.5])
 
 
-def after_baseline(name, scores=SCORES, groups=GROUPS):
-    earned, steps = ESTIMATORS[name].rewards(scores, None, groups, GREEDY if name == "remax" else None)
-    assert (earned.dtype, steps) == (scores.dtype, None)
+def after_baseline(name, scores=SCORES, groups=GROUPS, greedy=GREEDY):
+    """Of responses without rewards of steps."""
+    no_steps = StepRewards(torch.zeros(len(scores), 1), torch.zeros(len(scores), 1).bool())
+    earned, steps = ESTIMATORS[name].rewards(scores, no_steps, groups, greedy if name == "remax" else None)
+    assert earned.dtype == scores.dtype
+    assert steps is None or not steps.any()
     return earned.tolist()
 
 
@@ -34,8 +38,7 @@ def after_baseline(name, scores=SCORES, groups=GROUPS):
 )
 def test_scores_after_the_baseline_by_hand(name, expected):
     assert after_baseline(name) == pytest.approx(expected, abs=1e-6)
-    nothing = torch.zeros(0)
-    assert len(ESTIMATORS[name].rewards(nothing, None, nothing.long(), nothing)[0]) == 0
+    assert after_baseline(name, torch.zeros(0), torch.zeros(0).long(), torch.zeros(0)) == []
 
 
 @pytest.mark.parametrize("name", GROUPED)
