@@ -37,22 +37,20 @@ def load_prompts(
     rows: Sequence[SourceRow],
     tokenizer: PreTrainedTokenizerBase,
     options: PromptDataConfig,
-    *,
-    flag: str = "--prompt_data",
     show: ShowRows = iter,
-) -> tuple[list[Prompt], int]:
-    """The prompt of each row, in order, and the number of rows dropped as longer than ``options.prompt_max_len``.
+) -> list[Prompt]:
+    """The prompt of each row, in order, without those longer than ``options.prompt_max_len`` tokens.
 
     The prompt is column ``options.input_key``, else recognized. The label is column ``options.label_key``, else the
-    answer of a recognized format, else None. Raises ``ValueError`` naming ``flag`` and the row for a missing column or
-    an empty or malformed prompt, and ``--prompt_max_len`` if no prompt is left.
+    answer of a recognized format, else None. Raises ``ValueError`` naming the data's flag and the row for a missing
+    column or an empty or malformed prompt, and ``--prompt_max_len`` if no prompt is left.
     """
     chat, template = options.apply_chat_template, options.input_template
     require_tokenizer(tokenizer, apply_chat_template=chat, eos=False)
     keys = None if options.input_key is None else {"prompt": (options.input_key, "--input_key")}
-    reader = RowReader(rows, "prompts", flag, options, keys)
+    reader = RowReader(rows, "prompts", options, keys)
     if options.label_key is not None:
-        require_column(rows, options.label_key, flag_of_key="--label_key", flag_of_data=flag)
+        require_column(rows, options.label_key, "--label_key")
 
     def render(fields: RowFields, row: SourceRow) -> Prompt:
         label = fields.label if options.label_key is None else row.row[options.label_key]
@@ -69,11 +67,9 @@ def load_sft_examples(
     tokenizer: PreTrainedTokenizerBase,
     supervised: SupervisedConfig,
     data: SFTDataConfig,
-    *,
-    flag: str = "--dataset",
     show: ShowRows = iter,
-) -> tuple[list[TokenExample], int]:
-    """One example per row, in order, and the number of rows dropped as longer than ``supervised.max_len`` tokens.
+) -> list[TokenExample]:
+    """One example per row, in order, without those longer than ``supervised.max_len`` tokens.
 
     Targets are the response and the EOS after it; of a chat, all turns of the assistant, each with what ends it; of a
     row without a response, or with ``data.output_key`` None, all tokens. Raises ``ValueError`` naming ``flag`` and the
@@ -86,7 +82,7 @@ def load_sft_examples(
     keys: Keys = {"whole": column}
     if data.output_key is not None:
         keys = {"prompt": column, "response": (data.output_key, "--output_key")}
-    reader = RowReader(rows, "sft", flag, supervised, keys if named else None)
+    reader = RowReader(rows, "sft", supervised, keys if named else None)
 
     def render(fields: RowFields, row: SourceRow) -> TokenExample:
         how: dict[str, Any] = {"input_template": template, "apply_chat_template": chat}
@@ -111,10 +107,10 @@ def load_documents(
     flag = "--pretrain_data"
     require_tokenizer(tokenizer, apply_chat_template=False, eos=True)
     keys = None if key is None else {"whole": (key, "--pretrain_key")}
-    reader = RowReader(rows, "documents", flag, RowsConfig(), keys)
+    reader = RowReader(rows, "documents", RowsConfig(), keys)
     examples, n_cut = [], 0
     for row in show(rows):
-        with naming_row(flag, row):
+        with naming_row(row):
             text = as_text(reader.read(row).whole)
         ids = encode_start(tokenizer, text) if text.strip() else []
         if ids:
@@ -152,16 +148,14 @@ def load_preferences(
     tokenizer: PreTrainedTokenizerBase,
     supervised: SupervisedConfig,
     data: PreferenceConfig,
-    *,
-    flag: str = "--dataset",
     show: ShowRows = iter,
-) -> tuple[list[PreferenceExample], int]:
-    """One pair per row, in order, and the number of rows dropped because a side exceeds ``supervised.max_len`` tokens.
+) -> list[PreferenceExample]:
+    """One pair per row, in order, without those of which a side exceeds ``supervised.max_len`` tokens.
 
     The sides are responses to the row's prompt, or whole texts where it has none. With
     ``supervised.apply_chat_template`` they may be lists of messages: whole conversations, or the assistant's turns.
-    Raises ``ValueError`` naming ``flag`` and the row for a missing column, a malformed value or a margin that is not a
-    number, and ``--max_len`` if no pair is left.
+    Raises ``ValueError`` naming the data's flag and the row for a missing column, a malformed value or a margin that is
+    not a number, and ``--max_len`` if no pair is left.
     """
     chat = supervised.apply_chat_template
     require_tokenizer(tokenizer, apply_chat_template=chat, eos=True)
@@ -169,9 +163,9 @@ def load_preferences(
     named = [data.chosen_key, data.rejected_key] != [PreferenceConfig.chosen_key, PreferenceConfig.rejected_key]
     if data.prompt_key is not None:
         named, keys = True, {"prompt": (data.prompt_key, "--prompt_key"), **keys}
-    reader = RowReader(rows, "pairs", flag, supervised, keys if named else None)  # a default does not count
+    reader = RowReader(rows, "pairs", supervised, keys if named else None)  # a default does not count
     if data.margin_key is not None:
-        require_column(rows, data.margin_key, flag_of_key="--margin_key", flag_of_data=flag)
+        require_column(rows, data.margin_key, "--margin_key")
 
     def render(fields: RowFields, row: SourceRow) -> PreferenceExample:
         column = next((name for name in (data.prompt_key, "prompt", "question") if name in row.row), None)
@@ -182,12 +176,13 @@ def load_preferences(
         margin = 0.0 if data.margin_key is None else _as_margin(row.row[data.margin_key], data.margin_key)
         return PreferenceExample(chosen, rejected, margin)
 
-    examples, dropped = reader.examples(
+    examples = reader.examples(
         render, ("--max_len", supervised.max_len), show, lambda pair: max(len(pair.chosen_ids), len(pair.rejected_ids))
     )
     if n_equal := sum(pair.chosen_ids == pair.rejected_ids for pair in examples):
-        logger.info("%s: in %d of %d pairs both sides are the same, which teaches nothing", flag, n_equal, len(rows))
-    return examples, dropped
+        flag, of = rows[0].flag, len(rows)
+        logger.info("%s: in %d of %d pairs both sides are the same, which teaches nothing", flag, n_equal, of)
+    return examples
 
 
 def _render_side(

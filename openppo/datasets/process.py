@@ -93,18 +93,16 @@ def load_process_examples(
     tokenizer: PreTrainedTokenizerBase,
     supervised: SupervisedConfig,
     data: ProcessConfig,
-    *,
-    flag: str = "--dataset",
     show: ShowRows = iter,
-) -> tuple[list[ProcessExample], int]:
-    """One example per row, in order, and the number of rows dropped as longer than ``supervised.max_len`` tokens.
+) -> list[ProcessExample]:
+    """One example per row, in order, without those longer than ``supervised.max_len`` tokens.
 
     A solution is a text with a placeholder after each step, or a list of steps; its judgements are the same text with
     a reward token in place of each placeholder (Math-Shepherd), or a list: of reward tokens or booleans (hard), or of
     numbers from 0 to 1 (soft). The placeholder follows the last token of its step, without a space between, and the
-    ids end with the last placeholder. Raises ``ValueError`` naming ``flag`` and the row for malformed values or another
-    number of judgements than of placeholders, ``--placeholder_token`` or ``--reward_tokens`` for one that is not a
-    single token, and ``--max_len`` if no example is left.
+    ids end with the last placeholder. Raises ``ValueError`` naming the data's flag and the row for malformed values or
+    another number of judgements than of placeholders, ``--placeholder_token`` or ``--reward_tokens`` for one that is
+    not a single token, and ``--max_len`` if no example is left.
     """
     chat, placeholder = supervised.apply_chat_template, data.placeholder_token
     require_tokenizer(tokenizer, apply_chat_template=chat, eos=False)
@@ -113,7 +111,7 @@ def load_process_examples(
     encode = StepEncoder(tokenizer, placeholder, placeholder_id, supervised.input_template, chat)
     keys = {"response": (data.input_key or "input", "--input_key"), "label": (data.label_key or "label", "--label_key")}
     named = data.input_key is not None or data.label_key is not None
-    reader = RowReader(rows, "steps", flag, supervised, keys if named else None)
+    reader = RowReader(rows, "steps", supervised, keys if named else None)
     kinds = set()
 
     def render(fields: RowFields, row: SourceRow) -> ProcessExample:

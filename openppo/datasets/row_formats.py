@@ -231,13 +231,11 @@ class RowReader:
     columns are logged once for each source. Raises ``ValueError`` naming the flag and the columns if none fits.
     """
 
-    def __init__(
-        self, rows: Sequence[SourceRow], task: Task, flag: str, options: RowsConfig, keys: Keys | None = None
-    ) -> None:
-        self.rows, self.flag, self.task, self.chat = rows, flag, task, options.apply_chat_template
+    def __init__(self, rows: Sequence[SourceRow], task: Task, options: RowsConfig, keys: Keys | None = None) -> None:
+        self.rows, self.task, self.chat = rows, task, options.apply_chat_template
         candidates = _candidates(task, options.data_format, keys or {})
-        for key, flag_of_key in (keys or {}).values():
-            require_column(rows, key, flag_of_key=flag_of_key, flag_of_data=flag)
+        for key, flag in (keys or {}).values():
+            require_column(rows, key, flag)
         self.formats: dict[str, RowFormat] = {}
         for row in rows:
             if row.source not in self.formats:
@@ -258,29 +256,32 @@ class RowReader:
         limit: tuple[str, int],
         show: ShowRows,
         length: Callable[[Any], int] = lambda example: len(example.token_ids),
-    ) -> tuple[list[T], int]:
-        """One rendered example per row, in order, and the number of rows dropped as longer than ``limit``.
+    ) -> list[T]:
+        """One rendered example per row, in order; those longer than ``limit``, a flag and its tokens, are left out.
 
-        ``limit`` is a flag and its tokens. Raises ``ValueError`` naming the flag of the data and the row for errors of
-        ``render``, and the flag of ``limit`` if no example is left.
+        Raises ``ValueError`` naming the flag of the data and the row for errors of ``render``, and the flag of
+        ``limit`` if no example is left.
         """
         flag_of_limit, most = limit
         examples, lengths = [], []
         for row in show(self.rows):
-            with naming_row(self.flag, row):
+            with naming_row(row):
                 example = render(self.read(row), row)
             lengths.append(length(example))
             if lengths[-1] <= most:
                 examples.append(example)
+        flag, n_kept = self.rows[0].flag, len(examples)
         if not examples:
             raise ValueError(
-                f"{self.flag}: all {len(lengths)} rows are longer than {flag_of_limit} {most}; the shortest has "
+                f"{flag}: all {len(lengths)} rows are longer than {flag_of_limit} {most}; the shortest has "
                 f"{min(lengths)} tokens. Raise {flag_of_limit}."
             )
-        return examples, len(lengths) - len(examples)
+        if n_dropped := len(lengths) - n_kept:
+            logger.info("%s: %d rows longer than %s were dropped, %d are kept", flag, n_dropped, flag_of_limit, n_kept)
+        return examples
 
     def _recognize(self, row: SourceRow, candidates: Sequence[RowFormat]) -> RowFormat:
-        where = f"{self.flag} {row.source}".strip()
+        where = f"{row.flag} {row.source}".strip()
         for candidate in candidates:
             if columns := candidate.columns_of(row.row, self.task):
                 logger.info("%s: rows are read as %s, by their columns %s", where, candidate.name, ", ".join(columns))

@@ -45,20 +45,21 @@ _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, OverflowE
 
 @dataclass(frozen=True)
 class SourceRow:
-    """A row, the name of its source, and its number there, from 1."""
+    """A row, the name of its source, its number there, from 1, and the flag that names the source."""
 
     row: Row
     source: str
     number: int
+    flag: str
 
 
 ShowRows = Callable[[Sequence[SourceRow]], Iterable[SourceRow]]
 """Iterates over rows with a progress bar: tokenizing many takes minutes."""
 
 
-def number_rows(rows: Iterable[Row], source: str = "") -> list[SourceRow]:
+def number_rows(rows: Iterable[Row], source: str = "", flag: str = "--dataset") -> list[SourceRow]:
     """``rows`` of one source, in order."""
-    return [SourceRow(row, source, number) for number, row in enumerate(rows, start=1)]
+    return [SourceRow(row, source, number, flag) for number, row in enumerate(rows, start=1)]
 
 
 def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) -> list[SourceRow]:
@@ -77,7 +78,7 @@ def load_rows(source: str, *, flag: str, split: str, max_samples: int | None) ->
         found = chain.from_iterable(_read_file(file, flag) for file in _files_of_split(path, flag, split))
     else:
         found = _load_by_datasets(source, flag, split, max_samples)
-    rows = number_rows(islice(found, max_samples), source)
+    rows = number_rows(islice(found, max_samples), source, flag)
     if not rows:
         raise ValueError(f"{flag} {source}: empty, it has no rows. Choose another file or split.")
     return rows
@@ -97,8 +98,14 @@ def load_mixed_rows(
         loaded = [load_rows(source, flag=flag, split=split, max_samples=limit) for source, _ in pairs]
     else:
         make = load_callable(options.dataset_class, "--dataset_class")
-        where = f"--dataset_class {options.dataset_class}, called for {flag}"
-        loaded = [_rows_made(make, source, f"{where} {source},", limit) for source, _ in pairs]
+        loaded = []
+        for source, _ in pairs:
+            where = f"--dataset_class {options.dataset_class}, called for {flag} {source},"
+            with leaving_no_trace(where):
+                made = list(islice(make(source), limit))
+            if not made or not all(isinstance(row, dict) for row in made):
+                raise ValueError(f"{where} must give one row or more, each a dict of its columns.")
+            loaded.append(number_rows(made, source, flag))
     shares = [share for _, share in pairs if share is not None]
     rows = _interleave(loaded, shares, seed) if shares else list(chain.from_iterable(loaded))
     n_different = len({hash(repr(row.row)) for row in rows})  # hashes, so that no second copy is in memory
@@ -107,23 +114,23 @@ def load_mixed_rows(
     return rows
 
 
-def require_column(rows: Sequence[SourceRow], key: str, *, flag_of_key: str, flag_of_data: str) -> None:
-    """Raise ``ValueError`` if any row lacks column ``key``: the row, its columns and the flag to change."""
+def require_column(rows: Sequence[SourceRow], key: str, flag: str) -> None:
+    """Raise ``ValueError`` if any row lacks column ``key``, which ``flag`` names."""
     for row in rows:
         if key not in row.row:
-            with naming_row(flag_of_data, row):
+            with naming_row(row):
                 columns = ", ".join(map(str, row.row))
-                raise ValueError(f"no column {key!r}. Its columns are {columns}: name one of them with {flag_of_key}.")
+                raise ValueError(f"no column {key!r}. Its columns are {columns}: name one of them with {flag}.")
 
 
 @contextmanager
-def naming_row(flag: str, row: SourceRow) -> Iterator[None]:
+def naming_row(row: SourceRow) -> Iterator[None]:
     """Put the data's flag, the row and its source in front of any ``ValueError`` raised inside."""
     try:
         yield
     except ValueError as error:
         of_source = f" of {row.source}" if row.source else ""
-        raise ValueError(f"{flag}, row {row.number}{of_source}: {error}") from error
+        raise ValueError(f"{row.flag}, row {row.number}{of_source}: {error}") from error
 
 
 def _interleave(loaded: Sequence[Sequence[SourceRow]], shares: list[float], seed: int) -> list[SourceRow]:
@@ -132,15 +139,6 @@ def _interleave(loaded: Sequence[Sequence[SourceRow]], shares: list[float], seed
     places = [Dataset.from_dict({"place": list(islice(numbers, len(rows)))}) for rows in loaded]
     mixed = interleave_datasets(places, shares, seed=seed, stopping_strategy="first_exhausted")
     return [every[place] for place in mixed["place"][:]]
-
-
-def _rows_made(make: Callable[[str], Any], source: str, where: str, max_samples: int | None) -> list[SourceRow]:
-    """Rows that the user's loader ``make`` gives."""
-    with leaving_no_trace(where):
-        rows = list(islice(make(source), max_samples))
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{where} must give one row or more, each a dict of its columns.")
-    return number_rows(rows, source)
 
 
 def _load_by_datasets(source: str, flag: str, split: str, max_samples: int | None) -> list[Row]:
@@ -221,13 +219,12 @@ def _read_file(path: Path, flag: str) -> Iterator[Row]:
 
 def _lines(path: Path, where: str) -> Iterator[str]:
     """Without a byte order mark."""
-    with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                what = f"byte 0x{error.object[error.start]:02x}: {error.reason}"
-                raise ValueError(f"{where}, line {number}: not UTF-8 text ({what}). Save the file as UTF-8.") from error
+    opener = gzip.open if path.name.lower().endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text ({error}). Save the file as UTF-8.") from error
 
 
 def _read_json_lines(path: Path, where: str) -> Iterator[Row]:

@@ -19,7 +19,7 @@ from openppo.strategy.comm import check_same, check_transformers, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.engine_check import LONGEST
 from openppo.trainer.resume.compatible import examples_fingerprint
-from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, tokenizing
+from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
 from openppo.types import Comm, Prompt
 
 logger = logging.getLogger("openppo")
@@ -60,9 +60,7 @@ def load_ppo_data(
         if source is None or not prompts:
             return []
         rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
-        found, dropped = load_prompts(rows, tokenizer, options, flag=flag, show=show)
-        log_dropped(dropped, len(found), flag, "--prompt_max_len")
-        return found
+        return load_prompts(rows, tokenizer, options, show)
 
     def load_all() -> PPOData:
         read = load("--prompt_data", options.prompt_data, options.prompt_data_probs, options.prompt_split)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +35,6 @@ from openppo.types import Comm
 if TYPE_CHECKING:  # commands that do not train need no DeepSpeed
     from openppo.datasets import ShowRows
     from openppo.strategy.deepspeed import DeepspeedStrategy
-
-logger = logging.getLogger("openppo")
 
 
 def quiet_libraries() -> None:
@@ -109,12 +106,6 @@ def start_trackers(
 def tokenizing(comm: Comm) -> ShowRows:
     """For loaders of data: a bar on rank 0, and a sign of progress from all."""
     return lambda rows: progress_bar(rows, "tokenizing", enabled=comm.rank == 0)
-
-
-def log_dropped(dropped: int, kept: int, flag: str, limit_flag: str) -> None:
-    """Say how many rows were too long, if any, on rank 0: it is the same on all."""
-    if dropped > 0:
-        logger.info("%s: %d rows longer than %s were dropped, %d are kept", flag, dropped, limit_flag, kept)
 
 
 def load_policy_tokenizer(pretrain: str, trust_remote_code: bool, kwargs: str | None) -> PreTrainedTokenizerBase:

@@ -26,7 +26,7 @@ from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.engine_check import check_frozen
 from openppo.trainer.evaluation.evaluator import Grading, begin_scoring, generate_responses
-from openppo.trainer.startup import check_context, load_policy_tokenizer, log_dropped, tokenizing
+from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
 from openppo.types import Comm, NeverStops, Trajectory
 
 
@@ -46,8 +46,7 @@ class _Job:
         self.tokenizer = tokenizer = load_policy_tokenizer(options.pretrain, trust, options.chat_template_kwargs)
         source, split, seed = options.prompt_data, options.prompt_split, options.seed
         rows = load_mixed_rows(options, source, flag="--prompt_data", split=split, seed=seed)
-        self.prompts, dropped = load_prompts(rows, tokenizer, options, show=tokenizing(self.comm))
-        log_dropped(dropped, len(self.prompts), "--prompt_data", "--prompt_max_len")
+        self.prompts = load_prompts(rows, tokenizer, options, tokenizing(self.comm))
         ids = [prompt.token_ids for prompt in self.prompts]
         check_context(model_config, model, max(map(len, ids)), options.generate_max_len)
         check_token_ids(model_config, model, tokenizer, ids)

@@ -20,7 +20,7 @@ from openppo.strategy.signals import SignalStop
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.memory import log_supervised_memory
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
-from openppo.trainer.startup import check_options, load_policy_tokenizer, log_dropped, start_trackers, tokenizing
+from openppo.trainer.startup import check_options, load_policy_tokenizer, start_trackers, tokenizing
 from openppo.trainer.summary import log_supervised_start
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer, total_optimizer_steps
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer, SFTTrainer
@@ -98,11 +98,11 @@ def load_model(config: Any, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
 
 
 def load_train_and_eval(
-    config: SupervisedCommand, comm: Comm, make: Callable[..., tuple[list[Example], int]]
+    config: SupervisedCommand, comm: Comm, make: Callable[..., list[Example]]
 ) -> tuple[list[Example], list[Example]]:
     """Training examples, and held-out ones (none without ``--eval_dataset``), the same on all ranks.
 
-    ``make(rows, flag=..., show=...)`` gives examples of rows, and how many rows were too long.
+    ``make(rows, show=...)`` gives examples of rows.
     """
     options = config.supervised
 
@@ -110,9 +110,7 @@ def load_train_and_eval(
         if source is None:
             return []
         rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=config.deepspeed.seed)
-        examples, dropped = make(rows, flag=flag, show=tokenizing(comm))
-        log_dropped(dropped, len(examples), flag, "--max_len")
-        return examples
+        return make(rows, show=tokenizing(comm))
 
     train, held_out = collective(
         comm,

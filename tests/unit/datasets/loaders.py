@@ -32,9 +32,9 @@ WITHOUT_END = (
 
 def load(task, rows, tokenizer, data=None, *, show=iter, **options):
     """What is made of ``rows``, of one file or already numbered; ``data`` are the options of columns."""
-    rows = number_rows(rows, "file") if isinstance(rows[0], dict) else rows
+    rows = number_rows(rows, "file", flag_of(task)) if isinstance(rows[0], dict) else rows
     if task == "prompts":
-        return load_prompts(rows, tokenizer, PPODataConfig("d", **options, **(data or {})), show=show)
+        return load_prompts(rows, tokenizer, PPODataConfig("d", **options, **(data or {})), show)
     if task == "documents":
         return load_documents(rows, tokenizer, **{"key": None, "max_len": 100, **(data or {})}, show=show)
     loader, config = SUPERVISED[task]

@@ -52,30 +52,30 @@ def test_templates_that_do_not_work_are_errors(make_tokenizer):
 
 def test_prompts_keep_order_row_label_messages_and_place(tokenizer):
     rows = [{"q": "one", "a": 1}, {"q": "two", "a": None}]
-    prompts, dropped = load("prompts", rows, tokenizer, input_key="q", label_key="a")
+    prompts = load("prompts", rows, tokenizer, input_key="q", label_key="a")
     assert [(p.text, p.label, p.row) for p in prompts] == [("one", 1, rows[0]), ("two", None, rows[1])]
     assert [(p.source, p.index, p.messages) for p in prompts] == [("file", 0, None), ("file", 1, None)]
-    assert (tokenizer.decode(prompts[0].token_ids), dropped) == ("<bos>one", 0)
-    (chat,), _ = load("prompts", rows[:1], tokenizer, input_key="q", input_template="Q: {}", **WITH_CHAT)
+    assert tokenizer.decode(prompts[0].token_ids) == "<bos>one"
+    (chat,) = load("prompts", rows[:1], tokenizer, input_key="q", input_template="Q: {}", **WITH_CHAT)
     assert (chat.messages, chat.text) == (turns(user="Q: one"), "<bos><user>Q: one<eos>\n<assistant>")
     for options, label in (({}, "a"), ({"label_key": "level"}, 3), ({"input_key": "question"}, None)):
-        (prompt,), _ = load("prompts", [{"question": "q", "answer": "a", "level": 3}], tokenizer, **options)
+        (prompt,) = load("prompts", [{"question": "q", "answer": "a", "level": 3}], tokenizer, **options)
         assert prompt.label == label, "of a recognized format, unless a column is named"
 
 
 def test_what_is_longer_than_the_limit_is_dropped_and_counted(tokenizer, caplog):
     caplog.set_level("INFO", "openppo")
     rows = [{"input": "abc"}, {"input": "abcd"}, {"input": "ab"}]  # 4, 5 and 3 tokens with BOS
-    prompts, dropped = load("prompts", rows, tokenizer, prompt_max_len=4)
-    assert ([prompt.text for prompt in prompts], dropped) == (["abc", "ab"], 1)
+    prompts = load("prompts", rows, tokenizer, prompt_max_len=4)
+    assert [prompt.text for prompt in prompts] == ["abc", "ab"]
+    assert caplog.messages[-1] == "--prompt_data: 1 rows longer than --prompt_max_len were dropped, 2 are kept"
     with pytest.raises(ValueError, match=r"all 2 rows are longer than --prompt_max_len 3; the shortest has 4"):
         load("prompts", rows[:2], tokenizer, prompt_max_len=3)
     options = PromptsConfig("model", "data.jsonl", prompt_max_len=2)  # of the commands without training
     with pytest.raises(ValueError, match="--eval_data: all 3 rows are longer than --prompt_max_len 2"):
-        load_prompts(number_rows(rows), tokenizer, options, flag="--eval_data")
+        load_prompts(number_rows(rows, flag="--eval_data"), tokenizer, options)
     rows = [{"chosen": "a", "rejected": "abc"}, {"chosen": "abc", "rejected": "a"}, {"chosen": "a", "rejected": "a"}]
-    pairs, dropped = load("pairs", rows, tokenizer, max_len=4)
-    assert (len(pairs), dropped) == (1, 2)
+    assert len(load("pairs", rows, tokenizer, max_len=4)) == 1
     assert caplog.messages[-1] == "--dataset: in 1 of 3 pairs both sides are the same, which teaches nothing"
     with pytest.raises(ValueError, match="--dataset: all 2 rows are longer than --max_len 4; the shortest has 5"):
         load("pairs", rows[:2], tokenizer, max_len=4)
@@ -106,8 +106,8 @@ EXAMPLES = {
 def test_the_response_and_its_end_are_targets(tokenizer, make_tokenizer, name):
     row, columns, options, template, expected = EXAMPLES[name]
     tokenizer = tokenizer if template is None else make_tokenizer(chat_template=template)
-    (example,), dropped = load("sft", [row], tokenizer, columns, **options)
-    assert (shown(example, tokenizer), dropped) == (expected, 0)
+    (example,) = load("sft", [row], tokenizer, columns, **options)
+    assert shown(example, tokenizer) == expected
 
 
 @pytest.mark.parametrize("eos", [False, True])
@@ -133,7 +133,7 @@ ABC, WITH_PROMPT = {"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt_key
 
 
 def texts_of(row, tokenizer, columns, **options):
-    (pair,), _ = load("pairs", [row], tokenizer, columns, **options)
+    (pair,) = load("pairs", [row], tokenizer, columns, **options)
     return tokenizer.decode(pair.chosen_ids), tokenizer.decode(pair.rejected_ids)
 
 
@@ -174,9 +174,9 @@ def test_conversations_turns_and_texts_give_the_same_pair(tokenizer, make_tokeni
 )
 def test_a_margin_is_a_number_or_an_error(tokenizer, value, margin):
     row, column = {"chosen": "a", "rejected": "b", "m": value}, {"margin_key": "m"}
-    assert load("pairs", [row], tokenizer)[0][0].margin == 0.0
+    assert load("pairs", [row], tokenizer)[0].margin == 0.0
     if margin is None:
         with pytest.raises(ValueError, match=r"row 2 of file: the margin in column 'm' is not a number.*--margin_key"):
             load("pairs", [{**row, "m": 1}, row], tokenizer, column)
     else:
-        assert load("pairs", [row], tokenizer, column)[0][0].margin == margin
+        assert load("pairs", [row], tokenizer, column)[0].margin == margin

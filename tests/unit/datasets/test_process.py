@@ -11,7 +11,7 @@ LISTS, TWO = {"question": "q", "steps": ["s", "t"], "labels": ["+", "-"]}, "q s 
 
 def judged(row, tokenizer, columns=None, **options):
     """The text, and at each label its token before the placeholder, the placeholder, and what is there for it."""
-    (example,), _ = load("steps", [row], tokenizer, {**K, **(columns or {})}, **options)
+    (example,) = load("steps", [row], tokenizer, {**K, **(columns or {})}, **options)
     tokens = tokenizer.convert_ids_to_tokens(example.token_ids)
     labels = [
         (tokens[t - 1] + tokens[t], tokenizer.convert_ids_to_tokens(label) if isinstance(label, int) else label)

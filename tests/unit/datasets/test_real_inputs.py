@@ -37,8 +37,8 @@ def whole_of(chat, tokenizer):
 def test_examples_are_prompt_response_eos(assets, name, chat):
     tokenizer, rows = tokenizer_of(assets, name), rows_of(assets / "data/gsm8k", "test")[:20]
     columns = {"input_key": "question", "output_key": "answer"}
-    examples, dropped = load("sft", rows, tokenizer, columns, apply_chat_template=chat)
-    assert (len(examples), dropped) == (20, 0)
+    examples = load("sft", rows, tokenizer, columns, apply_chat_template=chat)
+    assert len(examples) == 20
     for row, example in zip(rows, examples, strict=True):
         _, prompt = render_prompt(row.row["question"], tokenizer, input_template=None, apply_chat_template=chat)
         assert tokenizer.bos_token_id in (None, tokenizer.eos_token_id) or prompt.count(tokenizer.bos_token_id) <= 1
@@ -62,7 +62,7 @@ TARGETS = {
 @pytest.mark.parametrize("name", CHATS)
 def test_all_answers_of_a_chat_are_targets_in_the_ids_of_the_whole_rendering(assets, name):
     tokenizer = tokenizer_of(assets, name)
-    (example,), _ = load("sft", [{"messages": CHAT}], tokenizer, **WITH_CHAT)
+    (example,) = load("sft", [{"messages": CHAT}], tokenizer, **WITH_CHAT)
     rendered = tokenizer.apply_chat_template(CHAT, tokenize=False).rstrip("\n")  # Qwen has a newline after EOS
     assert example.token_ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
     tokens = tokenizer.convert_ids_to_tokens(example.token_ids)
@@ -78,15 +78,15 @@ def test_sharegpt_chats_are_cut_where_generation_starts_and_pairs_are_whole(chat
     rows = rows_of(assets / "data/alpaca/dpo_en_demo.json")
     chats = [as_openai(row.row["conversations"] + [row.row["chosen"]]) for row in rows]
     long = [chat for chat in chats if len(chat) > 5][:20]
-    examples, _ = load("sft", [{"messages": chat} for chat in long], chat_tokenizer, **WITH_CHAT)
+    examples = load("sft", [{"messages": chat} for chat in long], chat_tokenizer, **WITH_CHAT)
     for chat, example in zip(long, examples, strict=True):
         starts = [t for t in range(1, len(example.loss_mask)) if example.loss_mask[t] > example.loss_mask[t - 1]]
         answers = [n for n, turn in enumerate(chat) if turn["role"] == "assistant"]
         for n, start in zip(answers, starts, strict=True):
             _, asked = render_prompt(chat[:n], chat_tokenizer, input_template=None, apply_chat_template=True)
             assert example.token_ids[:start] == asked
-    pairs, dropped = load("pairs", rows[-60:], chat_tokenizer, **WITH_CHAT)
-    assert (len(pairs), dropped) == (60, 0)
+    pairs = load("pairs", rows[-60:], chat_tokenizer, **WITH_CHAT)
+    assert len(pairs) == 60
     for row, pair in zip(rows[-60:], pairs, strict=True):
         assert pair.rejected_ids == whole_of(
             as_openai([*row.row["conversations"], row.row["rejected"]]), chat_tokenizer
@@ -97,9 +97,9 @@ def test_sharegpt_chats_are_cut_where_generation_starts_and_pairs_are_whole(chat
 def test_hh_transcripts_become_pairs_prompts_and_responses(assets, name):
     tokenizer, options = tokenizer_of(assets, name), {} if name == "gpt2" else WITH_CHAT
     rows = rows_of(assets / "data/hh-rlhf", "test")[:500]
-    pairs, dropped = load("pairs", rows, tokenizer, **options)
-    prompts, _ = load("prompts", rows, tokenizer, prompt_max_len=4096, **options)
-    assert (len(pairs), len(prompts), dropped) == (500, 500, 0)
+    pairs = load("pairs", rows, tokenizer, **options)
+    prompts = load("prompts", rows, tokenizer, prompt_max_len=4096, **options)
+    assert len(pairs) == len(prompts) == 500
     for row, pair, prompt in zip(rows, pairs, prompts, strict=True):
         n_asked = len(prompt.token_ids)
         assert pair.chosen_ids[:n_asked] == pair.rejected_ids[:n_asked] == prompt.token_ids
@@ -114,9 +114,9 @@ def test_hh_transcripts_become_pairs_prompts_and_responses(assets, name):
 @pytest.mark.parametrize("name", CHATS)
 def test_math_shepherd_is_judged_step_by_step_in_the_ids_of_the_whole_text(assets, name):
     tokenizer, rows = tokenizer_of(assets, name), rows_of(assets / "data/prm/samples_math-shepherd.jsonl")
-    examples, dropped = load("steps", rows, tokenizer)
+    examples = load("steps", rows, tokenizer)
     (placeholder,) = tokenizer("ки", add_special_tokens=False)["input_ids"]
-    assert dropped == 0
+    assert len(examples) == len(rows)
     for row, example in zip(rows, examples, strict=True):
         assert name == "qwen2.5" or example.token_ids == tokenizer(row.row["input"])["input_ids"]
         labels = [label for label in example.labels if label != -100]

@@ -13,7 +13,7 @@ Q_A, Q_B, R_A = (f"\n\nHuman: {q}\n\nAssistant: {a}" for q, a in ("qa", "qb", "r
 
 def read(row, task, data_format="auto", chat=True, keys=None):
     rows, options = number_rows([row]), RowsConfig(data_format=data_format, apply_chat_template=chat)
-    return RowReader(rows, task, "--dataset", options, keys).read(rows[0])
+    return RowReader(rows, task, options, keys).read(rows[0])
 
 
 CHAT = RowFields(prompt=[USER], response=[GOOD], label="a", conversation=[USER, GOOD])
@@ -87,9 +87,9 @@ def test_a_transcript_as_text_is_kept_to_the_letter():
 def test_each_source_has_a_format_of_its_own(caplog):
     caplog.set_level("INFO")
     rows = [*number_rows([{"input": "q"}], "one"), *number_rows([{"question": "r"}] * 2, "two")]
-    reader = RowReader(rows, "prompts", "--prompt_data", RowsConfig())
+    reader = RowReader(rows, "prompts", RowsConfig())
     assert [reader.read(row).prompt for row in rows] == ["q", "r", "r"]
-    assert [message[:31] for message in caplog.messages] == [f"--prompt_data {n}: rows are rea" for n in ("one", "two")]
+    assert ["two" in message for message in caplog.messages] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_later_row_of_another_format_is_an_error():
     rows = number_rows([{"question": "q", "answer": "a"}, {"question": "q", "reply": "a"}])
     message = r"not of format 'question_answer' \('question' .* or 'answer'\).* starts. Its columns are question, reply"
     with pytest.raises(ValueError, match=message):
-        RowReader(rows, "sft", "--dataset", RowsConfig()).read(rows[1])
+        RowReader(rows, "sft", RowsConfig()).read(rows[1])
     rows = number_rows([{"chosen": Q_A, "rejected": Q_B}, {"chosen": "a", "rejected": "b"}])
     with pytest.raises(ValueError, match="not of format 'hh' .*, with which its source starts"):
-        RowReader(rows, "pairs", "--dataset", RowsConfig()).read(rows[1])
+        RowReader(rows, "pairs", RowsConfig()).read(rows[1])

@@ -108,9 +108,9 @@ def test_a_folder_gives_the_rows_of_the_split_or_an_error(tmp_path):
 
 def test_a_missing_column_is_an_error_naming_row_columns_and_flag():
     rows = [*number_rows(ROWS, "one"), *number_rows([{"n": 1}, {"text": "d"}], "two")]
-    message = r"^--prompt_data, row 2 of two: no column 'n'. Its columns are text: .*--input_key"
+    message = r"^--dataset, row 2 of two: no column 'n'. Its columns are text: .*--input_key"
     with pytest.raises(ValueError, match=message):
-        require_column(rows, "n", flag_of_key="--input_key", flag_of_data="--prompt_data")
+        require_column(rows, "n", "--input_key")
 
 
 def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch):
@@ -152,10 +152,10 @@ def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch):
         (
             "a.jsonl",
             b'{"a": 1}\r\n{"a": "caf\xe9"}\r\n',
-            r"line 2: not UTF-8 text \(byte 0xe9: .* Save the file",
+            r"a.jsonl: not UTF-8 text .* byte 0xe9 .* Save the file",
         ),
-        ("a.csv", b"x\na\ncaf\xe9\n", "a.csv, line 3: not UTF-8 text"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a": "caf\xe9"}\n', mtime=0), "a.jsonl.gz, line 2: not UTF-8 text"),
+        ("a.csv", b"x\na\ncaf\xe9\n", "a.csv: not UTF-8 text"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a": "caf\xe9"}\n', mtime=0), "a.jsonl.gz: not UTF-8 text"),
     ],
 )
 def test_a_malformed_file_is_an_error_that_names_flag_file_and_place(tmp_path, name, content, message):

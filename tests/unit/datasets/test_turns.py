@@ -134,7 +134,7 @@ def test_a_template_that_drops_the_reasoning_is_an_error_with_file_and_row(make_
         with pytest.raises(ValueError, match=r"^--dataset, row 1 of file: .*the chat template leaves out part of turn"):
             load(task, [row], make_tokenizer(chat_template=template), data, **WITH_CHAT)
     whole = make_tokenizer(chat_template=DEEPSEEK_R1_DISTILL.replace(".split('</think>')[-1]", ""))
-    assert load(task, [row], whole, data, **WITH_CHAT)[1] == 0
+    assert len(load(task, [row], whole, data, **WITH_CHAT)) == 1
 
 
 def test_a_token_never_spans_the_border_between_prompt_and_response():
@@ -170,7 +170,7 @@ WITHOUT_TOOLS = ENDS_IN_EOS.replace("\n", "")
 
 
 def sft(messages, tokenizer):
-    return load("sft", [{"messages": messages}], tokenizer, **WITH_CHAT)[0][0]
+    return load("sft", [{"messages": messages}], tokenizer, **WITH_CHAT)[0]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -194,11 +194,11 @@ def test_a_call_of_a_tool_may_end_a_conversation_and_its_answer_a_prompt(make_to
         tokenizer = make_tokenizer(chat_template=WITH_TOOLS.replace("%}<assistant>{%", "%}" + opening + "{%"))
         assert targets(sft(ASKED[:2], tokenizer), tokenizer) == '[add{"a": 1, "b": 2}]<eos>'
     tokenizer = make_tokenizer(chat_template=WITH_TOOLS)
-    (prompt,), _ = load("prompts", [{"messages": ASKED}], tokenizer, **WITH_CHAT)
+    (prompt,) = load("prompts", [{"messages": ASKED}], tokenizer, **WITH_CHAT)
     assert prompt.text == '<user>One plus two?<eos><assistant>[add{"a": 1, "b": 2}]<eos><tool>3<eos><assistant>'
     assert prompt.messages == ASKED
     other = {**ASKED[1], "tool_calls": [{"function": {"name": "sub", "arguments": {}}}]}  # all that the sides differ in
-    ((pair,), _) = load("pairs", [{"chosen": ASKED[:2], "rejected": [*SUM, other]}], tokenizer, **WITH_CHAT)
+    (pair,) = load("pairs", [{"chosen": ASKED[:2], "rejected": [*SUM, other]}], tokenizer, **WITH_CHAT)
     assert tokenizer.decode(pair.chosen_ids).endswith('[add{"a": 1, "b": 2}]<eos>')
     assert tokenizer.decode(pair.rejected_ids).endswith("[sub{}]<eos>")
     with pytest.raises(ValueError, match=r"^--dataset, row 1 of file: .*leaves out part of turn 2, 'add'"):

@@ -148,7 +148,7 @@ def test_scoring_reads_what_training_reads(judge, tmp_path, template, policy_cha
     read = scorer.read(response)
     supervised = SupervisedConfig("model", "data", input_template=template, apply_chat_template=judge_chats)
     rows = number_rows([{"question": QUESTION, "steps": STEPS_OF_TEXT, "labels": [True, False, True]}])
-    [example], _ = load_process_examples(rows, own, supervised, ProcessConfig(placeholder_token="#"))
+    [example] = load_process_examples(rows, own, supervised, ProcessConfig(placeholder_token="#"))
     assert read.token_ids == example.token_ids
     assert read.places == [t for t, label in enumerate(example.labels) if label != -100]
     assert read.ends == [len(ids) + end for end in (2, 11, 18)]

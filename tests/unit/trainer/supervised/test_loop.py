@@ -76,8 +76,8 @@ def test_only_training_rows_are_mixed_and_each_row_is_progress(tmp_path: Path, m
     sources, seen = f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", []
     monkeypatch.setattr(current, "on_progress", lambda: seen.append(None))
 
-    def texts(rows: list[SourceRow], *, flag: str, show: ShowRows) -> tuple[list[str], int]:
-        return [row.row["text"] for row in show(rows)], 0
+    def texts(rows: list[SourceRow], show: ShowRows) -> list[str]:
+        return [row.row["text"] for row in show(rows)]
 
     config = TrainSFTConfig(SupervisedConfig("model", sources, dataset_probs="3,1", eval_dataset=sources))
     train, held_out = load_train_and_eval(config, SingleProcess(), texts)
