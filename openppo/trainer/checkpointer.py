@@ -99,8 +99,14 @@ class Checkpointer:
         self.last: tuple[int, Path] | None = None  # step and folder that this session has saved or resumed from
         self.saves_critic = isinstance(config, TrainPPOConfig) and config.model.save_value_network
         self.state: dict[str, Any] = {}
-        if self.options.load_checkpoint:
-            self._find()
+        if not self.options.load_checkpoint:
+            return
+        self.found = found = self.folder.newest()
+        if found is None:
+            logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
+        else:
+            self.state = json.loads((found / _STATE).read_text(encoding="utf-8"))
+            collective(self.comm, lambda: check_compatible(found, self.state, self.identity))
 
     @property
     def found_step(self) -> int | None:
@@ -129,13 +135,13 @@ class Checkpointer:
         beside = [self.save_path.with_name(self.save_path.name + "_critic")] if self.saves_critic else []
 
         def set_aside() -> None:
-            try:
-                for folder in (self.save_path, *beside) if self.strategy.is_main else ():
-                    set_aside_model(folder)
-            except OSError as error:
-                raise ValueError(f"--save_path: an earlier run's model cannot be set aside ({error}).") from error
+            for folder in (self.save_path, *beside) if self.strategy.is_main else ():
+                set_aside_model(folder)
 
-        collective(self.comm, set_aside)
+        def failure(message: str) -> ValueError:
+            return ValueError(f"--save_path: an earlier run's model cannot be set aside ({message}).")
+
+        collective(self.comm, set_aside, OSError, failure)
 
     def due(self, step: int, pass_ended: bool) -> bool:
         """Whether ``--save_steps`` asks for a checkpoint after ``step``."""
@@ -206,15 +212,6 @@ class Checkpointer:
         self.folder.save_best(step, write_model)
         self.best = value  # now: a signal while it was written must not leave the score without its model
         logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)
-
-    def _find(self) -> None:
-        """Find the newest checkpoint; ``ValueError`` if this run does not match it."""
-        self.found = found = self.folder.newest()
-        if found is None:
-            logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
-            return
-        self.state = json.loads((found / _STATE).read_text(encoding="utf-8"))
-        collective(self.comm, lambda: check_compatible(found, self.state, self.identity))
 
     def _mine(self, model: TrainableModel) -> dict[str, Fragment]:
         """What this rank writes. Without ZeRO every rank has everything, so ranks share the work."""

@@ -85,21 +85,18 @@ def start_trackers(
     """
     path, options, found = config.run.save_path, flat_dict(config), environment(strategy.comm)
 
-    def prepare() -> None:
-        if not strategy.is_main:
-            return
-        logs = Path(path) / "logs"
-        try:
-            if resume_step is None:
-                set_aside_logs(logs)
-            else:
-                cut_logs(logs, resume_step)
-            save_config(logs, options)
-            save_environment(logs, found)
-        except OSError as error:
-            raise ValueError(f"--save_path {path}: cannot be written ({error}); choose another folder.") from error
+    def prepare(logs: Path) -> None:
+        if resume_step is None:
+            set_aside_logs(logs)
+        else:
+            cut_logs(logs, resume_step)
+        save_config(logs, options)
+        save_environment(logs, found)
 
-    collective(strategy.comm, prepare)
+    def failure(message: str) -> ValueError:
+        return ValueError(f"--save_path {path}: cannot be written ({message}); choose another folder.")
+
+    collective(strategy.comm, lambda: prepare(Path(path) / "logs") if strategy.is_main else None, OSError, failure)
     return make_trackers(path, config.tracking, options, strategy.comm, headline, total_steps, resume_step)
 
 
