@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,17 +24,13 @@ class FinishReason(str, Enum):
     """Why a completion or trajectory ended."""
 
     STOP = "stop"
-    """The policy sampled EOS or a stop, which ends the action tokens. Older logs call it ``eos``."""
+    """The policy sampled EOS or a stop, which ends the action tokens."""
     LENGTH = "length"
     """The limit on new tokens was reached; no EOS was forced in."""
     TOOL_CALL = "tool_call"
     """The policy ended its turn with a call of a tool."""
     ABORT = "abort"
     """Generation was given up: by its caller, or for new weights."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> FinishReason | None:
-        return cls.STOP if value == "eos" else None
 
     @property
     def is_complete(self) -> bool:
@@ -86,13 +82,6 @@ class Completion:
     versions: list[int] | None = None
 
 
-class Span(NamedTuple):
-    """Consecutive tokens ``start`` up to, not including, ``stop``."""
-
-    start: int
-    stop: int
-
-
 @dataclass
 class Trajectory:
     """Tokens of one episode, or of a part of one, and what is known of each.
@@ -125,11 +114,11 @@ class Trajectory:
         assert self.weight >= 0, f"negative weight {self.weight}"
 
     @property
-    def spans(self) -> list[Span]:
-        """Runs of action tokens in order: what the policy wrote between tokens of others."""
+    def spans(self) -> list[tuple[int, int]]:
+        """Runs of action tokens in order, each from its start up to, not including, its stop."""
         edges = [False, *self.action_mask, False]
         starts_and_stops = [t for t in range(len(edges) - 1) if edges[t] != edges[t + 1]]
-        return list(map(Span, starts_and_stops[::2], starts_and_stops[1::2]))
+        return list(zip(starts_and_stops[::2], starts_and_stops[1::2], strict=True))
 
     @property
     def action_ids(self) -> list[int]:

@@ -68,6 +68,8 @@ class Rules:
     """Options of data whose rows depend on this one."""
     measures: bool = False
     """Whether it changes what evaluation scores mean."""
+    of_critic: bool = False
+    """Whether it has an effect only where there is a critic."""
     place: bool = False
     """Whether it is a path or address that may differ between hosts."""
 

@@ -32,13 +32,13 @@ class PPOModelConfig(ModelConfig):
     """Causal language model to train: a local folder or a hub name."""
     ref_pretrain: str | None = option(None, place=True, resume="must match")
     """Reference model of the KL penalty (default: --pretrain; with LoRA the actor, its adapters off)."""
-    critic_pretrain: str | None = option(None, place=True, resume="must match")
+    critic_pretrain: str | None = option(None, place=True, resume="must match", of_critic=True)
     """Model that the critic starts from (default: the reward model, else the actor)."""
-    critic_lora_rank: int | None = option(None, not_negative, resume="must match")
+    critic_lora_rank: int | None = option(None, not_negative, resume="must match", of_critic=True)
     """Rank of the critic's adapters (default: --lora_rank; 0: train all of the critic)."""
     value_head_prefix: str = option("score", resume="must match")
     """Name of the scalar head in critic and reward checkpoints."""
-    save_value_network: bool = option(False, resume="must match")
+    save_value_network: bool = option(False, resume="must match", of_critic=True)
     """Also save the critic, in the folder --save_path with '_critic' at the end."""
 
 

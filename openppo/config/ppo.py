@@ -36,9 +36,9 @@ class PPOConfig(Options):
     """Drop prompts whose responses all got the same reward, and sample further prompts instead (DAPO)."""
     dynamic_sampling_max_batches: int = option(10, at_least(1))
     """With --dynamic_sampling: rollout batches sampled for one global step at most."""
-    freezing_actor_steps: int = option(-1, at_least(-1))
+    freezing_actor_steps: int = option(-1, at_least(-1), of_critic=True)
     """Global steps at the start in which only the critic learns (-1: none)."""
-    value_pretrain_steps: int = option(0, at_least(0))
+    value_pretrain_steps: int = option(0, at_least(0), of_critic=True)
     """Global steps at the start in which only the critic learns, on Monte-Carlo returns and without value clip."""
     ptx_coef: float = option(0.05, at_least(0))
     """Weight of the language-model loss on --pretrain_data."""
@@ -69,9 +69,9 @@ class AdvantageConfig(Options):
     """Discount per action token."""
     lambd: float = option(0.95, inside("[0, 1]"))
     """Lambda of generalized advantage estimation."""
-    lambd_critic: float | None = option(None, inside("[0, 1]"))
+    lambd_critic: float | None = option(None, inside("[0, 1]"), of_critic=True)
     """Lambda of the critic's targets (default: --lambd)."""
-    adaptive_lambd_alpha: float | None = option(None, positive, "; None leaves it off")
+    adaptive_lambd_alpha: float | None = option(None, positive, "; None leaves it off", of_critic=True)
     """Use lambda = 1 - 1 / (alpha x response length) for the advantages instead of --lambd (VAPO: 0.05)."""
     normalize_advantages: Literal["default", "on", "off"] = "default"
     """Normalize over the action tokens of the whole buffer; default: gae, reinforce, reinforce_baseline, rloo."""

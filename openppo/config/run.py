@@ -31,15 +31,14 @@ class Condition:
         return self.metric in metrics and bool(_COMPARE[self.comparison](metrics[self.metric], self.bound))
 
 
-def parse_condition(text: str, flag: str) -> Condition:
-    """Parse a condition; ``ValueError`` naming ``flag`` for anything else."""
+def _parse_condition(text: str) -> Condition:
     match = re.fullmatch(r"\s*([^<>=]*[^<>=\s])\s*(>=|<=|>|<)\s*([^<>=\s]+)\s*", text)
     try:
         bound = float(match[3]) if match else math.nan
     except ValueError:
         bound = math.nan
     if match is None or not math.isfinite(bound):
-        raise ValueError(f"{flag} {text!r}: write a metric, one of > >= < <=, and a number, as in 'kl > 0.2'.")
+        raise ValueError(f"--stop_when {text!r}: write a metric, one of > >= < <=, and a number, as in 'kl > 0.2'.")
     return Condition(text, match[1], match[2], bound)
 
 
@@ -76,7 +75,7 @@ class RunConfig(Options):
     @property
     def stop_conditions(self) -> list[Condition]:
         """Parsed ``--stop_when``; ``ValueError`` for anything but conditions."""
-        return [parse_condition(text, "--stop_when") for text in self.stop_when]
+        return list(map(_parse_condition, self.stop_when))
 
 
 @dataclass(frozen=True)
@@ -192,9 +191,8 @@ class TrackingConfig(Options):
     """Steps to record with torch.profiler, such as 3 or 2-4,10: a trace of each rank in <save_path>/logs/profile."""
 
     def problems(self) -> Iterator[str]:
-        for first, last in self._profiled_ranges():
-            if not 1 <= first <= last:
-                yield f"--profile_steps {self.profile_steps}: steps count from 1, ranges go upwards."
+        self._profiled_steps()
+        return super().problems()
 
     @property
     def shows_histograms(self) -> bool:
@@ -203,16 +201,18 @@ class TrackingConfig(Options):
 
     def is_profiled(self, step: int) -> bool:
         """Whether ``--profile_steps`` names this step, counted from 1."""
-        return any(first <= step <= last for first, last in self._profiled_ranges())
+        return step in self._profiled_steps()
 
-    def _profiled_ranges(self) -> list[tuple[int, int]]:
-        """First and last step of each range."""
-        if self.profile_steps is None:
-            return []
-        matches = [re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part) for part in self.profile_steps.split(",")]
-        form = "give steps and ranges with commas, such as 3 or 2-4,10"
-        require(all(matches), f"--profile_steps {self.profile_steps}: {form}.")
-        return [(int(match[1]), int(match[2] or match[1])) for match in matches if match]
+    def _profiled_steps(self) -> set[int]:
+        """Steps that ``--profile_steps`` names; ``ValueError`` for anything but steps and rising ranges."""
+        steps: set[int] = set()
+        for part in [] if self.profile_steps is None else self.profile_steps.split(","):
+            match = re.fullmatch(r"\s*([1-9]\d*)(?:-(\d+))?\s*", part)
+            named = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+            form = "give steps from 1 and rising ranges, with commas, such as 3 or 2-4,10"
+            require(named, f"--profile_steps {self.profile_steps}: {form}.")
+            steps.update(named)
+        return steps
 
 
 def refuse_own_checkpoints(inputs: Mapping[str, str | None], flag: str, folder: Path) -> None:

@@ -62,7 +62,7 @@ class RewardModelText:
 
     def __call__(self, trajectory: Trajectory) -> list[int]:
         """Token ids of prompt and response. ``ValueError`` if the chat template refuses them."""
-        start = trajectory.spans[0].start if trajectory.spans else len(trajectory.token_ids)
+        start = trajectory.spans[0][0] if trajectory.spans else len(trajectory.token_ids)
         response = str(self.policy.decode(trajectory.token_ids[start:], skip_special_tokens=True))
         return self._encode(trajectory.prompt, response, trajectory.finish_reason.is_complete)
 

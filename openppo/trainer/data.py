@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import TrainPPOConfig, flat_dict
-from openppo.config.fields import declared_options
+from openppo.config import TrainPPOConfig
+from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.models.loading import load_options
@@ -23,8 +23,6 @@ from openppo.trainer.startup import check_context, load_policy_tokenizer, tokeni
 from openppo.types import Comm, Prompt
 
 logger = logging.getLogger("openppo")
-_OF_A_CRITIC = """freezing_actor_steps value_pretrain_steps save_value_network critic_pretrain critic_lora_rank
-    lambd_critic adaptive_lambd_alpha""".split()
 
 
 @dataclass(frozen=True)
@@ -129,12 +127,10 @@ def check_models(
 
 def _refuse_critic_options(config: TrainPPOConfig) -> None:
     """``ValueError`` for options about a critic, of an estimator without one."""
-    given, declared, estimator = (
-        flat_dict(config),
-        declared_options(TrainPPOConfig),
-        config.advantage.advantage_estimator,
-    )
-    if name := next((name for name in _OF_A_CRITIC if given[name] != declared[name].default), None):
+    given, declared = given_options(config), declared_options(TrainPPOConfig)
+    critics = [name for name, option in declared.items() if rules_of(option).of_critic]
+    if name := next((name for name in critics if given[name] != declared[name].default), None):
+        estimator = config.advantage.advantage_estimator
         raise ValueError(f"--{name} is about a critic, and --advantage_estimator {estimator} has none: leave it out.")
 
 

@@ -29,7 +29,6 @@ def test_the_lists_of_a_trajectory_are_equally_long():
 
 def test_the_reasons_of_an_end_are_plain_words():
     assert [reason.value for reason in FinishReason] == ["stop", "length", "tool_call", "abort"]
-    assert FinishReason("eos") is FinishReason.STOP, "older logs"
     assert [reason.value for reason in FinishReason if reason.is_complete] == ["stop", "tool_call"]
 
 

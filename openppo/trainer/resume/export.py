@@ -1,6 +1,5 @@
 """Export of a checkpoint as a Hugging Face folder."""
 
-import dataclasses
 import json
 import logging
 import re
@@ -97,15 +96,10 @@ class Export:
         has_critic = kind == "ppo" and ESTIMATORS[run.advantage.advantage_estimator].uses_critic
         if given.role == "critic" and not has_critic:
             raise ValueError(f"--role critic: the run of {self.checkpoint} had none; leave it out.")
-        group = "model" if kind == "ppo" else "supervised"
-        names = getattr(run, group)
-        now: dict[str, Any] = {"pretrain": given.pretrain or names.pretrain, "flash_attn": False}
-        now["trust_remote_code"] = given.trust_remote_code
-        if kind == "ppo":
-            now["critic_pretrain"] = given.critic_pretrain or names.critic_pretrain
-        whole = dataclasses.replace(run.lora, load_in_4bit=False)
-        present = dataclasses.replace(run, lora=whole, **{group: dataclasses.replace(names, **now)})
-        return present, critic_start(run)[0] if has_critic else ""
+        now: dict[str, Any] = {"flash_attn": False, "load_in_4bit": False, "trust_remote_code": given.trust_remote_code}
+        moved = {"pretrain": given.pretrain, "critic_pretrain": given.critic_pretrain}
+        now |= {name: path for name, path in moved.items() if path}
+        return from_options(_KINDS[kind], **self.state["options"] | now), critic_start(run)[0] if has_critic else ""
 
     def _check_start(self, flag: str, name: str, remedy: str) -> None:
         """Refuse a missing or changed model that the run started from."""
@@ -155,9 +149,8 @@ def find_checkpoint(given: Path) -> Path:
     """Checkpoint at ``given``, or the newest in that folder."""
     steps = {int(match[1]): path for path in given.glob("step_*") if (match := _STEP.fullmatch(path.name))}
     if not (given / MANIFEST).is_file() and not steps:
-        near = next((path for path in sorted(given.glob("checkpoints_*")) if path.is_dir()), None)
-        hint = "give a folder step_... of one, or the folder that holds them" if near is None else f"give {near}"
-        raise ValueError(f"CHECKPOINT {given}: there is no checkpoint of a training command; {hint}.")
+        near = min(given.glob("checkpoints_*"), default="a folder step_... of one, or the folder that holds them")
+        raise ValueError(f"CHECKPOINT {given}: there is no checkpoint of a training command; give {near}.")
     found = (given if (given / MANIFEST).is_file() else steps[max(steps)]).resolve()
     try:
         damage = damage_of(found)

@@ -13,18 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-CONTEXT = 64
-
+from tests.conftest import save_tokenizer
 
 FILES = {
     "prompts.jsonl": '{"input": "abc", "answer": "d"}\n' * 4,
@@ -42,9 +33,7 @@ FILES = {
     "params.py": "def reward_fn(prompts, colour):\n    return [0] * len(prompts)\n",
     "bare.jsonl": '{"input": "abc"}\n' * 4,
     "strange.jsonl": '{"foo": "abc", "bar": "d"}\n',
-    "loader.py": (
-        "def rows(source):\n    return 3\ndef texts(source):\n    return ['a']\ndef none(source):\n    return []\n"
-    ),
+    "loader.py": "",
     "bad.yaml": "gama: 0.9\n",
 }
 GOOD = {
@@ -73,15 +62,6 @@ RunCommand = Callable[..., Ended]
 Words = Callable[[str], tuple[str, list[str]]]
 
 
-def _tokenizer(letters: str) -> PreTrainedTokenizerFast:
-    special = ["<pad>", "<eos>", "<unk>"]
-    core = Tokenizer(WordLevel({token: i for i, token in enumerate([*special, *letters])}, unk_token="<unk>"))
-    core.add_special_tokens(special)
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of model folders, named by what they are: ``actor`` and ``reward`` are good, each other has one flaw.
@@ -91,40 +71,38 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     letters = string.ascii_lowercase + string.digits + " "
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    causal, classifier = LlamaForCausalLM, LlamaForSequenceClassification
 
-    def config(n_letters: int, **options: int) -> LlamaConfig:
-        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-        return LlamaConfig(vocab_size=3 + n_letters, max_position_embeddings=CONTEXT, **sizes, **ends, **options)
+    def save(name: str, kind: Any, tokens: str = letters, size: int = 40, **options: Any) -> PreTrainedTokenizerFast:
+        config = LlamaConfig(vocab_size=size, **{"max_position_embeddings": 64, "num_labels": 1, **sizes, **options})
+        kind(config).save_pretrained(root / name)
+        return save_tokenizer(root / name, tokens)
 
-    def save(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Path:
-        model.save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-        return root / name
-
-    ours, other = _tokenizer(letters), _tokenizer(letters[::-1] + "!")
-    save("actor", LlamaForCausalLM(config(37)), ours)
-    save("reward", LlamaForSequenceClassification(config(37, num_labels=1)), ours)
-    save("two_labels", LlamaForSequenceClassification(config(37, num_labels=2)), ours)
-    for name in "headless config_only broken_weights broken_config unknown_kind own_code own_tokenizer".split():
-        save(name, LlamaForCausalLM(config(37)), ours)
-    save("other_vocabulary", LlamaForSequenceClassification(config(38, num_labels=1)), other)
-    LlamaForCausalLM(config(37)).save_pretrained(root / "no_tokenizer")
-
-    short = config(37, num_labels=1)
-    short.max_position_embeddings = 8
-    save("short", LlamaForSequenceClassification(short), ours)
-    grown, with_tool = _tokenizer(letters), _tokenizer(letters)
-    grown.add_special_tokens({"pad_token": "[PAD]"})
+    flawed = "headless config_only broken_weights broken_config unknown_kind own_code own_tokenizer no_tokenizer"
+    for name in ["actor", *flawed.split()]:
+        save(name, causal)
+    for file in (root / "no_tokenizer").glob("*token*"):
+        file.unlink()
+    save("reward", classifier)
+    save("two_labels", classifier, num_labels=2)
+    save("short", classifier, max_position_embeddings=8)
+    save("other_vocabulary", classifier, letters[::-1] + "!", size=41)
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 3}
+    save("rescaled", causal)
+    config = json.loads((root / "rescaled/config.json").read_text()) | {"rope_parameters": rope}
+    for name, kind, size in (("unresized", causal, 40), ("resized", causal, 41), ("reward_unresized", classifier, 40)):
+        grown = save(name, kind, size=size)
+        grown.add_special_tokens({"pad_token": "[PAD]"})
+        grown.save_pretrained(root / name)
+    with_tool = save("tool", causal)
     with_tool.add_tokens(["<tool>"])
-    save("unresized", LlamaForCausalLM(config(37)), grown)
-    save("resized", LlamaForCausalLM(config(38)), grown)
-    save("reward_unresized", LlamaForSequenceClassification(config(37, num_labels=1)), grown)
-    save("tool", LlamaForCausalLM(config(37)), with_tool)
-    rescaled = config(37, num_labels=1)
-    rescaled.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    rescaled.rope_parameters["original_max_position_embeddings"] = 3
-    save("rescaled", LlamaForCausalLM(rescaled), ours)
+    with_tool.save_pretrained(root / "tool")
+    for name, kind in (("pickle", causal), ("reward_pickle", classifier)):
+        save(name, kind)
+        (root / name / "model.safetensors").unlink()
+        torch.save({"a": CallsWhenUnpickled()}, root / name / "pytorch_model.bin")
 
     for name in ("no_config", "own_adapters"):
         (root / name).mkdir()
@@ -139,14 +117,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "own_code/own.py": 'raise ValueError("its own code ran")',
         "own_tokenizer/tokenizer_config.json": '{"auto_map": {"AutoTokenizer": [null, "own.Own"]}}',
         "own_tokenizer/own.py": 'raise ValueError("its own code ran")',
+        "rescaled/config.json": json.dumps(config),
         "own_adapters/adapter_config.json": json.dumps(adapters),
     }
     for name, text in files.items():
         (root / name).unlink() if text is None else (root / name).write_text(text)
-    for name, kind in (("pickle", LlamaForCausalLM), ("reward_pickle", LlamaForSequenceClassification)):
-        folder = save(name, kind(config(37, num_labels=1)), ours)
-        (folder / "model.safetensors").unlink()
-        torch.save({"a": CallsWhenUnpickled()}, folder / "pytorch_model.bin")
     return root
 
 

@@ -66,26 +66,23 @@ ppo --prompt_data D/tool.jsonl --pretrain M/tool | =: token '<tool>' has the id 
 ppo --pretrain M/resized -reward_fn --advantage_estimator reinforce --reward_pretrain M/reward_unresized | = has ... 41
 ppo --pretrain M/resized -reward_fn --dry_run --reward_pretrain M/reward_unresized | = has embeddings of 40 token ids
 ppo --pretrain M/resized --critic_pretrain M/reward_unresized | = has embeddings of 40 token ids ... 41
-ppo --pretrain M/rescaled | context of 3 tokens ... what else is in a batch
+ppo --pretrain M/rescaled | context of 3 tokens
 ppo --pretrain M/own_tokenizer | =: it brings Python code
 ppo --trust_remote_code --pretrain M/own_tokenizer | =: its tokenizer ... its own code ran
 ppo -reward_fn --advantage_estimator reinforce --reward_pretrain M/own_tokenizer | =: it brings Python code
 ppo --pretrain M/pickle | =: its weights are a pickle file ... safetensors
-ppo -reward_fn --reward_pretrain M/reward_pickle | =: its weights are
 ppo -reward_fn --remote_rm_url http://me:secret@127.0.0.1:9/ | --remote_rm_url http://***@127.0.0.1:9/: no
 ppo --reward_fn D/none.py | = ... no such file ... Check the path
 ppo --reward_fn D/reward.py:f | --reward_fn ... no function 'f' ... other, reward_fn
 ppo --reward_fn D/notes.txt | = ... path.py:name
 ppo --reward_fn D/needs.py | = ... 'not_there' ... Install
 ppo --reward_fn D/exits.py | = ... sys.exit() ... Take the
-ppo --reward_fn D/reward.py,D/f.py | = ... one file
 ppo --reward_fn D/params.py | = ... 'colour' ... answer, input
 ppo -reward_fn --remote_rm_url http://127.0.0.1:9 | --remote_rm_url
 ppo -reward_fn --remote_rm_url localhost:9/x | --remote_rm_url ... http
 ppo --remote_rm_url http://127.0.0.1:9 --remote_rm_token_file D/none | token_file
 ppo --verifiable_reward exact_match --prompt_data D/bare.jsonl | --verifiable_reward ... --label_key
 ppo --verifiable_reward regex --verify_regex ( | --verify_regex
-ppo --prm_pretrain M/none | = ... Check the path
 ppo --prm_pretrain M/actor | --prm_placeholder_token
 ppo --prm_pretrain M/actor --prm_placeholder_token x --prm_reward_tokens good bad | --prm_reward_tokens
 ppo -reward_fn --reward_pretrain M/reward --normalize_reward | = ... M/reward ... --reward_normalizer running
@@ -99,10 +96,6 @@ ppo --prompt_data D/strange.jsonl | = ... --input_key ... foo, bar
 ppo --data_format alpaca | alpaca ... 'instruction' ... input, answer
 ppo --dataset_class D/loader.py | = ... path.py:name
 ppo --dataset_class D/none.py:rows | = ... Check the path
-ppo --dataset_class D/loader.py:f | --dataset_class ... 'f' ... rows
-ppo --dataset_class D/loader.py:rows | --dataset_class ... gave int
-ppo --dataset_class D/loader.py:texts | --dataset_class ... rows of str
-ppo --dataset_class D/loader.py:none | --dataset_class ... gave no rows
 ppo --config D/bad.yaml --seed 1 | unknown option in --config D/bad.yaml: gama; did you mean gamma?
 sft --input_key q | --input_key ... --dataset, row 1 ... input, output
 sft --max_len 3 | = ... shortest has 6 ... Raise
@@ -112,12 +105,10 @@ rm --chosen_key c | --chosen_key ... --dataset, row 1 ... prompt, chosen
 rm --margin_key margin | --margin_key ... row 1 ... 'much'
 prm --placeholder_token none | --placeholder_token 'none'
 prm --reward_tokens good bad | --reward_tokens
-generate --pretrain M/rescaled | context of 3 tokens ... what else is in a batch
 generate --output_path D/notes.txt/o.jsonl | =
 generate --generate_max_len 99 | = ... Lower
 generate --pretrain M/none --output_path . | = is a folder: name a file in it
 generate --pretrain M/none --output_path /proc/out.jsonl | =: cannot be written
-evaluate --output_path . | = is a folder
 evaluate --verifiable_reward exact_match --label_key no_such | no column 'no_such'
 merge_lora | --lora_path M/actor ... adapter_config.json
 merge_lora --lora_path M/none | =
@@ -179,7 +170,7 @@ def test_a_file_or_row_that_cannot_be_read_is_named_with_the_flag(
     ):
         file.write_text(f"{json.dumps(row)}\n\n{last}\n")
         ended = run_line(f"{command} --{flag} {file}")
-        check(f"{command} {flag}", f"{says} ... line 3", ended.code, ended.stderr)
+        check(f"{command} {flag}", says, ended.code, ended.stderr)
 
 
 @pytest.mark.parametrize(

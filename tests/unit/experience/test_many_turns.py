@@ -12,7 +12,7 @@ from openppo.experience.replay_buffer import collate
 from openppo.models.loss import PolicyLoss, token_weights
 from openppo.rollout.rollout import write_scores
 from openppo.tracking import Metrics
-from openppo.types import FinishReason, Prompt, Score, SingleProcess, Span, Trajectory
+from openppo.types import FinishReason, Prompt, Score, SingleProcess, Trajectory
 
 
 def episode(weight=1.0):
@@ -37,7 +37,7 @@ def single():
 
 def test_spans_and_rewards_are_those_of_action_tokens():
     sample = episode()
-    assert (sample.spans, sample.action_ids) == ([Span(2, 4), Span(7, 9)], [5, 6, 10, 1])
+    assert (sample.spans, sample.action_ids) == ([(2, 4), (7, 9)], [5, 6, 10, 1])
     write_scores([sample], [Score({"game": 2.0}, token_rewards=[9.0, 0, 0, 0.5, 9.0, 0, 0, 0.25, 0])])
     assert sample.token_rewards == [0, 0, 0, 0.5, 0, 0, 0, 0.25, 0]
     assert (sample.total_reward({}), sample.step_rewards) == (2.75, [0, 0.5, 0.25, 0])
