@@ -29,8 +29,7 @@ def naive_returns(rewards, discount):
 
 def naive_advantages(values, rewards, gamma, lambd):
     """GAE as the sum it is defined by: A_t = sum over k of (gamma lambda)^k delta_{t+k}; lists of actions only."""
-    n = len(values)
-    deltas = [rewards[t] + gamma * (values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, [*values, 0.0][1:], strict=True)]
     return naive_returns(deltas, gamma * lambd)
 
 
@@ -58,7 +57,7 @@ def test_advantages_by_hand_and_holes_are_crossed_without_discount(values, rewar
     assert [x[0].tolist() for x in found] == [pytest.approx(advantages, abs=1e-6), pytest.approx(returns, abs=1e-6)]
 
 
-@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 0.95), (0.9, 0.8), (0.99, 0.0), (0.5, 1.0), (0.0, 0.7), (1.0, 1.0)])
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 0.95), (0.99, 0.0), (0.5, 1.0), (0.0, 0.7)])
 def test_advantages_and_returns_equal_the_sums_they_are_defined_by(gamma, lambd):
     expected = by_rows(lambda v, r: naive_advantages(v, r, gamma, lambd), VALUES, REWARDS)
     advantages, returns = get_advantages_and_returns(VALUES, REWARDS, MASK, gamma, lambd)

@@ -43,10 +43,9 @@ def test_scores_after_the_baseline_by_hand(name, expected):
 
 @pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("score", [0.1, 1 / 3, 1e6 + 0.1])
-@pytest.mark.parametrize("size", [2, 3, 7, 1000])
-def test_a_group_of_equal_rewards_has_no_advantage_at_all(name, score, size):
-    # any rounding error would be divided by 1e-9
-    assert after_baseline(name, torch.full((size,), score), torch.zeros(size).long()) == [0.0] * size
+def test_a_group_of_equal_rewards_has_no_advantage_at_all(name, score):
+    for size in (2, 3, 7, 1000):  # any rounding error would be divided by 1e-9
+        assert after_baseline(name, torch.full((size,), score), torch.zeros(size).long()) == [0.0] * size
 
 
 def test_a_single_response_is_its_own_mean_and_cannot_be_compared_with_others():

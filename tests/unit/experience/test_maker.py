@@ -55,16 +55,16 @@ def trajectories(trajectory):
     ]
 
 
-def maker(comm=None, models=None, **options):
+def maker(models=None, **options):
     config = from_options(TrainPPOConfig, **(flat_dict(CONFIG) | options))
-    where = comm or SingleProcess(), torch.device("cpu")
+    where = SingleProcess(), torch.device("cpu")
     return ExperienceMaker(*(MODELS | (models or {})).values(), config, *where, pad_token_id=END)
 
 
 def make(rows, models=None, **options):
     """Experiences, and the metrics."""
     metrics = Metrics()
-    made = maker(models=models, **options).make(rows, metrics)
+    made = maker(models, **options).make(rows, metrics)
     return made, metrics.reduced(SingleProcess())
 
 
@@ -117,17 +117,13 @@ def test_every_field_equals_a_loop_over_tokens(trajectories, estimator):
         assert tensors["truncated"].tolist() == [row.finish_reason is FinishReason.LENGTH]
 
 
-def assert_same(made, wanted):
-    for found, expected in zip(made, wanted, strict=True):
-        torch.testing.assert_close(found.tensors(), expected.tensors(), rtol=0, atol=TIGHT)
-
-
 def test_metrics_are_means_over_tokens_or_over_responses(trajectories):
-    _, found = make(trajectories)
+    whole, found = make(trajectories)
     for size in (1, 3, 100):
         made, metrics = make(trajectories, micro_rollout_batch_size=size)
-        assert_same(made, make(trajectories)[0])
         assert metrics == pytest.approx(found, abs=TIGHT), "the size of a forward pass does not matter"
+        for mine, other in zip(made, whole, strict=True):
+            torch.testing.assert_close(mine.tensors(), other.tensors(), rtol=0, atol=TIGHT)
     tokens = [(row, expected_fields(row), t) for row in trajectories for t in actions_of(row)]
     kls = [fields["log_probs"][t] - fields["ref_log_probs"][t] for _, fields, t in tokens]
     gaps = [abs(fields["log_probs"][t] - row.log_probs[t]) for row, fields, t in tokens]
@@ -142,20 +138,6 @@ def test_metrics_are_means_over_tokens_or_over_responses(trajectories):
         "rollout_log_prob_gap": sum(gaps) / n_tokens,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=TIGHT)
-
-
-@pytest.mark.parametrize("split", [0, 1, 4])
-def test_ranks_run_equally_many_forwards_and_make_what_one_rank_would(trajectories, split, on_ranks):
-    def work(comm):
-        calls: list[str] = []
-        models = {name: lambda *a, n=name, **k: calls.append(n) or MODELS[n](*a, **k) for name in MODELS}
-        mine = trajectories[split:] if comm.rank else trajectories[:split]
-        return maker(comm, models).make(mine, Metrics()), [calls.count(name) for name in MODELS]
-
-    (first, calls), (second, calls_of_second) = on_ranks(2, work)
-    assert calls == calls_of_second == [calls[0]] * 3
-    assert (len(first), len(second)) == (split, 5 - split)
-    assert_same(first + second, make(trajectories)[0])
 
 
 @pytest.mark.parametrize("options", [{"models": {"reference": None}}, {"use_kl_loss": True, "kl_estimator": "k3"}])

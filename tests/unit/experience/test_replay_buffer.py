@@ -124,12 +124,14 @@ def assert_unchanged(number, micro, i):
 
 
 @WORLDS
-@pytest.mark.parametrize(("batch_size", "micro"), [(4, 2), (3, 1), (N, 3), (100, 100), (1, 1)])
+@pytest.mark.parametrize(
+    ("batch_size", "micro", "budget"), [(4, 2, None), (3, 1, None), (100, 100, None), (1, 1, None), (N, 1, 14)]
+)
 def test_every_sample_is_used_once_per_epoch_in_the_same_steps_for_any_number_of_ranks(
-    world_size, batch_size, micro, on_ranks
+    world_size, batch_size, micro, budget, on_ranks
 ):
     def work(comm):
-        return steps(filled(share(comm), comm), batch_size, micro, epochs=2)
+        return steps(filled(share(comm), comm), batch_size, micro, epochs=2, micro_tokens=budget)
 
     of_steps = list(zip(*on_ranks(world_size, work), strict=True))
     used = [sorted(number for batch in of_step for number in names(batch)) for of_step in of_steps]
@@ -139,9 +141,13 @@ def test_every_sample_is_used_once_per_epoch_in_the_same_steps_for_any_number_of
         assert sorted(itertools.chain(*epoch)) == list(range(N))
     for of_step, numbers in zip(of_steps, used, strict=True):
         assert len({len(batch.micro_batches) for batch in of_step}) == 1, "equally many forwards"
-        assert all(len(part) <= micro for batch in of_step for part in batch.micro_batches)
-        sizes = [len(names(batch)) for batch in of_step]
-        assert max(sizes) - min(sizes) <= 1
+        parts = [part for batch in of_step for part in batch.micro_batches]
+        assert all(len(part) <= micro if budget is None else part.sequences.numel() <= budget for part in parts)
+        assert budget is None or sum(len(part) > 1 for part in parts) > 1
+        shares = [names(batch) for batch in of_step]
+        lengths = [sum(SAMPLES[number].sequences.shape[1] for number in of_rank) for of_rank in shares]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert max(lengths) - min(lengths) <= 7, "tokens, up to the longest sample"
         n_tokens = sum(int(SAMPLES[number].action_mask.sum()) for number in numbers)
         assert [batch.n_tokens for batch in of_step] == [n_tokens] * world_size, "of the whole step"
         for batch in of_step:
@@ -160,24 +166,6 @@ def test_each_epoch_has_its_own_order_and_a_seed_repeats_them_all():
     assert first != list(range(N))
     assert orders(3) == [first, second, third]
     assert orders(4)[0] != first
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_with_a_token_budget_ranks_run_equally_many_micro_batches_that_fit(world_size, on_ranks):
-    (batches,) = zip(*on_ranks(world_size, lambda c: steps(filled(share(c), c), N, 1, micro_tokens=14)), strict=True)
-    assert len({len(batch.micro_batches) for batch in batches}) == 1
-    assert sorted(name for batch in batches for name in names(batch)) == list(range(N))
-    micro_batches = [micro for batch in batches for micro in batch.micro_batches]
-    assert max(micro.sequences.numel() for micro in micro_batches) <= 14
-    assert sum(len(micro) > 1 for micro in micro_batches) > 1
-
-
-def test_ranks_get_nearly_equally_many_tokens(on_ranks):
-    """Samples of 3 to 7 tokens, the shortest first: dealt out in that order one rank would have many more."""
-    ordered = sorted(SAMPLES, key=lambda s: s.sequences.shape[1])
-    (batches,) = zip(*on_ranks(2, lambda c: steps(filled([] if c.rank else ordered, c), N)), strict=True)
-    tokens = [sum(int(micro.attention_mask.sum()) for micro in batch.micro_batches) for batch in batches]
-    assert abs(tokens[0] - tokens[1]) <= 7
 
 
 def test_idle_micro_batches_share_no_memory_as_safetensors_demands():

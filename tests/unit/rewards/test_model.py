@@ -41,9 +41,9 @@ class CountingModel:
         return lengths * 100.0 + sequences.gather(1, lengths[:, None] - 1)[:, 0]
 
 
-def model_scorer(model, size=2, comm=None, pad=0, **options):
+def model_scorer(model, size=2, pad=0, **options):
     """A scorer on the CPU."""
-    return ModelScorer(model, MicroBatchSize(size), pad, comm or SingleProcess(), torch.device("cpu"), **options)
+    return ModelScorer(model, MicroBatchSize(size), pad, SingleProcess(), torch.device("cpu"), **options)
 
 
 def scores_of(scorer, samples):
@@ -65,17 +65,6 @@ def test_neighbours_in_length_share_a_forward_and_scores_keep_their_order(size, 
     model = CountingModel()
     assert scores_of(model_scorer(model, size, name="reward_model"), samples) == [407.0, 205.0, 710.0, 306.0, 710.0]
     assert model.shapes == shapes
-
-
-def test_ranks_run_equally_many_forwards(samples, on_ranks):
-    def on_rank(comm):
-        model = CountingModel()
-        scorer = model_scorer(model, 2, comm)
-        assert scorer.collective
-        return scorer.score([] if comm.rank else samples), len(model.shapes)
-
-    alone = model_scorer(CountingModel(), 2).score(samples)
-    assert on_ranks(2, on_rank) == [(alone, 3), ([], 3)]
 
 
 @pytest.mark.parametrize("pad", [0, 1, 9])

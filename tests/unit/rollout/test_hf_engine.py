@@ -11,8 +11,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from openppo.models.actor import Actor
-from openppo.models.padding import pad_right
 from openppo.models.size import cache_elements
 from openppo.rollout import hf_engine, row_cache
 from openppo.rollout.hf_engine import HFEngine
@@ -127,12 +125,6 @@ def test_models_without_keys_of_their_own_in_each_layer_are_refused_by_name(kind
     check_cache(AutoConfig.for_model("gemma3_text"))
 
 
-def test_equal_prompts_get_responses_of_their_own_seeds(models):
-    completions = engine_of(models["llama"]).generate([[7, 8]] * 20, SAMPLED, [*range(19), 0])
-    assert_same(completions[:1], completions[19:])
-    assert len({tuple(completion.token_ids) for completion in completions}) > 10
-
-
 def test_an_empty_prompt_is_an_error_and_no_prompts_give_no_completions(models):
     with pytest.raises(ValueError, match="at least one token"):
         sampled(engine_of(models["llama"]), [[1], []])
@@ -159,13 +151,16 @@ def test_a_step_is_one_forward_pass_without_equal_prompts_and_finished_rows(mode
     assert shapes == [(n_different, max(map(len, prompts))), *((rows, 1) for rows in still_running[1:])]
 
 
-def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(model, prompts):
+@pytest.mark.parametrize("slack", [1, 64])
+def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(model, prompts, slack, monkeypatch):
+    """Also where columns are moved often, for little slack."""
+    monkeypatch.setattr(row_cache, "SLACK_COLUMNS", slack)
     greedy, short = SamplingParams(max_new_tokens=9, temperature=0), SamplingParams(max_new_tokens=4)
     stops = [dataclasses.replace(SAMPLED, stop=tuple(letters)) for letters in ("abcdefghijkl", "mnopqrstuvwx")]
-    kinds = [SAMPLED, short, greedy, WARPED, SAMPLED, *stops, *stops]
-    requests = list(zip([*prompts, *prompts[1:]], kinds, range(100, 109), strict=True))
+    kinds = [SAMPLED, short, greedy, WARPED, SAMPLED, *stops, *stops] * 3
+    requests = list(zip([*prompts, *prompts[1:]] * 3, kinds, range(100, 127), strict=True))
     alone = []
-    for batch, at_once in ((8, 1), (8, 9), (2, 1)):
+    for batch, at_once in ((8, 1), (8, 27), (2, 1), (5, 3)):
         engine, numbers, done = engine_of(model, batch=batch), [], {}
         engine.decode = lambda ids: "".join(chr(ord("a") + i) for i in ids)
         alone = alone or [engine.generate([prompt], params, [seed])[0] for prompt, params, seed in requests]
@@ -178,7 +173,7 @@ def test_unequal_requests_that_enter_while_others_run_get_what_they_get_alone(mo
             done |= collected
         assert engine.collect() == {}
         assert_same([done[number] for number in numbers], alone)
-    assert all(completion.finish_reason is FinishReason.STOP for completion in alone[5:]), "by their stop strings"
+    assert all(completion.finish_reason is FinishReason.STOP for completion in alone[5:9]), "by their stop strings"
 
 
 def test_weights_are_read_in_place(models):
@@ -188,32 +183,6 @@ def test_weights_are_read_in_place(models):
     with torch.no_grad():
         model.lm_head.weight[wanted] = 100 * model.model(torch.tensor([[3, 4]])).last_hidden_state[0, -1]
     assert sampled(engine, [[3, 4]], greedy)[0].token_ids[0] == wanted
-
-
-@pytest.mark.parametrize("slack", [1, 64])
-def test_rows_that_enter_and_leave_have_the_log_probs_of_one_forward_over_their_own_tokens(model, slack, monkeypatch):
-    """Forty requests of unequal lengths take turns in five rows; columns are moved often with little slack."""
-    monkeypatch.setattr(row_cache, "SLACK_COLUMNS", slack)
-    rng = np.random.default_rng(slack)
-    requests = [
-        (rng.integers(1, VOCAB, rng.integers(1, 14)).tolist(), SamplingParams(int(rng.integers(1, 16)), 1.3))
-        for _ in range(40)
-    ]
-    engine, done, entered_late = engine_of(model, batch=5), {}, 0
-    numbers = [engine.submit(prompt, params, seed) for seed, (prompt, params) in enumerate(requests[:3])]
-    while engine.busy or len(numbers) < len(requests):
-        for prompt, params in requests[len(numbers) : len(numbers) + 2]:
-            entered_late += engine.busy
-            numbers.append(engine.submit(prompt, params, len(numbers)))
-        engine.step()
-        done |= engine.collect()
-    assert entered_late > 20
-    actor = Actor(model, temperature=1.3)
-    for number, (prompt, _) in zip(numbers, requests, strict=True):
-        sequences, mask = pad_right([prompt + done[number].token_ids], 0)
-        with torch.no_grad():
-            expected = actor(sequences, mask)[0, len(prompt) :].tolist()
-        assert done[number].log_probs == pytest.approx(expected, abs=1e-4)
 
 
 def test_short_and_long_prompts_are_not_read_in_one_padded_forward(models):
@@ -237,14 +206,3 @@ def test_max_num_seqs_else_half_of_free_memory_else_64_rows_are_decoded(free, gi
     with shapes_of_forwards(model) as shapes, engine.with_weights(WHOLE):
         sampled(engine, [[3, 4, 5, i % 20] for i in range(300)], SamplingParams(n_new))
     assert max(n_rows for n_rows, _ in shapes) == rows
-
-
-def test_a_gpu_is_sized_by_its_free_memory(models, monkeypatch):
-    assert hf_engine.free_memory(torch.device("cpu")) is None
-    freed = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
-    assert hf_engine.free_memory(torch.device("cuda", 0)) == 30
-    assert freed, "blocks that torch keeps are free too"
-    monkeypatch.setattr(HFEngine, "_device", SimpleNamespace(type="cuda"))
-    assert HFEngine(models["llama"], [], 0).max_batch_size == 256
