@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -34,18 +35,19 @@ class _Job:
     """Tokenizer, prompts and process group of a command; ``_load_policy`` adds model and engine."""
 
     def __init__(self, options: PromptsConfig, output_path: str | None) -> None:
-        self.options = options
+        self.options, trust = options, options.trust_remote_code
+        self.loading = {"bf16": options.bf16, "flash_attn": options.flash_attn, "trust_remote_code": trust}
         self.output = None if output_path is None else check_output(output_path)
         self.strategy = InferenceStrategy(options.bf16)
         self.comm = self.strategy.comm
-        trust, model = options.trust_remote_code, f"--pretrain {options.pretrain}"
+        model, seed = f"--pretrain {options.pretrain}", options.seed
         model_config = check_model(options.pretrain, "--pretrain", trust)
         check_cache(model_config)
         check_transformers()
         attention_implementation(options.flash_attn, options.bf16)
         self.tokenizer = tokenizer = load_policy_tokenizer(options.pretrain, trust, options.chat_template_kwargs)
-        source, split, seed = options.prompt_data, options.prompt_split, options.seed
-        rows = load_mixed_rows(options, source, flag="--prompt_data", split=split, seed=seed)
+        split = options.prompt_split
+        rows = load_mixed_rows(options, options.prompt_data, flag="--prompt_data", split=split, seed=seed)
         self.prompts = load_prompts(rows, tokenizer, options, tokenizing(self.comm))
         ids = [prompt.token_ids for prompt in self.prompts]
         check_context(model_config, model, max(map(len, ids)), options.generate_max_len)
@@ -60,8 +62,7 @@ class _Job:
         """The model of ``--pretrain`` on this rank's device, and an engine that samples from it."""
         options = self.options
         with model_error_context("--pretrain", options.pretrain):
-            trust = options.trust_remote_code
-            actor = Actor(options.pretrain, bf16=options.bf16, flash_attn=options.flash_attn, trust_remote_code=trust)
+            actor = Actor(options.pretrain, **self.loading)
         self.strategy.prepare_frozen(actor)
         if options.engine_check == "on":
             check_frozen(options, actor, self.strategy.device)
@@ -120,7 +121,6 @@ class EvaluateJob(_Job):
     def __init__(self, config: EvaluateConfig) -> None:
         """Load everything; ``ValueError`` names the flag to change."""
         super().__init__(config, config.output_path)
-        trust = config.trust_remote_code
         setup = ScorerSetup(
             self.comm,
             self.strategy.device,
@@ -128,7 +128,7 @@ class EvaluateJob(_Job):
             self.prompts,
             config.pretrain,
             MicroBatchSize(config.micro_batch_size),
-            {"bf16": config.bf16, "flash_attn": config.flash_attn, "trust_remote_code": trust},
+            self.loading,
             config.value_head_prefix,
             input_template=config.input_template,
         )
@@ -197,6 +197,6 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], comm: Comm) -> Non
         return
     unfinished = path.with_name(f"{path.name}.unfinished")
     with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as file:
-        for row in (row for rows_of_rank in rows_of_ranks for row in rows_of_rank):
+        for row in chain.from_iterable(rows_of_ranks):
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
     os.replace(unfinished, path)

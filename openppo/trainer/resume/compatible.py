@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +29,20 @@ def check_compatible(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any
             f"--load_checkpoint: {path} is a checkpoint of train_{saved['kind']}, not of train_{now['kind']}: give "
             "another --ckpt_path."
         )
-    must_match = [name for name, rules in training_rules().items() if rules.resume == "must match"]
-    differ = _differences(saved["options"], now["options"])
+    rules, differ = training_rules(), _differences(saved["options"], now["options"])
     said = {name: f"--{name} was {old}, is {new}" for name, (old, new) in differ.items()}
-    wrong = [said[name] for name in differ if name in must_match and f"--{name}" not in now["contents"]]
+    must_match = [name for name in differ if rules[name].resume == "must match" and f"--{name}" not in now["contents"]]
+    wrong = [said[name] for name in must_match]
     for flag, fingerprint in now["contents"].items():  # where a model or data lies may differ
         before, data = saved["contents"].get(flag), flag.removeprefix("--")
         if before == fingerprint or (before is None and data not in differ):  # not read then: --ptx_coef was 0
             continue
-        shaping = [name for name, rules in training_rules().items() if data in rules.rows_of and name in differ]
-        if data in differ:
-            wrong.append(said[data])
-        elif not shaping:
-            wrong.append(f"{flag} {now['options'][data]} has other contents")
-        wrong += [f"{said[name]}, which gives other rows of {flag}" for name in shaping if said[name] not in wrong]
+        causes = [said[name] for name in differ if name == data or data in rules[name].rows_of]
+        wrong += causes or [f"{flag} {now['options'][data]} has other contents"]
     if wrong:
         raise ValueError(
-            f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(wrong)}. Restore these "
-            "options, or choose another --ckpt_path."
+            f"--load_checkpoint: this run contradicts its checkpoint {path}: {'; '.join(dict.fromkeys(wrong))}. "
+            "Restore these options, or choose another --ckpt_path."
         )
     if allowed := [f"--{name} {old} -> {new}" for name, (old, new) in differ.items() if name != "load_checkpoint"]:
         logger.info("options that differ from the checkpoint's, in force from now on: %s", ", ".join(allowed))
@@ -66,11 +63,10 @@ def model_fingerprint(name: str) -> str:
     """Of a local folder its config, and names, sizes and parts of its weights; of a hub name the commit."""
     folder, digest = Path(name), hashlib.sha256()
     if not folder.is_dir():
-        try:
-            cached = try_to_load_from_cache(name, "config.json")  # its folder is named after the commit
-        except HFValidationError:  # no name of the hub either: loading it says so
-            return name
-        return f"{name}@{Path(cached).parent.name}" if isinstance(cached, str) else name
+        with suppress(HFValidationError):  # no name of the hub either: loading it says so
+            if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+                return f"{name}@{Path(cached).parent.name}"  # its folder is named after the commit
+        return name
     for file in sorted(folder.glob("*")):
         if file.name in ("config.json", "adapter_config.json") or file.suffix in (".safetensors", ".bin"):
             size = file.stat().st_size

@@ -104,20 +104,19 @@ def load_train_and_eval(
 
     ``make(rows, show=...)`` gives examples of rows.
     """
-    options = config.supervised
+    options, seed = config.supervised, config.deepspeed.seed
+    given = {
+        "--dataset": (options.dataset, options.dataset_probs, options.dataset_split),
+        "--eval_dataset": (options.eval_dataset, None, options.eval_split),
+    }
 
-    def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Example]:
+    def load(flag: str) -> list[Example]:
+        source, probs, split = given[flag]
         if source is None:
             return []
-        rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=config.deepspeed.seed)
+        rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
         return make(rows, show=tokenizing(comm))
 
-    train, held_out = collective(
-        comm,
-        lambda: (
-            load("--dataset", options.dataset, options.dataset_probs, options.dataset_split),
-            load("--eval_dataset", options.eval_dataset, None, options.eval_split),
-        ),
-    )
+    train, held_out = collective(comm, lambda: [load(flag) for flag in given])
     check_same(comm, {"--dataset": train, "--eval_dataset": held_out})
     return train, held_out

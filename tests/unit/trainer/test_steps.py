@@ -19,13 +19,8 @@ from openppo.trainer.supervised.batches import token_batch
 from openppo.types import Experience, SingleProcess
 from tests.unit.trainer.conftest import CPU, PPO, OneOf, PlainModel
 
-ALONE = SingleProcess()
-TEMPERATURE = 0.7
-CONFIG = from_options(
-    TrainPPOConfig,
-    **PPO,
-    **{"eps_clip": 0.2, "value_clip": 0.2, "ptx_coef": 0.3, "generate_max_len": 8},
-)
+ALONE, TEMPERATURE = SingleProcess(), 0.7
+CONFIG = from_options(TrainPPOConfig, **PPO, eps_clip=0.2, value_clip=0.2, ptx_coef=0.3, generate_max_len=8)
 DOCUMENTS = [
     TokenExample(token_ids=[3, 7, 9, 2], loss_mask=[True, True, True, True]),
     TokenExample(token_ids=[5, 2], loss_mask=[False, True]),
@@ -59,7 +54,7 @@ def trained(engine, batch, ptx=None, config=CONFIG, comm=ALONE, **given):
 
 @pytest.fixture
 def actor(causal):
-    """An engine of the actor."""
+    """A model of the actor."""
     return PlainModel(Actor(causal, temperature=TEMPERATURE))
 
 
@@ -80,16 +75,11 @@ def step(request, actor, scalar):
 
 def assert_same(found, expected):
     assert any(bool((gradient != 0).any()) for gradient in expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(list(found), list(expected), rtol=0, atol=1e-6)
 
 
-def naive_gradient(model, loss):
-    model.zero_grad(set_to_none=True)
-    loss.backward()
-    gradient = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    return gradient
+def norm_of(gradient):
+    return torch.cat([g.flatten() for g in gradient]).norm().item()
 
 
 def naive_rows(model, rows):
@@ -107,11 +97,6 @@ def naive_rows(model, rows):
         loss = -torch.min(ratio * known["advantages"], ratio.clamp(0.8, 1.2) * known["advantages"])
         found.append({"new": log_probs, "entropy": entropy, "loss": loss, **known})
     return found
-
-
-def without_advantage(rows):
-    """Their policy gradient is zero, so that only the documents are left."""
-    return [row.with_fields(advantages=torch.zeros_like(row.advantages)) for row in rows]
 
 
 def test_gradient_is_the_same_for_any_micro_batch_size(step, rows):
@@ -134,20 +119,6 @@ def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(world_size, step,
     assert_same([sum(parts) / world_size for parts in zip(*of_ranks, strict=True)], whole)
 
 
-def test_extra_padding_columns_do_not_change_the_gradient(step, rows):
-    batch = mini_batch(rows, 4)
-
-    def wide(name, tensor):
-        filler = {"sequences": 13, "attention_mask": False, "action_mask": False}.get(name, 7.5)
-        return tensor if tensor.dim() == 1 else F.pad(tensor, (0, 9), value=filler)
-
-    widened = [Experience(**{n: wide(n, t) for n, t in micro.tensors().items()}) for micro in batch.micro_batches]
-    narrow, narrow_metrics = step(batch, 4)
-    gradient, metrics = step(MiniBatch(widened, batch.n_tokens, batch.n_sequences), 4)
-    assert_same(gradient, narrow)
-    assert metrics == pytest.approx(narrow_metrics, abs=1e-6)
-
-
 @pytest.mark.parametrize("clip", [0.2, None])
 def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, scalar, rows):
     losses = []
@@ -158,108 +129,98 @@ def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, sca
             clipped = value if clip is None else torch.minimum(torch.maximum(value, old - clip), old + clip)
             losses.append(torch.maximum((value - target) ** 2, (clipped - target) ** 2) / 2)
     loss = sum(losses) / len(losses)
-    expected = naive_gradient(scalar, loss)
-    engine, metrics = PlainModel(ScalarHeadModel(scalar, "critic")), Metrics()
-    CriticStep(engine, changed(value_clip=clip), ALONE, CPU).train(mini_batch(rows, 3), metrics)
-    assert_same(engine.gradient, expected)
-    assert metrics.reduced(ALONE) == {
-        "value_loss": pytest.approx(loss.item(), abs=1e-6),
-        "critic_learning_rate": 0.25,
-        "critic_grad_norm": pytest.approx(torch.cat([g.flatten() for g in expected]).norm().item()),
+    expected = torch.autograd.grad(loss, list(scalar.parameters()))
+    critic, metrics = PlainModel(ScalarHeadModel(scalar, "critic")), Metrics()
+    CriticStep(critic, changed(value_clip=clip), ALONE, CPU).train(mini_batch(rows, 3), metrics)
+    assert_same(critic.gradient, expected)
+    named = {"value_loss": loss.item(), "critic_learning_rate": 0.25, "critic_grad_norm": norm_of(expected)}
+    assert metrics.reduced(ALONE) == pytest.approx(named, abs=1e-6)
+
+
+MEANS = {
+    "token_mean": lambda of_rows: torch.cat(of_rows).mean(),
+    "sequence_mean": lambda of_rows: torch.stack([each.mean() for each in of_rows]).mean(),
+    "constant": lambda of_rows: torch.cat(of_rows).sum() / (9 * 8),  # of ten rows one has no action
+}
+
+
+def seen_otherwise(row):
+    """Weights of tokens whose sampling probability lies near the old one, else 0."""
+    weight = (row["log_probs"] - row["rollout_log_probs"]).exp()
+    return torch.where((weight >= 0.01) & (weight <= 0.2), weight, 0.0)
+
+
+CORRECTION = {"rollout_correction": "mis", "rollout_correction_low": 0.01, "rollout_correction_high": 0.2}
+KL = {"use_kl_loss": True, "init_kl_coef": 0.7}
+
+
+@pytest.mark.parametrize("micro", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("options", "term"),
+    [
+        *(({"loss_agg": name}, lambda row: row["loss"]) for name in MEANS),
+        ({"entropy_coef": 0.3}, lambda row: row["loss"] - 0.3 * row["entropy"]),
+        (KL | {"kl_estimator": "k2"}, lambda row: row["loss"] + 0.7 * row["to_reference"].square() / 2),
+        (
+            KL | {"kl_estimator": "k3"},
+            lambda row: row["loss"] + 0.7 * (row["to_reference"].neg().expm1() + row["to_reference"]),
+        ),
+        (CORRECTION, lambda row: row["loss"] * seen_otherwise(row)),
+    ],
+    ids=[*MEANS, "entropy", "k2", "k3", "rollout correction"],
+)
+def test_losses_and_metrics_are_those_of_a_loop_over_tokens(options, term, micro, causal, actor, rows):
+    naive = naive_rows(causal, rows)
+    for row in naive:
+        row["to_reference"] = row["new"] - 0.9 * row["log_probs"]
+    terms, losses = [term(row) for row in naive], torch.cat([row["loss"] for row in naive])
+    loss = MEANS[options.get("loss_agg", "token_mean")](terms)
+    expected = torch.autograd.grad(loss, list(causal.parameters()), retain_graph=True)
+    given = [row.with_fields(ref_log_probs=0.9 * row.log_probs) for row in rows]
+    gradient, metrics = trained(actor, mini_batch(given, micro), None, changed(**options), kl_coef=0.7)
+    assert_same(gradient, expected)
+    ratios = torch.cat([row["new"] - row["log_probs"] for row in naive]).exp().tolist()
+    named = {
+        "policy_loss": losses.mean().item(),
+        "actor_grad_norm": norm_of(expected),
+        "actor_learning_rate": 0.25,
+        "clip_fraction": sum(abs(r - 1) > 0.2 for r in ratios) / len(ratios),
+        "ratio_max": max(ratios),
+        "approx_kl": sum(r - 1 - math.log(r) for r in ratios) / len(ratios),
     }
+    if options.get("use_kl_loss"):
+        named["kl_loss"] = ((torch.cat(terms) - losses) / 0.7).mean().item()
+    if "rollout_correction" in options:
+        weights = torch.cat([seen_otherwise(row) for row in naive])
+        named |= {
+            "rollout_weight": weights.mean().item(),
+            "rollout_masked_fraction": (weights == 0).float().mean().item(),
+        }
+        assert 0 < named["rollout_masked_fraction"] < 1
+    assert metrics == pytest.approx(named, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("micro", [1, 2, 100])
-def test_the_gradient_of_documents_is_that_of_the_language_model_loss(micro, causal, rows):
+def test_documents_add_the_language_model_loss_to_the_gradient(micro, causal, actor, rows):
     width = max(len(document.token_ids) for document in DOCUMENTS)
     ids, labels = torch.zeros(len(DOCUMENTS), width, dtype=torch.int64), torch.full((len(DOCUMENTS), width), -100)
     for b, document in enumerate(DOCUMENTS):
         for t, (token, counts) in enumerate(zip(document.token_ids, document.loss_mask, strict=True)):
             ids[b, t], labels[b, t] = token, token if counts else -100
-    logits = causal(input_ids=ids).logits
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert GPTLMLoss()(logits, labels).item() == pytest.approx(loss.item(), abs=1e-9)
-    expected = naive_gradient(causal, CONFIG.ppo.ptx_coef * loss)
-    for temperature in (0.3, 2.0):  # of sampling, which has nothing to do with documents
-        engine = PlainModel(Actor(causal, temperature=temperature))
-        gradient, metrics = trained(engine, mini_batch(without_advantage(rows), 3), documents(micro))
-        assert_same(gradient, expected)
-        assert metrics["ptx_loss"] == pytest.approx(loss.item(), abs=1e-6)
-
-
-def test_the_two_losses_are_added_in_one_gradient(actor, rows):
-    policy, _ = trained(actor, mini_batch(rows, 4))
-    language, _ = trained(actor, mini_batch(without_advantage(rows), 4), documents(4))
-    both, _ = trained(actor, mini_batch(rows, 4), documents(4))
-    assert_same(both, [p + d for p, d in zip(policy, language, strict=True)])
-
-
-def test_clip_fraction_ratio_and_kl_are_those_of_the_ratios(causal, actor, rows):
-    with torch.no_grad():
-        changes = [row["new"] - row["log_probs"] for row in naive_rows(causal, rows)]
-    ratios = torch.cat(changes).exp().tolist()
-    _, metrics = trained(actor, mini_batch(rows, 4))
-    assert metrics["clip_fraction"] == pytest.approx(sum(abs(r - 1) > 0.2 for r in ratios) / len(ratios))
-    assert metrics["ratio_max"] == pytest.approx(max(ratios), abs=1e-6)
-    assert metrics["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(ratios))
+    logits = causal(input_ids=ids).logits  # at temperature 1
+    language = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert GPTLMLoss()(logits, labels).item() == pytest.approx(language.item(), abs=1e-9)
+    policy = torch.cat([row["loss"] for row in naive_rows(causal, rows)]).mean()
+    expected = torch.autograd.grad(policy + CONFIG.ppo.ptx_coef * language, list(causal.parameters()))
+    gradient, metrics = trained(actor, mini_batch(rows, 3), documents(micro))
+    assert_same(gradient, expected)
+    assert metrics["ptx_loss"] == pytest.approx(language.item(), abs=1e-6)
 
 
 def test_a_step_without_any_action_has_gradient_zero(actor, rows):
     gradient, metrics = trained(actor, mini_batch([rows[5]], 1))
     assert all(bool((g == 0).all()) for g in gradient)
     assert "policy_loss" not in metrics
-
-
-@pytest.mark.parametrize("micro", [1, 3, 100])
-@pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
-def test_losses_add_up_as_asked_for_any_micro_batch_size(loss_agg, micro, causal, actor, rows):
-    losses = [row["loss"] for row in naive_rows(causal, rows)]
-    assert len(losses) == 9  # one of ten rows has no action
-    expected = {
-        "token_mean": torch.cat(losses).mean(),
-        "sequence_mean": torch.stack([loss.mean() for loss in losses]).mean(),
-        "constant": torch.cat(losses).sum() / (9 * 8),
-    }[loss_agg]
-    gradient, metrics = trained(actor, mini_batch(rows, micro), None, changed(loss_agg=loss_agg))
-    naive = naive_gradient(causal, expected)
-    assert_same(gradient, naive)
-    assert metrics["policy_loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-6)
-    assert metrics["actor_grad_norm"] == pytest.approx(torch.cat([g.flatten() for g in naive]).norm().item())
-    assert metrics["actor_learning_rate"] == 0.25
-
-
-def test_the_entropy_bonus_raises_the_mean_entropy(causal, actor, rows):
-    loss = torch.cat([row["loss"] - 0.3 * row["entropy"] for row in naive_rows(causal, rows)]).mean()
-    gradient, _ = trained(actor, mini_batch(rows, 3), None, changed(entropy_coef=0.3))
-    assert_same(gradient, naive_gradient(causal, loss))
-
-
-@pytest.mark.parametrize(
-    ("estimator", "formula"), [("k2", lambda x: x.square() / 2), ("k3", lambda x: (-x).exp() - 1 + x)]
-)
-def test_the_kl_loss_is_weighted_by_the_coefficient_of_the_step(estimator, formula, causal, actor, rows):
-    rows = [row.with_fields(ref_log_probs=row.log_probs * 0.9) for row in rows]
-    naive = naive_rows(causal, rows)
-    kl = torch.cat([formula(row["new"] - row["log_probs"] * 0.9) for row in naive])
-    loss = torch.cat([row["loss"] for row in naive]).mean() + 0.7 * kl.mean()
-    config = changed(use_kl_loss=True, kl_estimator=estimator)
-    gradient, metrics = trained(actor, mini_batch(rows, 4), None, config, kl_coef=0.7)
-    assert_same(gradient, naive_gradient(causal, loss))
-    assert metrics["kl_loss"] == pytest.approx(kl.mean().item(), abs=1e-5)
-
-
-def test_tokens_that_the_engine_saw_otherwise_weigh_less(causal, actor, rows):
-    parts, masked = [], []
-    for row in naive_rows(causal, rows):
-        k = (row["log_probs"] - row["rollout_log_probs"]).exp()
-        inside = (k >= 0.01) & (k <= 0.2)
-        parts.append(torch.where(inside, k, 0.0) * row["loss"])
-        masked.append(~inside)
-    assert 0 < torch.cat(masked).float().mean() < 1
-    options = {"rollout_correction": "mis", "rollout_correction_low": 0.01, "rollout_correction_high": 0.2}
-    gradient, metrics = trained(actor, mini_batch(rows, 3), None, changed(**options))
-    assert_same(gradient, naive_gradient(causal, torch.cat(parts).mean()))
-    assert metrics["rollout_masked_fraction"] == pytest.approx(torch.cat(masked).float().mean().item())
 
 
 @pytest.mark.parametrize(
