@@ -102,6 +102,7 @@ def test_a_signal_drops_the_step_under_way_and_saves_the_state_of_the_last(at, s
     [(step, state, was_closed)] = record.saved
     assert (step, state["state"]["global_step"], was_closed) == (steps_done, steps_done, False)
     assert state["source"] == {"consumed_batches": steps_done, "consumed_prompts": 2 * steps_done}
+    assert state["state"]["unreported"] is None
     assert record.closed == 1
     if steps_done == 0:
         assert torch.equal(record.random_state["torch"], before), "scores may draw random numbers"
