@@ -22,6 +22,7 @@ MOVED = {
     "openppo.experience.collate": "openppo.experience.replay_buffer",
     "openppo.experience.kl_controller": "openppo.experience.token_rewards",
     "openppo.experience.score_shaping": "openppo.experience.token_rewards",
+    "openppo.models.classifier": "openppo.models.scalar_head",
     "openppo.models.lora": "openppo.models",
     "openppo.models.masked": "openppo.models.log_probs",
     "openppo.models.policy_losses": "openppo.models.loss",
@@ -31,6 +32,7 @@ MOVED = {
     "openppo.rewards.steps": "openppo.rewards.scoring",
     "openppo.rollout.rewards": "openppo.rewards",
     "openppo.strategy.engine": "openppo.strategy",
+    "openppo.strategy.heartbeats": "openppo.strategy.fault_report",
     "openppo.tracking.timers": "openppo.tracking.phase",
     "openppo.trainer.ppo_trainer": "openppo.trainer.ppo",
 }

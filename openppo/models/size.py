@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from openppo.models.classifier import classifier_of
+from openppo.models.scalar_head import classifier_of
 
 
 class ModelSize(NamedTuple):

@@ -61,7 +61,7 @@ class PRMLoss(nn.Module):
         step_logits, step_labels = logits[chosen], labels[chosen]  # (N, V), (N,)
         if self.reward_token_ids is not None:
             step_logits = step_logits[:, self.reward_token_ids]  # (N, number of reward tokens)
-        targets = self._soft(step_labels) if labels.is_floating_point() else self._hard(step_labels)
+        targets = self._targets(step_labels)
         loss = F.cross_entropy(step_logits.float(), targets, reduction="sum") / max(len(step_labels), 1)
         if not return_acc:
             return loss
@@ -69,19 +69,17 @@ class PRMLoss(nn.Module):
         correct = (step_logits.argmax(-1) == wanted).float()
         return loss, correct.sum() / max(len(step_labels), 1)
 
-    def _soft(self, labels: Tensor) -> Tensor:
-        if self.reward_token_ids is None or len(self.reward_token_ids) != 2:
-            raise ValueError(f"float labels need exactly two reward_token_ids, got {self.reward_token_ids}")
-        return torch.stack([labels, 1 - labels], dim=-1).float()  # (N, 2)
-
-    def _hard(self, labels: Tensor) -> Tensor:
+    def _targets(self, labels: Tensor) -> Tensor:
+        """Probabilities (N, 2) of soft labels, else the places (N,) of labels among the tokens that compete."""
+        if labels.is_floating_point():
+            if self.reward_token_ids is None or len(self.reward_token_ids) != 2:
+                raise ValueError(f"float labels need exactly two reward_token_ids, got {self.reward_token_ids}")
+            return torch.stack([labels, 1 - labels], dim=-1).float()
         if self.reward_token_ids is None:
             return labels
-        tokens = torch.tensor(self.reward_token_ids, device=labels.device)
-        matches = labels[:, None] == tokens  # (N, number of reward tokens)
-        if not bool(matches.any(-1).all()):
-            strange = sorted(set(labels[~matches.any(-1)].tolist()))
+        matches = labels[:, None] == torch.tensor(self.reward_token_ids, device=labels.device)
+        if strange := sorted(set(labels[~matches.any(-1)].tolist())):
             raise ValueError(
-                f"labels {strange} at placeholder positions are not among reward_token_ids {tokens.tolist()}"
+                f"labels {strange} at placeholder positions are not among reward_token_ids {self.reward_token_ids}"
             )
         return matches.int().argmax(-1)

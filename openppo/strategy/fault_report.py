@@ -1,14 +1,16 @@
-"""The one-page report of a run that cannot continue."""
+"""Position and state of a rank, and the one-page report of a run that cannot continue."""
 
 import errno
 import faulthandler
 import os
 import re
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ from torch.distributed import DistError
 
 from openppo.config import mask_credentials
 from openppo.config.remedies import remedies, sizes
-from openppo.strategy.heartbeats import Heartbeat
 
 _TITLE = " OpenPPO: the run has failed "
 _OUT_OF_MEMORY = re.compile(
@@ -36,6 +37,43 @@ _SILENT = (
     "the stacks above, if any: a thread that holds Python's lock stops heartbeats. If its work is only slow, raise "
     "--heartbeat_timeout"
 )
+
+
+@cache
+def this_machine() -> str:
+    """Kernel and PID namespace, within which process ids are unique."""
+    with suppress(OSError):  # not Linux
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Position and state of a rank: ``idle`` seconds without progress, the ``signal`` that asks the run to exit."""
+
+    rank: int
+    phase: str
+    step: int
+    idle: float
+    memory: str = ""
+    signal: str | None = None
+    done: bool = False
+    host: str = field(default_factory=socket.gethostname)
+    machine: str = field(default_factory=this_machine)
+    pid: int = field(default_factory=os.getpid)
+
+    def has_ended(self) -> bool:
+        """Whether the rank's process was on this machine and is gone."""
+        try:
+            return self.machine == this_machine() and psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def __str__(self) -> str:
+        host = "" if self.host == socket.gethostname() else f" on {self.host}"
+        step = f"step {self.step}" if self.step else "before the first step"
+        return f"rank {self.rank}{host}: phase {self.phase}, {step}"
 
 
 @dataclass(frozen=True)
@@ -80,10 +118,7 @@ def raised(
 
 def lost(ranks: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:
     """Other ranks that are gone, for these reasons."""
-    what, where = (
-        "; ".join(f"rank {rank} is gone: {why}" for rank, why in ranks.items()),
-        [beats[rank] for rank in ranks],
-    )
+    what, where = "; ".join(f"rank {rank} is gone: {why}" for rank, why in ranks.items()), [beats[r] for r in ranks]
     memory = [("memory", f"rank {beat.rank} at its last heartbeat: {beat.memory}") for beat in where]
     return Fault(what, where, _SILENT if "heartbeat" in what else _EXIT_CODES, memory=memory)
 

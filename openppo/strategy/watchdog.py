@@ -1,25 +1,31 @@
-"""The watchdog: a thread of each rank that sends heartbeats, checks those of the others, and ends a failed run."""
+"""The watchdog: a thread of each rank that sends heartbeats, checks those of the others, and ends a failed run.
+
+Heartbeats go through the launcher's store, while the ranks compute.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from types import FunctionType
 from typing import Any, NoReturn
 
 import psutil
+from torch.distributed import TCPStore
 
 from openppo.config import RunConfig
 from openppo.strategy import fault_report, signals
-from openppo.strategy.fault_report import Fault
-from openppo.strategy.heartbeats import Heartbeat, HeartbeatStore
+from openppo.strategy.fault_report import Fault, Heartbeat, this_machine
 
 _INTERVAL = 0.5
 _LINGER = 3 * _INTERVAL
@@ -30,6 +36,91 @@ _SECONDS_TO_END = 10.0
 _SIGNALLED = 128  # exit status of a process ended by a signal, less the signal's number, as in shells
 _ECHO = 2.0
 """Seconds within which two signals count as one: launchers pass on what Slurm and Ctrl-C send to all processes."""
+
+
+class HeartbeatStore:
+    """Heartbeats of all ranks, through a client of the launcher's store that nothing else uses; idle with one rank.
+
+    A client is locked during a blocking wait, so the training thread's could not carry heartbeats.
+    """
+
+    def __init__(self, rank: int, world_size: int, limit: float) -> None:
+        self.beats: dict[int, Heartbeat] = {}  # the newest of each other rank
+        self.lost: dict[int, str] = {}  # ranks that cannot finish, and why
+        self.status: int | None = None  # for all ranks to exit with, once the reason is reported
+        self.error: str | None = None  # why the store does not answer
+        self._rank, self._limit = rank, limit
+        self._others = [other for other in range(world_size) if other != rank]
+        self._heard: dict[int, float] = {}
+        self._store: TCPStore | None = None
+        # torchrun's store outlives a restart of the ranks, so each start has keys of its own (see comm.py).
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
+        self._prefix = f"openppo/{restart}"
+        # Without torchrun's agent, rank 0 hosts the store.
+        self.is_hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def exchange(self, mine: Heartbeat) -> None:
+        """Publish a heartbeat and read those of the other ranks."""
+        if not self._others:
+            return
+        ended = self._ended()  # their heartbeats in the store are final
+        try:
+            self._store = self._store or self._connect()
+            if self._store is not None:
+                self._send_and_receive(self._store, mine)
+        except RuntimeError as error:  # of torch's store, in several classes
+            self.error = str(error).splitlines()[0]
+            time.sleep(1)  # a rank that hosts the store closes it some time before its process is gone
+            ended = self._ended()
+        for rank in (rank for rank, beat in self.beats.items() if not beat.done):
+            silent = time.monotonic() - self._heard[rank]
+            if silent > (0.8 if rank in ended else 1) * self._limit:  # its timer ends it at 0.9
+                self.lost[rank] = f"no heartbeat for {silent:.0f} s (--heartbeat_timeout)"
+            elif rank in ended:
+                self.lost[rank] = "its process has ended"
+
+    def _ended(self) -> list[int]:
+        return [rank for rank, beat in self.beats.items() if beat.has_ended()]
+
+    def claim(self, what: str) -> bool:
+        """True on the first rank that asks; without a store, on the first living rank of each machine."""
+        with suppress(RuntimeError):
+            return self._store is None or self._store.add(f"{self._prefix}/{what}", 1) == 1
+        here = [beat for beat in self.beats.values() if beat.machine == this_machine() and not beat.has_ended()]
+        return all(self._rank < beat.rank for beat in here)
+
+    def end_all(self, status: int) -> None:
+        """Make all ranks exit with this status."""
+        with suppress(RuntimeError):  # without a store nobody is left to know
+            if self._store is not None:
+                self._store.set(f"{self._prefix}/status", str(status))
+
+    def kill_lost(self) -> None:
+        """Kill lost ranks of this machine, which the launcher would wait for."""
+        for beat in (self.beats[rank] for rank in self.lost):
+            with suppress(ProcessLookupError):
+                if beat.machine == this_machine():
+                    os.kill(beat.pid, signal.SIGKILL)
+
+    def _connect(self) -> TCPStore | None:
+        """The store, once it is there: torch's client would wait for it, and warn on stderr."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if not self.is_hosted_here:
+            try:
+                socket.create_connection((host, port), timeout=1).close()
+            except OSError:
+                return None
+        return TCPStore(host, port, None, self.is_hosted_here, wait_for_workers=False, multi_tenant=True)
+
+    def _send_and_receive(self, store: TCPStore, mine: Heartbeat) -> None:
+        store.set(f"{self._prefix}/{self._rank}", json.dumps(asdict(mine)))
+        for rank in self._others:
+            if store.check([key := f"{self._prefix}/{rank}"]):
+                beat = Heartbeat(**json.loads(store.get(key)))
+                if beat != self.beats.get(rank):
+                    self.beats[rank], self._heard[rank] = beat, time.monotonic()
+        if store.check([key := f"{self._prefix}/status"]):
+            self.status = int(store.get(key))
 
 
 class Watchdog:

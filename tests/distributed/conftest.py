@@ -1,14 +1,11 @@
 """Inputs small enough to train on a laptop's CPU in a second."""
 
-import datetime
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
@@ -18,7 +15,7 @@ from tests.conftest import save_tokenizer
 LETTERS = "abcdefgh"
 
 
-def _write_rows(file: Path, rows: Sequence[dict[str, object]]) -> None:
+def write_rows(file: Path, rows: Sequence[dict[str, object]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -35,8 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the models ``actor`` and ``reward``, both with tokenizer, and JSON lines of each kind of data.
 
     ``prompts`` (input, label), ``documents`` (input), ``sft`` (input, output), ``preference`` (prompt, chosen,
-    rejected, margin): texts of unequal length. Chosen texts say "a" more often than rejected ones. ``dated`` are
-    prompts with dates as labels, in Parquet.
+    rejected, margin): texts of unequal length. Chosen texts say "a" more often than rejected ones.
     """
     folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(7)
@@ -50,16 +46,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def text(least: int, most: int, letters: str = LETTERS) -> str:
         return "".join(rng.choices(letters, k=rng.randint(least, most)))
 
-    _write_rows(folder / "prompts.jsonl", [{"input": text(1, 9), "label": i} for i in range(24)])
-    _write_rows(folder / "documents.jsonl", [{"input": text(1, 24)} for _ in range(14)])
-    _write_rows(folder / "sft.jsonl", [{"input": text(1, 9), "output": text(1, 9)} for _ in range(26)])
+    write_rows(folder / "prompts.jsonl", [{"input": text(1, 9), "label": i} for i in range(24)])
+    write_rows(folder / "documents.jsonl", [{"input": text(1, 24)} for _ in range(14)])
+    write_rows(folder / "sft.jsonl", [{"input": text(1, 9), "output": text(1, 9)} for _ in range(26)])
     pairs = [
         {"prompt": text(1, 5), "chosen": text(2, 9, "aab"), "rejected": text(2, 9, "bcd"), "margin": 0.5 * (i % 3)}
         for i in range(26)
     ]
-    _write_rows(folder / "preference.jsonl", pairs)
-    dated = [{"input": text(1, 9), "label": datetime.date(2026, 11, 1 + i)} for i in range(24)]
-    pq.write_table(pa.Table.from_pylist(dated), folder / "dated.parquet")
+    write_rows(folder / "preference.jsonl", pairs)
     return folder
 
 

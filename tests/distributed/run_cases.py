@@ -122,14 +122,20 @@ def probe(trainer: PPOTrainer) -> dict[str, list[Any]]:
     return found
 
 
-def fit(trainer: Any, own_loop: bool) -> None:
-    if own_loop:
+def take_steps(trainer: Any, case: Case, own_loop: bool, rows: Sequence[Any], step: Callable[..., Any]) -> list[Any]:
+    """Metrics of steps of so many rows each; none after all of ``fit()``, or of a loop of one's own."""
+    size = case.get("n_rows", 0)
+    metrics = [step(rows[i * size : (i + 1) * size]) for i in range(case.get("n_steps", 0))]
+    if metrics:
+        trainer.save()
+    elif own_loop:
         with trainer.components.trackers:
             for prompts in trainer.prompt_batches():
                 trainer.report(trainer.step(prompts))
             trainer.save()
     else:
         trainer.fit()
+    return metrics
 
 
 def run_ppo(trainer: PPOTrainer, case: Case, own_loop: bool) -> dict[str, Any]:
@@ -139,13 +145,8 @@ def run_ppo(trainer: PPOTrainer, case: Case, own_loop: bool) -> dict[str, Any]:
     found |= {"reference": trainer.maker.reference, "reward": getattr(parts.scorer, "model", None)}
     models = {name: model for name, model in found.items() if isinstance(model, nn.Module)}
     shares = {name: partitioned_share(model) for name, model in models.items()}
-    recorded, metrics, size = record(trainer), [], case.get("n_rows", 0)
-    for i in range(case.get("n_steps", 0)):
-        metrics.append(trainer.step(parts.prompts[i * size : (i + 1) * size]))
-    if metrics:
-        trainer.save()
-    else:
-        fit(trainer, own_loop)
+    recorded = record(trainer)
+    metrics = take_steps(trainer, case, own_loop, parts.prompts, trainer.step)
     of_ranks = parts.strategy.comm.all_gather_object([[plain(t) for t in step] for step in recorded])
     return {
         "metrics": metrics,
@@ -160,14 +161,9 @@ def run_ppo(trainer: PPOTrainer, case: Case, own_loop: bool) -> dict[str, Any]:
 
 def run_supervised(trainer: Any, case: Case, own_loop: bool) -> dict[str, Any]:
     """Optimizer steps of supervised training."""
-    parts, metrics, size = trainer.components, [], case.get("n_rows", 0)
+    parts = trainer.components
     shares = {"model": partitioned_share(parts.model.module)}
-    for i in range(case.get("n_steps", 0)):
-        metrics.append(trainer.step(parts.train_examples[i * size : (i + 1) * size]) | trainer.evaluate())
-    if metrics:
-        trainer.save()
-    else:
-        fit(trainer, own_loop)
+    metrics = take_steps(trainer, case, own_loop, parts.train_examples, lambda r: trainer.step(r) | trainer.evaluate())
     stage = parts.model.deepspeed.zero_optimization_stage()
     return {"metrics": metrics, "samples": [], "shares": shares, "zero_stage": stage}
 

@@ -1,4 +1,4 @@
-"""``run_kills.py ARGUMENTS.json OUT RANDOM SAVING STARTING``: two ranks are killed so often, and each time resumed.
+"""``run_kills.py ARGUMENTS.json OUT RANDOM SAVING``: two ranks are killed so often, and each time resumed.
 
 The ranks are forked from this process, which has imported everything, so that a session begins within a second.
 Writes ``OUT/kills.json``: for each kill whom it hit, when, and what it hit in.
@@ -82,21 +82,16 @@ def end(pids: list[int], killed: list[int]) -> list[int]:
 
 
 def main() -> None:
-    """Kill at random moments of training, of a save half written, and of a start, which loads the last save."""
-    n_random, n_saving, n_starting = map(int, sys.argv[3:])
+    """Kill at random moments of training, and of a save half written."""
     arguments, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    checkpoints, rng, kills, seconds_to_start = out / "model" / "checkpoints_ppo", random.Random(1), [], 0.0
-    kinds = ["while starting"] * n_starting + ["random"] * (n_random - 1) + ["while saving"] * n_saving
+    checkpoints, rng, kills = out / "model" / "checkpoints_ppo", random.Random(1), []
+    kinds = ["random"] * int(sys.argv[3]) + ["while saving"] * int(sys.argv[4])
     rng.shuffle(kinds)
-    for kind in ["random", *kinds]:  # the first tells how long a start takes
+    for kind in kinds:
         pids, started = start(arguments)
-        begin, heard = time.monotonic(), b""
-        if kind == "while starting":
-            time.sleep(rng.uniform(0.1, 0.9) * seconds_to_start)
-        else:
-            while len(heard) < 2 and (more := os.read(started, 2 - len(heard))):  # until all train, or are gone
-                heard += more
-            seconds_to_start = time.monotonic() - begin
+        heard = b""
+        while len(heard) < 2 and (more := os.read(started, 2 - len(heard))):  # until all train, or are gone
+            heard += more
         if kind == "random":  # counted in steps: a fast machine has as many kills in its run as a slow one
             wait_for(checkpoints, "step_*", rng.choice([0, 1, 2]), pids)
             time.sleep(rng.uniform(0, 0.1))
@@ -106,7 +101,7 @@ def main() -> None:
             if list(checkpoints.glob(".step_*.partial")):
                 break
         half = [path.name for path in checkpoints.glob(".step_*.partial")]
-        statuses = end(pids, pids if kind == "while starting" else rng.choice([pids, pids[:1], pids[1:]]))
+        statuses = end(pids, rng.choice([pids, pids[:1], pids[1:]]))
         os.close(started)
         found = sorted(path.name for path in checkpoints.glob("step_*"))
         kills.append({"kind": kind, "statuses": statuses, "half": half, "found": found})

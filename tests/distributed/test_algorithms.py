@@ -3,7 +3,7 @@
 A hang shows as a collective that times out, or as a launch that does not end.
 """
 
-import math
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,10 @@ def reward_fn(prompts, responses, labels):
 Run = dict[str, Any]
 
 
-def write_small_critic(tiny: Path, folder: Path) -> None:
-    """A causal model with the actor's tokens, half as wide and of one layer."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "actor")
-    config = AutoConfig.from_pretrained(tiny / "actor")
-    config.hidden_size, config.num_hidden_layers, config.head_dim = 16, 1, 4
-    config.layer_types = None
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def write_bigram_model(tiny: Path, folder: Path) -> None:
-    """A model that ends at once after "a" and says "b" without end after "b"."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny / "actor")
+def write_models(tiny: Path, folder: Path) -> None:
+    """Language models with the actor's tokens: a ``small`` one, half as wide and of one layer, an ``other`` one, and a
+    ``bigram`` one that ends at once after "a" and says "b" without end after "b"."""
+    tokenizer, config = (auto.from_pretrained(tiny / "actor") for auto in (AutoTokenizer, AutoConfig))
     model = AutoModelForCausalLM.from_pretrained(tiny / "actor")
     a, b, eos = tokenizer.convert_tokens_to_ids(["a", "b", tokenizer.eos_token])
     with torch.no_grad():
@@ -48,8 +38,13 @@ def write_bigram_model(tiny: Path, folder: Path) -> None:
         model.model.embed_tokens.weight.copy_(torch.eye(len(tokenizer), model.config.hidden_size))
         model.lm_head.weight.zero_()
         model.lm_head.weight[eos, a] = model.lm_head.weight[b, b] = 3.0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    torch.manual_seed(11)
+    other, small = AutoModelForCausalLM.from_config(config), copy.deepcopy(config)
+    small.hidden_size, small.num_hidden_layers, small.head_dim, small.layer_types = 16, 1, 4, None
+    models = {"bigram": model, "other": other, "small": AutoModelForCausalLM.from_config(small)}
+    for name, made in models.items():
+        made.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
 
 
 LONG = 40
@@ -59,9 +54,6 @@ UNEQUAL = f"""--reward_pretrain {{tiny}}/reward --pretrain {{folder}}/bigram --p
 PLAIN = """--reward_pretrain {tiny}/reward --pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl
     --pretrain_data {tiny}/documents.jsonl --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --generate_max_len 8
     --lr_warmup_ratio 0"""
-# micro-batches of one: ZeRO-3 cuts others than the rest does, and the order of sums shows in bf16
-BF16 = f"{PLAIN} --bf16 --max_samples 12 --rollout_batch_size 12 --train_batch_size 6 --micro_train_batch_size 1"
-STAGES = ("1", "2 --adam_offload", "3", "3 --adam_offload")
 COMMON = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --label_key label --generate_max_len 8
     --lr_scheduler constant --lr_warmup_ratio 0 --actor_learning_rate 1e-2 --critic_learning_rate 1e-2
     --rollout_batch_size 6 --train_batch_size 6 --micro_train_batch_size 2"""
@@ -77,7 +69,6 @@ CASES: dict[str, Any] = {
     "unequal": UNEQUAL,
     "unequal in lockstep": {"arguments": UNEQUAL, "lockstep": True},
     "odd": f"{PLAIN} --max_samples 5 --rollout_batch_size 4 --train_batch_size 4 --num_episodes 2 --zero_stage 3",
-    **{f"bf16 {stage}": f"{BF16} --zero_stage {stage}" for stage in STAGES},
     "lora": f"""{COMMON} --reward_pretrain {{tiny}}/reward --lora_rank 4 --critic_lora_rank 2 --zero_stage 3
         --gradient_checkpointing --max_samples 12""",
     "frozen": f"{FROZEN} --freezing_actor_steps 2 --num_episodes 1",
@@ -86,8 +77,7 @@ CASES: dict[str, Any] = {
     "one batch": f"{GROUPS} --dynamic_sampling_max_batches 1",
     "several": f"""{COMMON} --reward_pretrain {{tiny}}/reward --reward_fn {{folder}}/reward.py
         --verifiable_reward length --verify_length 5 --reward_weights reward_model=0.5 even=2 --max_samples 6
-        --zero_stage 3 --eval_data {{tiny}}/prompts.jsonl --eval_before_training --eval_n_samples_per_prompt 4
-        --eval_temperature 1 --num_episodes 2 --pass_reward 2""",
+        --zero_stage 3 --num_episodes 2""",
 }
 
 
@@ -95,11 +85,7 @@ CASES: dict[str, Any] = {
 def runs(tiny: Path, tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("algorithms")
     (folder / "reward.py").write_text(REWARD)
-    write_small_critic(tiny, folder / "small")
-    write_bigram_model(tiny, folder / "bigram")
-    torch.manual_seed(11)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny / "actor")).save_pretrained(folder / "other")
-    AutoTokenizer.from_pretrained(tiny / "actor").save_pretrained(folder / "other")
+    write_models(tiny, folder)
     (folder / "unequal.jsonl").write_text('{"input": "cda"}\n{"input": "cdb"}\n')
     run_cases(2, folder, CASES)
     return {name: outcome(folder / name) for name in CASES}
@@ -142,25 +128,6 @@ def test_an_odd_number_of_prompts_trains_all_of_them_and_plain_models_are_saved(
     tokenizer = AutoTokenizer.from_pretrained(run["folder"] / "model")
     ids = model.generate(**tokenizer("abc", return_tensors="pt"), max_new_tokens=4, do_sample=False)
     assert ids.shape[1] > 3
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_bf16_trains(runs: dict[str, Run], tiny: Path, stage: str) -> None:
-    run, other = runs[f"bf16 {stage}"], runs["bf16 1"]
-    assert run["zero_stage"] == max(int(stage[0]), 1)
-    (metrics,) = run["logged"]
-    assert all(math.isfinite(value) for value in metrics.values())
-    assert metrics["kl"] == metrics["kl_k3"] == 0  # the reference computes exactly as the actor does
-    assert run["buffer_types"] == ["torch.float32"]  # rotary frequencies in bfloat16 would blur positions
-    assert run["samples"] == other["samples"]
-    for model, start in (("model", "actor"), ("model_critic", "reward")):
-        config = AutoModelForCausalLM if start == "actor" else AutoModelForSequenceClassification
-        assert config.from_pretrained(run["folder"] / model, dtype="auto").dtype == torch.bfloat16
-        trained, same, before = (
-            vector(path) for path in (run["folder"] / model, other["folder"] / model, tiny / start)
-        )
-        assert (trained - before).norm() > 1e-3 * before.norm()
-        assert (trained - same).norm() < 0.01 * (trained - before).norm()
 
 
 def test_the_reference_of_lora_is_no_model_of_its_own_and_starts_equal(runs: dict[str, Run]) -> None:
@@ -220,16 +187,9 @@ def test_dynamic_sampling_trains_on_groups_with_different_rewards_only(runs: dic
         assert line["sampled_reward"] != line["reward"]
 
 
-def test_several_rewards_are_weighted_and_held_out_prompts_evaluated(runs: dict[str, Run]) -> None:
-    for line in runs["several"]["logged"][1:]:
+def test_several_rewards_are_weighted(runs: dict[str, Run]) -> None:
+    for line in runs["several"]["logged"]:
         names = {name for name in line if name.startswith("reward/")}
         assert names == {"reward/even", "reward/long", "reward/length", "reward/reward_model"}
         total = 2 * line["reward/even"] + line["reward/long"] + line["reward/length"] + line["reward/reward_model"] / 2
         assert line["reward"] == pytest.approx(total, abs=1e-5)
-
-    logged = runs["several"]["logged"]
-    assert [line["step"] for line in logged] == [0, 1, 2]
-    for line in logged:
-        assert 0 <= line["eval_pass@1"] <= line["eval_pass@2"] <= line["eval_pass@4"] <= 1
-        assert {"eval_reward", "eval_reward/even", "eval_response_length"} <= set(line)
-    assert logged[0]["eval_reward"] != logged[2]["eval_reward"]

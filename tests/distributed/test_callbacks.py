@@ -13,8 +13,7 @@ from openppo.strategy import DeepspeedStrategy
 from openppo.trainer import build_ppo_trainer
 from openppo.trainer.callbacks import Callback, EarlyStopping
 
-class Recorder(Callback):
-    # Notes every call and its numbers; rank 1 alone ends the run ``one_rank``.
+class Recorder(Callback):  # notes every call and its numbers; rank 1 alone ends the run ``one_rank``
     def __init__(self):
         self.calls = []
 
@@ -23,8 +22,7 @@ class Recorder(Callback):
 
     def on_step_end(self, trainer, metrics):
         self.calls.append(["on_step_end", trainer.global_step, metrics["reward"]])
-        if name == "one_rank" and trainer.global_step == 1 and trainer.comm.rank == 1:
-            trainer.should_stop = True
+        trainer.should_stop |= name == "one_rank" and trainer.global_step == 1 and trainer.comm.rank == 1
 
     def on_evaluate(self, trainer, metrics):
         self.calls.append(["on_evaluate", trainer.global_step, metrics["eval_reward"]])

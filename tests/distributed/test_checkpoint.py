@@ -1,12 +1,9 @@
 """Checkpoints of real runs: killed at any moment, damaged, on a full disk, for other ranks, with other options."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import torch
 from safetensors.torch import load
 
 from tests.distributed.runs import left_by, logged
-from tests.fork_server import ENVIRONMENT
+from tests.distributed.watched import watch
 
 Launch = Callable[..., str]
 STEP = 3
@@ -104,11 +101,10 @@ def test_random_rewards_are_the_same_after_a_stop_in_an_evaluation(folder: Path)
     assert left_by(folder / "parts/random/model") == left_by(folder / "whole/random/model")
 
 
-@pytest.mark.parametrize(("numbers", "episodes"), [((2, 2, 1), 6), pytest.param((9, 7, 4), 12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("numbers", "episodes"), [((3, 2), 6), pytest.param((12, 8), 12, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_change_nothing(
-    numbers: tuple[int, int, int], episodes: int, tiny: Path, tmp_path: Path, run_cases: Launch, launch: Launch
+    numbers: tuple[int, int], episodes: int, tiny: Path, tmp_path: Path, run_cases: Launch, launch: Launch
 ) -> None:
-    _, n_saving, n_starting = numbers
     flags = f"""{PPO} --num_episodes {episodes} --rollout_batch_size 4 --generate_max_len 4 --zero_stage 2
         --save_steps 1 --max_ckpt_num 2"""
     save_path = tmp_path / "killed" / "model"
@@ -121,9 +117,7 @@ def test_kills_at_random_moments_change_nothing(
     assert killed["last"] == [0, 0]
     hits = [kill for kill in killed["kills"] if -9 in kill["statuses"]]
     assert len(hits) == sum(numbers), "the run ended before all kills were made"
-    half = sum(bool(kill["half"]) and kill["kind"] != "while starting" for kill in hits)
-    assert half >= n_saving - 2, "too few hit a save"
-    assert sum(kill["kind"] == "while starting" for kill in hits) == n_starting
+    assert sum(bool(kill["half"]) for kill in hits) >= numbers[1] - 2, "too few hit a save"
     places = {kill["found"][-1] for kill in hits if kill["found"]}
     assert len(places) >= len(hits) // 4, "they were not spread over the run"
     run_cases(2, tmp_path, {"whole": flags}, "whole")
@@ -193,31 +187,22 @@ def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_trained(
 HANGS = """import pathlib, sys, time
 calls = pathlib.Path(__file__).with_name("calls")
 def reward_fn(prompts, responses):
-    calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+    with calls.open("a") as file:
+        file.write(".")
     print("scoring")  # into a buffer, as stdout is no terminal
-    time.sleep(1000 if calls.read_text() == ".." else 0)
+    if calls.read_text() == "..":
+        print("hangs", file=sys.stderr)
+        time.sleep(1000)
     return [float(len(response)) for response in responses]
 """
 
 
 def test_one_rank_whose_reward_function_hangs_saves_upon_a_signal_and_ends(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
-    words = command(tiny, f"{COMMON} --reward_fn hangs.py --save_path model")
-    with (tmp_path / "output").open("w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, *words], stdout=output, stderr=output, cwd=tmp_path, env=os.environ | ENVIRONMENT
-        )
-        try:
-            limit = time.monotonic() + 120
-            while not (tmp_path / "calls").exists() or (tmp_path / "calls").read_text() != "..":
-                assert process.poll() is None and time.monotonic() < limit, (tmp_path / "output").read_text()
-                time.sleep(0.1)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=30) == 0
-        finally:
-            process.kill()
-    said = (tmp_path / "output").read_text()
-    assert "stopped by SIGTERM after 1 of 3 steps. The same command with --load_checkpoint continues from" in said
-    assert said.count("scoring\n") == 2, "what was printed last got lost"
+    words = [sys.executable, *command(tiny, f"{COMMON} --reward_fn hangs.py --save_path model")]
+    ended = watch(words, tmp_path, lambda line, process: process.terminate() if line == "hangs\n" else None)
+    assert ended.status == 0
+    assert "stopped by SIGTERM after 1 of 3 steps. The same command with --load_checkpoint continues" in ended.output
+    assert ended.output.count("scoring\n") == 2, "what was printed last got lost"
     assert (tmp_path / "model" / "checkpoints_ppo" / "latest" / "manifest.json").is_file()
     assert [line["step"] for line in logged(tmp_path / "model")] == [1]

@@ -43,12 +43,10 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "3 bf16": {"zero_stage": 3, "bf16": True, "gradient_checkpointing": True},
 }
 AVERAGED: dict[str, dict[str, Any]] = {
-    "0": {"zero_stage": 0},
-    "2": {"zero_stage": 2},
+    **{str(stage): {"zero_stage": stage} for stage in (0, 2)},
     "3 zpg": {"zero_stage": 3, "zpg": 2},
     "3 bf16": {"zero_stage": 3, "bf16": True},
-    "0 lora": {"zero_stage": 0},
-    "3 lora": {"zero_stage": 3},
+    **{f"{stage} lora": {"zero_stage": stage} for stage in (0, 3)},
 }
 
 
@@ -84,13 +82,6 @@ def outputs(model: Any) -> Tensor:
     return model(data["sequences"], data["mask"])
 
 
-def in_optimizer(engine: TrainableModel) -> int:
-    """Elements of Adam's first moment on this rank."""
-    optimizer: Any = engine.deepspeed.optimizer
-    states = getattr(optimizer, "optimizer", optimizer).state.values()
-    return sum(state["exp_avg"].numel() for state in states)
-
-
 def full_weights(engine: TrainableModel) -> dict[str, Tensor]:
     """Copies of the trained parameters."""
     trained: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
@@ -119,8 +110,7 @@ def adapt(models: Path, out: Path, config: DeepSpeedConfig, load_in_4bit: bool =
     for role, engine in engines.items():
         engine.train(False)
         result[role] = outputs(engine)
-        result[f"trained {role}"] = {name: weight.numel() for name, weight in full_weights(engine).items()}
-        result[f"in optimizer {role}"] = strategy.comm.all_gather_object(in_optimizer(engine))
+        result[f"trained {role}"] = list(full_weights(engine))
         strategy.save_pretrained(engine.module.model, out / role)
     return result
 
@@ -153,25 +143,18 @@ def average(models: Path, out: Path, config: DeepSpeedConfig, lora: bool) -> dic
     result["restored"] = full_weights(engine)
     result["same outputs again"] = torch.equal(outputs(engine), before)
     result["elements"] = strategy.comm.all_gather_object(sum(f.values.numel() for f in ema.fragments().values()))
-    train(engine, strategy, N_STEPS, "actor")
-    result["next step"] = full_weights(engine)
     return result
 
 
 def main() -> None:
     """All cases."""
-    models, out = map(Path, sys.argv[1:3])
-    results = {}
-    if "4bit" in sys.argv:
-        config = DeepSpeedConfig(zero_stage=2, max_norm=MAX_NORM)
-        results["4bit"] = adapt(models, out / "4bit", config, load_in_4bit=True)
-    else:
-        for name, options in ADAPTED.items():
-            place = f"adapted {name}"
-            results[place] = adapt(models, out / place, DeepSpeedConfig(max_norm=MAX_NORM, **options))
-        for name, options in AVERAGED.items():
-            place = f"averaged {name}"
-            results[place] = average(models, out / place, DeepSpeedConfig(**options), "lora" in name)
+    (models, out), in_4bit, results = map(Path, sys.argv[1:3]), "4bit" in sys.argv, {}
+    for name, options in {"4bit": {"zero_stage": 2}}.items() if in_4bit else ADAPTED.items():
+        config = DeepSpeedConfig(max_norm=MAX_NORM, **options)
+        results[f"adapted {name}"] = adapt(models, out / f"adapted {name}", config, in_4bit)
+    for name, options in {}.items() if in_4bit else AVERAGED.items():
+        place = out / f"averaged {name}"
+        results[f"averaged {name}"] = average(models, place, DeepSpeedConfig(**options), "lora" in name)
     if torch.distributed.get_rank() == 0:
         torch.save(results, out / "results.pt")
     leave()
@@ -262,11 +245,7 @@ def test_training_equals_a_naive_loop_and_peft_alone_reads_what_is_saved(found: 
     assert (saved - start).abs().max() > 0.1, "training did something"
     tensors = load_file(folder / role / "adapter_model.safetensors")
     assert len(tensors) == 2 * 14 + (role == "critic"), "whole adapters and the head, nothing else"
-    assert all(LORA.lora_rank in tensor.shape for name, tensor in tensors.items() if "lora_" in name)
-    trained = result[f"trained {role}"]
-    assert all("lora_" in name or "score.modules_to_save" in name for name in trained)
-    each = 2 if case == "0" else 1.01  # padded so that it divides
-    assert sum(trained.values()) <= sum(result[f"in optimizer {role}"]) <= each * sum(trained.values())
+    assert all("lora_" in name or "score.modules_to_save" in name for name in result[f"trained {role}"])
 
 
 @ROLES
@@ -294,7 +273,7 @@ def test_training_on_4_bits_equals_a_naive_loop_with_plain_bitsandbytes(
     LlamaForCausalLM(config).save_pretrained(tmp_path / "actor")
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "reward")
     launch(2, __file__, tmp_path, tmp_path, "4bit")
-    result, folder = torch.load(tmp_path / "results.pt")["4bit"], tmp_path / "4bit"
+    result, folder = torch.load(tmp_path / "results.pt")["adapted 4bit"], tmp_path / "adapted 4bit"
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     heads = ["lm_head", "score"]
     four_bits = BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=heads)
@@ -306,7 +285,7 @@ def test_training_on_4_bits_equals_a_naive_loop_with_plain_bitsandbytes(
 
 
 @pytest.mark.parametrize("case", AVERAGED)
-def test_the_average_equals_a_naive_loop_in_float64(found: Found, case: str) -> None:
+def test_the_average_equals_a_naive_loop_in_float64_is_saved_and_leaves_the_weights(found: Found, case: str) -> None:
     result = found[1][f"averaged {case}"]
     first, *later = result["weights"]
     assert all(("lora_" in name) == ("lora" in case) for name in first)
@@ -322,18 +301,12 @@ def test_the_average_equals_a_naive_loop_in_float64(found: Found, case: str) -> 
     n_trained = sum(weight.numel() for weight in first.values())
     assert n_trained <= sum(result["elements"]) <= 1.01 * n_trained
     assert max(result["elements"]) < 0.75 * n_trained, "each rank keeps a share"
-
-
-@pytest.mark.parametrize("case", [case for case in AVERAGED if "bf16" not in case])
-def test_the_average_is_saved_and_training_resumes_as_if_nothing_had_been(found: Found, case: str) -> None:
-    folder, result = found[0] / f"averaged {case}" / "actor", found[1][f"averaged {case}"]
-    model = load(folder, "actor") if "lora" in case else AutoModelForCausalLM.from_pretrained(folder)
-    assert close(plain_outputs(model, "actor"), result["outputs"], 1e-5)
-    assert all(torch.equal(result["restored"][name], weight) for name, weight in result["weights"][-1].items())
+    if "bf16" not in case:
+        folder = found[0] / f"averaged {case}" / "actor"
+        model = load(folder, "actor") if "lora" in case else AutoModelForCausalLM.from_pretrained(folder)
+        assert close(plain_outputs(model, "actor"), result["outputs"], 1e-5), "the average is saved"
+    assert all(torch.equal(result["restored"][name], weight) for name, weight in later[-1].items())
     assert result["same outputs again"]
-    other = found[1]["averaged 0 lora" if "lora" in case else "averaged 0"]
-    for name, weight in result["next step"].items():
-        assert torch.allclose(weight, other["next step"][name], rtol=0, atol=1e-4), name
 
 
 if __name__ == "__main__":

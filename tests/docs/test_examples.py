@@ -73,7 +73,7 @@ def test_gsm8k_with_real_questions_and_the_qwen_template(run: Run, tmp_path: Pat
         pytest.param("train_ppo.sh", SMALL, {"PROMPT_DATA": "prompts.jsonl", "GPUS": "2"}, marks=pytest.mark.slow),
         pytest.param("elastic.sh", SMALL, {"DATA": "prompts.jsonl", "GPUS": "2"}, marks=pytest.mark.slow),
     ],
-)  # README's command is that of train_ppo.sh; tests/distributed/test_restarts.py runs elastic.sh
+)  # README's command is that of train_ppo.sh; tests/distributed/test_signals.py runs elastic.sh
 def test_a_script_leaves_a_model(run: Run, workshop: Path, name: str, flags: str, env: dict[str, str]) -> None:
     out = script(run, name, workshop, flags=flags, PRETRAIN="policy", REWARD_PRETRAIN="reward", **env)
     assert (out / "model.safetensors").is_file()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.conftest import save_tokenizer
 
@@ -53,12 +53,6 @@ def train(run: Callable[..., str], tmp_path: Path) -> Callable[..., list[dict[st
         return [json.loads(line) for line in (tmp_path / "out" / "logs" / "metrics.jsonl").read_text().splitlines()]
 
     return logged
-
-
-def write_data(folder: Path, rows: list[dict[str, object]], n_heldout: int) -> None:
-    """``train`` and ``heldout``, the last rows."""
-    write_rows(folder / "train.jsonl", rows[:-n_heldout])
-    write_rows(folder / "heldout.jsonl", rows[-n_heldout:])
 
 
 @pytest.fixture
@@ -117,23 +111,14 @@ def test_sft_learns_to_copy_the_last_letter(random_llama: Callable[[str], None],
     random_llama(LETTERS)
     rng = random.Random(0)
     words = [word(rng, 1, 6, "abcdefg") for _ in range(320)]
-    write_data(tmp_path, [{"input": letters + "h", "output": letters[-1] * 3} for letters in words], 64)
+    rows = [{"input": letters + "h", "output": letters[-1] * 3} for letters in words]
+    write_rows(tmp_path / "train.jsonl", rows[:256])
+    write_rows(tmp_path / "heldout.jsonl", rows[256:])
     lines = train("train_sft", f"{DATA} --max_epochs 10 --learning_rate 1e-2")
     evaluated = [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert lines[0]["loss"] > 2.0  # a random model: log(11) = 2.4
     assert len(evaluated) == 10
     assert evaluated[-1] < 0.1  # without a look at the prompt: log(7) / 4 = 0.49 at best
-
-
-def test_rm_learns_a_preference(random_llama: Callable[[str], None], train: Train, tmp_path: Path) -> None:
-    random_llama(LETTERS)
-    rng = random.Random(0)
-    kinds = {"prompt": (1, 4, LETTERS), "chosen": (4, 8, "aabcd"), "rejected": (4, 8, "efghb")}
-    write_data(tmp_path, [{name: word(rng, *kind) for name, kind in kinds.items()} for _ in range(320)], 64)
-    lines = train("train_rm", f"{DATA} --prompt_key prompt --max_epochs 6 --learning_rate 3e-3")
-    assert lines[0]["loss"] > 0.5
-    assert lines[-1]["eval_accuracy"] > 0.9
-    assert lines[-1]["eval_chosen_reward"] > lines[-1]["eval_rejected_reward"] + 1
 
 
 def solution(rng: random.Random) -> dict[str, object]:
@@ -152,7 +137,8 @@ def test_prm_learns_to_tell_right_sums_from_wrong_ones(
 ) -> None:
     random_llama("#GB+=;012345678")
     rng = random.Random(0)
-    write_data(tmp_path, [solution(rng) for _ in range(2176)], 128)
+    for name, n in (("train", 2048), ("heldout", 128)):
+        write_rows(tmp_path / f"{name}.jsonl", [solution(rng) for _ in range(n)])
     lines = train(
         "train_prm",
         """--dataset train.jsonl --eval_dataset heldout.jsonl --input_key input --label_key label --placeholder_token #
@@ -161,13 +147,3 @@ def test_prm_learns_to_tell_right_sums_from_wrong_ones(
     evaluated = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line]
     assert lines[0]["loss"] > 0.6  # a random model: log(2) = 0.69
     assert evaluated[-1] > 0.9  # always "wrong" or always "right": about 0.5
-
-    judge = LlamaForCausalLM.from_pretrained(tmp_path / "out")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
-    good, bad = tokenizer.convert_tokens_to_ids(["G", "B"])
-    sums = [(a, b) for a in range(5) for b in range(5)]
-    texts = [f"{a}+{b}={a + b}#{b}+{a}={(a + b + 1) % 9}#" for a, b in sums]  # the first right, the second wrong
-    with torch.no_grad():
-        logits = judge(**tokenizer(texts, return_tensors="pt")).logits[:, [5, 11]]  # (25, 2, V)
-    right = (logits[..., good] > logits[..., bad]) == torch.tensor([True, False])
-    assert right.float().mean(0).min() > 0.8  # the saved model says it too

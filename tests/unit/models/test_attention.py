@@ -99,16 +99,6 @@ def test_models_in_bfloat16_are_about_as_exact_with_it(saved, calls):
         assert (mine - truth).norm() <= 1.2 * (other - truth).norm()
 
 
-def test_in_bfloat16_decode_steps_and_padded_prompts_go_to_torch(saved, calls):
-    model, mask = load(saved, bf16=True), torch.ones(3, 20, dtype=torch.int64)
-    cache = model(input_ids=IDS, use_cache=True).past_key_values
-    assert calls == []
-    model(input_ids=IDS[:, :1], past_key_values=cache)
-    mask[0, :5] = 0
-    model(input_ids=IDS, attention_mask=mask)
-    assert dtypes(calls) == [torch.bfloat16] * 2 + [torch.float32] * 2
-
-
 @pytest.mark.parametrize("asked", [{"is_causal": False}, {"dropout": 0.5}, {"position_bias": torch.zeros(1, 4, 1, 20)}])
 @BF16
 def test_what_more_is_asked_for_goes_to_torch(saved, calls, asked, bf16):

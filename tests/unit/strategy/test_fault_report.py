@@ -7,7 +7,7 @@ import torch
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.strategy import fault_report
-from openppo.strategy.heartbeats import Heartbeat
+from openppo.strategy.fault_report import Heartbeat
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
 NCCL = "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"

@@ -1,8 +1,11 @@
-"""One trained model on one rank, and the configuration that DeepSpeed gets."""
+"""One trained model on one rank: its steps, schedule, averages, and the configuration that DeepSpeed gets."""
 
 import gc
+import logging
 import math
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
 import torch
@@ -11,7 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy import DeepspeedStrategy
+from openppo.strategy import deepspeed as module
+from openppo.strategy.checkpoint.model_state import _set_schedule
+from openppo.strategy.deepspeed import learning_rate_schedule
 from openppo.strategy.ds_config import eval_config, merge, train_config
+from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import MOMENTS
 
 
@@ -93,3 +100,79 @@ def test_flags_and_overrides_reach_deepspeed_which_scales_nothing() -> None:
         assert (options["gradient_accumulation_steps"], options["gradient_clipping"]) == (1, 0.5)
         assert not {"offload_optimizer", "overlap_comm"} & options["zero_optimization"].keys()
     assert eval_config(bf16=False)["zero_optimization"] == {"stage": 3}
+
+
+PEAK, TOTAL, WARM_UP = 0.5, 20, 4
+FALLS: dict[str, Callable[[float], float]] = {  # of the share of steps after the warm-up
+    "cosine_with_min_lr": lambda x: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * x)),
+    "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
+    "linear": lambda x: 1 - x,
+    "constant_with_warmup": lambda x: 1.0,
+}
+
+
+def rates(name: Any, ratio: float, total: int = TOTAL, position: int = 0) -> list[float]:
+    """The rates of all steps, from ``position`` on in a run that resumes there."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    made: Any = learning_rate_schedule(optimizer, AdamConfig(lr_scheduler=name, lr_warmup_ratio=ratio), total)
+    if position:
+        _set_schedule(cast(Any, SimpleNamespace(scheduler=made)), position)
+    found = []
+    for _ in range(position, total):
+        assert made.get_last_lr()[0] == optimizer.param_groups[0]["lr"]
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        made.step()
+    return found
+
+
+@pytest.mark.parametrize("name", list(FALLS))
+def test_rates_rise_in_equal_steps_above_zero_and_then_fall(name: str) -> None:
+    up = [PEAK * (step + 1) / WARM_UP for step in range(WARM_UP)]
+    down = [PEAK * FALLS[name]((step - WARM_UP) / (TOTAL - WARM_UP)) for step in range(WARM_UP, TOTAL)]
+    assert rates(name, 0.2) == pytest.approx(up + down)
+
+
+def test_the_first_step_changes_weights_whatever_the_options() -> None:
+    assert set(get_args(get_type_hints(AdamConfig)["lr_scheduler"])) == {*FALLS, "constant"}
+    assert rates("constant", 0.5) == [PEAK] * TOTAL
+    for name in FALLS:
+        assert all(rates(name, *case)[0] > 0 for case in ((0.0, 5), (0.03, 34), (0.5, 2), (1.0, 3)))
+
+
+@pytest.mark.parametrize("position", range(0, TOTAL, 3))
+def test_a_resumed_schedule_continues_where_it_was(position: int) -> None:
+    assert rates("cosine_with_min_lr", 0.2, position=position) == rates("cosine_with_min_lr", 0.2)[position:]
+
+
+def test_only_trained_parameters_are_averaged_and_come_back_after_an_error() -> None:
+    module: Any = nn.Sequential(nn.Linear(1, 1), nn.Linear(3, 1).requires_grad_(False))
+    engine = DeepspeedStrategy(DeepSpeedConfig(zero_stage=0)).prepare(module, AdamConfig(), 1e-3, total_steps=1)
+    ema, weight = ParameterAverage(engine, beta=0.75), module[0].weight
+    assert ema.fragments().keys() == {"0.weight", "0.bias"}
+    nn.init.constant_(weight, 8.0)
+    ema.fragments()["0.weight"].values.fill_(4.0)
+    ema.update()
+    with pytest.raises(OSError), ema.swapped_in():
+        assert weight.item() == 0.75 * 4 + 0.25 * 8
+        raise OSError("disk full")
+    assert weight.item() == 8.0
+
+
+@pytest.mark.parametrize("compiler", ["c++", None])
+def test_offloading_says_whether_it_compiles_before_it_does(
+    compiler: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_adam(*parameters: Any, **options: Any) -> None:
+        assert "--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds" in caplog.text
+
+    monkeypatch.setattr("shutil.which", lambda name: compiler)
+    monkeypatch.setattr(module, "DeepSpeedCPUAdam", compile_adam)
+    strategy = DeepspeedStrategy(DeepSpeedConfig(adam_offload=True))
+    with caplog.at_level(logging.INFO, "openppo"):
+        made = strategy._adam(list(nn.Linear(1, 1).parameters()), AdamConfig(), 1e-3)
+    assert type(made) is (torch.optim.AdamW if compiler is None else type(None))
+    if compiler is None:
+        assert "no C++ compiler" in caplog.text
+        with pytest.raises(ValueError, match="--compile cannot .*: .*no C.. compiler.*leave --compile out"):
+            module._compile_layers(nn.Linear(1, 1), torch.device("cpu"))

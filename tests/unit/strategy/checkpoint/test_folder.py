@@ -27,13 +27,9 @@ def write(text: str, name: str = "a.txt") -> Callable[[Path], None]:
 TEXT = write("text")
 
 
-def folder_of(path: Path, keep: int = 3) -> CheckpointFolder:
-    return CheckpointFolder(path, SingleProcess(), keep)
-
-
-def filled(path: Path, steps: int, keep: int = 3, write: Callable[[Path], None] = TEXT) -> CheckpointFolder:
+def folder_of(path: Path, steps: int = 0, keep: int = 3, write: Callable[[Path], None] = TEXT) -> Any:
     """A folder with checkpoints of the first ``steps`` steps."""
-    folder = folder_of(path, keep)
+    folder = CheckpointFolder(path, SingleProcess(), keep)
     for step in range(1, steps + 1):
         folder.save(step, write)
     return folder
@@ -44,22 +40,19 @@ def names(path: Path) -> list[str]:
     return sorted({entry.name for entry in path.iterdir()} - {".lock"})
 
 
-def test_only_the_newest_are_kept_and_found(tmp_path: Path) -> None:
+def test_only_the_newest_and_the_best_are_kept_and_found(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, keep=2)
+    for step in (7, 3):
+        folder.save_best(step, write(str(step)))
+    assert folder.newest() is None, "the best is a model, no checkpoint"
     for step in (9, 10, 99_999_999, 100_000_000, 100_000_000):  # one of the same step is replaced
         folder.save(step, write(str(step)))
-    assert names(tmp_path) == ["latest", "step_100000000", "step_99999999"]
+    assert names(tmp_path) == ["best", "best_step_00000003", "latest", "step_100000000", "step_99999999"]
     assert folder_of(tmp_path).newest() == tmp_path / "step_100000000"
-    assert (tmp_path / "latest" / "a.txt").read_text() == "100000000"
-
-
-def test_a_folder_in_place_of_the_link_stops_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As ``cp -rL`` leaves it; likewise file systems without links."""
-    filled(tmp_path / "c", 1)
-    shutil.copytree(tmp_path / "c", tmp_path / "copy", symlinks=False)
-    filled(tmp_path / "copy", 2)
-    assert "latest cannot link to step_00000002" in caplog.text
-    assert folder_of(tmp_path / "copy").newest() == tmp_path / "copy" / STEP(2)
+    assert [(tmp_path / link / "a.txt").read_text() for link in ("latest", "best")] == ["100000000", "3"]
+    shutil.copytree(tmp_path, tmp_path / "copy", symlinks=False)  # a folder in place of the link stops no save
+    folder_of(tmp_path / "copy").save(100_000_001, write("text"))
+    assert folder_of(tmp_path / "copy").newest() == tmp_path / "copy" / "step_100000001"
 
 
 def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path: Path) -> None:
@@ -92,23 +85,23 @@ def manifest(text: str) -> Callable[[Path], object]:
     return lambda path: (path / "manifest.json").write_text(text)
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "a file that is cut": write("conten", "b.txt"),
-    "a bit that has flipped": write("bontent", "b.txt"),
-    "a missing file": lambda path: (path / "b.txt").unlink(),
-    "a manifest that is cut": manifest('{"format": 1, "fil'),
-    "no manifest": lambda path: (path / "manifest.json").unlink(),
-    "a manifest of something else": manifest("[]"),
-}
+DAMAGE: list[Callable[[Path], object]] = [
+    write("conten", "b.txt"),  # cut
+    write("bontent", "b.txt"),  # a bit has flipped
+    lambda path: (path / "b.txt").unlink(),
+    manifest('{"format": 1, "fil'),
+    lambda path: (path / "manifest.json").unlink(),
+    manifest("[]"),
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_damaged_checkpoint_is_set_aside_for_the_previous(
-    tmp_path: Path, damage: str, ranks: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, damage: Callable[[Path], object], ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    filled(tmp_path, 2, write=write_both)
-    DAMAGE[damage](tmp_path / STEP(2))
+    folder_of(tmp_path, 2, write=write_both)
+    damage(tmp_path / STEP(2))
     with caplog.at_level(logging.WARNING, "openppo"):
         found = on_ranks(ranks, lambda comm: CheckpointFolder(tmp_path, comm, keep=3).newest())
     assert found == [tmp_path / STEP(1)] * ranks
@@ -141,7 +134,7 @@ UNREADABLE = "format {} is of another version of OpenPPO; this one reads 3"
 def test_without_a_whole_checkpoint_nothing_is_moved(
     tmp_path: Path, change: Callable[[Path], object], message: str | None
 ) -> None:
-    folder = filled(tmp_path, 2, write=write_both)
+    folder = folder_of(tmp_path, 2, write=write_both)
     change(tmp_path)
     for _ in range(2):  # torchrun --max_restarts starts again with the same command
         with nullcontext() if message is None else pytest.raises(ValueError, match=message):
@@ -154,7 +147,7 @@ def test_without_a_whole_checkpoint_nothing_is_moved(
 def test_an_unreadable_checkpoint_is_not_taken_for_damaged(
     tmp_path: Path, name: str, error: OSError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, real = filled(tmp_path, 2), io.open
+    folder, real = folder_of(tmp_path, 2), io.open
 
     def open_or_fail(file: Any, *arguments: Any, **options: Any) -> Any:
         if str(file) == str(tmp_path / STEP(2) / name):
@@ -167,15 +160,6 @@ def test_an_unreadable_checkpoint_is_not_taken_for_damaged(
             folder.newest()
     assert names(tmp_path) == ["latest", STEP(1), STEP(2)]
     assert folder.newest() == tmp_path / STEP(2)
-
-
-def test_the_best_model_replaces_the_previous_one(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-    for step in (7, 3):
-        folder.save_best(step, write(str(step)))
-    assert (tmp_path / "best" / "a.txt").read_text() == "3"
-    assert names(tmp_path) == ["best", "best_step_00000003"]
-    assert folder.newest() is None, "it is a model, no checkpoint"
 
 
 @pytest.mark.parametrize("has_steps", [True, False])
@@ -199,7 +183,7 @@ def test_only_what_an_earlier_run_saved_is_set_aside(
     assert ("--load_checkpoint would have resumed from them" in caplog.text) is has_steps
 
 
-@pytest.mark.parametrize("name", ["global_step5/mp_rank_00_model_states.pt", "optimizer.bin", "x.ckpt"])
+@pytest.mark.parametrize("name", ["global_step5/mp_rank_00_model_states.pt", "x.ckpt"])
 def test_a_foreign_pickle_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch /tmp/pwned'\ntR.")
