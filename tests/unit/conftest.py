@@ -1,16 +1,13 @@
-"""Tiny models, a character tokenizer, ranks that are threads, and the process that every test finds and leaves."""
+"""Tiny models, a character tokenizer, and the process that every test finds and leaves."""
 
 import os
 import string
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -83,56 +80,3 @@ def models() -> dict[str, PreTrainedModel]:
         "mistral": MistralForCausalLM(MistralConfig(**common, **sizes, **heads, sliding_window=WINDOW)),
     }
     return {name: model.eval() for name, model in made.items()}
-
-
-PATIENCE = 20  # seconds until ranks that wait for each other give up
-
-
-class ThreadComm:
-    """``Comm`` of ranks that are threads. What each rank gives is shared through ``slots``."""
-
-    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.world_size = rank, len(slots)
-        self._slots, self._barrier = slots, barrier
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._slots[self.rank] = value
-        self._barrier.wait(PATIENCE)
-        gathered = list(self._slots)
-        self._barrier.wait(PATIENCE)
-        return gathered
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        stacked = torch.stack(self.all_gather_object(tensor))
-        return {"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[op]
-
-
-OnRanks = Callable[[int, Callable[[Any], Any]], list[Any]]
-
-
-@pytest.fixture
-def on_ranks() -> OnRanks:
-    """Runs ``work(comm)`` on as many ranks as asked for; gives back what each of them returned."""
-
-    def run(world_size: int, work: Callable[[Any], Any]) -> list[Any]:
-        slots, barrier = [None] * world_size, threading.Barrier(world_size)
-        results: list[Any] = [None] * world_size
-        errors: list[Exception] = []
-
-        def of_rank(rank: int) -> None:
-            try:
-                results[rank] = work(ThreadComm(rank, slots, barrier))
-            except Exception as error:
-                errors.append(error)
-                barrier.abort()
-
-        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * PATIENCE)
-        if errors:
-            raise errors[0]
-        return results
-
-    return run

@@ -9,6 +9,7 @@ import torch
 
 from openppo.experience import ReplayBuffer
 from openppo.types import Experience
+from tests.ranks import on_ranks
 
 N = 11
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -61,7 +62,7 @@ def share(comm):
 
 @WORLDS
 @pytest.mark.parametrize("outside", [0.0, torch.nan])
-def test_normalization_is_over_the_action_tokens_of_all_ranks(world_size, outside, on_ranks):
+def test_normalization_is_over_the_action_tokens_of_all_ranks(world_size, outside):
     def work(comm):
         buffer = ReplayBuffer(comm, normalize=True)
         buffer.fill(s.with_fields(advantages=torch.where(s.action_mask, s.advantages, outside)) for s in share(comm))
@@ -128,7 +129,7 @@ def assert_unchanged(number, micro, i):
     ("batch_size", "micro", "budget"), [(4, 2, None), (3, 1, None), (100, 100, None), (1, 1, None), (N, 1, 14)]
 )
 def test_every_sample_is_used_once_per_epoch_in_the_same_steps_for_any_number_of_ranks(
-    world_size, batch_size, micro, budget, on_ranks
+    world_size, batch_size, micro, budget
 ):
     def work(comm):
         return steps(filled(share(comm), comm), batch_size, micro, epochs=2, micro_tokens=budget)

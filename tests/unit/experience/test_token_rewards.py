@@ -17,6 +17,7 @@ from openppo.experience.token_rewards import (
     soft_overlong_penalty,
 )
 from openppo.types import SingleProcess
+from tests.ranks import on_ranks
 
 KL = torch.tensor([[0.5, 0.25, -1.0, 2.0, 4.0, 8.0]])
 EXTRA = torch.tensor([[9.0, 9.0, 0.5, 0.0, -7.0, 9.0]])
@@ -111,7 +112,7 @@ def moments_of(batches, comm, start=None):
     return moments.state_dict()
 
 
-def test_running_moments_are_those_of_all_scores_of_all_ranks_at_once(on_ranks):
+def test_running_moments_are_those_of_all_scores_of_all_ranks_at_once():
     alone, everything = moments_of(BATCHES, SingleProcess()), [score for batch in BATCHES for score in batch]
     mean, deviation = statistics.fmean(everything), statistics.pstdev(everything)
     assert (alone["count"], alone["mean"]) == (len(everything), pytest.approx(mean, rel=1e-12))
