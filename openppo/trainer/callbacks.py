@@ -49,19 +49,26 @@ class Callback:
         """After the last step, when the trained model is saved."""
 
 
-class EarlyStopping(Callback):
+class _AtStepEnd(Callback):
+    """Looks at the metrics of each step and its evaluation together, in ``on_step_end``."""
+
+    def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
+        """Look at the evaluation before training, which no step follows."""
+        if trainer.global_step == 0:
+            self.on_step_end(trainer, metrics)
+
+
+class EarlyStopping(_AtStepEnd):
     """Stops when ``metric`` has not become better by more than ``min_delta`` for ``patience`` reports in a row.
 
-    A metric whose name starts with "eval" is looked for in evaluations, any other in the metrics of each step.
+    Reports are the steps that have the metric; those of names that start with "eval" have it when they are evaluated.
     ``mode`` says whether better is larger or smaller.
     """
 
     def __init__(self, metric: str, patience: int, mode: Literal["max", "min"] = "max", min_delta: float = 0.0) -> None:
         if patience < 1 or mode not in ("max", "min") or min_delta < 0:
-            raise ValueError(
-                "EarlyStopping needs patience of at least 1, mode 'max' or 'min', and min_delta of at least 0; got "
-                f"{patience}, {mode!r}, {min_delta}."
-            )
+            wanted = "patience of at least 1, mode 'max' or 'min', and min_delta of at least 0"
+            raise ValueError(f"EarlyStopping needs {wanted}; got {patience}, {mode!r}, {min_delta}.")
         check_metric(metric, "EarlyStopping")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.sign = 1 if mode == "max" else -1
@@ -74,15 +81,7 @@ class EarlyStopping(Callback):
         self.best, self.n_without = state["best"], state["n_without"]
 
     def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        if not self.metric.startswith("eval"):
-            self._look(trainer, metrics)
-
-    def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        if self.metric.startswith("eval"):
-            self._look(trainer, metrics)
-
-    def _look(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        if self.metric not in metrics:  # some come later, such as the policy's while only the critic learns
+        if self.metric not in metrics:
             return
         value = metrics[self.metric]
         self.n_without += 1
@@ -94,7 +93,7 @@ class EarlyStopping(Callback):
             logger.info(said, self.metric, self.best, self.patience)
 
 
-class StopWhen(Callback):
+class StopWhen(_AtStepEnd):
     """Stops when one of ``conditions`` holds, as ``--stop_when`` states them."""
 
     def __init__(self, conditions: Sequence[Condition]) -> None:
@@ -117,7 +116,6 @@ class StopWhen(Callback):
             self.stopped_by = None
 
     def on_step_end(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        """Look at the metrics of a step and of the evaluation that followed, if any."""
         step = trainer.global_step
         for each in self.conditions:
             if each.holds(metrics):
@@ -129,11 +127,6 @@ class StopWhen(Callback):
             if missing and each.text not in self._warned:  # the policy's come later while only the critic learns
                 self._warned.add(each.text)
                 logger.warning("--stop_when %s: no such metric yet among %s", each.text, ", ".join(sorted(metrics)))
-
-    def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        """Look at the evaluation before training."""
-        if trainer.global_step == 0:
-            self.on_step_end(trainer, metrics)
 
 
 def check_metric(metric: str, where: str) -> None:
