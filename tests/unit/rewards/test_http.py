@@ -291,19 +291,3 @@ def test_what_is_no_url_is_an_error_with_an_example(urls, scorer_of):
     with pytest.raises(ValueError, match="^--remote_rm_url .*: give http://HOST:PORT/PATH") as error:
         scorer_of(urls)
     assert "password" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot be read"),
-        (b"", "must hold one line"),
-        (b"a\nb", "must hold one line"),
-        (b"\xff", "cannot be read"),
-    ],
-)
-def test_a_token_that_cannot_be_sent_is_an_error(content, message, scorer_of, tmp_path):
-    if content is not None:
-        (tmp_path / "token").write_bytes(content)
-    with pytest.raises(ValueError, match=f"^--remote_rm_token_file .*{message}"):
-        scorer_of("http://a/b", token_file=str(tmp_path / "token"))

@@ -15,7 +15,7 @@ from openppo.datasets.turns import render_response
 from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards import ModelScorer
-from openppo.rewards.model import RewardModelText, policy_tokens, stored_normalization
+from openppo.rewards.model import RewardModelText, policy_tokens
 from openppo.types import Prompt, SingleProcess
 from tests.unit.rewards.conftest import score_by_transformers
 
@@ -76,15 +76,6 @@ def test_a_reward_model_is_read_at_the_last_real_token_whatever_fills_the_paddin
 def test_a_reward_model_that_gives_nan_is_an_error_naming_it(samples):
     with pytest.raises(ValueError, match="the reward model returned nan for prompt 'ask'"):
         model_scorer(lambda sequences, _: torch.full((len(sequences),), math.nan)).score(samples)
-
-
-@pytest.mark.parametrize(
-    "stored", [{"mean": 1.0}, {"mean": 1.0, "std": 0.0}, {"mean": math.nan, "std": 1.0}, {"mean": "1", "std": "2"}]
-)
-def test_a_model_without_mean_and_std_is_an_error_with_the_remedy(stored):
-    pattern = "^--normalize_reward: --reward_pretrain m stores no mean and positive std .* Use train_rm.$"
-    with pytest.raises(ValueError, match=pattern):
-        stored_normalization(LlamaConfig(**stored), "--reward_pretrain m", "Use train_rm.")
 
 
 # A tokenizer and a chat template of its own

@@ -86,13 +86,9 @@ def test_an_expression_that_backtracks_for_ever_counts_as_wrong(pattern, judge, 
     assert judge(verify, "aaa", "aaa") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"), [("a(", "is not a regular expression: missing )"), ("(a)(b)", "has 2 groups; one at most")]
-)
-def test_a_bad_expression_is_an_error_naming_the_flag(pattern, message):
-    with pytest.raises(ValueError, match="^--verify_regex ") as error:
-        verify_of("regex", verify_regex=pattern)
-    assert message in str(error.value)
+def test_an_expression_with_several_groups_is_an_error():
+    with pytest.raises(ValueError, match=r"^--verify_regex '\(a\)\(b\)' has 2 groups; one at most"):
+        verify_of("regex", verify_regex="(a)(b)")
 
 
 # Length
