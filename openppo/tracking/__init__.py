@@ -7,8 +7,7 @@ from openppo.tracking.metrics import Reduction as Reduction, histogram as histog
 from openppo.tracking.phase import PhaseTimer as PhaseTimer
 from openppo.tracking.profiler import step_tracer as step_tracer
 from openppo.tracking.run_folder import check_run_folder as check_run_folder, cut_logs as cut_logs
-from openppo.tracking.run_folder import environment as environment, save_config as save_config
-from openppo.tracking.run_folder import save_environment as save_environment
+from openppo.tracking.run_folder import environment as environment, save_run as save_run
 from openppo.tracking.run_folder import set_aside_logs as set_aside_logs, set_aside_model as set_aside_model
 from openppo.tracking.trackers import check_trackers as check_trackers, make_trackers as make_trackers
 from openppo.tracking.trackers.dashboards import TensorBoardTracker as TensorBoardTracker, WandbTracker as WandbTracker

@@ -95,7 +95,7 @@ class Metrics:
         reductions: dict[str, Reduction] = {}
         for of_rank in comm.all_gather_object(state):
             for name, (reduction, triple) in of_rank.items():
-                _check_same(name, reductions.setdefault(name, reduction), reduction)
+                reductions[name] = reduction
                 triples.setdefault(name, []).append(torch.tensor(triple, dtype=torch.float64))
         result = {}
         for name, pieces in triples.items():
@@ -111,13 +111,9 @@ class Metrics:
             self._pieces[name] += pieces
 
     def _declare(self, name: str, reduction: Reduction) -> None:
-        _check_same(name, self._reductions.setdefault(name, reduction), reduction)
         self._pieces.setdefault(name, [])
-
-
-def _check_same(name: str, before: Reduction, now: Reduction) -> None:
-    if before != now:
-        raise ValueError(f"metric {name} was declared with reduction {before}, now with {now}")
+        if (before := self._reductions.setdefault(name, reduction)) != reduction:
+            raise ValueError(f"metric {name} was declared with reduction {before}, now with {reduction}")
 
 
 def _merge(reduction: Reduction, pieces: list[Tensor]) -> list[float]:

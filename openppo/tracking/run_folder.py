@@ -8,6 +8,7 @@ import platform
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,33 +40,25 @@ def environment(comm: Comm) -> dict[str, Any]:
         device = {"device": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)}
     else:
         device = {"device": f"CPU ({platform.machine()})", "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    packages = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
     return {
         "openppo": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cuda": torch.version.cuda,
-        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "packages": packages,
         "world_size": comm.world_size,
         "ranks": comm.all_gather_object({"host": socket.gethostname(), **device}),
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def save_environment(folder: Path, found: Mapping[str, Any]) -> None:
-    """Write ``<folder>/environment.json``."""
+def save_run(folder: Path, options: Mapping[str, object], environment: Mapping[str, Any]) -> None:
+    """Write ``environment.json``, and ``options`` in their order to ``config.yaml``, which ``--config`` reads back."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "environment.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-
-def save_config(folder: Path, options: Mapping[str, object]) -> None:
-    """Write ``options`` to ``<folder>/config.yaml`` in their order; ``--config`` reads the file back."""
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
     plain = json.loads(json.dumps(options, default=lambda value: getattr(value, "value", str(value))))  # of an enum
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=False)
     (folder / "config.yaml").write_text(text, encoding="utf-8")

@@ -24,8 +24,7 @@ from openppo.tracking import (
     environment,
     make_trackers,
     progress_bar,
-    save_config,
-    save_environment,
+    save_run,
     set_aside_logs,
     setup_logging,
 )
@@ -90,8 +89,7 @@ def start_trackers(
             set_aside_logs(logs)
         else:
             cut_logs(logs, resume_step)
-        save_config(logs, options)
-        save_environment(logs, found)
+        save_run(logs, options, found)
 
     def failure(message: str) -> ValueError:
         return ValueError(f"--save_path {path}: cannot be written ({message}); choose another folder.")

@@ -41,10 +41,7 @@ def make_trackers(
         return Trackers([])
     logs = Path(save_path) / "logs"
     trackers: list[Tracker] = [ConsoleTracker(headline, total_steps, tracking.log_samples_every)]
-    try:
-        trackers += [JSONLTracker(logs), HealthTracker(logs), ReportTracker(logs)]  # the first writes what they read
-    except OSError as error:
-        raise ValueError(f"--save_path {save_path} cannot be written ({error}): choose another folder.") from error
+    trackers += [JSONLTracker(logs), HealthTracker(logs), ReportTracker(logs)]  # the first writes what they read
     if tracking.use_tensorboard is not None:
         try:
             name = tracking.wandb_run_name or logs.resolve().parent.name

@@ -12,7 +12,7 @@ import pytest
 from openppo.cli.options import parse_options, run_command
 from openppo.config import TrainPPOConfig, TrainSFTConfig, flat_dict
 from openppo.config.fields import declared_options, is_group, rules_of
-from openppo.tracking import save_config
+from openppo.tracking import save_run
 from tests.unit.test_config import COMMANDS as CONFIGS
 
 COMMANDS = pytest.mark.parametrize("command", [command for command, _ in CONFIGS.values()], ids=CONFIGS)
@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_used_is_an_error_naming_it(
 @COMMANDS
 def test_a_config_written_as_yaml_reads_back_to_an_equal_one(command: Any, tmp_path: Path) -> None:
     for config in (parse(command), parse_options(command, words(other_values(command)))):
-        save_config(tmp_path, flat_dict(config))
+        save_run(tmp_path, flat_dict(config), {})
         assert parse_options(command, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
@@ -229,7 +229,7 @@ def test_a_config_written_as_yaml_reads_back_to_an_equal_one(command: Any, tmp_p
 def test_any_text_survives_the_file(text: str, tmp_path: Path) -> None:
     config = parse(TrainPPOConfig, f"--input_template={text}")
     assert config.data.input_template == text
-    save_config(tmp_path, flat_dict(config))
+    save_run(tmp_path, flat_dict(config), {})
     assert parse_options(TrainPPOConfig, ["--config", str(tmp_path / "config.yaml")]) == config
 
 

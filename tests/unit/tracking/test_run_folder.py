@@ -17,8 +17,7 @@ from openppo.tracking import (
     cut_logs,
     environment,
     run_folder,
-    save_config,
-    save_environment,
+    save_run,
     set_aside_logs,
 )
 from openppo.types import FinishReason
@@ -28,7 +27,7 @@ from tests.ranks import on_ranks
 def test_config_yaml_reads_back_in_order_with_tuples_as_lists(tmp_path: Path) -> None:
     options = flat_dict(from_options(TrainPPOConfig, pretrain="\u00fcbung", reward_fn="r.py", prompt_data="p.jsonl"))
     given = options | {"path": Path("a/b"), "color": FinishReason.STOP, "rate": 1e-6, "b": 5e-05}
-    save_config(tmp_path / "new" / "run", given)
+    save_run(tmp_path / "new" / "run", given, {})
     read = yaml.safe_load((tmp_path / "new" / "run" / "config.yaml").read_text(encoding="utf-8"))
     assert list(read) == list(given)
     assert [read[name] for name in ("path", "color", "rate", "b")] == ["a/b", FinishReason.STOP.value, 1e-6, 5e-05]
@@ -40,7 +39,7 @@ def test_environment_names_versions_and_the_device_of_each_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_folder, "PACKAGES", ("torch", "no-such-package"))
-    save_environment(tmp_path / "logs", on_ranks(2, environment)[0])
+    save_run(tmp_path / "logs", {}, on_ranks(2, environment)[0])
     found = json.loads((tmp_path / "logs" / "environment.json").read_text())
     assert (found["openppo"], found["python"]) == (__version__, platform.python_version())
     assert found["packages"] == {"torch": version("torch")}
@@ -53,7 +52,7 @@ def test_a_second_run_in_the_same_folder_keeps_the_logs_of_the_first(tmp_path: P
     logs = tmp_path / "logs"
     for run in ("first", "second", "third"):
         set_aside_logs(logs)
-        save_config(logs, {"save_path": "."})
+        save_run(logs, {"save_path": "."}, {})
         (logs / "metrics.jsonl").write_text(run)
     kept = {folder.name: (folder / "metrics.jsonl").read_text() for folder in tmp_path.iterdir()}
     assert kept == {"logs": "third", "logs.1": "first", "logs.2": "second"}
