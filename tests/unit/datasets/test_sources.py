@@ -30,10 +30,6 @@ def write_jsonl(path: Path, rows=ROWS) -> Path:
     return path
 
 
-def write_array(path):
-    path.write_text("\n " + json.dumps(ROWS, indent=2))
-
-
 def write_parquet(path, table=None, **options):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS) if table is None else table, path, **options)
     return path
@@ -48,8 +44,9 @@ def as_gzip(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        *(("rows.jsonl", write_jsonl), ("ROWS.JSONL", write_jsonl), ("lines.json", write_jsonl)),
-        *(("array.json", write_array), ("we[1]rd *.parquet", write_parquet), ("a::b.parquet", write_parquet)),
+        *((name, write_jsonl) for name in ("rows.jsonl", "ROWS.JSONL", "lines.json")),
+        *((name, write_parquet) for name in ("we[1]rd *.parquet", "a::b.parquet")),
+        ("array.json", lambda path: path.write_text("\n " + json.dumps(ROWS, indent=2))),
         ("saved", datasets.Dataset.from_list(ROWS).save_to_disk),
     ],
 )
@@ -107,8 +104,8 @@ def test_a_folder_gives_the_rows_of_the_split_or_an_error(tmp_path):
 
 
 def test_a_missing_column_is_an_error_naming_row_columns_and_flag():
-    rows = [*number_rows(ROWS, "one"), *number_rows([{"n": 1}, {"text": "d"}], "two")]
-    message = r"^--dataset, row 2 of two: no column 'n'. Its columns are text: .*--input_key"
+    rows = [*number_rows(ROWS, "one"), *number_rows([{"n": 1}, {"text": "d"}], "two", "--eval_data")]
+    message = r"^--eval_data, row 2 of two: no column 'n'. Its columns are text: .*--input_key"
     with pytest.raises(ValueError, match=message):
         require_column(rows, "n", "--input_key")
 
@@ -139,7 +136,6 @@ def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch):
         ("a.jsonl", '{"a": 1}\n[1]\n', "a.jsonl, line 2: not an object but list"),
         ("a.json", '[{"a": 1},\n {"a": }]', "a.json, line 2: not valid JSON"),
         ("a.json", '[{"a": 1}, "x"]', "a.json, row 2: not an object but str"),
-        ("a.json", '{\n "a": 1\n}', "a.json, line 1: not valid JSON .*array of objects"),
         ("a.json", "[]", "a.json: empty, it has no rows"),
         ("a.csv", "x,y\n1,2\n\n3\n", "a.csv, line 4: 1 fields, but the first line names 2 columns"),
         ("a.csv", "x,x\n1,2\n", "a.csv, line 1: a column occurs twice"),
@@ -149,12 +145,7 @@ def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch):
         ("a.jsonl", '{"a": 1}\n{"a":' + "[" * 100_000 + "\n", "a.jsonl, line 2: not valid JSON .*recursion"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz: cannot be read .*whole"),
         ("a.txt", "text", r"a.txt: unknown kind of file. Use .jsonl, .json or .csv"),
-        (
-            "a.jsonl",
-            b'{"a": 1}\r\n{"a": "caf\xe9"}\r\n',
-            r"a.jsonl: not UTF-8 text .* byte 0xe9 .* Save the file",
-        ),
-        ("a.csv", b"x\na\ncaf\xe9\n", "a.csv: not UTF-8 text"),
+        ("a.jsonl", b'{"a": 1}\r\n{"a": "caf\xe9"}\r\n', r"a.jsonl: not UTF-8 text .* byte 0xe9 .* Save the file"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n{"a": "caf\xe9"}\n', mtime=0), "a.jsonl.gz: not UTF-8 text"),
     ],
 )
@@ -177,13 +168,24 @@ def change_a_letter(path):
     path.write_bytes(path.read_bytes().replace(b"a text, number 7", b"a test, number 7"))
 
 
-@pytest.mark.parametrize(("compression", "damage"), [("none", overwrite), ("snappy", cut), ("none", change_a_letter)])
-def test_a_damaged_parquet_file_is_one_error(tmp_path, compression, damage, capfd, caplog):
-    table = pyarrow.Table.from_pylist([{"text": f"a text, number {n}"} for n in range(100)])
-    options = {"compression": compression, "write_page_checksum": damage is change_a_letter, "use_dictionary": False}
-    damage(write_parquet(tmp_path / "a.parquet", table, **options))
-    with pytest.raises(ValueError, match="--prompt_data .*a.parquet: cannot be read as Parquet"):
-        load(tmp_path / "a.parquet")
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(("a.parquet", damage) for damage in (cut, overwrite, change_a_letter)),
+        *(("saved", damage) for damage in (cut, overwrite, Path.unlink)),
+    ],
+)
+def test_a_damaged_file_or_folder_is_one_error(tmp_path, name, damage, capfd, caplog):
+    data = datasets.Dataset.from_list([{"text": f"a text, number {n}"} for n in range(100)])
+    if name == "saved":
+        data.save_to_disk(tmp_path / name)
+    else:
+        options = {"write_page_checksum": damage is change_a_letter, "use_dictionary": False, "compression": "none"}
+        write_parquet(tmp_path / name, data.data.table, **options)
+    damage(next(tmp_path.glob("saved/*.arrow"), tmp_path / name))
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=f"^--prompt_data .*{name}: .*cannot be read"):
+        load(tmp_path / name)
     assert (capfd.readouterr(), caplog.messages) == (("", ""), [])
 
 
@@ -191,20 +193,9 @@ def test_a_date_that_python_cannot_hold_is_an_error(tmp_path):
     table = pyarrow.table({"column": pyarrow.array([10**15], pyarrow.int64()).view(pyarrow.timestamp("ms"))})
     write_parquet(tmp_path / "a.parquet", table)
     datasets.Dataset(table).save_to_disk(tmp_path / "saved")
-    for source, what in (("a.parquet", ""), ("saved", " a folder saved by 'datasets' that")):
-        with pytest.raises(ValueError, match=f"--prompt_data .*{source}:{what} cannot be read .* as text"):
+    for source in ("a.parquet", "saved"):
+        with pytest.raises(ValueError, match=f"--prompt_data .*{source}: .*cannot be read .* as text"):
             load(tmp_path / source)
-
-
-@pytest.mark.parametrize(
-    "damage", [Path.unlink, cut, overwrite, lambda path: (path.parent / "state.json").write_text("{}")]
-)
-def test_a_damaged_saved_folder_is_an_error(tmp_path, damage):
-    datasets.Dataset.from_list(ROWS * 9).save_to_disk(tmp_path / "saved")
-    (arrow,) = (tmp_path / "saved").glob("*.arrow")
-    damage(arrow)
-    with pytest.raises(ValueError, match=r"--prompt_data .*saved by 'datasets' that cannot be read"):
-        load(tmp_path / "saved")
 
 
 # Several sources
@@ -251,11 +242,9 @@ def test_with_shares_rows_are_drawn_until_the_first_source_is_used_up(files, pro
 
 
 LOADERS = """
-class Rows:
+class Rows(list):
     def __init__(self, source):
-        self.source = source
-    def __iter__(self):
-        yield from ({"input": f"{self.source}{number}"} for number in range(3))
+        super().__init__({"input": f"{source}{number}"} for number in range(3))
 
 rows, texts, nothing = (lambda source: iter(Rows(source))), list, lambda source: []
 """
@@ -267,7 +256,5 @@ def test_a_class_or_function_of_the_users_gives_the_rows_of_each_source(tmp_path
         rows = mix("x,y", None, max_samples=2, dataset_class=f"{tmp_path}/loaders.py:{name}")
         assert [(row.source, row.row["input"]) for row in rows] == [("x", "x0"), ("x", "x1"), ("y", "y0"), ("y", "y1")]
     for name in ("texts", "nothing"):
-        with pytest.raises(
-            ValueError, match=f"^--dataset_class .*:{name}, called for --prompt_data x, must give one row"
-        ):
+        with pytest.raises(ValueError, match=f"^--dataset_class .*:{name}, called for --prompt_data x, must give one"):
             mix("x", None, dataset_class=f"{tmp_path}/loaders.py:{name}")
