@@ -64,7 +64,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     tracker.log(1, {"policy/loss": 0.5, "reward": 1.0})
     tracker.log(2, {"policy/loss": 0.25, "reward": math.nan})
     tracker.log_samples(2, [{"prompt": "2 + 2 =", "response": "# 4\n*so*", "score": 1.0}])
-    tracker.log_histograms(7, {"reward": Histogram([0.0, 1.0, 2.0, 3.0], [2, 0, 1], total=3.5, total_of_squares=6.75)})
+    tracker.log_histograms(7, {"reward": Histogram([0.0, 1.0, 3.0], [2, 1], total=3.5, total_of_squares=6.75)})
     tracker.close()
     events = EventAccumulator(str(tmp_path / "tb"), {"histograms": 0}).Reload()
     assert [(event.step, event.value) for event in events.Scalars("policy/loss")] == [(1, 0.5), (2, 0.25)]
@@ -73,10 +73,8 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     shown = text.tensor_proto.string_val[0].decode()
     assert text.step == 2 and "**prompt**\n\n    2 + 2 =" in shown and "    # 4\n    *so*" in shown
     (event,) = events.Histograms("histograms/reward")
-    value = event.histogram_value
-    assert (event.step, value.min, value.max, value.num, value.sum, value.sum_squares) == (7, 0, 3, 3, 3.5, 6.75)
-    bins = dict(zip(value.bucket_limit, value.bucket, strict=True))
-    assert (bins[1.0], bins[2.0], bins[3.0]) == (2.0, 0.0, 1.0)
+    shown = event.histogram_value
+    assert [event.step, shown.num, shown.sum_squares, *shown.bucket_limit, *shown.bucket] == [7, 3, 6.75, 1, 3, 2, 1]
 
 
 def test_console_prints_one_line_with_the_headline_in_its_order(capsys: pytest.CaptureFixture[str]) -> None:
