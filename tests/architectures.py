@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB = 64
 LENGTH = 64
@@ -65,25 +66,14 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 """What some need beside or instead."""
 
-NAMES = tuple(
-    """
-    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam bert bert-generation big_bird
-    bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe
-    cohere_compass_text cpmant ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4
-    diffllama doge dots1 dots3_note_text electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1
-    falcon_mamba flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4
-    glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj
-    granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense
-    hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2 jamba jetmoe
-    kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash mamba mamba2 marian mbart
-    megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
-    mixtral modernbert-decoder moshi mpt mvp nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt
-    pegasus persimmon phi phi3 phimoe plbart prophetnet qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
-    qwen3_moe qwen3_next qwen4_exp_text recurrent_gemma rembert roberta roberta-prelayernorm roformer rwkv seed_oss
-    smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm
-    xmod youtu zaya
-    """.split()
-)
+_OTHERS = """
+    blt dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant git got_ocr2
+    llama4 mllama moss_transcribe_diarize musicgen musicgen_melody nemotron_h phi4_multimodal qwen3_5 qwen3_5_moe
+    qwen4_exp reformer roc_bert zamba zamba2
+""".split()
+"""Model types of several parts, or that have no small form."""
+
+NAMES = tuple(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(_OTHERS)))
 """Model types of causal language models that ``tiny_config`` can make small."""
 
 

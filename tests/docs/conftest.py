@@ -1,7 +1,9 @@
 """A folder with tiny models and data of each kind."""
 
 import json
+import os
 import string
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +48,24 @@ def _data() -> dict[str, list[dict[str, Any]]]:
         "steps": [{"input": f"1 + {i}#done#", "label": ["+", "-"]} for i in range(8)],
         "documents": [{"text": f"a document, number {i}"} for i in range(8)],
     }
+
+
+SCRIPTS = Path(__file__).parents[2] / "examples/scripts"
+
+
+def words_of_script(script: Path, folder: Path, more: str = "") -> list[list[str]]:
+    """The words that a script in ``folder`` gives to each program that it calls, which does nothing."""
+    notes = "printf '%s\\0' \"$@\" $'\\n' >> \"$CALLS\""
+    for name, does in {"torchrun": notes, "python": notes, "srun": notes, "scontrol": "echo host"}.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
+        (folder / name).chmod(0o755)
+    place = folder / "examples/scripts"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / script.name).write_text(script.read_text())
+    (place / "setup.sh").write_text(f"repo='{folder}'\ninstall() {{ :; }}\n")
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(folder / "calls")}
+    environment |= {"MODEL": "m", "SLURM_JOB_NODELIST": "host"}
+    (folder / "calls").write_text("")
+    command = ["bash", str(place / script.name), *more.split()]
+    subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True)
+    return [call.split("\0")[:-1] for call in (folder / "calls").read_text().split("\n\0")]

@@ -14,6 +14,7 @@ import tyro
 import openppo.config
 from openppo.__main__ import commands
 from openppo.cli.options import parse_options
+from tests.docs.conftest import words_of_script
 
 REPO = Path(__file__).parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
@@ -63,19 +64,7 @@ def test_a_documented_command_is_valid_as_written(line: str) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_to_copy_is_valid_as_written(script: Path, tmp_path: Path) -> None:
-    """Each program that it calls notes its arguments, and does nothing."""
-    notes = "printf '%s\\0' \"$@\" $'\\n' >> \"$CALLS\""
-    for name, does in {"torchrun": notes, "python": notes, "srun": notes, "scontrol": "echo host"}.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "examples/scripts").mkdir(parents=True)
-    (tmp_path / "examples/scripts" / script.name).write_text(script.read_text())
-    (tmp_path / "examples/scripts/setup.sh").write_text(f"repo={shlex.quote(str(tmp_path))}\ninstall() {{ :; }}\n")
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
-    environment |= {"MODEL": "m", "SLURM_JOB_NODELIST": "host"}
-    command = ["bash", str(tmp_path / "examples/scripts" / script.name)]
-    subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True)
-    calls = [call.split("\0")[:-1] for call in (tmp_path / "calls").read_text().split("\n\0")]
+    calls = words_of_script(script, tmp_path)
     trained = [call for call in calls if any(word.startswith("openppo.cli.") for word in call)]
     assert trained
     for call in trained:

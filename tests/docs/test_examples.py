@@ -4,7 +4,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -16,9 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.experience.estimators import loss_aggregation
+from tests.docs.conftest import SCRIPTS, words_of_script
 
-REPO = Path(__file__).parents[2]
-SCRIPTS = REPO / "examples" / "scripts"
 SMALL = (
     "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 4 --micro_train_batch_size 2 "
     "--generate_max_len 4 --num_episodes 1"
@@ -84,12 +82,7 @@ def test_a_script_leaves_a_model(run: Run, workshop: Path, name: str, flags: str
 
 def config_of(name: str, folder: Path, more: str = "") -> TrainPPOConfig:
     """What a script asks for, from the words that it gives to torchrun."""
-    stub = folder / "torchrun"
-    stub.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
-    stub.chmod(0o755)
-    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
-    command = ["bash", str(SCRIPTS / name), *more.split()]
-    words = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    words = words_of_script(SCRIPTS / name, folder, more)[0]
     config = parse_options(TrainPPOConfig, words[words.index("openppo.cli.train_ppo") + 1 :])
     config.validate(8)
     return config

@@ -110,16 +110,6 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     assert [message for message, text in pattern.items() if not any(re.search(text, t) for t in known)] == []
 
 
-def test_the_metrics_of_troubleshooting_are_logged() -> None:
-    """Those in quotes in the code; names of phases and of evaluated rewards are put together."""
-    rows = [line.split("|")[2] for line in TROUBLE.split("## Out of memory")[0].splitlines() if line.startswith("|")]
-    names = {name for row in rows for name in re.findall(r"`([a-z][\w/]+)`", row)}
-    assert len(names) > 20
-    code = "\n".join(file.read_text() for file in (REPO / "openppo").rglob("*.py"))
-    plain = {re.sub(r"^time/(\w+)_s$", r"\1", name).removeprefix("eval_") for name in names}
-    assert [name for name in plain if not re.search(rf"[\"']{name}[\"']", code)] == []
-
-
 def test_examples_lists_every_script_and_marks_what_was_not_run() -> None:
     page = (REPO / "docs" / "examples.md").read_text()
     helpers = {"setup.sh", "quickstart_report.py", "sort_letters.py", "stories.py"}

@@ -11,19 +11,12 @@ from openppo.config import MergeLoRAConfig, TrainPPOConfig, TrainPRMConfig, Trai
 from openppo.config.run import refuse_own_checkpoints
 from openppo.tracking import check_run_folder, set_aside_logs, set_aside_model
 
-SUPERVISED = {"dataset": "d.jsonl"}
-PPO = {"prompt_data": "p.jsonl", "reward_fn": "r.py", "rollout_batch_size": 128}
+SUPERVISED = {"pretrain": "other", "dataset": "d.jsonl"}
+PPO = {"pretrain": "other", "prompt_data": "p.jsonl", "reward_fn": "r.py", "rollout_batch_size": 128}
 READERS: list[tuple[type, str, dict[str, Any]]] = [
-    (TrainSFTConfig, "pretrain", SUPERVISED),
-    (TrainRMConfig, "pretrain", SUPERVISED),
-    (TrainPRMConfig, "pretrain", SUPERVISED),
-    (TrainPPOConfig, "pretrain", PPO),
-    (TrainPPOConfig, "critic_pretrain", PPO),
-    (TrainPPOConfig, "ref_pretrain", PPO),
-    (TrainPPOConfig, "reward_pretrain", PPO),
-    (TrainPPOConfig, "prm_pretrain", PPO | {"prm_placeholder_token": "x"}),
-    (MergeLoRAConfig, "lora_path", {}),
-    (MergeLoRAConfig, "pretrain", {"lora_path": "adapters"}),
+    *((command, "pretrain", SUPERVISED) for command in (TrainSFTConfig, TrainRMConfig, TrainPRMConfig)),
+    *((TrainPPOConfig, f"{model}pretrain", PPO) for model in ("", "critic_", "ref_", "reward_", "prm_")),
+    *((MergeLoRAConfig, option, {"lora_path": "adapters"}) for option in ("lora_path", "pretrain")),
 ]
 
 
@@ -36,9 +29,8 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def validate(command: type, options: dict[str, Any]) -> None:
-    other = {} if command is MergeLoRAConfig else {"pretrain": "other"}
-    from_options(command, **(other | options)).validate(1)
+def validate(command: type, **options: Any) -> None:
+    from_options(command, **options).validate(1)
 
 
 @pytest.mark.parametrize(("command", "option", "more"), READERS, ids=lambda value: getattr(value, "__name__", None))
@@ -46,25 +38,25 @@ def test_an_input_model_as_save_path_is_refused_however_spelled(
     command: type, option: str, more: dict[str, Any], model: Path
 ) -> None:
     given = more | {option: str(model)}
-    validate(command, given | {"save_path": str(model.with_name("out"))})
+    validate(command, **given, save_path=str(model.with_name("out")))
     link = str(model.with_name("link"))
     for path in (str(model), f"{model}/", os.path.relpath(model), f"{model}/../{model.name}", link):
         with pytest.raises(ValueError, match=rf"--save_path .* is --{option} .*overwritten: choose another folder"):
-            validate(command, given | {"save_path": path})
+            validate(command, **given, save_path=path)
 
 
 def test_names_the_saved_critic_and_bases_of_adapters_count_too(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--save_path ./owner/name/ is --pretrain owner/name"):
-        validate(TrainSFTConfig, SUPERVISED | {"pretrain": "owner/name", "save_path": "./owner/name/"})
-    options = PPO | {"critic_pretrain": str(model.rename(tmp_path / "run_critic")), "save_path": str(tmp_path / "run")}
-    validate(TrainPPOConfig, options)
+        validate(TrainSFTConfig, **SUPERVISED | {"pretrain": "owner/name"}, save_path="./owner/name/")
+    critic = str(model.rename(tmp_path / "run_critic"))
+    options = PPO | {"critic_pretrain": critic, "save_path": str(tmp_path / "run")}
+    validate(TrainPPOConfig, **options)
     with pytest.raises(ValueError, match="--save_value_network: .*run_critic is --critic_pretrain"):
-        validate(TrainPPOConfig, options | {"save_value_network": True})
+        validate(TrainPPOConfig, **options, save_value_network=True)
     (adapters := tmp_path / "adapters").mkdir()
-    described = json.dumps({"base_model_name_or_path": str(tmp_path / "run_critic")})
-    (adapters / "adapter_config.json").write_text(described)
+    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": critic}))
     with pytest.raises(ValueError, match="--save_path .*run_critic is the base model of --reward_pretrain .*adapters"):
-        validate(TrainPPOConfig, PPO | {"reward_pretrain": str(adapters), "save_path": str(tmp_path / "run_critic")})
+        validate(TrainPPOConfig, **PPO, reward_pretrain=str(adapters), save_path=critic)
 
 
 @pytest.mark.parametrize("inside", ["step_00000004/model", "best_step_00000002", "best", "link"])

@@ -20,7 +20,6 @@ from tests.conftest import save_tokenizer
 FILES = {
     "prompts.jsonl": '{"input": "abc", "answer": "d"}\n' * 4,
     "tool.jsonl": '{"input": "ab<tool>c"}\n' * 4,
-    "empty.jsonl": "",
     "notes.txt": "a\n",
     "sft.jsonl": '{"input": "abc", "output": "de"}\n' * 4,
     "long.jsonl": json.dumps({"input": "a" * 70, "output": "b"}) + "\n",
@@ -29,11 +28,9 @@ FILES = {
     "texts.jsonl": '{"text": "abc"}\n' * 4,
     "reward.py": "def other():\n    pass\ndef reward_fn(prompts, responses, labels):\n    return [0] * len(prompts)\n",
     "needs.py": "import not_there\n",
-    "exits.py": "import sys\nsys.exit()\n",
     "params.py": "def reward_fn(prompts, colour):\n    return [0] * len(prompts)\n",
     "bare.jsonl": '{"input": "abc"}\n' * 4,
     "strange.jsonl": '{"foo": "abc", "bar": "d"}\n',
-    "loader.py": "",
     "bad.yaml": "gama: 0.9\n",
 }
 GOOD = {
@@ -80,8 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kind(config).save_pretrained(root / name)
         return save_tokenizer(root / name, tokens)
 
-    flawed = "headless config_only broken_weights broken_config unknown_kind own_code own_tokenizer no_tokenizer"
-    for name in ["actor", *flawed.split()]:
+    for name in "actor headless broken_weights own_code own_tokenizer no_tokenizer".split():
         save(name, causal)
     for file in (root / "no_tokenizer").glob("*token*"):
         file.unlink()
@@ -104,15 +100,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name / "model.safetensors").unlink()
         torch.save({"a": CallsWhenUnpickled()}, root / name / "pytorch_model.bin")
 
-    for name in ("no_config", "own_adapters"):
-        (root / name).mkdir()
+    (root / "own_adapters").mkdir()
     adapters = {"peft_type": "LORA", "base_model_name_or_path": str(root / "own_code")}
-    files: dict[str, str | None] = {
-        "no_config/notes.txt": "nothing here",
-        "config_only/model.safetensors": None,
+    files = {
         "broken_weights/model.safetensors": "\0" * 100,
-        "broken_config/config.json": "{",
-        "unknown_kind/config.json": '{"model_type": "abacus"}',
         "own_code/config.json": '{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}',
         "own_code/own.py": 'raise ValueError("its own code ran")',
         "own_tokenizer/tokenizer_config.json": '{"auto_map": {"AutoTokenizer": [null, "own.Own"]}}',
@@ -121,7 +112,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "own_adapters/adapter_config.json": json.dumps(adapters),
     }
     for name, text in files.items():
-        (root / name).unlink() if text is None else (root / name).write_text(text)
+        (root / name).write_text(text)
     return root
 
 

@@ -36,50 +36,32 @@ ppo --label_key l | --label_key ... --prompt_data, row 1 ... 'l' ... input, answ
 ppo --apply_chat_template | = ... Leave the flag out
 ppo --prompt_max_len 2 | = ... shortest has 3 ... Raise
 ppo --generate_max_len 62 | = ... 64 tokens ... Lower
-ppo --pretrain_data D/none.jsonl | = ... no such file
 ppo --pretrain_data D/prompts.jsonl --pretrain_key t | --pretrain_key ... --pretrain_data, row 1 ... 't'
 ppo --dry_run --reward_fn D/bare.jsonl | --reward_fn
-ppo --dry_run -reward_fn --reward_pretrain M/none | = ... no such local folder
 ppo --pretrain M/none | = ... no such local folder ... Check the path
-ppo --pretrain M/no_config | = ... has no config.json
-ppo --pretrain D/notes.txt | = ... this is a file; give the folder
-ppo --pretrain M/broken_config | = ... its config cannot be read
-ppo --pretrain M/unknown_kind | = ... abacus
-ppo --pretrain M/config_only | = ... its weights cannot be read
 ppo --pretrain M/broken_weights | = ... Check the folder
 ppo --pretrain M/no_tokenizer | =: its ... no tokenizer files
 ppo --pretrain M/reward | = ... lacks lm_head.weight ... Give a
 ppo -reward_fn --reward_pretrain M/headless | = ... no scalar head 'score.weight' ... train_rm
-ppo -reward_fn --reward_pretrain M/two_labels | = ... several labels ... exactly one
 ppo -reward_fn --reward_pretrain M/other_vocabulary | = ... another vocabulary ... --critic_pretrain
 ppo --critic_pretrain M/short --generate_max_len 8 | 3 tokens ... 8 tokens of --critic_pretrain M/short ... Lower
 ppo --ref_pretrain M/other_vocabulary | = ... another vocabulary ... same family
-ppo --ref_pretrain M/short --generate_max_len 8 | 3 tokens ... 8 tokens of --ref_pretrain M/short ... Lower
 ppo --critic_pretrain M/two_labels | = ... exactly one
-ppo --critic_pretrain M/other_vocabulary | = ... another vocabulary ... same family
-ppo --bf16 --flash_attn | = ... pip install flash-attn
 ppo --flash_attn | = needs --bf16
 ppo --rollout_engine vllm | = ... pip install openppo[vllm]
 ppo --save_path D/notes.txt | = ... choose another folder
 ppo --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Give
 ppo --prompt_data D/tool.jsonl --pretrain M/tool | =: token '<tool>' has the id 40 ... embeddings of 40 ids
-ppo --pretrain M/resized -reward_fn --advantage_estimator reinforce --reward_pretrain M/reward_unresized | = has ... 41
 ppo --pretrain M/resized -reward_fn --dry_run --reward_pretrain M/reward_unresized | = has embeddings of 40 token ids
-ppo --pretrain M/resized --critic_pretrain M/reward_unresized | = has embeddings of 40 token ids ... 41
 ppo --pretrain M/rescaled | context of 3 tokens
-ppo --pretrain M/own_tokenizer | =: it brings Python code
 ppo --trust_remote_code --pretrain M/own_tokenizer | =: its tokenizer ... its own code ran
-ppo -reward_fn --advantage_estimator reinforce --reward_pretrain M/own_tokenizer | =: it brings Python code
 ppo --pretrain M/pickle | =: its weights are a pickle file ... safetensors
 ppo -reward_fn --remote_rm_url http://me:secret@127.0.0.1:9/ | --remote_rm_url http://***@127.0.0.1:9/: no
 ppo --reward_fn D/none.py | = ... no such file ... Check the path
 ppo --reward_fn D/reward.py:f | --reward_fn ... no function 'f' ... other, reward_fn
-ppo --reward_fn D/notes.txt | = ... path.py:name
 ppo --reward_fn D/needs.py | = ... 'not_there' ... Install
-ppo --reward_fn D/exits.py | = ... sys.exit() ... Take the
 ppo --reward_fn D/params.py | = ... 'colour' ... answer, input
 ppo -reward_fn --remote_rm_url http://127.0.0.1:9 | --remote_rm_url
-ppo -reward_fn --remote_rm_url localhost:9/x | --remote_rm_url ... http
 ppo --remote_rm_url http://127.0.0.1:9 --remote_rm_token_file D/none | token_file
 ppo --verifiable_reward exact_match --prompt_data D/bare.jsonl | --verifiable_reward ... --label_key
 ppo --verifiable_reward regex --verify_regex ( | --verify_regex
@@ -88,17 +70,10 @@ ppo --prm_pretrain M/actor --prm_placeholder_token x --prm_reward_tokens good ba
 ppo -reward_fn --reward_pretrain M/reward --normalize_reward | = ... M/reward ... --reward_normalizer running
 ppo --advantage_estimator rloo | = ... --n_samples_per_prompt
 ppo --advantage_estimator reinforce --freezing_actor_steps 2 | --freezing_actor_steps ... has none ... leave it
-ppo --advantage_estimator reinforce --value_pretrain_steps 2 | --value_pretrain_steps ... leave it out
-ppo --advantage_estimator reinforce --save_value_network | = ... leave it out
 ppo --advantage_estimator reinforce --critic_pretrain M/reward | --critic_pretrain ... leave it out
 ppo --lora_rank 2 --target_modules nothing | =
-ppo --prompt_data D/strange.jsonl | = ... --input_key ... foo, bar
-ppo --data_format alpaca | alpaca ... 'instruction' ... input, answer
-ppo --dataset_class D/loader.py | = ... path.py:name
 ppo --dataset_class D/none.py:rows | = ... Check the path
 ppo --config D/bad.yaml --seed 1 | unknown option in --config D/bad.yaml: gama; did you mean gamma?
-sft --input_key q | --input_key ... --dataset, row 1 ... input, output
-sft --max_len 3 | = ... shortest has 6 ... Raise
 sft --dataset D/long.jsonl | --max_len 512: the longest row has 72 ... Lower --max_len to 64
 sft --eval_dataset D/strange.jsonl | --eval_dataset ... foo, bar
 rm --chosen_key c | --chosen_key ... --dataset, row 1 ... prompt, chosen
@@ -111,16 +86,11 @@ generate --pretrain M/none --output_path . | = is a folder: name a file in it
 generate --pretrain M/none --output_path /proc/out.jsonl | =: cannot be written
 evaluate --verifiable_reward exact_match --label_key no_such | no column 'no_such'
 merge_lora | --lora_path M/actor ... adapter_config.json
-merge_lora --lora_path M/none | =
 serve_rm --reward_pretrain M/reward_unresized | token '[PAD]' has the id 40
-serve_rm --reward_pretrain M/reward_pickle | =: its
 serve_rm --reward_pretrain M/headless | = ... head
 serve_rm --token_file D/none | =
-serve_rm --token_file D/empty.jsonl | =
-serve_rm --reward_pretrain M/no_tokenizer | = ... tokenizer cannot be loaded
 serve_rm --normalize_reward | = ... --reward_pretrain M/reward ... train_rm
 serve_rm --port TAKEN | --host 127.0.0.1 --port TAKEN ... cannot listen ... Choose another
-serve_rm --remote_rm_url x | unknown flag --remote_rm_url
 """
 """Command and options, laid over those of ``GOOD`` ("-name" takes one away), and parts of the error.
 

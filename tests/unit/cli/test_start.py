@@ -11,12 +11,10 @@ import pytest
 import torch
 import transformers
 
-from openppo.cli.options import parse_options
-from openppo.config import DeepSpeedConfig, RunConfig, TrainPPOConfig
+from openppo.config import DeepSpeedConfig, RunConfig
 from openppo.strategy import comm
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.trainer import build_ppo_trainer
 
 RunLine = Callable[[str], Any]
 
@@ -60,21 +58,6 @@ def test_old_transformers_are_refused_where_a_gpu_decodes(
     for new in ("5.23.0", "5.100.0"):
         monkeypatch.setattr(transformers, "__version__", new)
         comm.check_transformers()
-
-
-@pytest.mark.parametrize(("given", "rows"), [("", 64), (" --max_num_seqs 3", 3)])
-def test_max_num_seqs_holds_for_a_model_whose_memory_cannot_be_estimated(
-    given: str, rows: int, words: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def uncounted(*_: Any) -> Any:
-        raise ValueError("no such model")
-
-    monkeypatch.setattr("openppo.trainer.memory.model_size", uncounted)
-    line = f"ppo --advantage_estimator reinforce --init_kl_coef 0 --save_path {tmp_path}{given}"
-    trainer: Any = build_ppo_trainer(parse_options(TrainPPOConfig, words(line)[1]))
-    assert trainer.components.estimate is None
-    assert trainer.components.engine.max_batch_size == rows
-    trainer.components.trackers.close()
 
 
 @pytest.mark.parametrize(
