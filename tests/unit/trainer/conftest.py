@@ -185,24 +185,17 @@ class StopIn(NeverStops):
 
 
 class Policy(nn.Module):
-    """The same log-prob for everything; trained without an optimizer, as a ``TrainableModel`` is called."""
+    """The same log-prob for everything."""
 
-    learning_rate = 0.5
+    model = None
 
     def __init__(self):
         super().__init__()
-        self.module = SimpleNamespace(model=None)
         self.level = nn.Parameter(torch.tensor(-1.0))
 
     def forward(self, ids, mask, actions, return_entropy=False, **_):
         log_probs = self.level * actions
         return (log_probs, actions.float()) if return_entropy else log_probs
-
-    def backward(self, loss, last):
-        loss.backward()
-
-    def step(self):
-        return 1.0
 
 
 def prompts(*texts):
@@ -213,7 +206,7 @@ def trainer_of(answer, given, held_out=(), score=None, comm=None, callbacks=(), 
     """A trainer of the prompts ``given`` with ``Engine(answer)`` and ``Scorer(score)``, on the rank of ``comm``."""
     fixed = {"init_kl_coef": 0.0, "self_check": False, "rollout_batch_size": 2, "train_batch_size": 2}
     config = from_options(TrainPPOConfig, **{**PPO, **fixed, "advantage_estimator": "reinforce", **options})
-    policy, record, comm = Policy(), Record(), comm or SingleProcess()
+    policy, record, comm = PlainModel(Policy()), Record(), comm or SingleProcess()
     hooks = Hooks(PhaseTimer(step_tracer(config.run.save_path, config.tracking, 0)))
     parts = PPOComponents(
         strategy=Strategy(comm=comm),

@@ -32,18 +32,15 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_passing_response():
     assert [pass_ks(n) for n in (1, 2, 3, 4, 6)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6]]
 
 
-@pytest.mark.parametrize(
-    ("sources", "expected"),
-    [
-        ([], []),
-        (["/data/a.jsonl", "openai/gsm8k"], ["a.jsonl", "gsm8k"]),
-        (["/data/gsm8k/test.jsonl", "math/test.jsonl"], ["gsm8k/test.jsonl", "math/test.jsonl"]),
-        (["test.jsonl", "/test.jsonl"], ["test.jsonl", "/test.jsonl"]),
-        (["a", "./a"], ["a", "./a"]),  # the same file twice
-    ],
-)
-def test_sources_are_called_by_the_end_of_their_path(sources, expected):
-    assert list(short_names(sources).values()) == expected
+def test_sources_are_called_by_the_end_of_their_path():
+    names = {
+        (): (),
+        ("/data/a.jsonl", "openai/gsm8k"): ("a.jsonl", "gsm8k"),
+        ("/data/gsm8k/test.jsonl", "math/test.jsonl"): ("gsm8k/test.jsonl", "math/test.jsonl"),
+        ("test.jsonl", "/test.jsonl"): ("test.jsonl", "/test.jsonl"),
+        ("a", "./a"): ("a", "./a"),  # the same file twice
+    }
+    assert {sources: tuple(short_names(sources).values()) for sources in names} == names
 
 
 def at_random(_, prompt, seed, params):

@@ -71,7 +71,7 @@ def test_a_step_and_its_halves_give_the_same_bits_metrics_traces_and_places(tmp_
         events = [event for file in traces for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
         spans = {event["name"] for event in events} & {"step", "generation", "scoring", "experience", "training"}
         timeless = [{n: v for n, v in row.items() if not n.startswith(("time/", "speed/"))} for row in metrics]
-        return timeless, list(metrics[0]), trainer.components.actor.level.grad.item(), spans, seen
+        return timeless, list(metrics[0]), trainer.components.actor.gradient, spans, seen
 
     whole = run(lambda trainer, batch: trainer.step(batch), tmp_path / "whole")
     assert whole == run(lambda trainer, batch: trainer.train_on(trainer.rollout(batch)), tmp_path / "halves")

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from openppo.config import TrainPRMConfig, TrainRMConfig, TrainSFTConfig, from_options
 from openppo.datasets import PreferenceExample, ProcessExample
@@ -21,8 +19,7 @@ from openppo.types import SingleProcess
 from tests.unit.trainer.conftest import OneOf, PlainModel, Record, StopIn, Strategy
 
 MODEL = {"pretrain": "model", "dataset": "data"}
-TOKENS = ["<pad>", "#", "+", "-", *"abcdefghijklmnop"]
-PLACEHOLDER, GOOD, BAD, NO = 1, 2, 3, -100
+EOS, GOOD, BAD, NO = 1, 2, 3, -100  # a step ends with EOS
 HARD = [
     ProcessExample([5, 6, 1, 7, 1, 8, 9, 1], [NO, NO, GOOD, NO, BAD, NO, NO, GOOD]),
     ProcessExample([10, 1], [NO, BAD]),
@@ -41,14 +38,17 @@ def parts_of(model, train, held_out=(), tokenizer=None, record=None, **strategy)
     return SupervisedComponents(Strategy(**strategy), tokenizer, model, train, held_out, Trackers([record]), record)
 
 
-def judge_of(causal, examples, micro, rank=0, ranks=1):
-    """A trainer of process reward models."""
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>")
-    options = {"placeholder_token": "#", "reward_tokens": ("+", "-"), "micro_train_batch_size": micro}
-    parts = parts_of(PlainModel(ProcessRewardModel(causal)), examples, examples, tokenizer, comm=OneOf(rank, ranks))
-    return ProcessRewardTrainer(from_options(TrainPRMConfig, **MODEL, **options, train_batch_size=len(examples)), parts)
+@pytest.fixture
+def judge_of(causal, make_tokenizer):
+    """Makes a trainer of process reward models."""
+
+    def make(examples, micro, rank=0, ranks=1):
+        options = {"placeholder_token": "<eos>", "reward_tokens": ("<end>", "<sep>"), "micro_train_batch_size": micro}
+        config = from_options(TrainPRMConfig, **MODEL, **options, train_batch_size=len(examples))
+        model, comm = PlainModel(ProcessRewardModel(causal)), OneOf(rank, ranks)
+        return ProcessRewardTrainer(config, parts_of(model, examples, examples, make_tokenizer(), comm=comm))
+
+    return make
 
 
 def judged_steps(model, examples):
@@ -70,11 +70,11 @@ def mean_loss(steps):
 
 @pytest.mark.parametrize("examples", [HARD, SOFT], ids=["hard", "soft"])
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 2), (1, 9), (2, 1), (2, 2), (3, 1), (7, 4)])
-def test_gradient_is_that_of_the_mean_over_judged_steps_for_any_split(causal, examples, ranks, micro):
+def test_gradient_is_that_of_the_mean_over_judged_steps_for_any_split(causal, judge_of, examples, ranks, micro):
     naive, total = mean_loss(judged_steps(causal, examples)), 0.0
     expected = torch.autograd.grad(naive, list(causal.parameters()))
     for rank in range(ranks):
-        trainer = judge_of(causal, examples, micro, rank, ranks)
+        trainer = judge_of(examples, micro, rank, ranks)
         batch = trainer.make_batch(examples)
         total += sum(trainer.loss(part, batch.n_targets, Metrics()) for part in batch.micro_batches)
     assert total.item() == pytest.approx(naive.item(), abs=1e-6)
@@ -82,8 +82,8 @@ def test_gradient_is_that_of_the_mean_over_judged_steps_for_any_split(causal, ex
 
 
 @pytest.mark.parametrize("examples", [HARD, SOFT], ids=["hard", "soft"])
-def test_loss_and_accuracy_count_every_judged_step_once(causal, examples):
-    trainer, steps = judge_of(causal, examples, micro=2), judged_steps(causal, examples)
+def test_loss_and_accuracy_count_every_judged_step_once(causal, judge_of, examples):
+    trainer, steps = judge_of(examples, micro=2), judged_steps(causal, examples)
     right = [(logp[0] > logp[1]).item() == (wanted > 0.5) for logp, wanted in steps]
     assert 0 < sum(right) < len(steps)
     expected = {"eval_loss": mean_loss(steps).item(), "eval_accuracy": sum(right) / len(steps)}
