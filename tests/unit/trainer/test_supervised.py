@@ -1,6 +1,7 @@
-"""Supervised training: losses over judged steps, scores of a reward model, data, and runs that end early."""
+"""Supervised training: losses of judged steps, scores of a reward model, data, the table at the start, early ends."""
 
 import json
+import logging
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from openppo.datasets import PreferenceExample, ProcessExample
 from openppo.models.scalar_head import ProcessRewardModel, ScalarHeadModel
 from openppo.tracking import Metrics, Trackers
 from openppo.tracking.phase import current
+from openppo.trainer import summary
 from openppo.trainer.supervised.build import load_train_and_eval
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
 from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardModelTrainer
@@ -173,3 +175,26 @@ def test_only_training_rows_are_mixed_and_each_row_is_progress(tmp_path, monkeyp
     assert held_out == [f"a{i}" for i in range(40)] + [f"b{i}" for i in range(20)]
     assert len(train) < 60 and train[:40] != held_out[:40]
     assert len(seen) == len(train) + 60, "the watchdog ends a rank without progress"
+
+
+TINY = {"train_batch_size": 4, "micro_train_batch_size": 2, "max_epochs": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "n", "done", "ranks", "said"),
+    [
+        (TINY, 10, 0, 1, "4 samples, in 2 micro-batches of up to 2|2 epochs of 10 samples, 6 steps"),
+        (TINY | {"max_steps": 5}, 10, 3, 1, "2 epochs of 10 samples, 6 steps; --max_steps ends it after 5|step 3 of 5"),
+        (TINY, 3, 0, 2, "3 samples, in 1 micro-batch of up to 2 on each of 2 ranks|2 epochs of 3 samples, 2 steps"),
+    ],
+)
+def test_the_table_counts_small_last_steps_max_steps_and_ranks(options, n, done, ranks, said, caplog, monkeypatch):
+    monkeypatch.setattr(summary, "model_role", lambda *_, **__: ("model", "m"))
+    parts = parts_of(SimpleNamespace(module=None), [1] * n, is_main=True, comm=OneOf(0, ranks))
+    trainer = Failing(from_options(TrainSFTConfig, **MODEL, **options), parts)
+    trainer.global_step = done
+    with caplog.at_level(logging.INFO, logger="openppo"):
+        summary.log_supervised_start(trainer)
+    lines = [line.rstrip() for line in caplog.text.splitlines()]
+    assert all(any(line.endswith(each) for line in lines) for each in said.split("|")), lines
+    assert ("resumes" in caplog.text) is (done > 0)
