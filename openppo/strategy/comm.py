@@ -102,7 +102,6 @@ class TorchComm:
         self.world_size = dist.get_world_size()
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Combine over all ranks, ``op`` one of sum, max, min; returns a new tensor on the same device."""
         result = tensor.clone()
         dist.all_reduce(result, _OPS[op])
         return result
@@ -126,7 +125,7 @@ def collective(
 
     ``raised`` makes the exception from the first message, after the ranks and their hosts unless all ranks failed.
     """
-    result, error = None, None
+    result = error = None
     try:
         result = work()
     except errors as caught:

@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 
 import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime import compiler as ds_compiler
 from deepspeed.runtime.zero import unwrap_model_for_generation
 from transformers import PreTrainedModel, get_scheduler
@@ -170,18 +170,12 @@ class DeepspeedStrategy(InferenceStrategy):
 
     def _adam(self, parameters: list[nn.Parameter], adam: AdamConfig, learning_rate: float) -> torch.optim.Optimizer:
         options: dict[str, Any] = {"lr": learning_rate, "betas": adam.adam_betas, "weight_decay": adam.l2}
-        if self.config.adam_offload:
-            obstacle = _obstacle_to_compiling("c++")
-            if not CPUAdamBuilder().is_compatible(verbose=False):
-                obstacle = "DeepSpeed cannot build it on this machine"
-            if self.is_main and not self._prepared:
-                if obstacle is None:
-                    logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time")
-                else:
-                    logger.warning("--adam_offload: torch's AdamW on the CPU, which is slower, since %s", obstacle)
-            if obstacle is None:
-                return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
-        return torch.optim.AdamW(parameters, fused=True, **options)
+        if not self.config.adam_offload:
+            return torch.optim.AdamW(parameters, fused=True, **options)
+        _require_compiler("--adam_offload", "c++")
+        if self.is_main and not self._prepared:
+            logger.info("--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds the first time")
+        return DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
 
 
 def get_strategy(config: DeepSpeedConfig) -> DeepspeedStrategy:
@@ -203,8 +197,8 @@ def learning_rate_schedule(optimizer: torch.optim.Optimizer, adam: AdamConfig, t
 
 def _compile_layers(module: nn.Module, device: torch.device) -> None:
     """Have torch.compile take the repeated layers one by one: all of a model share one graph, whatever the shapes."""
-    if device.type == "cpu" and (obstacle := _obstacle_to_compiling("g++")) is not None:
-        raise ValueError(f"--compile cannot work on CPUs here: {obstacle}. Mend that, or leave --compile out.")
+    if device.type == "cpu":
+        _require_compiler("--compile", "g++")
     names = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
     layers = [child for child in module.modules() if type(child).__name__ in names]
     if not layers:
@@ -213,16 +207,14 @@ def _compile_layers(module: nn.Module, device: torch.device) -> None:
         layer.compile(dynamic=True)
 
 
-def _obstacle_to_compiling(compiler: str) -> str | None:
-    """Why torch cannot build C++ here; None where it can."""
+def _require_compiler(flag: str, compiler: str) -> None:
     compiler = os.environ.get("CXX", compiler)
-    return None if shutil.which(compiler) else f"there is no C++ compiler ({compiler})"
+    if shutil.which(compiler) is None:
+        raise ValueError(f"{flag} needs a C++ compiler, and there is none ({compiler}): install one, or omit the flag.")
 
 
 def _enable_gradient_checkpointing(module: nn.Module) -> None:
-    model = next((child for child in module.modules() if isinstance(child, PreTrainedModel)), None)
-    if model is None:
-        raise ValueError(f"--gradient_checkpointing: {type(module).__name__} does not support it; omit the flag.")
+    model = next(child for child in module.modules() if isinstance(child, PreTrainedModel))
     with warnings.catch_warnings():  # transformers 5.23 has another name for it; 5.0 has not
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

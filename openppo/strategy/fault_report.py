@@ -9,7 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,7 @@ class Fault:
     def render(self, others: Sequence[Heartbeat], resume: str) -> str:
         """The page. ``others`` are the healthy ranks; ``resume`` says how to continue after a failure."""
         rows = [("fault", self.what), *(("where", str(beat)) for beat in self.where), *self.memory]
-        rows += [*(("others", str(beat)) for beat in others), ("look at", self.look_at)]
-        done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-        restart = f"torchrun starts all ranks again (restart {done + 1} of {most})" if done < most else ""
-        rows += [("resume", resume), ("resume", restart)]
+        rows += [*(("others", str(beat)) for beat in others), ("look at", self.look_at), ("resume", resume)]
         text = "".join(f"{name + ':':<9}{line}\n" for name, line in rows if line)
         details = f"{self.details.rstrip()}\n\n" if self.details else ""
         return f"\n{_TITLE:=^100}\n{details}{text}{'':=^100}\n"
@@ -104,16 +101,17 @@ def raised(
     """An error of this rank. Out of memory, with the sizes in ``options`` and the lines of ``models``."""
     text = mask_credentials("".join(traceback.format_exception(error)))
     message = mask_credentials(traceback.format_exception_only(error)[-1]).splitlines()[0]
-    fault = Fault(f"rank {where.rank} raised {message}", [where], details=text)
+    look_at, memory = "", []
     if is_out_of_memory(error):
-        rows = [("memory", line) for line in (host_memory(), f"options: {' '.join(sizes(options))}", *models())]
+        lines = (host_memory(), f"options: {' '.join(sizes(options))}", *models())
+        memory = [("memory", line) for line in lines]
         if flags := remedies(where.phase, options, on_cpu=not torch.cuda.is_available()):
-            rows.append(("try", f"reduce memory in {where.phase} with {', '.join(flags)}"))
-        return replace(fault, memory=rows)
-    if is_broken_connection(error):
-        return replace(fault, look_at="the network between the ranks: a connection broke, and all ranks are alive")
-    folder = options.get("save_path")
-    return replace(fault, look_at=f"{folder}/logs: metrics and samples until then") if folder else fault
+            memory.append(("try", f"reduce memory in {where.phase} with {', '.join(flags)}"))
+    elif is_broken_connection(error):
+        look_at = "the network between the ranks: a connection broke, and all ranks are alive"
+    elif folder := options.get("save_path"):
+        look_at = f"{folder}/logs: metrics and samples until then"
+    return Fault(f"rank {where.rank} raised {message}", [where], look_at, text, memory)
 
 
 def lost(ranks: Mapping[int, str], beats: Mapping[int, Heartbeat]) -> Fault:

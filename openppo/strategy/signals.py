@@ -15,14 +15,9 @@ _pipe: tuple[int, ...] = ()
 _handlers: dict[signal.Signals, Any] = {}
 
 
-def installed() -> bool:
-    """Whether signals set the flag in this process."""
-    return bool(_pipe)
-
-
 def requested() -> str | None:
     """Name of the signal that asks the run to save and exit, while installed; other ranks learn it within a second."""
-    return _requested if installed() else None
+    return _requested if _pipe else None
 
 
 def request(name: str) -> None:
@@ -81,6 +76,6 @@ class SignalStop:
 
     def __call__(self) -> None:
         """Raise ``Interrupted`` on all ranks if one of them has a signal. All ranks call this together."""
-        if installed() and int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
+        if _pipe and int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
             names = self.comm.all_gather_object(requested())
             raise Interrupted(next(name for name in names if name is not None))

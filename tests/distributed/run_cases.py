@@ -1,7 +1,7 @@
 """Launched by torchrun: ``run_cases.py CASES.json OUT [MODE]`` trains each case in ``OUT/<name>``, one after the other.
 
 A case: ``name``; ``command`` (train_ppo unless given) and ``arguments``; ``n_steps`` of ``n_rows`` each, else all of
-``fit()``; ``no_compiler`` for a machine without; ``lockstep`` for weights that are too large to gather; ``poison``
+``fit()``; ``lockstep`` for weights that are too large to gather; ``poison``
 makes optimizer steps not finite. Mode ``first`` stops a case at its check number ``stop_at`` as a signal would, mode
 ``rest`` resumes from the checkpoint, with ``own_loop`` in a loop of one's own. ``OUT/<name>`` receives the models
 (``model``, and of PPO without a mode ``model_critic``) and ``result.json``.
@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
 from torch import Tensor, nn
 
 from openppo.cli.options import parse_options
@@ -181,8 +180,6 @@ def run(case: Case, folder: Path, mode: str) -> dict[str, Any]:
     stop = StopAt(case["stop_at"] if mode == "first" else 0)
     with ExitStack() as changed:
         changed.enter_context(mock.patch.object(SignalStop, "__call__", lambda _: stop()))
-        if case.get("no_compiler"):
-            changed.enter_context(mock.patch.object(CPUAdamBuilder, "is_compatible", return_value=False))
         if case.get("lockstep"):
             changed.enter_context(mock.patch.object(DeepspeedStrategy, "fits_gathered", return_value=False))
         trainer = build(config, strategy)

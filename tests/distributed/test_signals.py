@@ -137,7 +137,6 @@ def test_the_elastic_script_resumes_from_its_newest_checkpoint(tiny: Path, tmp_p
     ended = watch(script, tmp_path, kill_rank_1, SAVE_PATH="disturbed", PATH=real, **variables)
     assert ended.status == 0, ended.output
     assert "rank 1 is gone: its process has ended" in ended.row("fault")
-    assert "torchrun starts all ranks again (restart 1 of 1)" in ended.row("resume")
     (step,) = re.findall(r"from \S+/step_(\d+)$", ended.output, flags=re.MULTILINE)
     assert int(step) >= 1, "it was saved before step 2 ended"
     assert watch(script, tmp_path, SAVE_PATH="undisturbed", PATH=real, **variables).status == 0

@@ -106,7 +106,6 @@ class CheckpointFolder:
                 "disk is missing, start again with it. To begin anew, start without --load_checkpoint, which keeps "
                 "them in a folder of their own, or with another --ckpt_path."
             )
-        self._refuse_foreign()
         return None
 
     def set_aside(self) -> None:
@@ -223,16 +222,6 @@ class CheckpointFolder:
             lambda message: ValueError(f"{self.flag} {path}: {message}"),
         )
         return next((what for what in self.comm.all_gather_object(found) if what is not None), None)
-
-    def _refuse_foreign(self) -> None:
-        """Checkpoints of DeepSpeed and others are pickles: reading one runs whatever code it holds."""
-        pickles = sorted(p for p in self.folder.rglob("*") if p.suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"))
-        if pickles:
-            raise ValueError(
-                f"{self.flag} {self.folder}: holds no checkpoint of OpenPPO but {pickles[0].relative_to(self.folder)}, "
-                "a pickle, which could run any code when it is read. Save its model as safetensors in Hugging Face "
-                "format and start from that with --pretrain; optimizer states cannot be taken over."
-            )
 
 
 def damage_of(path: Path, place: int = 0, n_places: int = 1) -> str | None:

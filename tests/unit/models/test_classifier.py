@@ -82,18 +82,14 @@ def test_transformers_reads_a_saved_critic_and_adapters_are_merged(name, tmp_pat
     targets = ("q_proj", "v_proj") if name == "llama4_text" else ("all-linear",)  # its router is of another kind
     options = {"init_value_head": True, "lora_rank": 2, "target_modules": targets}
     adapted: Any = get_llm_for_sequence_regression(str(tmp_path / "causal"), "reward", **options)
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_(std=0.3)
+    for parameter in (p for p in adapted.parameters() if p.requires_grad):
+        parameter.data.normal_(std=0.3)
     save_model(adapted.model, tmp_path / "adapters", is_main=True)
     merged: Any = get_llm_for_sequence_regression(str(tmp_path / "adapters"), "reward").eval()
     with torch.no_grad():
         scores = merged(SEQUENCES, MASK)
         torch.testing.assert_close(scores, adapted.eval()(SEQUENCES, MASK), rtol=0, atol=2e-4)
     save_model(merged.model, tmp_path / "out", is_main=True)
-    names, causal = (set(load_file(tmp_path / f / "model.safetensors")) for f in ("out", "causal"))
-    assert names - causal == {"score.weight"}
-    assert all(name.startswith("lm_head.") for name in causal - names)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"][0].endswith("ForSequenceClassification")
     transformer = AutoModel.from_pretrained(tmp_path / "out").eval()  # transformers alone

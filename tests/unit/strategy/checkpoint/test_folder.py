@@ -183,14 +183,6 @@ def test_only_what_an_earlier_run_saved_is_set_aside(
     assert ("--load_checkpoint would have resumed from them" in caplog.text) is has_steps
 
 
-@pytest.mark.parametrize("name", ["global_step5/mp_rank_00_model_states.pt", "x.ckpt"])
-def test_a_foreign_pickle_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch /tmp/pwned'\ntR.")
-    with pytest.raises(ValueError, match=f"--ckpt_path .*{name.split('/')[-1]}, a pickle, which could run any code"):
-        folder_of(tmp_path).newest()
-
-
 def test_a_folder_that_cannot_be_used_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     errors = on_ranks(2, lambda comm: CheckpointFolder(tmp_path / "file" / "x", comm, keep=1))
