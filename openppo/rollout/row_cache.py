@@ -111,7 +111,6 @@ class RowCache(Cache):
         super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
         self.shape = (0, 0)
         self.starts: list[int] = []
-        self._mask = torch.zeros(0, 0, dtype=torch.bool)
 
     def reserve(self, max_rows: int, max_length: int) -> None:
         """Make room for so many rows of so many tokens; what is there stays."""
@@ -123,8 +122,6 @@ class RowCache(Cache):
             for layer in self.layers:
                 if layer.is_initialized:
                     layer.keys, layer.values = self._larger(layer.keys), self._larger(layer.values)
-            self._mask = torch.zeros(self.shape, dtype=torch.bool)
-            self._write_mask(0)
 
     def enter(self, prompts: DynamicCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Add rows: copies of ``rows`` of ``prompts``, of which the last ``lengths`` tokens are real."""
@@ -143,7 +140,6 @@ class RowCache(Cache):
         self.starts += [window.end - length for length in lengths]
         window.n_rows += n_new
         window.start = min(self.starts)
-        self._write_mask(first)
 
     def leave(self, gone: Sequence[int]) -> list[tuple[int, int]]:
         """Drop rows; the last rows take their places. Returns (from, to) of those that moved."""
@@ -156,7 +152,6 @@ class RowCache(Cache):
             for layer in self.layers:
                 layer.keys[target, :, columns] = layer.keys[source, :, columns]
                 layer.values[target, :, columns] = layer.values[source, :, columns]
-            self._mask[target] = self._mask[source]
             self.starts[target] = self.starts[source]
         del self.starts[n_left:]
         self.window.n_rows = n_left
@@ -168,9 +163,9 @@ class RowCache(Cache):
     def next_column(self) -> tuple[Tensor, Tensor]:
         """For a forward over each row's next token: bool mask (rows, columns so far + 1) and position ids (rows, 1)."""
         self.make_room()
-        window = self.window
-        mask = self._mask[: window.n_rows, window.start : window.end + 1]
-        return mask, torch.tensor([window.end - start for start in self.starts], device=mask.device)[:, None]
+        window, device = self.window, self.layers[0].keys.device
+        starts = torch.tensor(self.starts, device=device)[:, None]
+        return torch.arange(window.start, window.end + 1, device=device) >= starts, window.end - starts
 
     def make_room(self) -> None:
         """Have a free column at ``window.end``."""
@@ -210,11 +205,3 @@ class RowCache(Cache):
                 buffer[: window.n_rows, :, new] = buffer[: window.n_rows, :, old].clone()
         window.start, window.end = new.start, new.stop
         self.starts = [start + columns for start in self.starts]
-        self._write_mask(0)
-
-    def _write_mask(self, first: int) -> None:
-        """Which columns belong to the rows from ``first`` on."""
-        device = self.layers[0].keys.device if self.layers[0].is_initialized else self._mask.device
-        self._mask = self._mask.to(device)
-        starts = torch.tensor(self.starts[first:], device=device)
-        self._mask[first : len(self.starts)] = torch.arange(self.shape[1], device=device) >= starts[:, None]
