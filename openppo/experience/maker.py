@@ -43,6 +43,7 @@ class Hooks:
     """Opened around forwards that train nothing."""
 
 
+@dataclass(eq=False)
 class ExperienceMaker:
     """Runs the models over trajectories and computes what the losses need; ``make`` does all of it.
 
@@ -50,33 +51,24 @@ class ExperienceMaker:
     without one) like a ``ScalarHeadModel``. All ranks call every method together, groups being whole on a rank.
     """
 
-    def __init__(
-        self,
-        actor: Model,
-        critic: Model | None,
-        reference: Model | None,
-        config: TrainPPOConfig,
-        comm: Comm,
-        device: torch.device,
-        pad_token_id: int,
-        hooks: Hooks | None = None,
-    ) -> None:
-        self.actor = actor
-        self.critic = critic
-        self.reference = reference
-        self.config = config
-        self.frozen_steps = config.ppo.frozen_actor_steps
-        self.comm = comm
-        self.device = device
-        self.pad_token_id = pad_token_id
-        self.hooks = hooks or Hooks()
-        self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
-        self.weights = config.rewards.weights()
+    actor: Model
+    critic: Model | None
+    reference: Model | None
+    config: TrainPPOConfig
+    comm: Comm
+    device: torch.device
+    pad_token_id: int
+    hooks: Hooks = field(default_factory=Hooks)
+
+    def __post_init__(self) -> None:
+        self.frozen_steps = self.config.ppo.frozen_actor_steps
+        self.estimator = ESTIMATORS[self.config.advantage.advantage_estimator]
+        self.weights = self.config.rewards.weights()
         self.moments, self.step_moments = RunningMoments(), RunningMoments()
-        coef, target = config.kl.init_kl_coef, config.kl.kl_target
+        coef, target = self.config.kl.init_kl_coef, self.config.kl.kl_target
         self.kl_controller = FixedKLController(coef)
         if target is not None:
-            self.kl_controller = AdaptiveKLController(coef, target, config.kl.kl_horizon)
+            self.kl_controller = AdaptiveKLController(coef, target, self.config.kl.kl_horizon)
 
     def make(
         self, trajectories: Sequence[Trajectory], metrics: Metrics, n_done: int = 0, version: int = 0

@@ -130,8 +130,7 @@ def _reward_model(model: str, tokenizer: PreTrainedTokenizerBase, setup: ScorerS
     logger.info("%s %s reads %s", flag, model, ids)
     normalization: tuple[float, ...] = ()
     if setup.normalize:
-        remedy = "Train it with openppo.cli.train_rm, which stores them, or use --reward_normalizer running."
-        normalization = stored_normalization(config, f"{flag} {model}", remedy)
+        normalization = stored_normalization(config, f"{flag} {model}")
     with model_error_context(flag, model, "reward model"):
         prefix = setup.value_head_prefix
         reward = get_llm_for_sequence_regression(model, "reward", value_head_prefix=prefix, **setup.loading)

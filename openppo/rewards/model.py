@@ -159,10 +159,10 @@ def forward_scores(model: Model, rows: Sequence[Sequence[int]], pad_token_id: in
     return model(sequences.to(device), attention_mask.to(device)).tolist()
 
 
-def stored_normalization(config: PreTrainedConfig, source: str, remedy: str) -> tuple[float, float]:
+def stored_normalization(config: PreTrainedConfig, source: str) -> tuple[float, float]:
     """Mean and std of a reward model's scores, which its config.json holds as ``mean`` and ``std`` as in OpenRLHF.
 
-    ``ValueError`` naming ``--normalize_reward`` and ``source``, and ending with ``remedy``, if there are none.
+    ``ValueError`` naming ``--normalize_reward`` and ``source`` if there are none.
     """
     stored: Any = config.to_dict()
     mean, std = stored.get("mean"), stored.get("std")
@@ -170,7 +170,8 @@ def stored_normalization(config: PreTrainedConfig, source: str, remedy: str) -> 
     if not (numbers and math.isfinite(mean) and 0 < std < math.inf):
         raise ValueError(
             f"--normalize_reward: {source} stores no mean and positive std of its scores in its config.json (found "
-            f"{mean!r} and {std!r}). {remedy}"
+            f"{mean!r} and {std!r}). Train it with openppo.cli.train_rm, which stores them, or leave the flag out; in "
+            "PPO --reward_normalizer running needs none."
         )
     return mean, std
 

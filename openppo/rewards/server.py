@@ -143,8 +143,7 @@ def build_server(options: ServeRMConfig) -> RewardServer:
         logger.warning("%s %s: --max_len %d is cut to its context, %d tokens", flag, name, options.max_len, max_len)
     mean, std = 0.0, 1.0
     if options.normalize_reward:
-        remedy = "Train it with openppo.cli.train_rm, which stores them, or leave --normalize_reward out."
-        mean, std = stored_normalization(model_config, f"{flag} {name}", remedy)
+        mean, std = stored_normalization(model_config, f"{flag} {name}")
     with model_error_context(flag, name):
         model = get_llm_for_sequence_regression(
             name,

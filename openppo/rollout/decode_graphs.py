@@ -1,12 +1,13 @@
 """Decode steps as CUDA graphs: the kernels of a forward take less time than launching them one by one."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from openppo.rollout.row_cache import RowCache, layer_kinds
 
@@ -18,6 +19,7 @@ Recorder = Callable[[Forward], Forward]
 """Makes a forward that can be replayed; it returns the same tensor each time."""
 
 
+@dataclass(eq=False)
 class DecodeGraphs:
     """Forwards over one token per row of ``cache``, recorded once for each shape and replayed from then on.
 
@@ -26,12 +28,13 @@ class DecodeGraphs:
     buffers and weights only: ``fit`` says whether ``cache`` still has them.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: RowCache, device: torch.device, record: Recorder) -> None:
-        self.model: Any = model
-        self.cache = cache
-        self.device = device
-        self.record = record
-        self._shape = cache.shape
+    model: Any
+    cache: RowCache
+    device: torch.device
+    record: Recorder
+
+    def __post_init__(self) -> None:
+        self._shape = self.cache.shape
         self._recorded: dict[tuple[int, int], tuple[Tensor, Forward]] = {}
 
     def fit(self, cache: RowCache) -> bool:

@@ -244,12 +244,11 @@ def rows_that_fit(free: int, row: int, most: int) -> int:
 @contextmanager
 def _attention_of_padded_rows(model: PreTrainedModel) -> Iterator[None]:
     """FlashAttention-2 would copy all real keys and values of such rows, in each layer of each step."""
-    before = model.config._attn_implementation
-    if before != "flash_attention_2":
-        yield
-        return
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    chosen = model.config._attn_implementation
+    if chosen == "flash_attention_2":
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        if chosen == "flash_attention_2":
+            model.set_attn_implementation(chosen)
