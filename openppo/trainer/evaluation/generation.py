@@ -58,19 +58,18 @@ class _Job:
         """Leave the process group."""
         self.strategy.close()
 
-    def _load_policy(self) -> tuple[Actor, HFEngine]:
-        """The model of ``--pretrain`` on this rank's device, and an engine that samples from it."""
+    def _load_policy(self) -> None:
+        """Load the model of ``--pretrain`` on this rank's device, and an engine that samples from it."""
         options = self.options
         with model_error_context("--pretrain", options.pretrain):
-            actor = Actor(options.pretrain, **self.loading)
-        self.strategy.prepare_frozen(actor)
+            self.actor = Actor(options.pretrain, **self.loading)
+        self.strategy.prepare_frozen(self.actor)
         if options.engine_check == "on":
-            check_frozen(options, actor, self.strategy.device)
-        policy: Any = actor.model
+            check_frozen(options, self.actor, self.strategy.device)
+        policy: Any = self.actor.model
         eos, pad = eos_token_ids(policy, self.tokenizer), pad_token_id(self.tokenizer)
-        engine = HFEngine(policy, eos, pad, options.micro_batch_size, show_progress=self.strategy.is_main)
-        engine.decode = decoder(self.tokenizer)
-        return actor, engine
+        self.engine = HFEngine(policy, eos, pad, options.micro_batch_size, show_progress=self.strategy.is_main)
+        self.engine.decode = decoder(self.tokenizer)
 
     def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
         """What is written of the response of that number on this rank; its text ends before a stop string."""
@@ -97,7 +96,7 @@ class GenerateJob(_Job):
     def __init__(self, config: GenerateConfig) -> None:
         """Load everything; ``ValueError`` names the flag to change."""
         super().__init__(config, config.output_path)
-        self.actor, self.engine = self._load_policy()
+        self._load_policy()
 
     def fit(self) -> None:
         """Generate and write."""
@@ -133,9 +132,9 @@ class EvaluateJob(_Job):
             input_template=config.input_template,
         )
         self.scorer = build_scorer(config.rewards, self.tokenizer, setup)
-        _, self.engine = self._load_policy()
-        passing = config.rewards.pass_threshold(config.pass_reward)
-        self.grading = Grading(self.comm, passing, config.rewards.weights())
+        self._load_policy()
+        rewards = config.rewards
+        self.grading = Grading(self.comm, rewards.pass_threshold(config.pass_reward), rewards.weights())
 
     def fit(self) -> None:
         """Evaluate, and print the table of metrics."""

@@ -32,7 +32,6 @@ class SFTTrainer(SupervisedTrainer[TokenExample]):
     headline = ("loss", "eval_loss", "grad_norm", "learning_rate", "time/step_s")
 
     def make_batch(self, examples: Sequence[TokenExample]) -> StepBatch:
-        """This rank's micro-batches."""
         pad = pad_token_id(self.components.tokenizer)
         return token_batch(examples, self.config.batch.micro_train_batch_size, pad, self.comm)
 
@@ -57,13 +56,11 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
 
     @staticmethod
     def rows_of(example: PreferenceExample) -> list[list[int]]:
-        """Both sides."""
         return [example.chosen_ids, example.rejected_ids]
 
     @staticmethod
     def n_scored(example: PreferenceExample) -> int:
-        """A pair."""
-        return 1
+        return 1  # a pair
 
     def loss(self, micro: list[PreferenceExample], n_targets: int, metrics: Metrics) -> Tensor:
         """Summed loss of this micro-batch's pairs over the pairs of the step; both sides in one forward."""
@@ -116,7 +113,6 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessExample]):
 
     @staticmethod
     def n_scored(example: ProcessExample) -> int:
-        """Judged steps."""
         return sum(label != IGNORE_INDEX for label in example.labels)
 
     def loss(self, micro: list[ProcessExample], n_targets: int, metrics: Metrics) -> Tensor:
