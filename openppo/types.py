@@ -74,12 +74,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """Equally long lists of what an engine sampled for one prompt; ``versions`` None: the weights never changed."""
+    """Equally long lists of what an engine sampled for one prompt."""
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
-    versions: list[int] | None = None
 
 
 @dataclass

@@ -22,8 +22,9 @@ import aiohttp
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RewardConfig, mask_credentials
+from openppo.datasets.templates import shortened
 from openppo.rewards.function import make_samples
-from openppo.rewards.scoring import check_scores, shortened
+from openppo.rewards.scoring import check_scores
 from openppo.types import Score, Trajectory
 
 logger = logging.getLogger("openppo")

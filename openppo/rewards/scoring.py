@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from openppo.datasets.templates import shortened
 from openppo.types import Interrupted, NeverStops, Score, StopCheck, Trajectory
 
-_LONGEST_QUOTE = 200
 _SECONDS_BETWEEN_LOOKS = 0.5
 _LARGEST = 3.4e38
 """Of what float32 can hold, in which rewards are added up."""
@@ -127,12 +127,6 @@ def name_sample(trajectory: Trajectory) -> str:
     prompt = trajectory.prompt
     row = f" (row {prompt.index + 1} of {prompt.source})" if prompt.source else ""
     return f"prompt {shortened(prompt.text)}{row}"
-
-
-def shortened(value: Any) -> str:
-    """``value`` for a message."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."
 
 
 def step_tokens(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:

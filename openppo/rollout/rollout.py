@@ -23,27 +23,21 @@ def sample_trajectories(
 
     ``first_group`` is the number in the whole run of the first prompt; group and seeds follow from it.
     """
-    groups = [first_group + i for i in range(len(prompts)) for _ in range(n_samples)]
-    repeated = [prompt for prompt in prompts for _ in range(n_samples)]
+    repeated = [(prompt, first_group + i) for i, prompt in enumerate(prompts) for _ in range(n_samples)]
     seeds = [sample_seed(seed, first_group * n_samples + i) for i in range(len(repeated))]
-    completions = engine.generate([prompt.token_ids for prompt in repeated], params, seeds)
-    return [
-        make_trajectory(prompt, completion, group, engine.version)
-        for prompt, completion, group in zip(repeated, completions, groups, strict=True)
-    ]
+    completions = engine.generate([prompt.token_ids for prompt, _ in repeated], params, seeds)
+    sampled = zip(repeated, completions, strict=True)
+    return [make_trajectory(prompt, made, group, engine.version) for (prompt, group), made in sampled]
 
 
 def make_trajectory(prompt: Prompt, completion: Completion, group: int, version: int) -> Trajectory:
-    """A trajectory of one turn: prompt, then a completion whose every token is an action.
-
-    ``version`` is the policy's, unless the completion has one for each token.
-    """
+    """A trajectory of one turn: prompt, then a completion whose every token is an action, of the policy's version."""
     n_prompt, n_response = len(prompt.token_ids), len(completion.token_ids)
     return Trajectory(
         token_ids=prompt.token_ids + completion.token_ids,
         action_mask=[False] * n_prompt + [True] * n_response,
         log_probs=[0.0] * n_prompt + completion.log_probs,
-        versions=[-1] * n_prompt + (completion.versions or [version] * n_response),
+        versions=[-1] * n_prompt + [version] * n_response,
         finish_reason=completion.finish_reason,
         prompt=prompt,
         group=group,

@@ -1,14 +1,18 @@
-"""Several sources at the same time: who runs where, what is merged, and which errors come up."""
+"""Several sources at the same time: who runs where, what is merged; and where the steps of a response end."""
 
 import math
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
+from transformers import AutoTokenizer
 
-from openppo.rewards import CombinedScorer, check_scores, start_scoring
+from openppo.rewards import CombinedScorer, check_scores, start_scoring, step_ends
 from openppo.types import Score
+from tests.conftest import save_tokenizer
 
 
 @dataclass
@@ -94,3 +98,47 @@ def test_a_bad_score_is_named_with_source_shortened_prompt_and_row(make_trajecto
         check_scores([math.nan], [sample], "a source")
     assert len(str(error.value)) < 350
     assert "(row 7 of data/a.jsonl); a finite number" in str(error.value)
+
+
+TEXT = "Add two.\n\nThen ✓🙂 halve.\n\nDone."
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("ab", [1]),
+        ("abXcdXe", [1, 4, 6]),
+        ("XabXXcd", [2, 6]),
+        ("abX", [1]),
+        ("X", []),
+        ("", []),
+        ("XXX", []),
+        ("ab cd ", [4]),
+    ],
+)
+def test_blank_steps_and_blanks_at_the_end_do_not_count(text, ends, tmp_path):
+    tokenizer = save_tokenizer(tmp_path, "abcdeX ")
+    assert step_ends([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], tokenizer, "X") == ends
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"])
+def test_places_are_those_of_a_search_from_the_left_for_any_tokens(name, assets):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
+    ids = [*tokenizer(TEXT, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    starts = [0, *(end + 1 for end in step_ends(ids, tokenizer, "\n\n"))]
+    texts = [tokenizer.decode(ids[start:stop]).strip() for start, stop in pairwise(starts)]
+    assert texts == ["Add two.", "Then ✓🙂 halve.", "Done."]
+    rng = random.Random(0)
+    pieces = ["a", " the", "\n", "\n\n", "😀", "é", " ", "Step 1.", "中文", "-"]
+    for separator in ("\n\n", "\n", "a") * 20:
+        text = "".join(rng.choices(pieces, k=rng.randint(1, 30)))
+        for ids in (tokenizer(text)["input_ids"], rng.choices(range(len(tokenizer)), k=20)):
+            whole = tokenizer.decode(ids, skip_special_tokens=True)
+            expected, start = [], 0
+            for step in whole.split(separator):
+                until_here = whole[: start + len(step.rstrip())]
+                if step.strip():
+                    prefixes = (tokenizer.decode(ids[:n], skip_special_tokens=True) for n in range(len(ids) + 1))
+                    expected.append(next(n for n, p in enumerate(prefixes) if p.startswith(until_here)) - 1)
+                start += len(step) + len(separator)
+            assert step_ends(ids, tokenizer, separator) == expected
