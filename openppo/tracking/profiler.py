@@ -1,6 +1,7 @@
 """A trace of chosen steps, with torch.profiler."""
 
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -78,8 +79,14 @@ class StepProfiler:
 
     def _toggle(self, enable: bool) -> None:
         assert self._profile is not None
-        kinds = torch.profiler.ProfilerActivity
-        self._profile.toggle_collection_dynamic(enable, [kinds.CPU, kinds.CUDA, kinds.XPU])  # fewer give a warning
+        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        sys.stderr.flush()
+        with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(2), "wb") as kept:
+            os.dup2(nowhere.fileno(), 2)  # or C++ warns each time, through the middle of progress bars
+            try:
+                self._profile.toggle_collection_dynamic(enable, kinds)
+            finally:
+                os.dup2(kept.fileno(), 2)
 
     def _write(self, profile: torch.profiler.profile) -> None:
         """Write the trace; a failure is a warning."""

@@ -15,17 +15,15 @@ RULES: list[Rule] = []
 
 
 def rule(
-    *metrics: str, last: int = FEW, passes: Callable[[float, History], bool] | None = None
-) -> Callable[[Callable[..., str | None]], None]:
+    *metrics: str, last: int = FEW, passes: Callable[[float, History], bool] = lambda mean, history: True
+) -> Callable[[Callable[[History, float], str | None]], None]:
     """Register a function under its name as a rule about the ``last`` values of the first of ``metrics``.
 
-    With ``passes`` it is asked only when their mean passes, and gets that mean.
+    It gets their mean, and is asked only when that ``passes``.
     """
 
-    def register(warn: Callable[..., str | None]) -> None:
+    def register(warn: Callable[[History, float], str | None]) -> None:
         def check(history: History) -> str | None:
-            if passes is None:
-                return warn(history)
             mean = history.mean(metrics[0], last)
             return warn(history, mean) if passes(mean, history) else None
 
@@ -35,7 +33,7 @@ def rule(
 
 
 @rule("kl", "reward", last=WINDOW)
-def kl_without_reward(history: History) -> str | None:
+def kl_without_reward(history: History, _: float) -> str | None:
     """KL half as large again within the window, and 0.01 nats per token more, while the reward does not rise."""
     window = history.last("kl", WINDOW)
     if not window or not history.flat_reward():
@@ -80,7 +78,7 @@ def kl_negative(history: History, kl: float) -> str:
 
 
 @rule("eval_reward", "reward", last=2)
-def evaluation_falls(history: History) -> str | None:
+def evaluation_falls(history: History, _: float) -> str | None:
     """The last two evaluations lost a quarter of what the best one had gained, while the reward did not fall."""
     evaluated, rewards = history.values("eval_reward"), history.values("reward")
     if len(evaluated) < 4 or len(rewards) < 2 * FEW:
@@ -129,12 +127,11 @@ def many_clipped(history: History, share: float) -> str:
     )
 
 
-@rule("kl_k3", "reward", last=WINDOW)
-def policy_stands_still(history: History) -> str | None:
+@rule("kl_k3", "reward", last=WINDOW, passes=lambda kl, h: kl < 1e-5 and h.flat_reward())
+def policy_stands_still(history: History, kl: float) -> str | None:
     """KL (k3) below 0.00001 nats per token after 20 reports, and a reward that does not rise."""
-    kl = history.mean("kl_k3", WINDOW)
     frozen = max(history.option("freezing_actor_steps", -1), history.option("value_pretrain_steps", 0))
-    if not kl < 1e-5 or not history.flat_reward() or history.series["kl_k3"][0][-WINDOW] <= frozen:
+    if history.series["kl_k3"][0][-WINDOW] <= frozen:
         return None
     rate = history.option("actor_learning_rate")
     return (
@@ -144,7 +141,7 @@ def policy_stands_still(history: History) -> str | None:
 
 
 @rule("explained_variance", last=WINDOW)
-def critic_misleads(history: History) -> str | None:
+def critic_misleads(history: History, _: float) -> str | None:
     """Median of explained variance below 0: returns are further from the critic's values than from their mean."""
     window = history.last("explained_variance", WINDOW)
     if not window or (explained := median(window)) >= 0:
@@ -157,22 +154,19 @@ def critic_misleads(history: History) -> str | None:
     )
 
 
-@rule("reward_std", "reward", last=FEW)
-def one_reward(history: History) -> str | None:
+@rule("reward_std", "reward", passes=lambda spread, _: spread <= 1e-6)
+def one_reward(history: History, spread: float) -> str:
     """All responses of each of the last 5 steps earned the same."""
-    spread = history.last("reward_std", FEW)
-    if not spread or max(spread) > 1e-6:
-        return None
     return (
         "All responses of a step earn the same since step {since}, so there is nothing to learn from: check the "
         "reward on the samples, use prompts that are harder or easier for this model, or raise --temperature."
     )
 
 
-@rule("reward", "reward/of_tokens", "shaped_reward", last=FEW)
-def reward_outside_clip(history: History) -> str | None:
+@rule("reward", "reward/of_tokens", "shaped_reward")
+def reward_outside_clip(history: History, reward: float) -> str | None:
     """The mean reward, without that of single tokens, outside --reward_clip_range, without --normalize_reward."""
-    clip, reward = history.option("reward_clip_range"), history.mean("reward", FEW)
+    clip = history.option("reward_clip_range")
     if not clip or history.option("normalize_reward", False) or math.isnan(reward):
         return None
     if history.values("reward/of_tokens"):
@@ -229,7 +223,7 @@ def lengths_collapse(history: History, length: float) -> str:
 
 
 @rule("actor_grad_norm", last=1)
-def gradient_spike(history: History) -> str | None:
+def gradient_spike(history: History, _: float) -> str | None:
     """The actor's gradient ten times the median of the reports before."""
     norms = history.last("actor_grad_norm", LEVEL + 1)
     if not norms or norms[-1] <= 10 * median(norms[:-1]):
@@ -241,7 +235,7 @@ def gradient_spike(history: History) -> str | None:
 
 
 @rule("skipped_steps", last=LEVEL)
-def steps_skipped(history: History) -> str | None:
+def steps_skipped(history: History, _: float) -> str | None:
     """Optimizer steps left out among the last 10 reports."""
     counts = history.values("skipped_steps")
     if not counts or counts[-1] <= (counts[-LEVEL] if len(counts) >= LEVEL else 0):
@@ -267,8 +261,8 @@ def engine_differs(history: History, kl: float) -> str:
     return f"The log-probs at sampling differ from the actor's since step {{since}} (KL {kl:.2g} per token): {remedy}."
 
 
-@rule("sampled_batches", "useful_groups", last=FEW)
-def sampling_bound(history: History) -> str | None:
+@rule("sampled_batches", "useful_groups")
+def sampling_bound(history: History, _: float) -> str | None:
     """Dynamic sampling stopped by its bound, with too few useful groups, in each of the last 5 steps."""
     bound, wanted = history.option("dynamic_sampling_max_batches"), history.option("rollout_batch_size")
     batches, groups = history.last("sampled_batches", FEW), history.last("useful_groups", FEW)
@@ -281,7 +275,7 @@ def sampling_bound(history: History) -> str | None:
 
 
 @rule("eval_loss", "loss", last=2)
-def overfitting(history: History) -> str | None:
+def overfitting(history: History, _: float) -> str | None:
     """Supervised: the last two evaluations 2 % above the lowest eval_loss."""
     evaluated = history.values("eval_loss")
     if len(evaluated) < 3 or min(evaluated[-2:]) <= 1.02 * min(evaluated):
