@@ -7,12 +7,12 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal, TypeVar
 
 from openppo.config.data import RowsConfig
 from openppo.datasets.sources import Row, ShowRows, SourceRow, naming_row, require_column
 from openppo.datasets.templates import Message, as_messages, as_text, same_turn, shortened
+from openppo.datasets.turns import common_length
 
 T = TypeVar("T")
 
@@ -147,6 +147,7 @@ def _divided(chosen: list[Message], rejected: list[Message]) -> RowFields:
 
 
 HH_ROLES = {"Human": "user", "Assistant": "assistant"}
+HH_ANSWER = "\n\nAssistant:"
 
 
 def _is_transcript(row: Row) -> bool:
@@ -154,24 +155,20 @@ def _is_transcript(row: Row) -> bool:
 
 
 def _hh(row: Row, chat: bool) -> RowFields:
-    """The prompt ends where the transcripts part; as text it ends with "Assistant:"."""
-    sides = [_turns_of_transcript(row[side]) for side in ("chosen", "rejected")]
-    fields = _divided(*sides)
+    """The prompt ends with the last "Assistant:" before the transcripts part."""
+    chosen, rejected = as_text(row["chosen"]), as_text(row["rejected"])
+    asked, answer, _ = chosen[: common_length(chosen, rejected)].rpartition(HH_ANSWER)
     if chat:
-        for turn in chain(*sides):
-            turn["content"] = turn["content"].strip()
-        return fields
-    names = {role: name for name, role in HH_ROLES.items()}
-    asked = "".join(f"\n\n{names[turn['role']]}:{turn['content']}" for turn in fields.prompt or ())
-    prompt = f"{asked}\n\nAssistant:" if asked else ""
-    chosen, rejected = row["chosen"][len(prompt) :], row["rejected"][len(prompt) :]
-    return RowFields(prompt or None, chosen, chosen, rejected)
+        prompt, *sides = map(_turns_of_transcript, (asked, chosen[len(asked) :], rejected[len(asked) :]))
+        return RowFields(prompt or None, sides[0], *sides)
+    chosen, rejected = chosen.removeprefix(asked + answer), rejected.removeprefix(asked + answer)
+    return RowFields(asked + answer or None, chosen, chosen, rejected)
 
 
-def _turns_of_transcript(value: Any) -> list[Message]:
-    _, *pieces = re.split(r"\n\n(Human|Assistant):", as_text(value))
+def _turns_of_transcript(text: str) -> list[Message]:
+    _, *pieces = re.split(r"\n\n(Human|Assistant):", text)
     pairs = zip(pieces[::2], pieces[1::2], strict=True)
-    return [{"role": HH_ROLES[name], "content": text} for name, text in pairs]
+    return [{"role": HH_ROLES[name], "content": said.strip()} for name, said in pairs]
 
 
 def _steps(row: Row, chat: bool) -> RowFields:
