@@ -232,23 +232,15 @@ class SingleProcess:
         return [value]
 
 
-class StopCheck(Protocol):
-    """Where long work asks whether a signal stops it."""
+class StopCheck:
+    """Where long work asks whether a signal stops it; this one, of a program without signals, never does."""
 
     def requested(self) -> bool:
         """Whether this rank knows of a signal; others may not know yet."""
+        return False
 
     def __call__(self) -> None:
         """Raise ``Interrupted`` on all ranks if one of them knows of it. All ranks call this together."""
-
-
-class NeverStops:
-    """``StopCheck`` of a program without one."""
-
-    def requested(self) -> bool:
-        return False
-
-    def __call__(self) -> None: ...
 
 
 class RolloutSource(Protocol):

@@ -26,12 +26,10 @@ def load_callable(location: str, flag: str, default_name: str | None = None) -> 
     parts = re.fullmatch(r"(.+\.py)(?::(\w*))?", location)
     name = (parts[2] if parts else None) or default_name
     if parts is None or name is None:
-        how = "path.py or path.py:name" if default_name else "and a name in it, path.py:name"
-        raise ValueError(f"{flag} {location}: give a Python file{',' if default_name else ''} {how}.")
+        raise ValueError(f"{flag} {location}: give a Python file and a name in it, path.py:name.")
     file = Path(parts[1]).expanduser()
     if not file.is_file():
-        remedy = "Give one file: its function can call those of others" if ".py," in location else "Check the path"
-        raise ValueError(f"{flag} {location}: no such file {file}. {remedy}.")
+        raise ValueError(f"{flag} {location}: no such file {file}. Check the path.")
     spec = spec_from_file_location(f"{flag.removeprefix('--')}_{file.stem}", file)
     assert spec is not None and spec.loader is not None, f"no loader for {file}"
     module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses and pickle look it up there
@@ -39,8 +37,7 @@ def load_callable(location: str, flag: str, default_name: str | None = None) -> 
         try:
             spec.loader.exec_module(module)
         except (ImportError, SyntaxError) as error:
-            reason = f"cannot be imported ({error}). Install what it needs, or correct it."
-            raise ValueError(f"{flag} {location}: {reason}") from error
+            raise ValueError(f"{flag} {location}: cannot be imported ({error}). Install what it needs.") from error
     found = vars(module).get(name)
     if not callable(found):
         names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))

@@ -68,8 +68,7 @@ class PPODataConfig(PromptDataConfig):
     """Prompts, and documents for the PTX loss."""
 
     prompt_data: str = option("", place=True, resume="must match")
-    """Prompts: JSONL, JSON, CSV or Parquet files, folders saved by 'datasets', or hub names; several with commas.
-    Required, unless Python code gives a source of its own."""
+    """Prompts (required): JSONL, JSON, CSV, Parquet files, folders of 'datasets', hub names; several with commas."""
     prompt_data_probs: str | None = option(None, resume="must match", rows_of=_PROMPTS)
     """Shares in which several --prompt_data are mixed, with commas, until one is used up (default: all rows of all)."""
     pretrain_data: str | None = option(None, place=True, resume="must match")

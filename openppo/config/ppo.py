@@ -122,9 +122,8 @@ class LossConfig(Options):
     """Weight of the entropy bonus."""
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
     """Source of the old policy's log-probs: the engine (rollout) or another forward (recompute). auto: the engine's
-    where they are exact (--rollout_engine hf in float32, without --top_p, --top_k, --min_new_tokens and
-    --rollout_correction); with --bf16 those of the training forward where one optimizer step trains on all samples of a
-    rollout, once, without --lora_dropout; otherwise, and for trajectories that the engine did not sample, recompute."""
+    where they are exact (hf in float32, no cut distribution or correction), those of the training forward where one
+    optimizer step trains on all samples of a rollout, else recompute."""
     rollout_correction: RolloutCorrection = "none"
     """Weight tokens by p_actor / p_rollout: truncated above (tis), or 0 outside a range (mis, icepop)."""
     rollout_correction_low: float | None = option(None, not_negative)

@@ -119,8 +119,7 @@ class DeepSpeedConfig(Options):
     zpg: int = option(1, at_least(1))
     """ZeRO-3 only: keep a second copy of the weights partitioned over groups of this many ranks (ZeRO++)."""
     compile: bool = False
-    """Compile the layers of trained models with torch.compile: faster passes after a minute of compiling (not with
-    --zero_stage 3; on CPUs it needs a C++ compiler)."""
+    """Compile the layers of trained models with torch.compile (not with --zero_stage 3; CPUs need a C++ compiler)."""
     overlap_comm: bool = False
     """Reduce gradients during the backward pass (more memory; --zero_stage 3 does it anyway)."""
     seed: int = option(42, not_negative, resume="must match", rows_of=("prompt_data", "pretrain_data", "dataset"))
@@ -181,8 +180,7 @@ class TrackingConfig(Options):
     wandb_org: str | None = None
     """With --use_wandb: team or user that owns the project (default: that of the key)."""
     wandb_mode: Literal["online", "offline"] | None = None
-    """With --use_wandb: 'offline' writes to <save_path>/logs/wandb only, for 'wandb sync' (default: WANDB_MODE, else
-    online)."""
+    """With --use_wandb: offline writes to <save_path>/logs/wandb for 'wandb sync' (default: WANDB_MODE or online)."""
     log_samples_every: int = option(10, not_negative, "; 0 prints none")
     """Print a sample every this many steps (0: never)."""
     self_check: bool = True

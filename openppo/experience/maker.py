@@ -26,7 +26,7 @@ from openppo.experience.token_rewards import (
 from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
 from openppo.rollout.rollout import Rollout, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
-from openppo.types import Comm, Experience, FinishReason, NeverStops, StopCheck, Trajectory
+from openppo.types import Comm, Experience, FinishReason, StopCheck, Trajectory
 
 Model = Callable[..., Any]
 OldLogProbsFrom = Literal["recompute", "rollout", "training"]
@@ -38,7 +38,7 @@ class Hooks:
     """What a run wants around the work of its maker."""
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
-    stop: StopCheck = field(default_factory=NeverStops)
+    stop: StopCheck = field(default_factory=StopCheck)
     uncompiled: Callable[[], AbstractContextManager[None]] = nullcontext
     """Opened around forwards that train nothing."""
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from openppo.datasets.templates import shortened
-from openppo.types import Interrupted, NeverStops, Score, StopCheck, Trajectory
+from openppo.types import Interrupted, Score, StopCheck, Trajectory
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _LARGEST = 3.4e38
@@ -50,7 +50,7 @@ def start_scoring(
     thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
     future = thread.submit(scorer.score, trajectories)
     thread.shutdown(wait=False)
-    return partial(_result, future, stop or NeverStops())
+    return partial(_result, future, stop or StopCheck())
 
 
 def _result(future: Future[list[Score]], stop: StopCheck) -> list[Score]:

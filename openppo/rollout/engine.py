@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openppo.rollout.sampling import Decode
 from openppo.tracking import progress_bar
-from openppo.types import Completion, NeverStops, SamplingParams, StopCheck
+from openppo.types import Completion, SamplingParams, StopCheck
 
 
 class WeightSource(Protocol):
@@ -38,7 +38,7 @@ class Engine(ABC):
 
     def __init__(self, show_progress: bool = False, stop: StopCheck | None = None) -> None:
         self.show_progress = show_progress
-        self.stop = stop or NeverStops()
+        self.stop = stop or StopCheck()
         self.version = 0
         self._numbers = count()
         self._ended: dict[int, Completion] = {}

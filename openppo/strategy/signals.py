@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from openppo.types import Comm, Interrupted
+from openppo.types import Comm, Interrupted, StopCheck
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _requested: str | None = None
@@ -64,18 +64,16 @@ def uninstall() -> None:
 os.register_at_fork(after_in_child=lambda: uninstall() if _pipe else None)  # a child's signals are its own
 
 
-class SignalStop:
+class SignalStop(StopCheck):
     """``StopCheck`` of signals; where no command has installed handlers for them, it never stops."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
 
     def requested(self) -> bool:
-        """Whether this rank has a signal; others may not know yet."""
         return requested() is not None
 
     def __call__(self) -> None:
-        """Raise ``Interrupted`` on all ranks if one of them has a signal. All ranks call this together."""
         if _pipe and int(self.comm.all_reduce(torch.tensor(int(self.requested())), "max")):
             names = self.comm.all_gather_object(requested())
             raise Interrupted(next(name for name in names if name is not None))

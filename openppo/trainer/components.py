@@ -18,7 +18,7 @@ from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory import Estimate
-from openppo.types import NeverStops, Prompt, StopCheck
+from openppo.types import Prompt, StopCheck
 
 
 @dataclass
@@ -62,7 +62,7 @@ class PPOComponents:
     held_out: list[Prompt] = field(default_factory=list)
     ema: ParameterAverage | None = None
     pack_documents_to: int | None = None
-    stop: StopCheck = field(default_factory=NeverStops)
+    stop: StopCheck = field(default_factory=StopCheck)
     estimate: Estimate | None = None
     state: TrainState = field(default_factory=TrainState)
 

@@ -28,7 +28,7 @@ from openppo.tracking.report.run_data import short_names
 from openppo.trainer.engine_check import check_frozen
 from openppo.trainer.evaluation.evaluator import Grading, begin_scoring, generate_responses
 from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
-from openppo.types import Comm, NeverStops, Trajectory
+from openppo.types import Comm, StopCheck, Trajectory
 
 
 class _Job:
@@ -151,7 +151,7 @@ class EvaluateJob(_Job):
     def evaluate(self) -> dict[str, float]:
         """Generate, score, and write; the metrics, the same on all ranks."""
         sampled = generate_responses(self.engine, self.comm, *self.sampling)
-        responses = begin_scoring(self.scorer, sampled, self.grading.reward_weights, NeverStops(), prefix="eval_")
+        responses = begin_scoring(self.scorer, sampled, self.grading.reward_weights, StopCheck(), prefix="eval_")
         if self.output is not None:
             write_rows(self.output, [self._row(response, i) for i, response in enumerate(responses)], self.comm)
         return self.grading.measure(responses)

@@ -22,7 +22,7 @@ from openppo.trainer.memory import Estimate
 from openppo.trainer.self_check import show_examples
 from openppo.trainer.supervised.batches import StepBatch, equal_micro_batches
 from openppo.trainer.update import SkippedSteps
-from openppo.types import Interrupted, NeverStops, StopCheck
+from openppo.types import Interrupted, StopCheck
 
 logger = logging.getLogger("openppo")
 
@@ -40,7 +40,7 @@ class SupervisedComponents(Generic[Example]):
     eval_examples: Sequence[Example]
     trackers: Trackers
     checkpointer: Checkpointer
-    stop: StopCheck = field(default_factory=NeverStops)
+    stop: StopCheck = field(default_factory=StopCheck)
     estimate: Estimate | None = None
 
 

@@ -17,7 +17,7 @@ from openppo.models.supervised_loss import IGNORE_INDEX, LogExpLoss, PairWiseLos
 from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import StepBatch, TokenMicroBatch, token_batch
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
-from openppo.types import NeverStops
+from openppo.types import StopCheck
 
 logger = logging.getLogger("openppo")
 
@@ -88,7 +88,7 @@ class RewardModelTrainer(SupervisedTrainer[PreferenceExample]):
         """
         train = self.components.train_examples
         pairs = self.components.eval_examples or train[:: -(-len(train) // 1024)]  # neighbours may be of one source
-        metrics = self.evaluate(pairs, NeverStops())  # a checkpoint upon a signal is written whole
+        metrics = self.evaluate(pairs, StopCheck())  # a checkpoint upon a signal is written whole
         n = 2 * len(pairs)
         model: Any = self.model.module.model
         config = model.config

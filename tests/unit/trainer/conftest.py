@@ -18,7 +18,7 @@ from openppo.trainer import PPOTrainer
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.source import PromptSource
-from openppo.types import Experience, Interrupted, NeverStops, Prompt, Score, SingleProcess
+from openppo.types import Experience, Interrupted, Prompt, Score, SingleProcess, StopCheck
 
 CPU = torch.device("cpu")
 PPO = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f.py"}
@@ -172,7 +172,7 @@ class Strategy(SimpleNamespace):
         return value
 
 
-class StopIn(NeverStops):
+class StopIn(StopCheck):
     """Raises at the call of that number."""
 
     def __init__(self, at):

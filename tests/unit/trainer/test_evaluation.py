@@ -11,7 +11,7 @@ import pytest
 
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.evaluation.evaluator import Grading, begin_scoring, generate_responses, pass_at_k, pass_ks
-from openppo.types import Completion, FinishReason, NeverStops, Prompt, SamplingParams, Score, SingleProcess
+from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, SingleProcess, StopCheck
 from tests.ranks import on_ranks
 from tests.unit.trainer.conftest import Engine, Scorer
 
@@ -60,7 +60,7 @@ def evaluated(comm, prompts=PROMPTS, pass_reward=2.5, weights=WEIGHTS, score_of=
     """Metrics and this rank's scored responses, four to each prompt."""
     params = SamplingParams(max_new_tokens=4, temperature=0.7)
     responses = generate_responses(Engine(at_random), comm, prompts, params, n_samples=4, seed=5)
-    scored = begin_scoring(Scorer(score_of), responses, weights, NeverStops(), prefix="eval_")
+    scored = begin_scoring(Scorer(score_of), responses, weights, StopCheck(), prefix="eval_")
     return Grading(comm, pass_reward, weights).measure(scored), list(scored)
 
 
