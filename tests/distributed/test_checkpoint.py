@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,32 +16,19 @@ from tests.distributed.watched import watch
 
 Launch = Callable[..., str]
 STEP = 3
-"""Checks of a step: at its start, after generation and after scores; an evaluation has the last two."""
+"""Checks of a step: at its start, after generation and after scores."""
 COMMON = """--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --pretrain_data {tiny}/documents.jsonl
     --rollout_batch_size 8 --train_batch_size 4 --micro_train_batch_size 2 --micro_rollout_batch_size 4
     --generate_max_len 6 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3"""
 PPO = f"{COMMON} --reward_pretrain {{tiny}}/reward"
-RANKS = {"2 to 1": (2, 1, (0, 1)), "2 to 4": (2, 4, (3, 3)), "4 to 2": (4, 2, (2, 3))}
-"""Ranks and ZeRO stage before and after."""
-CASES = {  # flags, ranks before and after, the check at which it stops
-    **{
-        name: (f"{PPO} --num_episodes 2 --enable_ema --save_steps 2", before, after, 2 * STEP + 2)
-        for name, (before, after, _) in RANKS.items()
-    },
-    "damaged": (f"{PPO} --num_episodes 2 --save_steps 2", 2, 2, 5 * STEP + 2),
-    "random": (
-        f"{COMMON} --reward_fn {{folder}}/../draws.py --eval_data {{tiny}}/sft.jsonl --eval_steps 1 --save_steps 1",
-        1,
-        1,
-        2 * STEP + 4,
-    ),
+OTHER = f"{PPO} --num_episodes 2 --enable_ema --save_steps 2"
+CASES = {  # flags, (ranks, ZeRO stage) before and after, the check at which it stops
+    "2 to 1": (OTHER, (2, 0), (1, 1), 2 * STEP + 2),
+    "2 to 4": (OTHER, (2, 3), (4, 3), 2 * STEP + 2),
+    "4 to 2": (OTHER, (4, 2), (2, 3), 2 * STEP + 2),
+    "damaged": (f"{PPO} --num_episodes 2 --save_steps 2", (2, 2), (2, 2), 5 * STEP + 2),
 }
-DRAWS = """import pathlib, random
-def reward_fn(prompts, responses):
-    with pathlib.Path(__file__).with_name("drawn").open("a") as drawn:
-        drawn.write(f"{len(prompts)}\\n")
-    return [random.random() for response in responses]
-"""
+RANKS = [name for name in CASES if name != "damaged"]
 
 
 def command(tiny: Path, flags: str, *more: object) -> list[str]:
@@ -52,27 +39,25 @@ def command(tiny: Path, flags: str, *more: object) -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]) -> Path:
     """Undisturbed runs in ``whole``, stopped and resumed ones in ``parts``: many in each launch."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    (folder / "draws.py").write_text(DRAWS)
 
-    def run(ranks: int, mode: str, *names: str) -> None:
-        cases = {}
-        for name in names:
-            stage = f" --zero_stage {RANKS[name][2][mode == 'rest']}" if name in RANKS else ""
-            cases[name] = {"arguments": CASES[name][0] + stage, "stop_at": CASES[name][3]}
-        run_cases(ranks, folder / ("whole" if mode == "whole" else "parts"), cases, mode)
+    def run(kind: str, mode: str, place: int, ranks: int, names: Iterable[str]) -> None:
+        described = {}
+        for name in (name for name in names if CASES[name][place][0] == ranks):
+            flags = f"{CASES[name][0]} --zero_stage {CASES[name][place][1]}"
+            described[name] = {"arguments": flags, "stop_at": CASES[name][3]}
+        if described:
+            run_cases(ranks, folder / kind, described, mode)
 
-    run(1, "whole", "2 to 1", "random")
-    run(2, "whole", "damaged")
-    (folder / "drawn").unlink()
-    for ranks in (1, 2, 4):
-        run(ranks, "first", *(name for name, case in CASES.items() if case[1] == ranks))
-    (folder / "drawn").rename(folder / "drawn at first")
+    run("whole", "whole", 2, 1, ["2 to 1"])
+    run("whole", "whole", 2, 2, ["damaged"])
+    for ranks in (2, 4):
+        run("parts", "first", 1, ranks, CASES)
     file = (folder / "parts/damaged/model/checkpoints_ppo/latest").resolve() / "critic-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
     for ranks in (1, 2, 4):
-        run(ranks, "rest", *(name for name, case in CASES.items() if case[2] == ranks))
+        run("parts", "rest", 2, ranks, CASES)
     return folder
 
 
@@ -82,7 +67,7 @@ def test_a_checkpoint_resumes_with_another_number_of_ranks_and_another_stage(fol
     assert [line["step"] for line in resumed.metrics] == [line["step"] for line in whole.metrics] == [1, 2, 3, 4, 5, 6]
     for found, expected in zip(resumed.metrics, whole.metrics, strict=True):
         assert found == {key: pytest.approx(value, rel=1e-3, abs=1e-5) for key, value in expected.items()}
-    if RANKS[name][1] == 1:  # rank 0 has all samples to choose from
+    if name == "2 to 1":  # rank 0 has all samples to choose from
         responses = [[s["response"] for s in run.samples if s["step"] > 2] for run in (resumed, whole)]
         assert responses[0] == responses[1]
     got, want = (load(files["model/model.safetensors"]) for files in (resumed.files, whole.files))
@@ -93,12 +78,6 @@ def test_a_checkpoint_resumes_with_another_number_of_ranks_and_another_stage(fol
 def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(folder: Path) -> None:
     assert len(list((folder / "parts/damaged/model/checkpoints_ppo").glob("*.damaged.1"))) == 1
     assert left_by(folder / "parts/damaged/model") == left_by(folder / "whole/damaged/model")
-
-
-def test_random_rewards_are_the_same_after_a_stop_in_an_evaluation(folder: Path) -> None:
-    """Also where it was stopped after the reward function had drawn its numbers."""
-    assert (folder / "drawn at first").read_text().split() == ["8", "26"] * 2, "it was stopped elsewhere"
-    assert left_by(folder / "parts/random/model") == left_by(folder / "whole/random/model")
 
 
 @pytest.mark.parametrize(("numbers", "episodes"), [((3, 2), 6), pytest.param((12, 8), 12, marks=pytest.mark.slow)])

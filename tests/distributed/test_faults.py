@@ -6,8 +6,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -40,16 +40,15 @@ def reward_fn(responses):
 """
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A fault of run_faults.py, or "none" where the function ``reward`` is the fault; what is reported of it."""
 
     fault: str
     rank: int
     phase: str
     step: int
-    options: str
     what: str
+    options: str = ""
     says: tuple[str, ...] = ()
     reward: str = ""
     command: str = "train_ppo"
@@ -59,42 +58,34 @@ GONE, RAISED, STALLED = "is gone: its process has ended", "raised", "made no pro
 SILENCE = "is gone: no heartbeat for"
 REWARD_RAISED = "raised RuntimeError: --reward_fn reward.py raised LookupError"
 IN_EVALUATION = "--zero_stage 3 --enable_ema --eval_before_training --eval_data {tiny}/prompts.jsonl"
+KILLED, IN_FAIL = ("-9: killed",), ("in fail",)
+MEMORY = ("can't allocate memory", "--micro_train_batch_size 2")
+MEMORY += ("reduce memory in training with --micro_train_batch_size, --gradient_checkpointing",)
 RM = """--pretrain {tiny}/reward --dataset {tiny}/preference.jsonl --prompt_key prompt --train_batch_size 4
     --micro_train_batch_size 1 --zero_stage 3 --save_path model"""
 CASES = {
-    "kill while loading": Case("kill", 1, "loading", 0, "--zero_stage 3", GONE, ("-9: killed",)),
-    "kill in generation": Case("kill", 0, "generation", 2, "--zero_stage 2", GONE, ("-9: killed",)),
-    "kill in training": Case("kill", 1, "training", 2, "--zero_stage 3", GONE, ("-9: killed",)),
-    "kill of train_rm": Case("kill", 1, "step", 2, RM, GONE, command="train_rm"),
-    "crash in C": Case("segfault", 1, "training", 1, "", GONE, ("in string_at",)),
-    "raise": Case("raise", 0, "scoring", 2, "", RAISED, ("RuntimeError: planted", 'fail(RuntimeError("planted"))')),
+    "kill while loading": Case("kill", 1, "loading", 0, GONE, "--zero_stage 3", KILLED),
+    "kill in generation": Case("kill", 0, "generation", 2, GONE, "--zero_stage 2", KILLED),
+    "kill in training": Case("kill", 1, "training", 2, GONE, "--zero_stage 3", KILLED),
+    "kill of train_rm": Case("kill", 1, "step", 2, GONE, RM, KILLED, command="train_rm"),
+    "crash in C": Case("segfault", 1, "training", 1, GONE, says=("in string_at",)),
+    "raise": Case("raise", 0, "scoring", 2, RAISED, says=("RuntimeError: planted", 'fail(RuntimeError("planted"))')),
     "raise while a thread sleeps": Case(
-        "raise", 1, "experience", 1, "--zero_stage 2", RAISED, ("planted",), SLEEPS.replace("RANKS", "01")
+        "raise", 1, "experience", 1, RAISED, "--zero_stage 2", ("planted",), SLEEPS.replace("RANKS", "01")
     ),
-    "async reward raises": Case(
-        "none", 1, "scoring", 1, "--zero_stage 3", REWARD_RAISED, ("in fail",), reward=RAISES_ALONE
-    ),
+    "async reward raises": Case("none", 1, "scoring", 1, REWARD_RAISED, "--zero_stage 3", IN_FAIL, RAISES_ALONE),
     # All ranks swap averaged weights back before one of them can fail.
     "reward raises in evaluation": Case(
-        "none", 1, "evaluation", 0, IN_EVALUATION, REWARD_RAISED, ("in fail",), reward=RAISES_IN_BATCH
+        "none", 1, "evaluation", 0, REWARD_RAISED, IN_EVALUATION, IN_FAIL, RAISES_IN_BATCH
     ),
     "reward never returns": Case(
-        *("none", 0, "scoring", 1, f"--zero_stage 2 {STALLS}", STALLED),
-        says=('reward.py", line 7 in reward_fn',),
-        reward=SLEEPS.replace("RANKS", "0"),
+        "none", 0, "scoring", 1, STALLED, STALLS, ('reward.py", line 7 in reward_fn',), SLEEPS.replace("RANKS", "0")
     ),
-    "stall": Case("sleep", 1, "experience", 1, f"--zero_stage 3 {STALLS}", STALLED, ("in sleep",)),
-    "blocked store client": Case("wait_in_store", 0, "training", 1, STALLS, STALLED, ("in wait_in_store",)),
-    "stopped": Case("stop", 0, "experience", 1, SILENT, SILENCE, ("--heartbeat_timeout",)),
-    "GIL held": Case("hold", 1, "generation", 1, SILENT, SILENCE, ("in hold",)),
-    "out of memory": Case(
-        *("exhaust", 1, "training", 1, "--zero_stage 3", RAISED),
-        says=(
-            "can't allocate memory",
-            "--micro_train_batch_size 2",
-            "reduce memory in training with --micro_train_batch_size, --gradient_checkpointing",
-        ),
-    ),
+    "stall": Case("sleep", 1, "experience", 1, STALLED, f"--zero_stage 3 {STALLS}", ("in sleep",)),
+    "blocked store client": Case("wait_in_store", 0, "training", 1, STALLED, STALLS, ("in wait_in_store",)),
+    "stopped": Case("stop", 0, "experience", 1, SILENCE, SILENT, ("--heartbeat_timeout",)),
+    "GIL held": Case("hold", 1, "generation", 1, SILENCE, SILENT, ("in hold",)),
+    "out of memory": Case("exhaust", 1, "training", 1, RAISED, "--zero_stage 3", MEMORY),
 }
 
 
@@ -138,7 +129,7 @@ def test_a_fault_is_reported_with_rank_phase_and_step(fail: Fail, name: str) -> 
 
 
 def test_a_lone_rank_that_holds_the_gil_ends_with_its_position(fail: Fail) -> None:
-    ended = fail(Case("hold", 0, "experience", 1, SILENT, ""), ranks=0)
+    ended = fail(Case("hold", 0, "experience", 1, "", SILENT), ranks=0)
     assert ended.output.count("Timeout (0:00:10.8") == 1
     assert "OpenPPO rank 0: phase experience, step 1" in ended.output
     assert "in hold" in ended.output

@@ -1,15 +1,12 @@
 """Fragments that some ranks wrote are read by any other split of the same tensors."""
 
-import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader, write_fragments
-from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 
 TENSORS = {"a.weight": torch.arange(17.0), "b": torch.arange(100.0, 103.0)}
 
@@ -47,17 +44,3 @@ def test_missing_elements_are_counted_in_the_error(tmp_path: Path) -> None:
     files = written(tmp_path, split(TENSORS, 2))[:1]
     with FragmentReader(files) as reader, pytest.raises(ValueError, match="8 of 17 elements of a.weight are not in"):
         reader.read_into("a.weight", Fragment(0, torch.zeros(17)))
-
-
-def test_random_numbers_resume_where_they_were() -> None:
-    def draw() -> list[float]:
-        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()]
-
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    draw()  # leaves one Gaussian of each pair in store
-    state = get_random_state()
-    want = [draw() for _ in range(3)]
-    set_random_state(state)
-    assert [draw() for _ in range(3)] == want
