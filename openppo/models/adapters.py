@@ -148,10 +148,3 @@ def quiet_peft() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="fan_in_fan_out", category=UserWarning)
         warnings.simplefilter("ignore", FutureWarning)
         yield
-
-
-def has_head(folder: str) -> bool:
-    """Whether a scalar head is saved with the adapters of ``folder``."""
-    from peft import load_peft_weights
-
-    return any(key.endswith(".score.weight") for key in load_peft_weights(folder, device="cpu"))

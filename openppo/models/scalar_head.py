@@ -20,11 +20,11 @@ from transformers import (
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
 from openppo.config import LoRAConfig
-from openppo.models.adapters import add_adapters, has_head, lora_options, merge_adapters, refuse_stacked_adapters
+from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters, refuse_stacked_adapters
 from openppo.models.attention import use_fast_attention
 from openppo.models.loading import disable_dropout, load_options
 from openppo.models.padding import pack_rows, pad_width
-from openppo.models.pretrained import base_model_of, forbid_remote_code, is_peft_folder, load_config
+from openppo.models.pretrained import adapter_config, base_model_of, forbid_remote_code, is_peft_folder, load_config
 
 logger = logging.getLogger("openppo")
 
@@ -202,7 +202,7 @@ def load_classifier(
     use_fast_attention(model)
     headless = f"{HEAD}.weight" in report["missing_keys"]
     if is_peft_folder(name):
-        return merge_adapters(model, name), headless and not has_head(name)
+        return merge_adapters(model, name), headless and adapter_config(name).get("task_type") != HEAD_TASK
     return model, headless
 
 

@@ -192,7 +192,10 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
         ("size mismatch", lambda weights: {**weights, LAYER: weights[LAYER][:, :8]}),
     ],
 )
-def test_adapters_that_cannot_be_merged_are_an_error(actor_folder, edited, llama_folder, says, change):
+def test_adapters_that_cannot_be_merged_are_an_error(actor_folder, reward_folder, edited, llama_folder, says, change):
+    headless = edited(reward_folder, lambda weights: {name: w for name, w in weights.items() if ".score." not in name})
+    with pytest.raises(ValueError, match="cannot be merged .*score"):
+        get_llm_for_sequence_regression(headless, "critic")
     with pytest.raises(ValueError, match=rf"edited: its adapters cannot be merged into {llama_folder}: .*{says}"):
         Actor(edited(actor_folder, change))
 
