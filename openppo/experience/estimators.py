@@ -71,21 +71,14 @@ def generalized_advantages(
 class Estimator:
     """One entry of ``ESTIMATORS``: two functions, and what they need."""
 
-    rewards: Rewards = plain_rewards
-    """Scores and rewards of steps to what is earned, before the KL penalty, which is neither centred nor divided."""
+    rewards: Rewards = plain_rewards  # before the KL penalty, which is neither centred nor divided
     advantages: Advantages = rewards_to_go
-    uses_critic: bool = False
-    """Needs the values of a critic."""
-    needs_groups: bool = False
-    """Compares the responses to one prompt, so there must be several."""
-    needs_greedy: bool = False
-    """Needs the reward of the greedy response to each prompt."""
-    compares_steps: bool = False
-    """Responses of equal whole reward differ where rewards of their steps do."""
-    normalize: bool = True
-    """Advantages are normalized over the action tokens of the whole buffer unless an option says otherwise."""
-    loss_agg: LossAggregation = "token_mean"
-    """How the policy loss adds up unless an option says otherwise."""
+    uses_critic: bool = False  # needs the values of a critic
+    needs_groups: bool = False  # compares the responses to one prompt, so there must be several
+    needs_greedy: bool = False  # needs the reward of the greedy response to each prompt
+    compares_steps: bool = False  # responses of equal whole reward differ where rewards of their steps do
+    normalize: bool = True  # advantages over the action tokens of the whole buffer, unless an option says otherwise
+    loss_agg: LossAggregation = "token_mean"  # how the policy loss adds up, unless an option says otherwise
 
     def normalizes(self, choice: str) -> bool:
         """Whether advantages are normalized: ``choice`` is ``default``, ``on`` or ``off``."""

@@ -23,7 +23,7 @@ from openppo.experience.token_rewards import (
     overlong_mask,
     shape_scores,
 )
-from openppo.models.padding import MicroBatchSize, micro_batches, split_overhead
+from openppo.models.padding import MicroBatchSize, equal_batches, split_overhead
 from openppo.rollout.rollout import Rollout, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.types import Comm, Experience, FinishReason, StopCheck, Trajectory
@@ -39,8 +39,7 @@ class Hooks:
 
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     stop: StopCheck = field(default_factory=StopCheck)
-    uncompiled: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Opened around forwards that train nothing."""
+    uncompiled: Callable[[], AbstractContextManager[None]] = nullcontext  # opened around forwards that train nothing
 
 
 @dataclass(eq=False)
@@ -148,15 +147,13 @@ class ExperienceMaker:
         self, trajectories: Sequence[Trajectory], old_log_probs: OldLogProbsFrom, values: bool
     ) -> list[Experience]:
         """Log-probs of actor and reference, entropy and values. Equally many forwards on all ranks."""
-        batches = micro_batches([len(t.token_ids) for t in trajectories], forward_size(self.config))
-        n_forwards = int(self.comm.all_reduce(torch.tensor(len(batches)), "max"))
+        batches = equal_batches([len(t.token_ids) for t in trajectories], forward_size(self.config), self.comm)
         made: dict[int, Experience] = {}
         with self.hooks.uncompiled():
             for rows in progress_bar(batches, "experience", enabled=self.comm.rank == 0):
-                batch = collate([trajectories[i] for i in rows], self.pad_token_id).to(self.device)
-                made.update(zip(rows, split_rows(self._forward(batch, old_log_probs, values)), strict=True))
-            for _ in range(n_forwards - len(batches)):
-                self._forward(idle_experience().to(self.device), old_log_probs, values)
+                batch = collate([trajectories[i] for i in rows], self.pad_token_id) if rows else idle_experience()
+                batch = self._forward(batch.to(self.device), old_log_probs, values)
+                made.update(zip(rows, split_rows(batch), strict=False))
         return [made[i] for i in range(len(trajectories))]
 
     def _forward(self, batch: Experience, old_log_probs: OldLogProbsFrom, values: bool) -> Experience:

@@ -51,13 +51,13 @@ def join_rows(rows: Sequence[Experience]) -> Experience:
     return Experience(**joined)
 
 
-def idle_experience(like: Experience | None = None) -> Experience:
+def idle_experience() -> Experience:
     """One row of two tokens without any action, for a rank that has less to do than others."""
     dtypes = {"sequences": torch.int64} | dict.fromkeys(("attention_mask", "action_mask", "truncated"), torch.bool)
     sizes = {field.name: (1,) if field.name in PER_ROW_FIELDS else (1, 2) for field in fields(Experience)}
     made = {name: torch.zeros(size, dtype=dtypes.get(name)) for name, size in sizes.items()}
     made["attention_mask"] = ~made["attention_mask"]
-    return Experience(**made).to("cpu" if like is None else like.sequences.device)
+    return Experience(**made)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class ReplayBuffer:
         mine = [[shares[self.comm.rank][i] for i in rows] for rows in plans[self.comm.rank]]
         joined = [join_rows([step[place] for place in places]) for places in mine]
         n_idle = max(map(len, plans)) - len(joined)
-        joined += [idle_experience(like=step[ordered[0]]) for _ in range(n_idle)]
+        joined += [idle_experience().to(step[ordered[0]].sequences.device) for _ in range(n_idle)]
         weighted = [(1.0 if x.weight is None else float(x.weight), int(x.action_mask.sum())) for x in step.values()]
         n_tokens = sum(weight * n for weight, n in weighted)
         n_sequences = sum(weight for weight, n in weighted if n > 0)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from openppo.models.pretrained import context_length
+from openppo.types import Comm
 
 logger = logging.getLogger("openppo")
 
@@ -58,6 +59,17 @@ def micro_batches(lengths: Sequence[int], size: MicroBatchSize) -> list[list[int
         batches.append(order[first : ends[first]])
         first = ends[first]
     return batches
+
+
+def equal_batches(lengths: Sequence[int], size: MicroBatchSize, comm: Comm) -> list[list[int]]:
+    """Indexes of rows in ``micro_batches``, the longest first; rows of length 0 are in none.
+
+    As many batches as the rank with the most has, as partitioned weights demand: the last may be empty. Collective.
+    """
+    real = [i for i in range(len(lengths)) if lengths[i] > 0]
+    batches = [[real[k] for k in batch] for batch in micro_batches([lengths[i] for i in real], size)]
+    n_batches = int(comm.all_reduce(torch.tensor(len(batches)), "max"))
+    return batches + [[] for _ in range(n_batches - len(batches))]
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:

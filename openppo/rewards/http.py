@@ -34,8 +34,7 @@ _REQUESTS_PER_SERVER = 4
 _SECONDS_TO_CONNECT = 10.0
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
-_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
-"""HTTP statuses after which the same request may succeed."""
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses after which the same request may succeed
 _REFUSED = "refuses the token (HTTP status {}). Give the right one with --remote_rm_token_file."
 _FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import RewardConfig
 from openppo.datasets.templates import encode_start, end_with_eos
-from openppo.models.padding import MicroBatchSize, micro_batches, pad_right
+from openppo.models.padding import MicroBatchSize, equal_batches, pad_right
 from openppo.rewards.scoring import check_number, check_scores, name_sample, score_of_steps, span_texts, step_tokens
 from openppo.tracking import progress_bar
 from openppo.types import Comm, Prompt, Score, Trajectory
@@ -139,17 +139,6 @@ class ModelScorer:
             outputs.update(zip(batch, forward_scores(self.model, ids, self.pad_token_id, self.device), strict=False))
         scores = check_scores([outputs[i] for i in range(len(rows))], trajectories, str(self))
         return [Score({self.name: (score - self.mean) / self.std}) for score in scores]
-
-
-def equal_batches(lengths: Sequence[int], size: MicroBatchSize, comm: Comm) -> list[list[int]]:
-    """Indexes of rows in ``micro_batches``, the longest first; rows of length 0 are in none.
-
-    As many batches as the rank with the most has, as partitioned weights demand: the last may be empty. Collective.
-    """
-    real = [i for i in range(len(lengths)) if lengths[i] > 0]
-    batches = [[real[k] for k in batch] for batch in micro_batches([lengths[i] for i in real], size)]
-    n_batches = int(comm.all_reduce(torch.tensor(len(batches)), "max"))
-    return batches + [[] for _ in range(n_batches - len(batches))]
 
 
 @torch.no_grad()

@@ -13,10 +13,8 @@ from openppo.datasets.templates import shortened
 from openppo.types import Interrupted, Score, StopCheck, Trajectory
 
 _SECONDS_BETWEEN_LOOKS = 0.5
-_LARGEST = 3.4e38
-"""Of what float32 can hold, in which rewards are added up."""
-_MOST_BYTES = 4
-"""Of one character in UTF-8."""
+_LARGEST = 3.4e38  # of what float32 can hold, in which rewards are added up
+_MOST_BYTES = 4  # of one character in UTF-8
 
 
 class Scorer(Protocol):

@@ -19,8 +19,7 @@ Verify = Callable[[str, Trajectory], float]
 """The reward of a response's text, special tokens left out."""
 
 _ANSWER_MARK = "####"
-_LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)
-"""Marked as such; an escaped dollar is money."""
+_LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)  # an escaped dollar is money
 _THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 _FRACTION = re.compile(r"-?\d+\.\d+")
 _LONGEST_QUOTE = 200

@@ -19,8 +19,7 @@ from openppo.types import Completion, SamplingParams, StopCheck
 
 PREFILL_TOKENS = 4096
 """Prompt tokens of one forward pass, padding included, unless a single prompt has more."""
-_ROOM_TO_REFILL = 1 / 8
-"""Share of the rows that must be free before waiting requests interrupt the others."""
+_ROOM_TO_REFILL = 1 / 8  # share of the rows that must be free before waiting requests interrupt the others
 ROWS_ON_CPU, ROWS_ON_GPU = 64, 256
 _SHARE_FOR_CACHE = 0.5
 

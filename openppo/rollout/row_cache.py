@@ -65,8 +65,8 @@ class _Layer(DynamicLayer):
         return self.window.end - self.window.start if fixed is None else fixed.columns - 1
 
 
-_CACHED = frozenset({"full_attention", "sliding_attention", "chunked_attention", "dynamic_mask", "global", "local"})
-"""Layers of these kinds keep keys and values alone, one of each for a token and a head."""
+# Layers of these kinds keep keys and values alone, one of each for a token and a head.
+_CACHED = {"full_attention", "sliding_attention", "chunked_attention", "dynamic_mask", "global", "local"}
 
 
 def layer_kinds(config: PreTrainedConfig) -> set[str]:

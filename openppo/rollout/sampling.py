@@ -11,8 +11,7 @@ from openppo.types import FinishReason, SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
 """Text of token ids, special tokens included."""
-_PARTS_OF_CHARACTERS = 8
-"""Tokens before a stop string that its text may depend on."""
+_PARTS_OF_CHARACTERS = 8  # tokens before a stop string that its text may depend on
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:

@@ -8,10 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openppo.config import ProcessConfig, RewardConfig, SupervisedConfig
 from openppo.datasets import load_process_examples, number_rows, render_prompt
-from openppo.models.padding import MicroBatchSize
+from openppo.models.padding import MicroBatchSize, equal_batches
 from openppo.models.scalar_head import ProcessRewardModel
 from openppo.rewards.build import ScorerSetup, build_scorer
-from openppo.rewards.model import ProcessScorer, equal_batches
+from openppo.rewards.model import ProcessScorer
 from openppo.types import Prompt, SingleProcess
 from tests.conftest import save_tokenizer
 
