@@ -21,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict, interleave_datasets, load_dataset, load_from_disk
+from datasets.data_files import FILES_TO_IGNORE, SPLIT_KEYWORDS
 from datasets.exceptions import DatasetsError
 
 from openppo.config import RowsConfig, parse_probs
@@ -31,13 +32,6 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 """One row of data: column name -> value."""
 
-SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-"""Words in a file's name that put it into a split."""
-METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "state.json", "config.json")
 JSON_HINT = "Put one JSON object on each line, or use a .json file with an array of objects."
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, OverflowError, DatasetsError, pa.ArrowException)
 """What ``datasets`` raises for damaged files and for dates that Python cannot hold."""
@@ -182,14 +176,15 @@ def _files_of_split(folder: Path, flag: str, split: str) -> list[Path]:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    return [file for file in sorted(folder.glob("*")) if _suffix(file) in READERS and file.name not in METADATA_FILES]
+    return [file for file in sorted(folder.glob("*")) if _suffix(file) in READERS and file.name not in FILES_TO_IGNORE]
 
 
 def _split_of_name(name: str, wanted: str) -> str:
-    words = re.split(r"[^a-z0-9]+", name.lower())
+    """The split of which a word is in the name of a file: "validation" of "gsm8k-dev.jsonl"."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
     if wanted.lower() in words:
         return wanted
-    return next((split for split, names in SPLIT_WORDS.items() if any(word in names for word in words)), "train")
+    return next((str(split) for split, known in SPLIT_KEYWORDS.items() if words.intersection(known)), "train")
 
 
 def _require_split(split: str, splits: Iterable[str], flag: str, path: Path) -> None:
