@@ -16,11 +16,9 @@ SFT = """--pretrain {tiny}/actor --dataset {tiny}/sft.jsonl --learning_rate 1e-3
     --lr_warmup_ratio 0 --train_batch_size 4 --micro_train_batch_size 2 --zero_stage 2 --logging_steps 1"""
 SETUPS = {  # flags and the model whose fourth or second step is spoiled
     "zero0": ("--zero_stage 0", "actor"),
-    "zero1": ("--zero_stage 1", "critic"),
     "zero2": ("--zero_stage 2", "actor"),
     "zero3": ("--zero_stage 3", "critic"),
-    "bf16-zero1": ("--zero_stage 1 --bf16", "actor"),
-    "bf16-zero2": ("--zero_stage 2 --bf16", "critic"),
+    "bf16-zero1": ("--zero_stage 1 --bf16", "critic"),
     "bf16-zero3": ("--zero_stage 3 --bf16", "actor"),
     "offload": ("--zero_stage 2 --adam_offload", "critic"),
     "without-clipping": ("--zero_stage 2 --max_norm 0", "actor"),
@@ -28,19 +26,13 @@ SETUPS = {  # flags and the model whose fourth or second step is spoiled
 }
 HOWS = ("nan", "infinite loss", "infinite gradient")
 TRIED = [(name, how) for name in SETUPS for how in (HOWS if name == "zero2" else HOWS[:1])]
-SLOW = ("zero1", "bf16-zero1", "bf16-zero2")
-"""Neighbours of what every run tries."""
 
 
 @pytest.fixture(scope="module")
-def folder(
-    tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str], pytestconfig: pytest.Config
-) -> tuple[Path, str]:
+def folder(tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]) -> tuple[Path, str]:
     """All setups with one spoiled step each, and SFT with a spoiled second step and with one step alone."""
     folder, cases = tmp_path_factory.mktemp("not_finite"), {}
     for name, (more, role) in SETUPS.items():
-        if name in SLOW and not pytestconfig.getoption("slow"):
-            continue
         for how in ("left out", *(how for tried, how in TRIED if tried == name)):
             spoiled = {"role": role, "calls": [4 if role == "actor" else 2], "rank": 1, "how": how}
             cases[f"{name}-{how}"] = {"arguments": f"{PPO} {more}", "poison": spoiled}
@@ -50,9 +42,7 @@ def folder(
     return folder, run_cases(2, folder, cases, "whole")
 
 
-@pytest.mark.parametrize(
-    ("setup", "how"), [pytest.param(*case, marks=pytest.mark.slow if case[0] in SLOW else ()) for case in TRIED]
-)
+@pytest.mark.parametrize(("setup", "how"), TRIED)
 def test_the_step_is_as_if_it_had_not_been_tried(folder: Any, setup: str, how: str) -> None:
     spoiled, left_out = (left_by(folder[0] / f"{setup}-{kind}" / "model") for kind in (how, "left out"))
     assert spoiled == left_out
