@@ -5,9 +5,10 @@ States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, TrainRMConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.remedies import remedies
+from openppo.experience.maker import forward_size
 from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
 from openppo.models.padding import MicroBatchSize
 from openppo.models.pretrained import check_model
@@ -30,17 +32,17 @@ from openppo.trainer.supervised.batches import PACKED_ROW
 logger = logging.getLogger("openppo")
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)
 _LIVE = 1_000_000_000  # elements that ZeRO-3 keeps gathered, and updates at a time
-_EXPERIENCE, _TRAJECTORY = 42, 100  # bytes of a token in an Experience, and in a trajectory's Python lists
+_EXPERIENCE = 42  # bytes of a token in an Experience
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run takes place, and how models lie there; ``memory`` is in bytes on each rank (None: unknown)."""
+    """Where a run takes place, and how models lie there; ``memory`` is in bytes on each rank."""
 
     options: DeepSpeedConfig
     n_ranks: int = 1
     on_cpu: bool = False
-    memory: int | None = None
+    memory: int = 2**62
 
     @property
     def element(self) -> int:
@@ -51,6 +53,10 @@ class Machine:
         """One rank's part of ``n``."""
         return -(-n // self.n_ranks)
 
+    def live(self, gathered: int) -> int:
+        """What a pass holds of so many bytes of gathered weights."""
+        return min(gathered, self.element * _LIVE)
+
 
 class ModelMemory(NamedTuple):
     """Bytes of one model on one rank."""
@@ -59,13 +65,9 @@ class ModelMemory(NamedTuple):
     moments: int = 0  # Adam's part of it
     host: int = 0
     loading: int = 0  # above ``lasting`` without moments
-    backward: int = 0  # gradients of earlier micro-batches, beside activations; counted even if there are none
-    update: int = 0  # gradients, their bucket and copies in an optimizer step
+    gradients: int = 0  # beside activations, as if each step had several micro-batches
+    copies: int = 0  # of gradients, in an optimizer step
     gathered: int = 0  # whole weights under ZeRO-3
-
-    def live(self, machine: Machine) -> int:
-        """What a pass holds of the gathered weights."""
-        return min(self.gathered, machine.element * _LIVE)
 
 
 def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = None) -> ModelMemory:
@@ -80,18 +82,17 @@ def model_memory(size: ModelSize, machine: Machine, lora: LoRAConfig | None = No
     stage = max(options.zero_stage, 1) if options.bf16 else options.zero_stage  # as DeepspeedStrategy has it
     weights, share, bucket = frozen + s * n, machine.share(n), 4 * min(n, LARGEST_BUCKET)
     if stage == 0:
-        return ModelMemory(weights + 8 * n, 8 * n, backward=4 * n, update=4 * n + bucket)
+        return ModelMemory(weights + 8 * n, 8 * n, gradients=4 * n, copies=bucket)
     away = options.adam_offload  # master weights, two moments, and gradients twice
     adam, moments, host = (0, 0, 20 * share) if away else (12 * share, 8 * share, 0)
     if stage == 3:
-        lasting = machine.share(weights) + bucket + adam + (0 if away else 4 * share)
-        update = bucket + (0 if away else 4 * min(share, _LIVE))
-        return ModelMemory(lasting, moments, host, weights, 0, update, weights * several)
+        kept, copied = (0, 0) if away else (4 * share, 4 * min(share, _LIVE))
+        lasting = machine.share(weights) + bucket + adam + kept
+        return ModelMemory(lasting, moments, host, weights, 0, bucket + copied, weights * several)
     if stage == 1 and options.bf16 and not away:  # DeepSpeed's BF16_Optimizer keeps gradients
         return ModelMemory(weights + 6 * n + adam, moments, loading=s * n)
-    kept = 4 * (n if stage == 1 else share)
     copies = bucket // 2 + bucket * several if options.bf16 else bucket + 4 * share
-    return ModelMemory(weights + adam, moments, host, s * n, kept, kept + copies)
+    return ModelMemory(weights + adam, moments, host, s * n, 4 * (n if stage == 1 else share), copies)
 
 
 def pass_bytes(size: ModelSize, machine: Machine, rows: int, length: int, scored: int, saving: int = 0) -> int:
@@ -124,7 +125,7 @@ class Estimate:
     @property
     def largest(self) -> str:
         """The phase with the highest peak."""
-        return max(self.phases, key=lambda name: self.phases[name])
+        return max(self.phases, key=self.phases.__getitem__)
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -134,8 +135,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is below the device's memory; True where that is unknown."""
-        return self.machine.memory is None or self.phases[self.largest] <= self.machine.memory
+        """Whether the peak is below the device's memory."""
+        return self.phases[self.largest] <= self.machine.memory
 
     @property
     def title(self) -> str:
@@ -143,32 +144,23 @@ class Estimate:
         n_ranks = self.machine.n_ranks
         return f"estimated memory on each of {n_ranks} ranks" if n_ranks > 1 else "estimated memory"
 
-    def lines(self) -> list[str]:
-        """What each model takes on one rank."""
-        return _columns(self.roles)
-
     def summary(self) -> str:
         """The models and the highest peak in a line."""
         roles = ", ".join(f"{role} {_format(total)}" for role, total in self.roles.items())
         return f"{self.title}: {roles}; at most {_format(self.phases[self.largest])}, in {self.largest}"
 
     def table(self) -> list[str]:
-        """Models, phases, verdict and checkpoint."""
-        lines = [f"{self.title}:", *_columns(self.roles | {"in the host's memory": self.host})]
-        lines += ["peak of each phase:", *_columns(self.phases)]
-        if self.machine.memory is not None:
-            verdict = "fits into" if self.fits else "DOES NOT FIT into"
-            lines.append(f"the highest, {self.largest}, {verdict} {_format(self.machine.memory)} of device memory")
-        return [*lines, f"checkpoint on disk: {_format(self.checkpoint)}"]
+        """Models, phases, checkpoint and verdict."""
+        peaks = {f"peak in {phase}": total for phase, total in self.phases.items()}
+        rows = self.roles | {"in the host's memory": self.host} | peaks | {"checkpoint on disk": self.checkpoint}
+        verdict = f"{'fits' if self.fits else 'DOES NOT FIT'} into {_format(self.machine.memory)} of device memory"
+        lines = table_lines([(name, _format(total)) for name, total in rows.items()])
+        return [f"{self.title}:", *lines, f"the highest, {self.largest}, {verdict}"]
 
 
 def _format(n_bytes: int) -> str:
     """In GiB, or MiB below one."""
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
-
-
-def _columns(totals: dict[str, int]) -> list[str]:
-    return table_lines([(name, _format(total)) for name, total in totals.items()])
 
 
 class Lengths(NamedTuple):
@@ -185,7 +177,7 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     samples = machine.share(ppo.rollout_batch_size) * ppo.n_samples_per_prompt
     longest = lengths.longest_prompt + config.generation.generate_max_len
     scored, length = longest - lengths.shortest_prompt, max(longest, lengths.document)
-    rows = min(samples, MicroBatchSize(ppo.micro_rollout_batch_size, ppo.micro_rollout_tokens).rows_of(longest))
+    rows = min(samples, forward_size(config).rows_of(longest))
     train_rows = MicroBatchSize(batch.micro_train_batch_size, ppo.micro_train_tokens).rows_of(length)
     train_rows = min(machine.share(batch.train_batch_size), train_rows)
     loras = {"critic": config.lora if rank is None else replace(config.lora, lora_rank=rank), "actor": config.lora}
@@ -193,18 +185,18 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     trained = {role: sizes[role].n_trained(lora.lora_rank) for role, lora in loras.items() if role in sizes}
     resting = sum(model.moments for model in models.values()) if ppo.offload_idle else 0
     buffer = _EXPERIENCE * samples * longest * (1 + (machine.n_ranks if machine.n_ranks > 1 else 0))
-    host = sum(model.host for model in models.values()) + resting + _TRAJECTORY * samples * longest
+    host = sum(model.host for model in models.values()) + resting
     host += buffer * ppo.buffer_cpu_offload + 4 * machine.share(trained["actor"]) * ppo.enable_ema
     lasting = sum(model.lasting for model in models.values()) + host * machine.on_cpu
     resident = lasting - resting * (not machine.on_cpu)
-    inference = max(
-        pass_bytes(size, machine, rows, longest, scored) + models[role].live(machine) for role, size in sizes.items()
-    )
+    loaded = accumulate(model.lasting - model.moments for model in models.values())
+    passes = {role: pass_bytes(size, machine, rows, longest, scored) for role, size in sizes.items()}
+    inference = max(passes[role] + machine.live(model.gathered) for role, model in models.items())
     work = train_rows, length, max(scored, lengths.document)
     training = max(_training(sizes[role], models[role], machine, *work) for role in trained)
     generation = _generation(config, sizes["actor"], models["actor"].gathered, machine, resident, samples, longest)
     phases = {
-        "loading": _loading(models.values()),
+        "loading": max(total + model.loading for total, model in zip(loaded, models.values(), strict=True)),
         "generation": resident + generation,
         "experience": resident + inference + 2 * _EXPERIENCE * samples * longest,
         "training": lasting + training + buffer * (not ppo.buffer_cpu_offload),
@@ -214,37 +206,25 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
 
 
 def estimate_supervised(
-    config: SupervisedCommand,
-    longest: int,
-    rows_per_sample: int,
-    scored: int,
-    sizes: dict[str, ModelSize],
-    machine: Machine,
+    config: SupervisedCommand, longest: int, rows: int, scored: int, sizes: dict[str, ModelSize], machine: Machine
 ) -> Estimate:
-    """Memory of a run that trains one model on rows of ``longest`` tokens with logits at ``scored`` places."""
-    (size,) = sizes.values()
-    rows = min(machine.share(config.batch.train_batch_size), config.batch.micro_train_batch_size)
-    model = model_memory(size, machine, config.lora)
-    training = _training(size, model, machine, rows_per_sample * rows, longest, scored)
-    phases = {"loading": _loading([model]), "training": model.lasting + model.host * machine.on_cpu + training}
+    """Memory of training one model on examples of ``rows`` of ``longest`` tokens with at most ``scored`` logits."""
+    (size,), batch = sizes.values(), config.batch
+    model, n = model_memory(size, machine, config.lora), batch.micro_train_batch_size
+    work = rows * min(machine.share(batch.train_batch_size), n), longest, min(longest, scored * n)
+    phases = {
+        "loading": model.lasting - model.moments + model.loading,
+        "training": model.lasting + model.host * machine.on_cpu + _training(size, model, machine, *work),
+    }
     checkpoint = 12 * size.n_trained(config.lora.lora_rank)
     return Estimate({"model": model.lasting}, phases, model.host, checkpoint, machine)
-
-
-def _loading(models: Iterable[ModelMemory]) -> int:
-    """One model after the other, before optimizers have moments."""
-    loaded, peak = 0, 0
-    for model in models:
-        loaded += model.lasting - model.moments
-        peak = max(peak, loaded + model.loading)
-    return peak
 
 
 def _training(size: ModelSize, model: ModelMemory, machine: Machine, rows: int, length: int, scored: int) -> int:
     """The larger of a backward pass and an optimizer step."""
     saving = 1 if machine.options.gradient_checkpointing else size.layers
-    backward = pass_bytes(size, machine, rows, length, scored, saving) + model.backward
-    return max(backward, model.update) + model.live(machine)
+    backward = pass_bytes(size, machine, rows, length, scored, saving)
+    return model.gradients + max(backward, model.copies) + machine.live(model.gathered)
 
 
 def _generation(
@@ -253,9 +233,9 @@ def _generation(
     """The engine's cache, and reading prompts or sampling; or vLLM's share of the device."""
     options, s = config.generation, machine.element
     if options.rollout_engine == "vllm":
-        return max(int(options.vllm_gpu_memory_utilization * (machine.memory or 0)), s * size.n_parameters)
-    free = 2**62 if machine.on_cpu or machine.memory is None else max(0, machine.memory - resident)
-    gathered = whole if whole <= free // 2 else min(whole, s * _LIVE)  # then ranks decode in lockstep
+        return max(int(options.vllm_gpu_memory_utilization * machine.memory), s * size.n_parameters)
+    free = 2**62 if machine.on_cpu else max(0, machine.memory - resident)
+    gathered = whole if whole <= free // 2 else machine.live(whole)  # then ranks decode in lockstep
     most, row = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU, s * size.cache * (longest + SLACK_COLUMNS)
     rows = min(samples, options.max_num_seqs or rows_that_fit(max(0, free - gathered), row, most))
     sampling = rows * size.vocabulary * (s + 16 + 16 * (options.top_p < 1 or options.top_k is not None))
@@ -284,31 +264,31 @@ def log_ppo_memory(
     documents = [len(document.token_ids) for document in data.documents]
     document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
     lengths = Lengths(min(prompts), max(prompts), document)
-    return _log(partial(estimate_ppo, config, lengths), models, model.trust_remote_code, config, strategy)
+    return _log(partial(estimate_ppo, config, lengths), models, config, strategy)
 
 
 def log_supervised_memory(
-    config: SupervisedCommand, longest: int, rows_per_sample: int, most_scored: int, strategy: DeepspeedStrategy
+    config: SupervisedCommand, longest: int, rows: int, scored: int, strategy: DeepspeedStrategy
 ) -> Estimate | None:
-    """Estimate a supervised run and ``_log`` it; ``most_scored``: most logits of an example."""
-    options, scored = config.supervised, min(longest, most_scored * config.batch.micro_train_batch_size)
-    models = {"reward model" if isinstance(config, TrainRMConfig) else "model": ("--pretrain", options.pretrain)}
-    estimate = partial(estimate_supervised, config, longest, rows_per_sample, scored)
-    return _log(estimate, models, options.trust_remote_code, config, strategy)
+    """Estimate a supervised run, whose examples have ``rows`` and at most ``scored`` logits, and ``_log`` it."""
+    role = "reward model" if isinstance(config, TrainRMConfig) else "model"
+    models, estimate = {role: ("--pretrain", config.supervised.pretrain)}, partial(estimate_supervised, config)
+    return _log(partial(estimate, longest, rows, scored), models, config, strategy)
 
 
 def _log(
     estimate_of: Callable[[dict[str, ModelSize], Machine], Estimate],
     models: Mapping[str, tuple[str, str | None]],
-    trust: bool,
     config: TrainPPOConfig | SupervisedCommand,
     strategy: DeepspeedStrategy,
 ) -> Estimate | None:
-    """Log an estimate of ``models``, flag and name by role; the table if it does not fit, or with --dry_run.
+    """Log an estimate of ``models``, flag and name by role; with --dry_run, end the process.
 
-    The latter ends the process. None, with a warning, where a model cannot be counted.
+    None, with a warning, where a model cannot be counted.
     """
     run, on_cpu = config.run, strategy.device.type == "cpu" and config.run.dry_run_memory is None
+    trust = (config.model if isinstance(config, TrainPPOConfig) else config.supervised).trust_remote_code
+    n_ranks = run.dry_run_ranks or strategy.comm.world_size
     if run.dry_run_memory is not None:
         memory = round(run.dry_run_memory * 2**30)
     elif on_cpu:
@@ -316,7 +296,7 @@ def _log(
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
     else:
         memory = torch.cuda.get_device_properties(strategy.device).total_memory
-    machine, sizes = Machine(config.deepspeed, run.dry_run_ranks or strategy.comm.world_size, on_cpu, memory), {}
+    sizes = {}
     for role, (flag, name) in models.items():
         if name is None:
             continue
@@ -328,7 +308,7 @@ def _log(
                 raise ValueError(f"{flag} {name}: {error}") from error
             logger.warning("no estimate of memory: %s %s: %s", flag, name, error)
             return None
-    estimate = estimate_of(sizes, machine)
+    estimate = estimate_of(sizes, Machine(config.deepspeed, n_ranks, on_cpu, memory))
     for line in estimate.table() if run.dry_run or not estimate.fits else [estimate.summary()]:
         logger.info("%s", line)
     if not estimate.fits and strategy.is_main:

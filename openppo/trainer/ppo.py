@@ -47,8 +47,8 @@ class PPOTrainer:
         self.view = StepDiagnostics(config, components, self.total_steps)
         self.update.actor_step.observe = self.view.observe
         self.should_stop = False
-        self.explain_memory: Callable[[], list[str]] = components.estimate.lines if components.estimate else list
-        """What each model takes by estimate, for a report."""
+        self.explain_memory: Callable[[], list[str]] = components.estimate.table if components.estimate else list
+        """The memory estimate, for a report."""
 
     def fit(self) -> None:
         """Train to the end, evaluate and report when due, and save the actor to ``save_path``.

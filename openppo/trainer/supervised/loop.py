@@ -66,8 +66,8 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.skipped = SkippedSteps(config.run, self.comm)
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
         self.stopping, self.should_stop = StopWhen(config.run.stop_conditions), False
-        self.explain_memory: Callable[[], list[str]] = components.estimate.lines if components.estimate else list
-        """What the model takes by estimate, for a report."""
+        self.explain_memory: Callable[[], list[str]] = components.estimate.table if components.estimate else list
+        """The memory estimate, for a report."""
         self.traced = step_tracer(config.run.save_path, config.tracking, self.comm.rank)
         self._shows_next = config.tracking.self_check and self.comm.rank == 0
 

@@ -69,9 +69,9 @@ def test_states_of_four_ranks_are_those_of_the_table(stage: int, bf16: bool) -> 
 def test_gradients_come_and_go_by_stage() -> None:
     large = SIZE._replace(n_parameters=8_000 * M)
     of = [model_memory(large, machine(8, zero_stage=stage, bf16=stage > 0), FULL) for stage in range(4)]
-    assert [memory.backward for memory in of] == [4 * 8_000 * M, 0, 4 * 1_000 * M, 0], "those of stage 1 last"
-    assert of[2].update == 4 * 1_000 * M + (2 + 4) * 500 * M, "the partition, a bucket and its copy in float32"
-    assert of[3].update == 4 * 500 * M + 4 * 1_000 * M
+    assert [memory.gradients for memory in of] == [4 * 8_000 * M, 0, 4 * 1_000 * M, 0], "those of stage 1 last"
+    assert of[2].copies == (2 + 4) * 500 * M, "a bucket and its copy in float32"
+    assert of[3].copies == 4 * 500 * M + 4 * 1_000 * M
 
 
 def test_adapters_are_trained_and_the_rest_is_frozen() -> None:
@@ -190,7 +190,8 @@ def test_verdict_and_tables_name_phase_and_device() -> None:
     for estimate, verdict in ((fits, "fits into 1.0 GiB"), (large, "DOES NOT FIT into 1 MiB")):
         table = "\n".join(estimate.table())
         assert f"the highest, {estimate.largest}, {verdict} of device memory" in table
-        assert all(name in table for name in (*SIZES, *estimate.phases, "host", "checkpoint on disk: 22 MiB"))
+        assert all(name in table for name in (*SIZES, *estimate.phases, "host"))
+        assert "checkpoint on disk    22 MiB" in table
 
 
 def test_pairs_of_supervised_training_are_two_rows() -> None:
