@@ -1,7 +1,7 @@
 """From options to a PPO trainer: check everything cheap first, then load, wrap and put together."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.data import PPOData, check_contexts, check_models, critic_start, load_ppo_data, longest_sequence
-from openppo.trainer.engine_check import check_engines, check_hf_engine
+from openppo.trainer.engine_check import REQUESTS, check_engines
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.ppo import PPOTrainer
@@ -68,17 +68,19 @@ def build_ppo_trainer(
     plan = batch_plan(config, len(data.prompts), comm.world_size, _source_steps(config, source))
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.rewards, tokenizer, setup) if samples else None  # before the large models
-    critic = None if critic_from is None else _prepare(config, strategy, "critic", plan.optimizer_steps())
-    actor = _prepare(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
-    reference = _prepare_reference(config, strategy, actor)
+    critic = None if critic_from is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
+    actor = _prepared(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
+    reference = _reference(config, strategy, actor)
     timer = PhaseTimer(step_tracer(run.save_path, config.tracking, comm.rank), estimate.peaks if estimate else None)
     hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled)
     engine = _engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too
     ema = ParameterAverage(actor, config.ppo.ema_beta) if config.ppo.enable_ema else None
     checkpointer.attach({"actor": actor, "critic": critic}, ema)
+    with strategy.uncompiled():
+        pack_documents_to = packed_row_length(actor, data.documents, data.longest, device)
     critic_step = None if critic is None else CriticStep(critic, config, comm, device)
-    one_pass = partial(OnePassCritic, critic_step) if critic_step and OnePassCritic.is_exact(config) else None
+    one_pass: Any = partial(OnePassCritic, critic_step) if critic_step and OnePassCritic.is_exact(config) else None
     make = one_pass or ExperienceMaker
     components = PPOComponents(
         strategy=strategy,
@@ -94,17 +96,14 @@ def build_ppo_trainer(
         trackers=start_trackers(config, strategy, HEADLINE, plan.n_steps, checkpointer.found_step),
         grading=Grading(comm, config.rewards.pass_threshold(config.evaluation.pass_reward), config.rewards.weights()),
         ema=ema,
-        pack_documents_to=_packed_row_length(actor, data, strategy),
+        pack_documents_to=pack_documents_to,
         checkpointer=checkpointer,
         stop=hooks.stop,
         estimate=estimate,
     )
-    stopping = [StopWhen(run.stop_conditions)] if run.stop_when else []
-    trainer = PPOTrainer(config, components, source or PromptSource(config, components), [*callbacks, *stopping])
-    if checkpointer.found is None:
-        checkpointer.set_aside_earlier()
-    else:
-        trainer.load_checkpoint()
+    callbacks = [*callbacks, StopWhen(run.stop_conditions)] if run.stop_when else callbacks
+    trainer = PPOTrainer(config, components, source or PromptSource(config, components), callbacks)
+    checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, plan, critic=critic_from[1] if critic_from else "", done=trainer.global_step)
     return trainer
 
@@ -114,10 +113,8 @@ def _source_steps(config: TrainPPOConfig, source: RolloutSource | None) -> int |
     if source is None:
         return None
     steps = config.ppo.max_steps if source.steps is None else source.steps
-    if steps is None:
+    if not steps:
         raise ValueError("--max_steps is missing: the source of trajectories does not say how many steps it has.")
-    if steps < 1:
-        raise ValueError(f"The source of trajectories has {steps} steps: give it at least one.")
     return steps
 
 
@@ -147,9 +144,13 @@ def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, data: PPO
     )
 
 
-def load_actor(config: TrainPPOConfig) -> Actor:
-    """The policy before training, on the host."""
-    return _load_policy(config, "--pretrain", config.model.pretrain, "actor", **vars(config.lora))
+def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
+    """The policy before training, or the ``reference`` where that is a model of its own, on the host."""
+    model, lora, flag, name = config.model, {} if reference else vars(config.lora), "--pretrain", config.model.pretrain
+    if reference and model.ref_pretrain is not None:
+        flag, name = "--ref_pretrain", model.ref_pretrain
+    with model_error_context(flag, name, "reference" if reference else "actor"):
+        return Actor(name, temperature=config.generation.temperature, **_loading(config), **lora)
 
 
 def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
@@ -164,56 +165,35 @@ def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
         )
 
 
-def _load_policy(config: TrainPPOConfig, flag: str, name: str, role: str, **lora: Any) -> Actor:
-    with model_error_context(flag, name, role):
-        return Actor(name, temperature=config.generation.temperature, **_loading(config), **lora)
-
-
 def _loading(config: TrainPPOConfig) -> dict[str, bool]:
-    names, model = ("bf16", "flash_attn", "trust_remote_code"), config.model
-    return dict(zip(names, (config.deepspeed.bf16, model.flash_attn, model.trust_remote_code), strict=True))
+    model = config.model
+    options = {"flash_attn": model.flash_attn, "trust_remote_code": model.trust_remote_code}
+    return options | {"bf16": config.deepspeed.bf16}
 
 
-def _prepare(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, role: Literal["actor", "critic"], n_steps: int
-) -> TrainableModel:
-    """The loaded actor or critic, wrapped for training."""
-    module = load_actor(config) if role == "actor" else load_critic(config)
-    rates = config.learning_rate
-    rate = rates.actor_learning_rate if role == "actor" else rates.critic_learning_rate
-    model = strategy.prepare(module, config.adam, rate, n_steps)
-    _pack(config, strategy, module, model, role)
+def _prepared(
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, role: Literal["actor", "critic", "reference"], n_steps: int = 0
+) -> Any:
+    """The loaded model of ``role``, wrapped for training or as a frozen one; FlashAttention packs its rows."""
+    module: Any = load_critic(config) if role == "critic" else load_actor(config, reference=role == "reference")
+    if role == "reference":
+        model: Any = strategy.prepare_frozen(module)
+    else:
+        rates = config.learning_rate
+        rate = rates.actor_learning_rate if role == "actor" else rates.critic_learning_rate
+        model = strategy.prepare(module, config.adam, rate, n_steps)
+    if config.model.flash_attn:
+        with strategy.uncompiled():
+            pack_where_exact(module, model, strategy.device, role)
     return model
 
 
-def _prepare_reference(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel
-) -> Callable[..., Any] | None:
+def _reference(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel) -> Any:
     """None without a KL penalty; of a policy with adapters that policy without them."""
-    model = config.model
     if config.kl.init_kl_coef == 0:
         return None
-    if config.lora.lora_rank > 0 and model.ref_pretrain is None:
-        return AdapterOffReference(actor)
-    flag = "--pretrain" if model.ref_pretrain is None else "--ref_pretrain"
-    module = _load_policy(config, flag, model.ref_pretrain or model.pretrain, "reference")
-    reference: Callable[..., Any] = strategy.prepare_frozen(module)
-    _pack(config, strategy, module, reference, "reference")
-    return reference
-
-
-def _pack(
-    config: TrainPPOConfig, strategy: DeepspeedStrategy, module: Actor | ScalarHeadModel, forward: Any, name: str
-) -> None:
-    """With FlashAttention samples need no padding."""
-    if config.model.flash_attn:
-        with strategy.uncompiled():
-            pack_where_exact(module, forward, strategy.device, name)
-
-
-def _packed_row_length(actor: TrainableModel, data: PPOData, strategy: DeepspeedStrategy) -> int | None:
-    with strategy.uncompiled():
-        return packed_row_length(actor, data.documents, data.longest, strategy.device)
+    shares_weights = config.lora.lora_rank > 0 and config.model.ref_pretrain is None
+    return AdapterOffReference(actor) if shares_weights else _prepared(config, strategy, "reference")
 
 
 def _engine(
@@ -224,11 +204,12 @@ def _engine(
     stop: StopCheck,
     actor_config: PreTrainedConfig,
 ) -> Engine:
-    """Samples with the actor's own module, or a copy of it in vLLM."""
+    """Samples with the actor's own module, or a copy of it in vLLM; checked with ``--engine_check on``."""
     policy: Any = actor.module.model
     eos, generation, model = eos_token_ids(policy, tokenizer), config.generation, config.model
     common: dict[str, Any] = {"show_progress": strategy.is_main, "stop": stop}
     engine: VLLMEngine | HFEngine
+    checked: dict[str, Engine]
     if generation.rollout_engine == "vllm":
         options = VLLMOptions(
             bf16=config.deepspeed.bf16,
@@ -239,16 +220,18 @@ def _engine(
             max_rows=generation.max_num_seqs,
         )
         engine = VLLMEngine(base_model_of(model.pretrain), options, eos, **common)
-        if generation.engine_check == "on":
-            check_engines(config, strategy, actor, {"": engine})
+        checked = {"": engine}
     else:
-        if generation.engine_check == "on":
-            check_hf_engine(config, strategy, actor)
-        in_lockstep = not strategy.fits_gathered(actor, config.ppo.offload_idle)
-        if generation.cuda_graphs and in_lockstep:
+        together = None if strategy.fits_gathered(actor, config.ppo.offload_idle) else strategy.any_rank
+        recorder = CUDARecorder if generation.cuda_graphs and together is None else None
+        if generation.cuda_graphs and recorder is None:
             logger.warning("--cuda_graphs: ranks in lockstep cannot replay steps; they are launched as usual")
-        common["any_rank_busy"] = strategy.any_rank if in_lockstep else None
-        common["new_recorder"] = CUDARecorder if generation.cuda_graphs and not in_lockstep else None
+        common |= {"any_rank_busy": together, "new_recorder": recorder}
         engine = HFEngine(policy, eos, pad_token_id(tokenizer), generation.max_num_seqs, **common)
+        checked = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
+        if recorder is not None:
+            checked[" with --cuda_graphs"] = HFEngine(policy, (), 0, len(REQUESTS), new_recorder=recorder)
+    if generation.engine_check == "on":
+        check_engines(config, strategy, actor, checked)
     engine.decode = decoder(tokenizer)
     return engine

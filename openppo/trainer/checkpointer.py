@@ -129,8 +129,11 @@ class Checkpointer:
         collective(self.comm, lambda: check(self.folder.flag, self.folder.folder, "a checkpoint", checkpoint))
         collective(self.comm, lambda: check("--save_path", self.save_path, "the trained model", model))
 
-    def set_aside_earlier(self) -> None:
-        """Move what an earlier run has saved; once the start of a run can no longer fail."""
+    def begin(self, load: Callable[[], None]) -> None:
+        """``load`` what is found, else move what an earlier run has saved: once the start can no longer fail."""
+        if self.found is not None:
+            load()
+            return
         self.folder.set_aside()
         beside = [self.save_path.with_name(self.save_path.name + "_critic")] if self.saves_critic else []
 

@@ -14,8 +14,6 @@ from torch.distributed import DistError
 from openppo.config import PromptsConfig, TrainPPOConfig
 from openppo.models.actor import Actor
 from openppo.models.padding import pad_right
-from openppo.models.pretrained import context_length
-from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
@@ -38,16 +36,6 @@ In float32 they are nats of any token. Else they are shares of the largest logit
 models differ by at most one step of bfloat16, 2**-8, wrong ones by at least twelve, whatever the weights' scale.
 Five times the largest difference that padding makes is allowed too: rounding may send a token to another expert.
 """
-
-
-def check_hf_engine(config: TrainPPOConfig, strategy: DeepspeedStrategy, actor: TrainableModel) -> None:
-    """Refuse, on all ranks, an actor that an ``HFEngine`` samples wrongly with whole weights, or in lockstep."""
-    in_lockstep = not strategy.fits_gathered(actor, config.ppo.offload_idle)
-    together, policy = strategy.any_rank if in_lockstep else None, cast(Any, actor.module.model)
-    engines: dict[str, Engine] = {"": HFEngine(policy, (), 0, len(REQUESTS), together)}
-    if config.generation.cuda_graphs and not in_lockstep:
-        engines[" with --cuda_graphs"] = HFEngine(policy, (), 0, len(REQUESTS), new_recorder=CUDARecorder)
-    check_engines(config, strategy, actor, engines)
 
 
 def check_engines(
@@ -104,17 +92,13 @@ def _fault(
     actor: Any, engines: Mapping[str, Engine], weights: WeightSource | None, device: torch.device, kind: Kind
 ) -> str | None:
     policy: Any = getattr(actor, "module", actor).model
-    context, n_ids, is_exact = context_length(policy.config), policy.config.get_text_config().vocab_size, kind[1]
-    if context is not None and context < LONGEST:
-        logger.warning("the engine is not checked: %d tokens of context are fewer than its %d", context, LONGEST)
-        return None
-    wider = WIDER if context is None else min(WIDER, context - LONGEST)
+    n_ids, is_exact = policy.config.get_text_config().vocab_size, kind[1]
     for how, engine in engines.items():
         actor.train(False)
         rows, decoded = _sample(engine, weights, n_ids)
         sequences, mask = (tensor.to(device) for tensor in pad_right(rows, 0))
         plain = actor(sequences, mask, temperature=1.0)
-        padded = [torch.nn.functional.pad(tensor, (0, wider)) for tensor in (sequences, mask)]
+        padded = [torch.nn.functional.pad(tensor, (0, WIDER)) for tensor in (sequences, mask)]
         rounding = (actor(*padded, temperature=1.0)[:, : plain.shape[1]] - plain).abs()
         allowed = limit = BOUNDS[kind]
         if not is_exact:  # of the likeliest tokens' logits; others may be masked

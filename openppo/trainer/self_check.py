@@ -98,11 +98,7 @@ class _Sample:
         """Claims that hold for any experience and not for this one; none of a sample left out of training."""
         if not self.actions:
             return []
-        places = {
-            "is trained on but is padding": self.trained & ~self.attended,
-            "is real but comes after padding": self.attended & (self.attended.long().cumprod(0) == 0),
-            "is trained on but has a log-prob above 0": self.trained & ~(self.columns["log-prob"] <= 0),  # also NaN
-        }
+        places = {"is trained on but is padding": self.trained & ~self.attended}
         for name, column in self.columns.items():
             places[f"is not trained on but has {name}"] = ~self.trained & (column != 0)
         found = [f"token {int(where.nonzero()[0])} {fault}" for fault, where in places.items() if where.any()]
@@ -127,17 +123,15 @@ class _Sample:
                 text = escape_control(token_texts(self.ids[: i + 1], tokenizer, first=i)[0][:_LONGEST_TOKEN])
                 masks = [str(int(mask[i])) for mask in (self.attended, self.trained)]
                 numbers = [f"{column[i]:z.4f}" if self.trained[i] else "" for column in self.columns.values()]
-                rows.append([str(i), f"'{text}'", str(self.ids[i]), *masks, *numbers, self._notes(i)])
+                notes = {
+                    "padding": not self.attended[i],
+                    "first action": i in self.actions[:1],
+                    "EOS": self.trained[i] and self.ids[i] in self.eos,
+                    f"score {self.score[i]:+.4g}": i in self.scored,
+                }
+                note = ", ".join(text for text, holds in notes.items() if holds)
+                rows.append([str(i), f"'{text}'", str(self.ids[i]), *masks, *numbers, note])
         return table_lines(rows, right=[0, *range(2, 5 + len(self.columns))])
-
-    def _notes(self, i: int) -> str:
-        notes = {
-            "padding": not self.attended[i],
-            "first action": i in self.actions[:1],
-            "EOS": self.trained[i] and self.ids[i] in self.eos,
-            f"score {self.score[i]:+.4g}": self.score[i] != 0,
-        }
-        return ", ".join(note for note, holds in notes.items() if holds)
 
 
 def token_texts(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, first: int = 0) -> list[str]:
@@ -169,10 +163,9 @@ def show_examples(examples: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -
 def _parts(example: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """Names and texts of an example's parts: of token examples the last turns of reading and training."""
     if isinstance(example, PreferenceExample):
-        sides = {"chosen": example.chosen_ids, "rejected": example.rejected_ids}
         return [
             (side, f"score at token {len(ids) - 1}, '{tokenizer.decode(ids[-1:])}', of: {tokenizer.decode(ids)}")
-            for side, ids in sides.items()
+            for side, ids in {"chosen": example.chosen_ids, "rejected": example.rejected_ids}.items()
         ]
     if isinstance(example, ProcessExample):
         judged = {i: label for i, label in enumerate(example.labels) if label != IGNORE_INDEX}

@@ -2,20 +2,18 @@
 
 import itertools
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import torch
 import transformers
-from torch import nn
 
 from openppo.config import TrainPPOConfig, mask_credentials
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.size import n_elements
 from openppo.rewards.model import ModelScorer, ProcessScorer
-from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.tracking.console import log_lines, table_lines
 from openppo.trainer.components import PPOComponents
@@ -28,55 +26,48 @@ Role = tuple[str, ...]
 """A row of the table: name, model, and of a model with weights trained, frozen, dtype, place."""
 
 
-class StepPlan(NamedTuple):
-    """One global step on ``n_prompts`` prompts, over all ranks."""
-
-    n_prompts: int
-    n_samples: int  # responses that are trained on
-    mini_batches: int  # optimizer steps of actor and critic in each epoch
-
-
 @dataclass(frozen=True)
 class BatchPlan:
-    """The global steps of one episode, all of full batches except perhaps the last, and the number of episodes."""
+    """Global steps of a run; with ``--dynamic_sampling`` an upper bound."""
 
-    steps: list[StepPlan]
+    config: TrainPPOConfig
+    n_ranks: int
+    steps: list[int]  # prompts of each step of one episode, all of full batches except perhaps the last
     episodes: int
-    epochs: int  # of each step
-    max_steps: int | None  # of --max_steps, which may end the last episode early
 
     @property
     def n_steps(self) -> int:
-        """Global steps."""
-        n_steps = self.episodes * len(self.steps)
-        return n_steps if self.max_steps is None else min(n_steps, self.max_steps)
+        """Global steps, of which ``--max_steps`` may leave out the last."""
+        n_steps, most = self.episodes * len(self.steps), self.config.ppo.max_steps
+        return n_steps if most is None else min(n_steps, most)
+
+    def n_samples(self, n_prompts: int) -> int:
+        """Responses to so many prompts that are trained on, over all ranks."""
+        ppo, n_ranks = self.config.ppo, self.n_ranks
+        bounds = [rank * n_prompts // n_ranks for rank in range(n_ranks + 1)]  # as prompts are dealt out
+        on_ranks = [(end - start) * ppo.n_samples_per_prompt for start, end in itertools.pairwise(bounds)]
+        return sum(min(on_rank, ppo.buffer_limit or on_rank) for on_rank in on_ranks)
+
+    def mini_batches(self, n_prompts: int) -> int:
+        """Optimizer steps of actor and critic in each epoch on so many prompts."""
+        return -(-self.n_samples(n_prompts) // self.config.batch.train_batch_size)
 
     def optimizer_steps(self, without: int = 0) -> int:
         """Optimizer steps after the first ``without`` global steps."""
-        return sum(step.mini_batches for step in (self.steps * self.episodes)[without : self.n_steps]) * self.epochs
+        steps = (self.steps * self.episodes)[without : self.n_steps]
+        return sum(map(self.mini_batches, steps)) * self.config.batch.max_epochs
 
 
-def batch_plan(config: TrainPPOConfig, n_prompts: int, world_size: int, n_steps: int | None = None) -> BatchPlan:
-    """Plan for ``n_prompts`` prompts; with ``--dynamic_sampling`` an upper bound.
-
-    A source without prompts has ``n_steps`` steps, each planned as one of full batches.
-    """
-    ppo, batch = config.ppo, config.batch
-
-    def step(n: int) -> StepPlan:
-        bounds = [rank * n // world_size for rank in range(world_size + 1)]  # as prompts are dealt out
-        on_ranks = [(end - start) * ppo.n_samples_per_prompt for start, end in itertools.pairwise(bounds)]
-        n_samples = sum(min(on_rank, ppo.buffer_limit or on_rank) for on_rank in on_ranks)
-        return StepPlan(n, n_samples, -(-n_samples // batch.train_batch_size))
-
-    full, rest = step(ppo.rollout_batch_size), n_prompts % ppo.rollout_batch_size
+def batch_plan(config: TrainPPOConfig, n_prompts: int, n_ranks: int, n_steps: int | None = None) -> BatchPlan:
+    """Plan for ``n_prompts`` prompts; a source without prompts has ``n_steps`` steps of full batches."""
+    full = config.ppo.rollout_batch_size
     if n_steps is not None:
-        return BatchPlan([full] * n_steps, 1, batch.max_epochs, ppo.max_steps)
-    steps = [full] * (n_prompts // ppo.rollout_batch_size) + [step(rest)] * (rest > 0)
-    return BatchPlan(steps, ppo.num_episodes, batch.max_epochs, ppo.max_steps)
+        return BatchPlan(config, n_ranks, [full] * n_steps, episodes=1)
+    rest = [n_prompts % full] if n_prompts % full else []
+    return BatchPlan(config, n_ranks, [full] * (n_prompts // full) + rest, config.ppo.num_episodes)
 
 
-def model_role(name: str, model: str, module: nn.Module, strategy: DeepspeedStrategy, is_trained: bool) -> Role:
+def model_role(name: str, model: str, module: Any, strategy: DeepspeedStrategy, is_trained: bool) -> Role:
     """The row of ``module``, which ``DeepspeedStrategy`` may have wrapped and partitioned; counts are of the whole."""
     parameters: list[Any] = list(module.parameters())
     trained = sum(n_elements(p) for p in parameters if p.requires_grad)
@@ -91,20 +82,6 @@ def model_role(name: str, model: str, module: nn.Module, strategy: DeepspeedStra
     return name, model, f"{trained:,}", f"{frozen:,}", dtype, place
 
 
-def _scorer_roles(scorer: Scorer, sources: dict[str, str], strategy: DeepspeedStrategy) -> Iterator[Role]:
-    """Sources of rewards; ``sources`` has what each flag names."""
-    if isinstance(scorer, CombinedScorer):
-        for part in scorer.scorers:
-            yield from _scorer_roles(part, sources, strategy)
-    elif isinstance(scorer, ModelScorer | ProcessScorer):
-        flag = "reward_pretrain" if isinstance(scorer, ModelScorer) else "prm_pretrain"
-        module: Any = scorer.model
-        yield model_role("reward", sources[flag], module, strategy, is_trained=False)
-    else:  # a function, a server, a verifier
-        flag, _, where = str(scorer).partition(" ")
-        yield "reward", where or sources.get(flag.removeprefix("--"), flag)
-
-
 def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: BatchPlan, critic: str, done: int) -> None:
     """Log models and batch arithmetic of a train_ppo run, on rank 0.
 
@@ -116,38 +93,37 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
     roles = [model_role("actor", pretrain, components.actor.module, strategy, is_trained=True)]
     if components.critic is not None:
         roles.append(model_role("critic", critic, components.critic.module, strategy, is_trained=True))
-    reference: Any = components.maker.reference
+    reference = components.maker.reference
     if isinstance(reference, AdapterOffReference):
         roles.append(("reference", "the actor, its adapters off"))
     elif reference is not None:
         name = config.model.ref_pretrain or pretrain
         roles.append(model_role("reference", name, reference, strategy, is_trained=False))
-    sources = {
-        "reward_pretrain": rewards.reward_pretrain or "",
-        "prm_pretrain": rewards.prm_pretrain or "",
-        "remote_rm_url": mask_credentials(rewards.remote_rm_url or ""),
-        "verifiable_reward": " ".join(rewards.verifiable_reward),
-    }
     if components.scorer is not None:
-        roles += _scorer_roles(components.scorer, sources, strategy)
-    facts = _ppo_facts(config, plan, len(components.prompts), strategy.comm.world_size)
-    _log(roles, facts, done, plan.n_steps)
+        others = rewards.reward_fn, mask_credentials(rewards.remote_rm_url or ""), " ".join(rewards.verifiable_reward)
+        roles += [("reward", source) for source in others if source]
+        for scorer in getattr(components.scorer, "scorers", [components.scorer]):
+            if isinstance(scorer, ModelScorer | ProcessScorer):
+                source = rewards.reward_pretrain if isinstance(scorer, ModelScorer) else rewards.prm_pretrain
+                roles.append(model_role("reward", source or "", scorer.model, strategy, is_trained=False))
+    _log(roles, _ppo_facts(plan, len(components.prompts)), done, plan.n_steps)
 
 
-def _ppo_facts(config: TrainPPOConfig, plan: BatchPlan, n_prompts: int, ranks: int) -> Facts:
-    ppo, batch, first, last = config.ppo, config.batch, plan.steps[0], plan.steps[-1]
-    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:
+    ppo, batch, first, last = plan.config.ppo, plan.config.batch, plan.steps[0], plan.steps[-1]
+    each = f" on each of {plan.n_ranks} ranks" if plan.n_ranks > 1 else ""
     most = "at most " if ppo.dynamic_sampling else ""
-    sampled = first.n_prompts * ppo.n_samples_per_prompt
-    responses = count(ppo.n_samples_per_prompt, "response")
-    samples = f"{count(first.n_prompts, 'prompt')} x {responses} = {sampled:,} samples"
-    kept = f", {first.n_samples:,} kept by --buffer_limit" if first.n_samples < sampled else ""
-    rows = ppo.micro_rollout_batch_size, batch.micro_train_batch_size
-    bounds = zip(rows, (ppo.micro_rollout_tokens, ppo.micro_train_tokens), strict=True)
-    passes, micro = (f"up to {bound:,} tokens" if bound else f"up to {size:,} samples" for size, bound in bounds)
-    mini = count(first.mini_batches, "mini-batch", "mini-batches")
-    mini += f" of {min(batch.train_batch_size, first.n_samples):,} samples"
-    rest = f", the last of {last.n_prompts:,}" if last.n_prompts < first.n_prompts else ""
+    sampled, trained = first * ppo.n_samples_per_prompt, plan.n_samples(first)
+    samples = f"{count(first, 'prompt')} x {count(ppo.n_samples_per_prompt, 'response')} = {sampled:,} samples"
+    kept = f", {trained:,} kept by --buffer_limit" if trained < sampled else ""
+    sizes = (
+        (ppo.micro_rollout_tokens, ppo.micro_rollout_batch_size),
+        (ppo.micro_train_tokens, batch.micro_train_batch_size),
+    )
+    passes, micro = (f"up to {tokens:,} tokens" if tokens else f"up to {rows:,} samples" for tokens, rows in sizes)
+    mini = count(plan.mini_batches(first), "mini-batch", "mini-batches")
+    mini += f" of {min(batch.train_batch_size, trained):,} samples"
+    rest = f", the last of {last:,}" if last < first else ""
     in_all = f"{count(plan.episodes, 'episode')} of {n_prompts:,} prompts in "
     in_all += f"{count(len(plan.steps), 'batch', 'batches')}{rest}"
     total = count(plan.optimizer_steps(), "optimizer step")

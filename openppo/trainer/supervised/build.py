@@ -74,10 +74,7 @@ def _build(
     trackers = start_trackers(config, strategy, trainer_class.headline, n_steps, checkpointer.found_step)
     parts = strategy, tokenizer, model, train, held_out, trackers, checkpointer, SignalStop(comm), estimate
     trainer = trainer_class(config, SupervisedComponents(*parts))
-    if checkpointer.found is not None:
-        trainer.load_checkpoint()
-    else:
-        checkpointer.set_aside_earlier()
+    checkpointer.begin(trainer.load_checkpoint)
     log_supervised_start(trainer)
     return trainer
 

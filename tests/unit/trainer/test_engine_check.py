@@ -152,10 +152,6 @@ def test_a_model_that_sees_padding_is_refused(dtype: torch.dtype, shift: float) 
     assert f"padded to other lengths differ by {shift:.2g} nats" in str(said)
 
 
-def test_positions_that_end_early_are_never_exceeded() -> None:
-    assert [said_of("gpt2", n_positions=length) for length in (10, 11, 12, 20)] == [None] * 4
-
-
 def test_refusing_names_model_reason_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openppo.trainer.engine_check.PolicyWeights", lambda *_: Weights())
     options = from_options(TrainPPOConfig, pretrain="some/model", prompt_data="d", reward_fn="f.py")

@@ -108,8 +108,6 @@ def changed(field: str, token: int, value: Any) -> Experience:
     ("field", "token", "value", "fault"),
     [
         ("attention_mask", 8, False, "sample 1: token 8 is trained on but is padding"),
-        ("attention_mask", 2, False, "sample 1: token 3 is real but comes after padding"),
-        ("log_probs", 5, 0.5, "sample 1: token 5 is trained on but has a log-prob above 0"),
         ("rewards", 3, 1.0, "sample 1: token 3 is not trained on but has reward"),
         ("advantages", 1, 1.0, "sample 1: token 1 is not trained on but has advantage"),
         ("values", 0, 1.0, "sample 1: token 0 is not trained on but has value"),
