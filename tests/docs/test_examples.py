@@ -134,7 +134,6 @@ def test_hh_trains_what_is_not_given(run: Run, workshop: Path) -> None:
     assert saved(out) == ["ppo", "rm", "sft"]
 
 
-OF_SBATCH = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "output"}
 PROGRAMS = {  # what this machine lacks: scontrol, and srun for two nodes
     "scontrol": 'test "$*" = "show hostnames gpu[01-02]" && printf "%s\\n" 127.0.0.1 127.0.0.2',
     "srun": """test "$1" = --kill-on-bad-exit=1; shift
@@ -158,11 +157,7 @@ def test_the_slurm_script_runs_on_two_nodes(run: Callable[..., str], workshop: P
     assert len(logged(workshop / "slurm")) == 2
 
 
-def test_the_options_of_sbatch_exist_and_torchrun_waits_within_its_notice() -> None:
+def test_torchrun_waits_within_the_notice_of_slurm() -> None:
     text = (SCRIPTS / "slurm.sh").read_text()
-    head = text.split("\nset -euo pipefail\n")[0].splitlines()
-    assert all(line.startswith("#") for line in head), "before any command"
-    options = [re.fullmatch(r"#SBATCH --([\w-]+)=\S+", line) for line in head if line.startswith("#SBATCH")]
-    assert {option and option[1] for option in options} == OF_SBATCH
     notice, patience = (int(re.search(pattern, text)[1]) for pattern in (r"TERM@(\d+)", r"--shutdown_timeout (\d+)"))
     assert 30 < patience < notice, "longer than Slurm, within its notice"
