@@ -60,17 +60,6 @@ def test_every_option_is_used() -> None:
     assert options - read == set()
 
 
-def test_no_option_is_read_with_a_default_of_its_own() -> None:
-    calls = [
-        (file.name, node)
-        for file in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr"
-    ]
-    on_config = re.compile(r"(self\._?)?(config|cfg)(\.\w+)?")
-    assert [(name, n.lineno) for name, n in calls if on_config.fullmatch(ast.unparse(n.args[0]))] == []
-
-
 def test_every_flag_in_documents_and_examples_exists() -> None:
     """Of any command or program; on a command line, after ``openppo.cli.X``, of X."""
     sources = [file for folder in ("examples", "benchmarks") for file in (REPO / folder).rglob("*.py")]

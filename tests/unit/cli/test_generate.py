@@ -14,7 +14,6 @@ from openppo.cli.options import parse_options
 from openppo.config import GenerateConfig
 from openppo.trainer.evaluation.generation import GenerateJob, write_rows
 from openppo.types import SingleProcess
-from tests.architectures import tiny_config
 
 PROMPTS = ["abc", "z", "what is 7 times 8", "hello there", "b", "9 8 7"]
 NEW_TOKENS = 9
@@ -104,16 +103,6 @@ def test_several_samples_of_a_prompt_are_numbered_and_differ(generate: Generate)
     assert lines == generate("--n_samples_per_prompt", "3", "--temperature", "1")
     assert lines != generate("--n_samples_per_prompt", "3", "--temperature", "1", "--seed", "43")
     assert [line["row"] for line in generate("--prompt_max_len", "10")] == [0, 1, 4, 5], "longer ones are dropped"
-
-
-def test_a_model_with_other_positions_in_its_cache_is_refused(generate: Generate, policy: Path, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny_config("bart")).save_pretrained(tmp_path / "bart")
-    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "bart")
-    bart = ["--pretrain", str(tmp_path / "bart")]
-    with pytest.raises(ValueError, match="decode steps and the plain forward differ .* --engine_check off"):
-        generate(*bart)
-    assert len(generate(*bart, "--engine_check", "off")) == len(PROMPTS)
 
 
 def test_a_file_that_cannot_be_finished_leaves_the_earlier_one_alone(tmp_path: Path) -> None:
