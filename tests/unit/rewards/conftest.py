@@ -41,3 +41,13 @@ def two(make_trajectory):
         make_trajectory([4, 5], [6, 7, 1], text="ab", label=1, row=first),
         make_trajectory([4], [1], text="a", label={"answer": 2}, row=second),
     ]
+
+
+@pytest.fixture
+def game():
+    """Prompt "ab", action "cd", environment "ef", action "czd" and <eos>; z separates steps."""
+    ids = [4, 5, 6, 7, 8, 9, 6, 29, 7, 1]
+    mask = [False, False, True, True, False, False, True, True, True, True]
+    return Trajectory(
+        ids, mask, [0.0] * 10, [0] * 10, FinishReason.STOP, Prompt("ab", [4, 5], label="cd\nczd"), group=0
+    )

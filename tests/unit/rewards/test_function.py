@@ -375,3 +375,20 @@ async def leave_async(response):
 def test_sys_exit_of_a_function_is_an_error(function, scorer_of, two):
     with pytest.raises(RuntimeError, match="^--reward_fn f.py raised SystemExit"):
         scorer_of(function, error_value=0.0).score(two[:1])
+
+
+def test_a_function_reads_and_rewards_the_actions(scorer_of, game):
+    seen = []
+    for rewards, expected in (
+        ([1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 0, 0, 3, 4, 5, 6]),
+        ([1, 2, 3], [0, 0, 0, 1, 0, 0, 2, 0, 3, 0]),  # a step ends with its turn: "cd", "c" and "d"
+    ):
+
+        def reward_fn(response, token_ids, query, rewards=rewards):
+            seen.append((response, token_ids, query))
+            return rewards
+
+        (score,) = scorer_of(reward_fn, step_separator="z").score([game])
+        assert score.token_rewards == expected
+    assert score.step_ends == [reward > 0 for reward in expected]
+    assert seen == [("cd\nczd", [6, 7, 6, 29, 7, 1], "abcdefczd<eos>")] * 2

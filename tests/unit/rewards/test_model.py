@@ -219,3 +219,8 @@ def test_real_tokenizers_end_a_finished_response_as_training_does_and_a_cut_one_
     assert ended[: len(cut)] == cut
     assert real.decode(cut).endswith("cd")
     assert cut.count(real.bos_token_id) == (1 if name == "mistral-v3" else 0)
+
+
+def test_reward_models_read_the_whole_episode(game, make_tokenizer):
+    assert policy_tokens(make_tokenizer(), game) == game.token_ids
+    assert RewardModelText(make_tokenizer(), make_tokenizer(), "m")(game) == game.token_ids

@@ -96,6 +96,14 @@ def test_steps_before_the_context_of_the_model_are_not_judged(make_tokenizer, ca
     assert "--prm_pretrain judge reads 4 tokens, but prompt 'hi' has 9 of its tokens" in caplog.text
 
 
+def test_steps_lie_within_the_spans_of_actions(game, make_tokenizer):
+    scorer, rendered = scorer_of(lambda sequences, places: torch.zeros(3, 30), make_tokenizer()), []
+    scorer.options = RewardConfig(step_separator="z")
+    scorer.render = lambda _, steps: rendered.append(steps) or ([1] * 9, [2, 5, 8])
+    assert scorer.score([game])[0].token_rewards == [0, 0, 0, 0.5, 0, 0, 0.5, 0, 0.5, 0]
+    assert rendered == [["cd", "zc", "zd"]]
+
+
 def test_batches_hold_no_more_tokens_than_the_budget_and_are_as_many_on_every_rank():
     class Other(SingleProcess):
         def all_reduce(self, tensor, op="sum"):

@@ -10,7 +10,7 @@ import pytest
 
 from openppo.config import RewardConfig
 from openppo.rewards import VerifiableScorer, start_scoring
-from openppo.rewards.verifiable import MathReward, final_answer, make_verify
+from openppo.rewards.verifiable import MathReward, final_answer, length_reward, make_verify
 from openppo.types import Prompt, Score
 
 
@@ -186,3 +186,10 @@ def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier, label):
         make_verify(verifier, source, prompts)
     for other in ("length", "regex"):  # without a group
         make_verify(other, RewardConfig(verifiable_reward=(other,), verify_length=3, verify_regex="a"), prompts)
+
+
+def test_verifiers_count_and_read_the_actions(game, make_tokenizer):
+    (score,) = VerifiableScorer(length_reward(6), make_tokenizer()).score([game])
+    assert score.rewards == {"reward": 1.0}
+    (score,) = VerifiableScorer(lambda response, t: float(response == t.prompt.label), make_tokenizer()).score([game])
+    assert score.rewards == {"reward": 1.0}
