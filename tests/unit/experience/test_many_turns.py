@@ -17,16 +17,10 @@ from openppo.types import FinishReason, Prompt, Score, SingleProcess, Trajectory
 
 def episode(weight=1.0):
     """Prompt 3 4, action 5 6, three tokens of the environment, action 10 1."""
-    return Trajectory(
-        token_ids=[3, 4, 5, 6, 7, 8, 9, 10, 1],
-        action_mask=[False, False, True, True, False, False, False, True, True],
-        log_probs=[0.0, 0.0, -1.0, -2.0, 0.0, 0.0, 0.0, -3.0, -4.0],
-        versions=[-1, -1, 4, 4, -1, -1, -1, 5, 6],
-        finish_reason=FinishReason.STOP,
-        prompt=Prompt("ab", [3, 4]),
-        group=0,
-        weight=weight,
-    )
+    actions = [False, False, True, True, False, False, False, True, True]
+    log_probs, versions = [0.0, 0.0, -1.0, -2.0, 0.0, 0.0, 0.0, -3.0, -4.0], [-1, -1, 4, 4, -1, -1, -1, 5, 6]
+    lists = [3, 4, 5, 6, 7, 8, 9, 10, 1], actions, log_probs, versions
+    return Trajectory(*lists, FinishReason.STOP, Prompt("ab", [3, 4]), group=0, weight=weight)
 
 
 def single():
