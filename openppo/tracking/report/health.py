@@ -73,16 +73,22 @@ def halves(values: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Rule:
-    """``check`` runs at each report that has the first of ``metrics``, about its ``last`` values.
+    """``warn`` gets the mean of the ``last`` values of the first of ``metrics`` at each report at which it ``passes``.
 
-    It gives a text, with ``{since}`` for the step of the first of these values.
+    It gives a text, with ``{since}`` for the step of the first of these values, or None.
     """
 
     name: str
     metrics: tuple[str, ...]
     about: str
     last: int
-    check: Callable[[History], str | None]
+    passes: Callable[[float, History], bool]
+    warn: Callable[[History, float], str | None]
+
+    def check(self, history: History) -> str | None:
+        """The warning, if there is one."""
+        mean = history.mean(self.metrics[0], self.last)
+        return self.warn(history, mean) if self.passes(mean, history) else None
 
 
 @dataclass

@@ -44,7 +44,6 @@ class TensorBoardTracker(Tracker):
     def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         for index, sample in enumerate(samples):
             self._writer.add_text(f"samples/{index}", _markdown(sample), step)
-        self._writer.flush()
 
     def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         for name, of in histograms.items():
@@ -59,7 +58,6 @@ class TensorBoardTracker(Tracker):
                 bucket_counts=of.counts,
                 global_step=step,
             )
-        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

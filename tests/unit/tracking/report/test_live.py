@@ -59,7 +59,7 @@ def test_a_rule_or_page_that_fails_warns_once_and_the_run_continues(tmp_path, cl
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(local, "RULES", [Rule("broken", ("reward",), "", 1, fail)])
+    monkeypatch.setattr(local, "RULES", [Rule("broken", ("reward",), "", 1, fail, fail)])
     monkeypatch.setattr(local, "write_report", fail)
     logs = write_run(tmp_path / "run") / "logs"
     trackers = Trackers([HealthTracker(logs), ReportTracker(logs)])  # whose logs have a row to look at already
