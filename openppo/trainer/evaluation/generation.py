@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -140,13 +141,8 @@ class EvaluateJob(_Job):
         """Evaluate, and print the table of metrics."""
         metrics = self.evaluate()
         if self.strategy.is_main:
-            write_line("\n".join(evaluation_table(metrics, self.sources)), sys.stdout)
-
-    @property
-    def sources(self) -> list[str]:
-        """The short name of each prompt's source."""
-        names = short_names(prompt.source for prompt in self.prompts)
-        return [names[prompt.source] for prompt in self.prompts]
+            lines = evaluation_table(metrics, [prompt.source for prompt in self.prompts])
+            write_line("\n".join(lines), sys.stdout)
 
     def evaluate(self) -> dict[str, float]:
         """Generate, score, and write; the metrics, the same on all ranks."""
@@ -165,11 +161,12 @@ class EvaluateJob(_Job):
 def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> list[str]:
     """One line for each metric, one column for all prompts and, if there are several, for each of their ``sources``.
 
-    ``sources`` has the short name of each prompt's source; ``metrics`` are named as ``Grading`` names them.
+    ``sources`` has that of each prompt; ``metrics`` are named as ``Grading`` names them.
     """
-    columns = {"all": "eval_"} | {source: f"eval/{source}/" for source in sorted(set(sources)) if len(set(sources)) > 1}
-    counts = [str(len(sources)), *(str(sources.count(source)) for source in columns if source != "all")]
-    rows = [["", *columns], ["prompts", *counts]]
+    names = short_names(sources)
+    columns = {"all": "eval_"} | {name: f"eval/{name}/" for name in sorted(names.values()) if len(names) > 1}
+    counts = {"all": len(sources), **Counter(names[source] for source in sources)}
+    rows = [["", *columns], ["prompts", *(str(counts[column]) for column in columns)]]
     for name in [name.removeprefix("eval_") for name in metrics if name.startswith("eval_")]:
         values = [metrics.get(prefix + name) for prefix in columns.values()]
         rows.append([name, *("-" if value is None else f"{value:.4f}" for value in values)])
