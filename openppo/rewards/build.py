@@ -208,26 +208,24 @@ def own_tokenizer(
     A model without tokenizer must have a vocabulary of the same size, else ``ValueError`` naming ``flag``.
     """
 
-    def n_embeddings(name: str, its_flag: str) -> int:
-        return check_model(name, its_flag, trust_remote_code).get_text_config().vocab_size
-
+    names = ((model, flag), (actor, "--pretrain"))
+    known, of_policy = (check_model(*name, trust_remote_code).get_text_config().vocab_size for name in names)
     try:
         own = load_tokenizer(model, flag, trust_remote_code=trust_remote_code)
     except UntrustedModelError:
         raise
     except ValueError as error:
-        sizes = n_embeddings(model, flag), n_embeddings(actor, "--pretrain")
-        if sizes[0] != sizes[1]:
+        if known != of_policy:
             raise ValueError(
-                f"{error}, and it cannot read the token ids of "
-                f"--pretrain {actor}: their vocabularies have {sizes[0]} and {sizes[1]} tokens. Add its tokenizer."
+                f"{error}, and it cannot read the token ids of --pretrain {actor}: their vocabularies have {known} and "
+                f"{of_policy} tokens. Add its tokenizer."
             ) from error
         logger.info("%s %s has no tokenizer, but a vocabulary of the policy's size", flag, model)
         return None
     vocabulary, ids = own.get_vocab(), tokenizer.get_vocab()  # the former may hold more, such as a [PAD] of its own
     if any(vocabulary.get(token) != token_id for token, token_id in ids.items()):
         return own
-    known, sampled = n_embeddings(model, flag), min(max(ids.values()) + 1, n_embeddings(actor, "--pretrain"))
+    sampled = min(max(ids.values()) + 1, of_policy)
     if known < sampled:
         raise ValueError(
             f"{flag} {model} has embeddings of {known} token ids, and --pretrain {actor} samples {sampled}. "
