@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -104,19 +105,19 @@ class TrainableModel:
         return norm
 
 
+@dataclass
 class PolicyWeights:
     """Weights of ``model.module.model``, a Hugging Face or PEFT model, for an engine that samples with them.
 
-    ``gathered`` is ``DeepspeedStrategy.for_generation``. All ranks call every method together.
+    ``gather`` is ``DeepspeedStrategy.for_generation``. All ranks call every method together.
     """
 
-    def __init__(self, gathered: Callable[[TrainableModel, bool], AbstractContextManager[None]], model: TrainableModel):
-        self._gathered = gathered
-        self.model = model
+    gather: Callable[[TrainableModel, bool], AbstractContextManager[None]]
+    model: TrainableModel
 
     def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless all ranks call it together."""
-        return self._gathered(self.model, in_lockstep)
+        return self.gather(self.model, in_lockstep)
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """``merged_weights`` of the model."""

@@ -1,0 +1,195 @@
+"""Programs of users: trajectories of their own, callbacks, and single steps, which run through few files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.distributed.runs import left_by
+from tests.fork_server import REPO
+from tests.rules.limits import STEP_FILE_LINES, STEP_FILES
+
+OWN_SOURCE = """
+import json, sys
+from openppo.cli.options import parse_options
+from openppo.config import TrainPPOConfig
+from openppo.trainer import build_ppo_trainer
+from openppo.types import FinishReason, Prompt, Trajectory
+
+class FromList:  # steps of four trajectories, of which each rank takes its share; evaluation by a fixed one
+    def __init__(self, steps):
+        self.steps, self.next, self.versions = steps, 0, []
+
+    def __iter__(self):
+        rank, world = trainer.comm.rank, trainer.comm.world_size
+        while True:
+            self.next += 1
+            yield [trajectory(4 * self.next + i) for i in range(4)][rank::world]
+
+    def publish(self, version):
+        self.versions.append(version)
+
+    def evaluate(self):
+        return [trajectory(1)]
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+    def close(self):
+        print("closed at", self.next, self.versions)
+
+def trajectory(number):
+    ids = [3 + (number + t) % 8 for t in range(6)]
+    mask = [False, False, True, True, False, True]  # two spans: a tool answered in between
+    prompt = Prompt("", ids[:2])
+    return Trajectory(ids, mask, [-2.0 * m for m in mask], [0 if m else -1 for m in mask], FinishReason.LENGTH,
+                      prompt, number, scores={"score": float(number % 5)})
+
+config = parse_options(TrainPPOConfig, sys.argv[2:])
+source = FromList(None if sys.argv[1] == "None" else int(sys.argv[1]))
+trainer = build_ppo_trainer(config, source=source)
+print("of", trainer.total_steps)
+trainer.fit()
+trainer.close()
+"""
+
+
+FLAGS = "--pretrain {tiny}/actor --rollout_batch_size 4 --train_batch_size 4 --generate_max_len 6"
+
+
+def test_a_source_from_a_list_trains_checkpoints_and_resumes(
+    tiny: Path, tmp_path: Path, launch: Callable[..., str]
+) -> None:
+    (tmp_path / "program.py").write_text(OWN_SOURCE)
+
+    def run(name: str, source_steps: object, *more: str) -> str:
+        flags = f"""{FLAGS} --micro_train_batch_size 2 --save_steps 1 --actor_learning_rate 1e-3
+            --critic_learning_rate 1e-3 --lr_scheduler constant --save_path {tmp_path / name}"""
+        words = flags.replace("{tiny}", str(tiny)).split()
+        return launch(2, tmp_path / "program.py", str(source_steps), *words, *more)
+
+    printed = run("whole", 6, "--max_steps", "4")
+    assert "of 4" in printed
+    assert "closed at 4 [1, 2, 3, 4]" in printed
+    assert "of 2" in run("parts", 2)
+    assert "of 4" in run("parts", None, "--max_steps", "4", "--load_checkpoint")
+    whole, parts = (left_by(tmp_path / name) for name in ("whole", "parts"))
+    assert [line["step"] for line in whole.metrics] == [1, 2, 3, 4]
+    unevaluated = [[{k: v for k, v in line.items() if "eval" not in k} for line in r.metrics] for r in (whole, parts)]
+    assert unevaluated[0] == unevaluated[1]
+    assert whole.metrics[-1]["eval_reward"] == 1.0
+    assert whole.state["trainer"]["source"] == {"next": 4}
+    weights = [{n: f for n, f in run.files.items() if "random" not in n} for run in (whole, parts)]
+    assert weights[0] == weights[1]
+
+
+def test_a_source_of_unknown_length_needs_max_steps(tiny: Path, tmp_path: Path, launch: Callable[..., str]) -> None:
+    (tmp_path / "program.py").write_text(OWN_SOURCE)
+    words = [*FLAGS.replace("{tiny}", str(tiny)).split(), "--save_path", str(tmp_path / "model")]
+    output = launch(0, tmp_path / "program.py", "None", *words, status=1)
+    assert "ValueError: --max_steps is missing: the source of trajectories does not say how many steps" in output
+
+
+CALLBACKS = """
+import json, sys
+from pathlib import Path
+from openppo.cli.options import parse_options
+from openppo.config import TrainPPOConfig
+from openppo.strategy import DeepspeedStrategy
+from openppo.trainer import build_ppo_trainer
+from openppo.trainer.callbacks import Callback, EarlyStopping
+
+class Recorder(Callback):  # notes every call and its numbers; rank 1 alone ends the run ``one_rank``
+    def __init__(self):
+        self.calls = []
+
+    def on_fit_start(self, trainer):
+        self.calls.append(["on_fit_start"])
+
+    def on_step_end(self, trainer, metrics):
+        self.calls.append(["on_step_end", trainer.global_step, metrics["reward"]])
+        trainer.should_stop |= name == "one_rank" and trainer.global_step == 1 and trainer.comm.rank == 1
+
+    def on_evaluate(self, trainer, metrics):
+        self.calls.append(["on_evaluate", trainer.global_step, metrics["eval_reward"]])
+
+    def on_save(self, trainer, folder):
+        self.calls.append(["on_save", str(folder), (folder / "config.json").is_file()])
+
+    def on_fit_end(self, trainer):
+        self.calls.append(["on_fit_end"])
+
+for name, more in {"early": [], "one_rank": [], "again": ["--load_checkpoint"]}.items():
+    recorder, folder = Recorder(), "early" if name == "again" else name  # as after a kill while its model was saved
+    callbacks = [recorder] if name == "one_rank" else [recorder, EarlyStopping("eval_reward", patience=2)]
+    config = parse_options(TrainPPOConfig, [*sys.argv[1:], "--save_path", folder, *more])
+    trainer = build_ppo_trainer(config, DeepspeedStrategy(config.deepspeed), callbacks)
+    trainer.fit()
+    Path(f"{name}_{trainer.comm.rank}.json").write_text(json.dumps(recorder.calls))
+trainer.close()
+"""
+
+
+def test_callbacks_see_every_point_of_a_run_alike_on_all_ranks_and_end_it(
+    tiny: Path, tmp_path: Path, launch: Callable[..., str]
+) -> None:
+    """The policy stays as it is, so evaluation finds no gain."""
+    (tmp_path / "program.py").write_text(CALLBACKS)
+    arguments = f"""--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --input_key input --generate_max_len 6
+        --eval_data {tiny}/prompts.jsonl --eval_steps 1 --eval_before_training --max_samples 8 --num_episodes 4
+        --verifiable_reward length --verify_length 3 --init_kl_coef 0 --advantage_estimator reinforce
+        --rollout_batch_size 4 --train_batch_size 4 --actor_learning_rate 0"""
+    launch(2, "program.py", *arguments.split(), cwd=tmp_path)
+    calls = {}
+    for run in ("early", "one_rank", "again"):
+        calls[run], other = (json.loads((tmp_path / f"{run}_{rank}.json").read_text()) for rank in (0, 1))
+        assert calls[run] == other
+    early = calls["early"]
+    seen = "on_fit_start on_evaluate on_evaluate on_step_end on_evaluate on_step_end on_save on_fit_end"
+    assert [call[0] for call in early] == seen.split()
+    assert [call[1] for call in early if call[0] == "on_evaluate"] == [0, 1, 2]
+    assert len({call[2] for call in early if call[0] == "on_evaluate"}) == 1
+    assert early[-2][2] is True, "the model is there when on_save is called"
+    assert [call[1] for call in calls["one_rank"] if call[0] == "on_step_end"] == [1], "one rank ends it for all"
+    assert calls["one_rank"][-1] == ["on_fit_end"]
+    assert [call[0] for call in calls["again"]] == ["on_fit_start", "on_save", "on_fit_end"], "it stays ended"
+
+
+TWO_STEPS = """
+import sys, threading
+from openppo.config import TrainPPOConfig, from_options
+from openppo.trainer import build_ppo_trainer
+
+tiny, second_step, files = sys.argv[1], threading.Event(), set()
+
+def profile(frame, event, argument):
+    if second_step.is_set():
+        files.add(frame.f_code.co_filename)
+
+threading.setprofile(profile)
+sys.setprofile(profile)
+trainer = build_ppo_trainer(from_options(
+    TrainPPOConfig, pretrain=tiny + "/actor", reward_pretrain=tiny + "/reward", prompt_data=tiny + "/prompts.jsonl",
+    rollout_batch_size=8, train_batch_size=8, generate_max_len=8, save_path="model",
+))
+first, second, *_ = trainer.prompt_batches()
+trainer.step(first)
+second_step.set()
+trainer.step(second)
+second_step.clear()
+trainer.close()
+print(*(name for name in files if "/openppo/" in name), sep="\\n")
+"""
+
+
+def test_a_default_step_runs_through_few_and_short_files(
+    tiny: Path, tmp_path: Path, launch: Callable[..., str]
+) -> None:
+    printed = launch(0, "-c", TWO_STEPS, tiny, cwd=tmp_path).splitlines()
+    files = {name: Path(name).read_text() for name in sorted(printed) if name.startswith(f"{REPO}/openppo/")}
+    sizes = {name.removeprefix(f"{REPO}/"): len(text.splitlines()) for name, text in files.items()}
+    print(*sorted(sizes.items()), sep="\n")
+    assert 20 < len(sizes) <= STEP_FILES
+    assert {name: n for name, n in sizes.items() if n > STEP_FILE_LINES} == {}
