@@ -184,10 +184,8 @@ class TrainPRMConfig(SupervisedCommand):
     data: ProcessConfig = field(default_factory=ProcessConfig)
 
 
-TRAINING_COMMANDS: tuple[type[TrainingConfig], ...] = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
-
-
 def training_rules() -> dict[str, Rules]:
-    """Rules of the options of ``TRAINING_COMMANDS`` by name."""
-    options = {name: declared for command in TRAINING_COMMANDS for name, declared in declared_options(command).items()}
-    return {name: rules_of(declared) for name, declared in options.items()}
+    """Rules of the options of all commands that train, by name."""
+    commands = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
+    options = [option for command in commands for option in declared_options(command).values()]
+    return {option.name: rules_of(option) for option in options}

@@ -65,13 +65,8 @@ def make_tokenizer() -> MakeTokenizer:
 def models() -> dict[str, PreTrainedModel]:
     """By architecture; large random weights, so that distributions are far from uniform."""
     torch.manual_seed(0)
-    common = {
-        "vocab_size": VOCAB,
-        "initializer_range": 0.5,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    common = {"vocab_size": VOCAB, "initializer_range": 0.5, "tie_word_embeddings": False}
+    common |= {"bos_token_id": None, "eos_token_id": None}
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     made = {

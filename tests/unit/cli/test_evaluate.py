@@ -51,16 +51,9 @@ def test_lines_and_metrics_say_what_the_reward_function_said(models: Path, tmp_p
 
 
 def test_the_table_has_a_line_for_each_metric_and_a_column_for_each_source() -> None:
-    metrics = {
-        "eval_reward": 1 / 3,
-        "eval_pass@1": 0.25,
-        "eval_reward/bonus": 2.0,
-        "eval/math/reward": 0.5,
-        "eval/math/pass@1": 0.5,
-        "eval/math/reward/bonus": 2.0,
-        "eval/a long name/reward": 0.0,
-        "eval/a long name/pass@1": 0.0,
-    }
+    metrics = {"eval_reward": 1 / 3, "eval_pass@1": 0.25, "eval_reward/bonus": 2.0}
+    metrics |= {"eval/math/reward": 0.5, "eval/math/pass@1": 0.5, "eval/math/reward/bonus": 2.0}
+    metrics |= {"eval/a long name/reward": 0.0, "eval/a long name/pass@1": 0.0}
     assert evaluation_table(metrics, ["math", "a long name", "math"]) == [
         "              all     a long name  math",
         "prompts       3       1            2",
