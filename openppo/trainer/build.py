@@ -13,7 +13,7 @@ from openppo.models.actor import Actor
 from openppo.models.adapters import AdapterOffReference
 from openppo.models.loading import model_error_context
 from openppo.models.padding import pack_where_exact
-from openppo.models.pretrained import base_model_of, eos_token_ids, pad_token_id
+from openppo.models.pretrained import base_model_of, context_length, eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
 from openppo.rewards.build import ScorerSetup, build_scorer, check_sources
 from openppo.rollout.decode_graphs import CUDARecorder
@@ -30,8 +30,8 @@ from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.critic_step import CriticStep, OnePassCritic
-from openppo.trainer.data import PPOData, check_contexts, check_models, critic_start, load_ppo_data, longest_sequence
-from openppo.trainer.engine_check import REQUESTS, check_engines
+from openppo.trainer.data import PPOData, check_models, critic_lora, critic_start, load_ppo_data
+from openppo.trainer.engine_check import LONGEST, REQUESTS, check_engines
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.ppo import PPOTrainer
@@ -58,17 +58,16 @@ def build_ppo_trainer(
     strategy, samples = strategy or DeepspeedStrategy(config.deepspeed), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
     check_options(config, comm, own_source=not samples)
-    tokenizer, actor_config, critic_from = check_models(config, strategy, samples)
+    tokenizer, actor_config = check_models(config, strategy, samples)
     data = load_ppo_data(config, tokenizer, actor_config, comm, prompts=samples)
-    check_contexts(config, data, critic_from)
     setup = _scorer_setup(config, strategy, data)
     if run.dry_run and samples:
         check_sources(config.rewards, tokenizer, setup)
-    estimate = log_ppo_memory(config, data, critic_from, strategy) if samples or run.dry_run else None
-    plan = batch_plan(config, len(data.prompts), comm.world_size, _source_steps(config, source))
+    estimate = log_ppo_memory(config, data, strategy) if samples or run.dry_run else None
+    plan = batch_plan(config, comm.world_size, len(data.prompts), source)
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
     scorer = build_scorer(config.rewards, tokenizer, setup) if samples else None  # before the large models
-    critic = None if critic_from is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
+    critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
     actor = _prepared(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, actor)
     timer = PhaseTimer(step_tracer(run.save_path, config.tracking, comm.rank), estimate.peaks if estimate else None)
@@ -104,18 +103,8 @@ def build_ppo_trainer(
     callbacks = [*callbacks, StopWhen(run.stop_conditions)] if run.stop_when else callbacks
     trainer = PPOTrainer(config, components, source or PromptSource(config, components), callbacks)
     checkpointer.begin(trainer.load_checkpoint)
-    log_ppo_start(config, components, plan, critic=critic_from[1] if critic_from else "", done=trainer.global_step)
+    log_ppo_start(config, components, plan)
     return trainer
-
-
-def _source_steps(config: TrainPPOConfig, source: RolloutSource | None) -> int | None:
-    """Global steps of a source of the caller's; None for the one that passes over ``--prompt_data``."""
-    if source is None:
-        return None
-    steps = config.ppo.max_steps if source.steps is None else source.steps
-    if not steps:
-        raise ValueError("--max_steps is missing: the source of trajectories does not say how many steps it has.")
-    return steps
 
 
 def _contents(config: TrainPPOConfig, data: PPOData) -> dict[str, str]:
@@ -155,14 +144,11 @@ def load_actor(config: TrainPPOConfig, reference: bool = False) -> Actor:
 
 def load_critic(config: TrainPPOConfig) -> ScalarHeadModel:
     """The critic before training, on the host."""
-    (flag, name), model, lora = critic_start(config), config.model, vars(config.lora)
-    if model.critic_lora_rank is not None:
-        lora = lora | {"lora_rank": model.critic_lora_rank}
-    lora = lora | {"load_in_4bit": lora["load_in_4bit"] and lora["lora_rank"] > 0}
-    with model_error_context(flag, name, "critic"):
-        return get_llm_for_sequence_regression(
-            name, "critic", value_head_prefix=model.value_head_prefix, **_loading(config), **lora
-        )
+    start = critic_start(config)
+    assert start is not None, "the estimator has a critic"
+    options = {"value_head_prefix": config.model.value_head_prefix, **_loading(config), **vars(critic_lora(config))}
+    with model_error_context(*start, "critic"):
+        return get_llm_for_sequence_regression(start[1], "critic", **options)
 
 
 def _loading(config: TrainPPOConfig) -> dict[str, bool]:
@@ -211,9 +197,10 @@ def _engine(
     engine: VLLMEngine | HFEngine
     checked: dict[str, Engine]
     if generation.rollout_engine == "vllm":
+        longest = max(config.data.prompt_max_len + generation.generate_max_len, LONGEST)
         options = VLLMOptions(
             bf16=config.deepspeed.bf16,
-            max_tokens=longest_sequence(config, actor_config),
+            max_tokens=min(longest, context_length(actor_config) or longest),
             memory_share=generation.vllm_gpu_memory_utilization,
             seed=config.deepspeed.seed,
             trust_remote_code=model.trust_remote_code,

@@ -22,7 +22,6 @@ from openppo.models.size import n_elements
 from openppo.strategy.checkpoint import CheckpointFolder
 from openppo.strategy.checkpoint.folder import MODEL
 from openppo.strategy.checkpoint.model_state import (
-    Fragment,
     FragmentReader,
     load_model_state,
     model_fragments,
@@ -42,7 +41,7 @@ logger = logging.getLogger("openppo")
 WriteModel = Callable[[Path], None]
 _STATE, _RANDOM = "state.json", "random.safetensors"
 _SLACK_BYTES = 16 * 2**20
-"""For what is small: random numbers, the trainer's state, a tokenizer."""
+"""For what is small: random numbers, the trainer's state."""
 
 
 def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
@@ -114,20 +113,20 @@ class Checkpointer:
         return None if self.found is None else int(self.state["step"])
 
     def attach(self, models: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None) -> None:
-        """Name what to save and load; ``ValueError`` if disks have no room for a checkpoint or the trained model."""
+        """Name what to save and load; ``ValueError`` if the disk has no room for a checkpoint."""
         self.models, self.ema = {role: model for role, model in models.items() if model is not None}, ema
-        trained, written = zip(*map(_sizes, self.models.values()), strict=True)  # of the actor first
-        checkpoint = 12 * sum(trained) + 4 * trained[0] * (ema is not None) + written[0] * self.options.save_hf_ckpt
-        model = sum(written) if self.saves_critic else written[0]
+        of_models = [model.module.parameters() for model in self.models.values()]  # of the actor first
+        trained = [sum(n_elements(p) for p in parameters if p.requires_grad) for parameters in of_models]
+        needed = 12 * sum(trained) + 4 * trained[0] * (ema is not None)
+        flag, folder = self.folder.flag, self.folder.folder
 
-        def check(flag: str, path: Path, what: str, n_bytes: int) -> None:
-            place = next(folder for folder in (path, *path.parents) if folder.exists())
-            if (free := shutil.disk_usage(place).free) < n_bytes + _SLACK_BYTES:
-                sizes = f"{what} takes {n_bytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there"
-                raise ValueError(f"{flag} {path}: {sizes}: make room, or give another {flag}.")
+        def check() -> None:
+            place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+            if (free := shutil.disk_usage(place).free) < needed + _SLACK_BYTES:
+                sizes = f"a checkpoint takes {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there"
+                raise ValueError(f"{flag} {folder}: {sizes}: make room, or give another {flag}.")
 
-        collective(self.comm, lambda: check(self.folder.flag, self.folder.folder, "a checkpoint", checkpoint))
-        collective(self.comm, lambda: check("--save_path", self.save_path, "the trained model", model))
+        collective(self.comm, check)
 
     def begin(self, load: Callable[[], None]) -> None:
         """``load`` what is found, else move what an earlier run has saved: once the start can no longer fail."""
@@ -167,7 +166,8 @@ class Checkpointer:
             if self.options.save_hf_ckpt:
                 write_model(folder / MODEL)
             for role, model in self.models.items():
-                write_fragments(folder / f"{role}-{self.comm.rank:05d}.safetensors", self._mine(model))
+                if self.strategy.is_main or model.deepspeed.zero_optimization_stage() > 0:  # else all have the same
+                    write_fragments(folder / f"{role}-{self.comm.rank:05d}.safetensors", model_fragments(model))
             if self.ema is not None:
                 write_fragments(folder / f"ema-{self.comm.rank:05d}.safetensors", self.ema.fragments())
             if self.strategy.is_main:
@@ -190,12 +190,10 @@ class Checkpointer:
             with FragmentReader(self.found.glob("ema-*.safetensors")) as reader:
                 for name, fragment in self.ema.fragments().items():
                     reader.read_into(name, fragment)
-        self.best = self.state["best"]
-        if changed := measured_otherwise(self.state["options"], self.identity["options"]):
-            if self.best is not None and self.options.keep_best is not None:
-                names = ", ".join(f"--{name}" for name in changed)
-                logger.warning("%s changed: the best model is looked for anew, %.4g is forgotten", names, self.best)
-            self.best = None
+        changed = measured_otherwise(self.state["options"], self.identity["options"])
+        self.best = None if changed else self.state["best"]
+        if changed and self.options.keep_best is not None:
+            logger.warning("the best model is looked for anew: --%s changed", ", --".join(changed))
         self._load_random(load_file(self.found / _RANDOM))
         self.last = int(self.state["step"]), self.found
         logger.info("resuming from %s", self.found)
@@ -216,19 +214,9 @@ class Checkpointer:
         self.best = value  # now: a signal while it was written must not leave the score without its model
         logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)
 
-    def _mine(self, model: TrainableModel) -> dict[str, Fragment]:
-        """What this rank writes. Without ZeRO every rank has everything, so ranks share the work."""
-        fragments = model_fragments(model)
-        if model.deepspeed.zero_optimization_stage() > 0:
-            return fragments
-        return {name: fragments[name] for name in sorted(fragments)[self.comm.rank :: self.comm.world_size]}
-
     def _load_random(self, tensors: dict[str, Tensor]) -> None:
         prefix = f"{self.comm.rank}/"
         mine = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        ranks = {int(name.partition("/")[0]) for name in tensors}
-        if len(ranks) != self.comm.world_size and self.strategy.is_main:
-            logger.info("the checkpoint is of %d ranks, this run has %d", len(ranks), self.comm.world_size)
         if mine:
             set_random_state(mine)
         else:  # a rank that was not there: a stream of its own, not the one that it would have begun with
@@ -240,10 +228,3 @@ def _as_text(value: object) -> str:
     """In place of what is no JSON, in a callback's state say: a save upon a signal must not fail for it."""
     logger.warning("the checkpoint has %r as text: the state of a callback must be JSON", value)
     return str(value)
-
-
-def _sizes(model: TrainableModel) -> tuple[int, int]:
-    """Trained parameters, and bytes as a Hugging Face folder; where the model has adapters, those alone are written."""
-    trained = [p for p in model.module.parameters() if p.requires_grad]
-    written = trained if hasattr(model.module.model, "peft_config") else list(model.module.parameters())
-    return sum(map(n_elements, trained)), sum(p.element_size() * n_elements(p) for p in written)

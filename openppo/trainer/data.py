@@ -1,28 +1,24 @@
 """What a PPO run reads: prompts, held-out prompts, documents; and whether models and options fit together."""
 
-import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import TrainPPOConfig
+from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
 from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.models.loading import load_options
-from openppo.models.pretrained import check_model, check_token_ids, context_length
+from openppo.models.pretrained import check_model, check_token_ids
 from openppo.rewards.build import own_tokenizer
 from openppo.rollout.decode_graphs import check_layers
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import check_same, check_transformers, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.trainer.engine_check import LONGEST
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
 from openppo.types import Comm, Prompt
-
-logger = logging.getLogger("openppo")
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,9 @@ def load_ppo_data(
         held_out = load("--eval_data", evaluation.eval_data, None, evaluation.eval_split)
         ids = [prompt.token_ids for prompt in [*read, *held_out]]
         longest = max(map(len, ids), default=options.prompt_max_len)
-        if prompts:
-            check_context(actor_config, model, longest, new_tokens)
+        for flag, name in [("--pretrain", config.model.pretrain)] * prompts + _other_models(config):
+            model_config = check_model(name, flag, config.model.trust_remote_code)
+            check_context(model_config, f"{flag} {name}", longest, new_tokens)
         documents: list[TokenExample] = []
         fingerprint = ""
         if options.pretrain_data is not None and config.ppo.ptx_coef > 0:
@@ -86,33 +83,29 @@ def load_ppo_data(
 
 def check_models(
     config: TrainPPOConfig, strategy: DeepspeedStrategy, samples: bool = True
-) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig, tuple[str, str] | None]:
-    """Check what needs neither data nor weights; tokenizer, the actor's config, and what the critic starts from.
+) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Check what needs neither data nor weights; tokenizer and config of the actor.
 
     Only a run that ``samples`` needs an engine.
     """
     model, estimator = config.model, config.advantage.advantage_estimator
     trust = model.trust_remote_code
     check_estimator(estimator, config.ppo.n_samples_per_prompt)
-    if not ESTIMATORS[estimator].uses_critic:
+    if critic_start(config) is None:
         _refuse_critic_options(config)
     actor_config = collective(strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust))
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
-    has_gpu = strategy.device.type == "cuda" or config.run.dry_run  # which may be about another machine
     if samples and config.generation.cuda_graphs:
-        if not has_gpu:
+        if strategy.device.type == "cpu" and not config.run.dry_run:  # which may be about another machine
             raise ValueError("--cuda_graphs records steps on a GPU, and this run is on a CPU: leave it out.")
         check_layers(actor_config)
-    if config.ppo.offload_idle and not has_gpu and strategy.is_main:
-        logger.warning("--offload_idle: there is no GPU whose memory it would save, it only takes time")
     if samples and config.generation.rollout_engine == "vllm":
         collective(strategy.comm, check_vllm)
     elif samples:
         check_cache(actor_config)
         check_transformers()
     tokenizer = load_policy_tokenizer(model.pretrain, trust, config.data.chat_template_kwargs)
-    critic = critic_start(config) if ESTIMATORS[estimator].uses_critic else None
-    for flag, name in _other_models(config, critic):
+    for flag, name in _other_models(config):
         check_model(name, flag, trust)
         if own_tokenizer(flag, name, model.pretrain, tokenizer, trust) is not None:
             role = "a reference" if flag == "--ref_pretrain" else "a critic"
@@ -122,42 +115,34 @@ def check_models(
                 f"{flag} {name} has another vocabulary than --pretrain {model.pretrain}, and as {role} it would read "
                 f"token ids that are not its own: {other}."
             )
-    return tokenizer, actor_config, critic
+    return tokenizer, actor_config
 
 
 def _refuse_critic_options(config: TrainPPOConfig) -> None:
     """``ValueError`` for options about a critic, of an estimator without one."""
-    given, declared = given_options(config), declared_options(TrainPPOConfig)
-    critics = [name for name, option in declared.items() if rules_of(option).of_critic]
-    if name := next((name for name in critics if given[name] != declared[name].default), None):
-        estimator = config.advantage.advantage_estimator
-        raise ValueError(f"--{name} is about a critic, and --advantage_estimator {estimator} has none: leave it out.")
+    given, estimator = given_options(config), config.advantage.advantage_estimator
+    for name, declared in declared_options(TrainPPOConfig).items():
+        if rules_of(declared).of_critic and given[name] != declared.default:
+            without = f"--advantage_estimator {estimator} has none"
+            raise ValueError(f"--{name} is about a critic, and {without}: leave it out.")
 
 
-def critic_start(config: TrainPPOConfig) -> tuple[str, str]:
-    """Flag and name of the model that the critic starts from."""
-    if config.model.critic_pretrain:
-        return "--critic_pretrain", config.model.critic_pretrain
-    if config.rewards.reward_pretrain:
-        return "--reward_pretrain", config.rewards.reward_pretrain
-    return "--pretrain", config.model.pretrain
+def critic_start(config: TrainPPOConfig) -> tuple[str, str] | None:
+    """Flag and name of the model that the critic starts from; None for an estimator without one."""
+    if not ESTIMATORS[config.advantage.advantage_estimator].uses_critic:
+        return None
+    model = config.model
+    named = {"--critic_pretrain": model.critic_pretrain, "--reward_pretrain": config.rewards.reward_pretrain}
+    return next(((flag, name) for flag, name in named.items() if name), ("--pretrain", model.pretrain))
 
 
-def _other_models(config: TrainPPOConfig, critic: tuple[str, str] | None) -> list[tuple[str, str]]:
+def critic_lora(config: TrainPPOConfig) -> LoRAConfig:
+    """The critic's adapters, if it has any."""
+    rank = config.lora.lora_rank if config.model.critic_lora_rank is None else config.model.critic_lora_rank
+    return replace(config.lora, lora_rank=rank, load_in_4bit=config.lora.load_in_4bit and rank > 0)
+
+
+def _other_models(config: TrainPPOConfig) -> list[tuple[str, str]]:
     """Flag and name of what critic and reference start from, where it is not the actor's model."""
-    starts = [critic or ("--pretrain", ""), ("--ref_pretrain", config.model.ref_pretrain)]
+    starts = [critic_start(config) or ("--pretrain", ""), ("--ref_pretrain", config.model.ref_pretrain)]
     return [(flag, name) for flag, name in starts if flag != "--pretrain" and name is not None]
-
-
-def check_contexts(config: TrainPPOConfig, data: PPOData, critic: tuple[str, str] | None) -> None:
-    """Refuse sequences beyond the context of critic or reference."""
-    new_tokens = config.generation.generate_max_len
-    for flag, name in _other_models(config, critic):
-        model_config = check_model(name, flag, config.model.trust_remote_code)
-        check_context(model_config, f"{flag} {name}", data.longest - new_tokens, new_tokens)
-
-
-def longest_sequence(config: TrainPPOConfig, actor_config: PreTrainedConfig) -> int:
-    """Largest number of tokens of a prompt with its response."""
-    wanted = max(config.data.prompt_max_len + config.generation.generate_max_len, LONGEST)
-    return min(wanted, context_length(actor_config) or wanted)

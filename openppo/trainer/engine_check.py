@@ -6,16 +6,14 @@ Where they do not, PPO's ratios are wrong before the first update, without any e
 import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed import DistError
 
-from openppo.config import PromptsConfig, TrainPPOConfig
-from openppo.models.actor import Actor
+from openppo.config import TrainPPOConfig
 from openppo.models.padding import pad_right
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.hf_engine import HFEngine
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 from openppo.strategy.comm import collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -43,18 +41,13 @@ def check_engines(
 ) -> None:
     """Refuse, on all ranks, an actor that one of ``engines`` samples wrongly."""
     kind = config.generation.rollout_engine, not (config.deepspeed.bf16 or config.lora.load_in_4bit)
-    weights = PolicyWeights(strategy.for_generation, actor)
+    given = config.model.pretrain, actor, engines, PolicyWeights(strategy.for_generation, actor), strategy.device, kind
     with strategy.uncompiled():
-        collective(strategy.comm, lambda: _check(config.model.pretrain, actor, engines, weights, strategy.device, kind))
+        collective(strategy.comm, lambda: check_sampling(*given))
 
 
-def check_frozen(options: PromptsConfig, actor: Actor, device: torch.device) -> None:
-    """Refuse a frozen ``actor`` that an ``HFEngine`` samples wrongly."""
-    engine = HFEngine(cast(Any, actor.model), (), 0, len(REQUESTS))
-    _check(options.pretrain, actor, {"": engine}, None, device, ("hf", not options.bf16))
-
-
-def _check(pretrain: str, *given: Any) -> None:
+def check_sampling(pretrain: str, *given: Any) -> None:
+    """Refuse a model ``pretrain`` with an ``engine_fault``, which is ``given`` its arguments."""
     if fault := engine_fault(*given):
         raise ValueError(
             f"--pretrain {pretrain} cannot be sampled: {fault}. PPO's ratios, and samples, would be wrong. "

@@ -6,7 +6,7 @@ States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -26,12 +26,13 @@ from openppo.rollout.row_cache import SLACK_COLUMNS
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ds_config import LARGEST_BUCKET
 from openppo.tracking.console import table_lines
-from openppo.trainer.data import PPOData
+from openppo.trainer.data import PPOData, critic_lora, critic_start
 from openppo.trainer.supervised.batches import PACKED_ROW
 
 logger = logging.getLogger("openppo")
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)
 _LIVE = 1_000_000_000  # elements that ZeRO-3 keeps gathered, and updates at a time
+_SCALAR = ("reward model", "critic")  # roles with a scalar head
 _EXPERIENCE = 42  # bytes of a token in an Experience
 
 
@@ -138,24 +139,20 @@ class Estimate:
         """Whether the peak is below the device's memory."""
         return self.phases[self.largest] <= self.machine.memory
 
-    @property
-    def title(self) -> str:
-        """What the numbers are of."""
-        n_ranks = self.machine.n_ranks
-        return f"estimated memory on each of {n_ranks} ranks" if n_ranks > 1 else "estimated memory"
-
     def summary(self) -> str:
         """The models and the highest peak in a line."""
+        n_ranks, most = self.machine.n_ranks, _format(self.phases[self.largest])
+        title = f"estimated memory on each of {n_ranks} ranks" if n_ranks > 1 else "estimated memory"
         roles = ", ".join(f"{role} {_format(total)}" for role, total in self.roles.items())
-        return f"{self.title}: {roles}; at most {_format(self.phases[self.largest])}, in {self.largest}"
+        return f"{title}: {roles}; at most {most}, in {self.largest}"
 
     def table(self) -> list[str]:
-        """Models, phases, checkpoint and verdict."""
-        peaks = {f"peak in {phase}": total for phase, total in self.phases.items()}
-        rows = self.roles | {"in the host's memory": self.host} | peaks | {"checkpoint on disk": self.checkpoint}
-        verdict = f"{'fits' if self.fits else 'DOES NOT FIT'} into {_format(self.machine.memory)} of device memory"
+        """The summary, phases, checkpoint and verdict."""
+        rows = {f"peak in {phase}": total for phase, total in self.phases.items()}
+        rows |= {"in the host's memory": self.host, "checkpoint on disk": self.checkpoint}
         lines = table_lines([(name, _format(total)) for name, total in rows.items()])
-        return [f"{self.title}:", *lines, f"the highest, {self.largest}, {verdict}"]
+        verdict = f"{'fits' if self.fits else 'DOES NOT FIT'} into {_format(self.machine.memory)} of device memory"
+        return [self.summary(), *lines, f"the highest, {self.largest}, {verdict}"]
 
 
 def _format(n_bytes: int) -> str:
@@ -173,14 +170,13 @@ class Lengths(NamedTuple):
 
 def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, ModelSize], machine: Machine) -> Estimate:
     """Memory of a train_ppo run; ``sizes`` has its models by role in the order of loading."""
-    ppo, batch, rank = config.ppo, config.batch, config.model.critic_lora_rank
+    ppo, batch, loras = config.ppo, config.batch, {"critic": critic_lora(config), "actor": config.lora}
     samples = machine.share(ppo.rollout_batch_size) * ppo.n_samples_per_prompt
     longest = lengths.longest_prompt + config.generation.generate_max_len
     scored, length = longest - lengths.shortest_prompt, max(longest, lengths.document)
     rows = min(samples, forward_size(config).rows_of(longest))
     train_rows = MicroBatchSize(batch.micro_train_batch_size, ppo.micro_train_tokens).rows_of(length)
     train_rows = min(machine.share(batch.train_batch_size), train_rows)
-    loras = {"critic": config.lora if rank is None else replace(config.lora, lora_rank=rank), "actor": config.lora}
     models = {role: model_memory(size, machine, loras.get(role)) for role, size in sizes.items()}
     trained = {role: sizes[role].n_trained(lora.lora_rank) for role, lora in loras.items() if role in sizes}
     resting = sum(model.moments for model in models.values()) if ppo.offload_idle else 0
@@ -244,19 +240,14 @@ def _generation(
     return gathered + rows * row + max(sampling, prompts)
 
 
-def log_ppo_memory(
-    config: TrainPPOConfig, data: PPOData, critic: tuple[str, str] | None, strategy: DeepspeedStrategy
-) -> Estimate | None:
-    """Estimate a train_ppo run and ``_log`` it; ``critic`` is flag and name of the model that it starts from.
-
-    A source of the caller's is estimated with prompts of ``--prompt_max_len``.
-    """
+def log_ppo_memory(config: TrainPPOConfig, data: PPOData, strategy: DeepspeedStrategy) -> Estimate | None:
+    """Estimate a train_ppo run and ``_log`` it; without prompts as if they had ``--prompt_max_len`` tokens."""
     model, rewards = config.model, config.rewards
     reference = model.ref_pretrain or (model.pretrain if config.lora.lora_rank == 0 else None)
     models = {
         "reward model": ("--reward_pretrain", rewards.reward_pretrain),
         "process reward model": ("--prm_pretrain", rewards.prm_pretrain),
-        "critic": critic or ("", None),
+        "critic": critic_start(config) or ("", None),
         "actor": ("--pretrain", model.pretrain),
         "reference": ("--ref_pretrain", reference if config.kl.init_kl_coef > 0 else None),
     }
@@ -296,18 +287,17 @@ def _log(
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
     else:
         memory = torch.cuda.get_device_properties(strategy.device).total_memory
-    sizes = {}
-    for role, (flag, name) in models.items():
-        if name is None:
-            continue
-        model_config, is_scalar = check_model(name, flag, trust), role in ("reward model", "critic")
-        try:
-            sizes[role] = model_size(model_config, is_scalar, config.lora.target_modules, trust)
-        except ValueError as error:
-            if run.dry_run:
-                raise ValueError(f"{flag} {name}: {error}") from error
-            logger.warning("no estimate of memory: %s %s: %s", flag, name, error)
-            return None
+    try:
+        sizes = {
+            role: model_size(check_model(name, flag, trust), role in _SCALAR, config.lora.target_modules, trust)
+            for role, (flag, name) in models.items()
+            if name is not None
+        }
+    except ValueError as error:
+        if run.dry_run:
+            raise
+        logger.warning("no estimate of memory: %s", error)
+        return None
     estimate = estimate_of(sizes, Machine(config.deepspeed, n_ranks, on_cpu, memory))
     for line in estimate.table() if run.dry_run or not estimate.fits else [estimate.summary()]:
         logger.info("%s", line)

@@ -15,7 +15,7 @@ from openppo.models.loss import policy_ratio
 from openppo.models.pretrained import eos_token_ids
 from openppo.tracking import json_form
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.self_check import check_samples, token_texts
+from openppo.trainer.self_check import check_samples, token_columns, token_texts
 from openppo.types import Experience, Trajectory
 
 N_SAMPLES = 4  # are logged of a step or of an evaluation
@@ -125,7 +125,7 @@ def sample_row(
         "rewards": trajectory.scores,
         "response_length": sum(trajectory.action_mask),
     }
-    kl = None if experience is None else _columns(experience).get("kl")
+    kl = None if experience is None else token_columns(experience).get("kl")
     return row if kl is None else row | {"kl": float(kl.sum())}
 
 
@@ -142,7 +142,8 @@ def token_row(
     first, n = len(trajectory.prompt.token_ids), len(trajectory.token_ids)
     mask, columns = trajectory.action_mask, {"log_prob": torch.tensor(trajectory.log_probs, dtype=torch.float64)}
     if experience is not None:
-        mask, columns = experience.action_mask[0].tolist(), _columns(experience)
+        mask = experience.action_mask[0].tolist()
+        columns = {name: column[0] for name, column in token_columns(experience).items()}
     columns |= observed or {}
     half = MAX_TOKENS // 2
     kept = list(range(first, n)) if n - first <= MAX_TOKENS else [*range(first, first + half), *range(n - half, n)]
@@ -153,18 +154,3 @@ def token_row(
         values = column.tolist()
         row[name] = [float(f"{values[t]:.6g}") if mask[t] else None for t in kept]
     return row
-
-
-def _columns(experience: Experience) -> dict[str, Tensor]:
-    """What an experience (1, L) knows of its tokens, (L,) by the names of tokens.jsonl; ``kl`` is k1."""
-    log_probs, reference = experience.old_or_rollout_log_probs, experience.ref_log_probs
-    columns = {
-        "log_prob": log_probs,
-        "kl": None if reference is None else torch.where(experience.action_mask, log_probs - reference, 0.0),
-        "value": experience.values,
-        "reward": experience.rewards,
-        "advantage": experience.advantages,
-        "return": experience.returns,
-        "entropy": experience.entropy,
-    }
-    return {name: column[0] for name, column in columns.items() if column is not None}

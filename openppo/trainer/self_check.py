@@ -10,18 +10,21 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import KLConfig
 from openppo.datasets import PreferenceExample, ProcessExample
 from openppo.experience.replay_buffer import join_rows
 from openppo.experience.token_rewards import kl_penalty
+from openppo.models.log_probs import KLEstimator
 from openppo.models.supervised_loss import IGNORE_INDEX
 from openppo.tracking.console import escape_control, log_lines, table_lines
 from openppo.types import Experience
 
 logger = logging.getLogger("openppo")
 
+_SHOWN = ("log_prob", "kl", "value", "reward", "advantage")
 _SAMPLES, _SEGMENTS, _LONGEST, _LONGEST_TOKEN = 2, 6, 240, 16
 _BEFORE, _ENDS = 2, 3  # tokens shown before the first action, and at both ends of the actions
 _CONTEXT = 6  # tokens that the text of the next may depend on: a leading blank, the bytes of one character
@@ -64,21 +67,14 @@ class _Sample:
     """One row of a batch, with an entry for each token."""
 
     def __init__(self, batch: Experience, row: int, eos: set[int], kl: KLConfig, penalty: float) -> None:
-        assert batch.rewards is not None and batch.scores is not None, "the experience is complete"
+        assert batch.scores is not None, "the experience is complete"
         self.ids: list[int] = batch.sequences[row].tolist()
         self.attended, self.trained = batch.attention_mask[row].bool(), batch.action_mask[row].bool()
         self.actions: list[int] = self.trained.nonzero()[:, 0].tolist()
         self.truncated, self.reward, self.eos = bool(batch.truncated[row]), float(batch.scores[row]), eos
-        log_probs, reference = batch.old_or_rollout_log_probs[row], batch.ref_log_probs
-        columns = {
-            "log-prob": log_probs,
-            "KL": None if reference is None else kl_penalty(log_probs, reference[row], self.trained, kl.kl_estimator),
-            "value": None if batch.values is None else batch.values[row],
-            "reward": batch.rewards[row],
-            "advantage": None if batch.advantages is None else batch.advantages[row],
-        }
-        self.columns = {name: column.double() for name, column in columns.items() if column is not None}
-        self.score = self.columns["reward"] + penalty * self.columns.get("KL", torch.zeros(1))  # without the penalty
+        columns = token_columns(batch, kl.kl_estimator)
+        self.columns = {name: columns[name][row].double() for name in _SHOWN if name in columns}
+        self.score = self.columns["reward"] + penalty * self.columns.get("kl", torch.zeros(1))  # without the penalty
         self.score[self.score.abs() <= _TINY * max(1.0, float(self.score.abs().max()))] = 0.0
         self.scored: list[int] = self.score.nonzero()[:, 0].tolist()
 
@@ -134,6 +130,21 @@ class _Sample:
         return table_lines(rows, right=[0, *range(2, 5 + len(self.columns))])
 
 
+def token_columns(experience: Experience, kl_estimator: KLEstimator = "k1") -> dict[str, Tensor]:
+    """What an experience (B, L) knows of its tokens, (B, L) each, by the names of tokens.jsonl."""
+    log_probs, reference, mask = experience.old_or_rollout_log_probs, experience.ref_log_probs, experience.action_mask
+    columns = {
+        "log_prob": log_probs,
+        "kl": None if reference is None else kl_penalty(log_probs, reference, mask, kl_estimator),
+        "value": experience.values,
+        "reward": experience.rewards,
+        "advantage": experience.advantages,
+        "return": experience.returns,
+        "entropy": experience.entropy,
+    }
+    return {name: column for name, column in columns.items() if column is not None}
+
+
 def token_texts(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, first: int = 0) -> list[str]:
     """The text that each token from ``first`` on adds; joined, they are the text.
 
@@ -163,14 +174,13 @@ def show_examples(examples: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -
 def _parts(example: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """Names and texts of an example's parts: of token examples the last turns of reading and training."""
     if isinstance(example, PreferenceExample):
-        return [
-            (side, f"score at token {len(ids) - 1}, '{tokenizer.decode(ids[-1:])}', of: {tokenizer.decode(ids)}")
-            for side, ids in {"chosen": example.chosen_ids, "rejected": example.rejected_ids}.items()
-        ]
+        sides = ("chosen", example.chosen_ids), ("rejected", example.rejected_ids)
+        return [(side, f"score at token {len(ids) - 1} of: {tokenizer.decode(ids)}") for side, ids in sides]
     if isinstance(example, ProcessExample):
         judged = {i: label for i, label in enumerate(example.labels) if label != IGNORE_INDEX}
-        shown = [f"{x:.2f}" if isinstance(x, float) else str(tokenizer.decode([x])) for x in judged.values()]
-        places = ", ".join(f"{label} at {i}" for label, i in zip(shown, judged, strict=True))
+        places = ", ".join(
+            f"{f'{x:.2f}' if isinstance(x, float) else tokenizer.decode([x])} at {i}" for i, x in judged.items()
+        )
         return [("read", str(tokenizer.decode(example.token_ids))), ("judged", f"{len(judged)} steps: {places}")]
     targets = zip((False, *example.loss_mask[1:]), example.token_ids, strict=True)
     turns = [(target, [i for _, i in turn]) for target, turn in groupby(targets, key=itemgetter(0))]

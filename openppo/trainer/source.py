@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openppo.config import PPODataConfig, TrainPPOConfig
-from openppo.datasets import BatchSampler, render_prompt, shard
-from openppo.datasets.templates import as_messages
+from openppo.datasets import BatchSampler, load_prompts, shard
+from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.token_rewards import one_reward_groups
 from openppo.rollout.rollout import Rollout, wait_for_scores
@@ -169,12 +169,6 @@ def as_prompt(prompt: str | Prompt, tokenizer: PreTrainedTokenizerBase, data: PP
     """A text as the prompt that the options make of it; ``ValueError`` if it is too long."""
     if isinstance(prompt, Prompt):
         return prompt
-    messages, template = None, data.input_template
-    if data.apply_chat_template:
-        messages, template = as_messages(prompt, "user", template), None
-    text, ids = render_prompt(
-        messages or prompt, tokenizer, input_template=template, apply_chat_template=data.apply_chat_template
-    )
-    if len(ids) > data.prompt_max_len:
-        raise ValueError(f"a prompt of {len(ids)} tokens is longer than prompt_max_len {data.prompt_max_len}: {text!r}")
-    return Prompt(text, ids, messages=messages)
+    options = dataclasses.replace(data, input_key="prompt", label_key=None)
+    (made,) = load_prompts([SourceRow({"prompt": prompt}, "", 1, "prompts")], tokenizer, options)
+    return dataclasses.replace(made, row={})

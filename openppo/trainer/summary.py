@@ -17,9 +17,10 @@ from openppo.rewards.model import ModelScorer, ProcessScorer
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.tracking.console import log_lines, table_lines
 from openppo.trainer.components import PPOComponents
+from openppo.trainer.data import critic_start
 from openppo.trainer.supervised.loop import SupervisedTrainer
+from openppo.types import RolloutSource
 
-_LONGEST_NAME = 40
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "uint8": "4 bit"}
 Facts = list[tuple[str, str]]
 Role = tuple[str, ...]
@@ -58,10 +59,12 @@ class BatchPlan:
         return sum(map(self.mini_batches, steps)) * self.config.batch.max_epochs
 
 
-def batch_plan(config: TrainPPOConfig, n_prompts: int, n_ranks: int, n_steps: int | None = None) -> BatchPlan:
-    """Plan for ``n_prompts`` prompts; a source without prompts has ``n_steps`` steps of full batches."""
+def batch_plan(config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None) -> BatchPlan:
+    """Plan for ``n_prompts`` prompts, or full batches of a ``source`` of the caller's; it must say how many."""
     full = config.ppo.rollout_batch_size
-    if n_steps is not None:
+    if source is not None:
+        if not (n_steps := config.ppo.max_steps if source.steps is None else source.steps):
+            raise ValueError("--max_steps is missing: the source of trajectories does not say how many steps it has.")
         return BatchPlan(config, n_ranks, [full] * n_steps, episodes=1)
     rest = [n_prompts % full] if n_prompts % full else []
     return BatchPlan(config, n_ranks, [full] * (n_prompts // full) + rest, config.ppo.num_episodes)
@@ -82,17 +85,14 @@ def model_role(name: str, model: str, module: Any, strategy: DeepspeedStrategy, 
     return name, model, f"{trained:,}", f"{frozen:,}", dtype, place
 
 
-def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: BatchPlan, critic: str, done: int) -> None:
-    """Log models and batch arithmetic of a train_ppo run, on rank 0.
-
-    ``critic`` is what the critic starts from; ``done`` counts the global steps of earlier sessions.
-    """
+def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: BatchPlan) -> None:
+    """Log models and batch arithmetic of a train_ppo run, on rank 0."""
     strategy, pretrain, rewards = components.strategy, config.model.pretrain, config.rewards
     if not strategy.is_main:
         return
     roles = [model_role("actor", pretrain, components.actor.module, strategy, is_trained=True)]
-    if components.critic is not None:
-        roles.append(model_role("critic", critic, components.critic.module, strategy, is_trained=True))
+    if components.critic is not None and (start := critic_start(config)) is not None:
+        roles.append(model_role("critic", start[1], components.critic.module, strategy, is_trained=True))
     reference = components.maker.reference
     if isinstance(reference, AdapterOffReference):
         roles.append(("reference", "the actor, its adapters off"))
@@ -106,7 +106,7 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
             if isinstance(scorer, ModelScorer | ProcessScorer):
                 source = rewards.reward_pretrain if isinstance(scorer, ModelScorer) else rewards.prm_pretrain
                 roles.append(model_role("reward", source or "", scorer.model, strategy, is_trained=False))
-    _log(roles, _ppo_facts(plan, len(components.prompts)), done, plan.n_steps)
+    _log(roles, _ppo_facts(plan, len(components.prompts)), components.state.global_step, plan.n_steps)
 
 
 def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:
@@ -167,9 +167,7 @@ def _log(roles: Sequence[Role], facts: Facts, done: int, total: int) -> None:
         facts = [*facts, ("resumes", f"after step {done:,} of {total:,}")]
     libraries = f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, transformers {transformers.__version__}"
     versions = f"{libraries}, Python {platform.python_version()}"
-    table: list[Role] = [("role", "model", "trained", "frozen", "dtype", "where")]
-    for name, model, *rest in roles:
-        table.append((name, model if len(model) <= _LONGEST_NAME else "..." + model[3 - _LONGEST_NAME :], *rest))
+    table = [("role", "model", "trained", "frozen", "dtype", "where"), *roles]
     log_lines(["", versions, "", *table_lines(table, right=(2, 3)), "", *table_lines(facts), ""])
 
 

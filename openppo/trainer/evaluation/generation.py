@@ -26,7 +26,7 @@ from openppo.strategy.comm import InferenceStrategy, check_transformers
 from openppo.tracking import progress_bar
 from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
-from openppo.trainer.engine_check import check_frozen
+from openppo.trainer.engine_check import REQUESTS, check_sampling
 from openppo.trainer.evaluation.evaluator import Grading, begin_scoring, generate_responses
 from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
 from openppo.types import Comm, StopCheck, Trajectory
@@ -65,9 +65,10 @@ class _Job:
         with model_error_context("--pretrain", options.pretrain):
             self.actor = Actor(options.pretrain, **self.loading)
         self.strategy.prepare_frozen(self.actor)
-        if options.engine_check == "on":
-            check_frozen(options, self.actor, self.strategy.device)
         policy: Any = self.actor.model
+        if options.engine_check == "on":
+            kind, checked = ("hf", not options.bf16), {"": HFEngine(policy, (), 0, len(REQUESTS))}
+            check_sampling(options.pretrain, self.actor, checked, None, self.strategy.device, kind)
         eos, pad = eos_token_ids(policy, self.tokenizer), pad_token_id(self.tokenizer)
         self.engine = HFEngine(policy, eos, pad, options.micro_batch_size, show_progress=self.strategy.is_main)
         self.engine.decode = decoder(self.tokenizer)

@@ -21,14 +21,14 @@ from openppo.config import (
 )
 from openppo.config.commands import SupervisedCommand
 from openppo.config.models import refuse_overwriting
-from openppo.experience.estimators import ESTIMATORS
 from openppo.models.merge_lora import LoRAMerge, make_folder, to_bf16
 from openppo.models.pretrained import check_model, load_tokenizer
 from openppo.strategy.checkpoint.folder import MANIFEST, UnreadableError, damage_of
 from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.tracking.run_folder import holds_model
-from openppo.trainer.build import critic_start, load_actor, load_critic
+from openppo.trainer.build import load_actor, load_critic
+from openppo.trainer.data import critic_lora, critic_start
 from openppo.trainer.resume.compatible import model_fingerprint
 from openppo.trainer.supervised.build import load_model
 
@@ -49,14 +49,14 @@ class Export:
         self.checkpoint = find_checkpoint(Path(options.checkpoint))
         self.state: dict[str, Any] = json.loads((self.checkpoint / "state.json").read_text(encoding="utf-8"))
         self.run, critic_flag = self._run()
-        self.is_supervised, is_critic = isinstance(self.run, SupervisedCommand), options.role == "critic"
-        pretrain = self.run.supervised.pretrain if self.is_supervised else self.run.model.pretrain
-        self.start = critic_start(self.run)[1] if is_critic else pretrain
+        self.is_supervised = isinstance(self.run, SupervisedCommand)
+        pretrain = self.start = self.run.supervised.pretrain if self.is_supervised else self.run.model.pretrain
         self._check_start("--pretrain", pretrain, "--pretrain")
-        if is_critic:
+        lora = self.run.lora
+        if options.role == "critic" and (start := critic_start(self.run)) is not None:
+            self.start, lora = start[1], critic_lora(self.run)
             self._check_start(critic_flag, self.start, "--critic_pretrain")
-        own_rank = self.run.model.critic_lora_rank if is_critic else None
-        if options.merge and (self.run.lora.lora_rank if own_rank is None else own_rank) == 0:
+        if options.merge and lora.lora_rank == 0:
             raise ValueError("--merge: the run trained all weights, which are written as they are; leave it out.")
         if self.checkpoint.parent in self.folder.resolve().parents:
             raise ValueError(f"FOLDER {self.folder} lies among the checkpoints, which runs remove: choose another.")
@@ -93,13 +93,13 @@ class Export:
             run: Any = from_options(_KINDS[kind], **self.state["options"])
         except ValueError as error:
             raise ValueError(f"CHECKPOINT {self.checkpoint} is of another version of OpenPPO: {error}") from error
-        has_critic = kind == "ppo" and ESTIMATORS[run.advantage.advantage_estimator].uses_critic
-        if given.role == "critic" and not has_critic:
+        critic = critic_start(run) if kind == "ppo" else None
+        if given.role == "critic" and critic is None:
             raise ValueError(f"--role critic: the run of {self.checkpoint} had none; leave it out.")
         now: dict[str, Any] = {"flash_attn": False, "load_in_4bit": False, "trust_remote_code": given.trust_remote_code}
         moved = {"pretrain": given.pretrain, "critic_pretrain": given.critic_pretrain}
         now |= {name: path for name, path in moved.items() if path}
-        return from_options(_KINDS[kind], **self.state["options"] | now), critic_start(run)[0] if has_critic else ""
+        return from_options(_KINDS[kind], **self.state["options"] | now), critic[0] if critic else ""
 
     def _check_start(self, flag: str, name: str, remedy: str) -> None:
         """Refuse a missing or changed model that the run started from."""

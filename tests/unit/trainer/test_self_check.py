@@ -77,7 +77,7 @@ def test_tokens_show_numbers_score_eos_and_padding(logged: pytest.LogCaptureFixt
     assert lines[0] == "sample 1: 5 of 9 tokens are trained on, 4 to 8; EOS at 8, trained on"
     assert lines[1] == "earned 2; in the rewards beside the KL penalty: 2 at 8"
     by_number = {line.split()[0]: line.split() for line in lines[3:14] if line and line.split()[0].isdigit()}
-    assert lines[2].split() == "token id attention action log-prob KL value reward advantage".split()
+    assert lines[2].split() == "token id attention action log_prob kl value reward advantage".split()
     assert by_number["3"] == ["3", "'", "d'", "3", "1", "0"]
     numbers = ["-1.0000", "0.1000", "0.2500", "-0.0500", "0.7500"]
     assert by_number["4"] == ["4", "'\\x1b[2J'", "4", "1", "1", *numbers, "first", "action"]
@@ -135,7 +135,7 @@ def test_faults_are_named(field: str, token: int, value: Any, fault: str, logged
         ),
         (
             PreferenceExample([0, 1, 2], [0, 3], 0.0),
-            ["1 chosen score at token 2, ' c', of: a b c", "1 rejected score at token 1, ' d', of: a d"],
+            ["1 chosen score at token 2 of: a b c", "1 rejected score at token 1 of: a d"],
         ),
         (
             ProcessExample([0, 1, 2, 1], [IGNORE_INDEX, 7, IGNORE_INDEX, 8]),
