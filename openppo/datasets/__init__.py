@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from openppo.datasets.sources import load_mixed_rows as load_mixed_rows, load_rows as load_rows
     from openppo.datasets.sources import number_rows as number_rows, require_column as require_column
     from openppo.datasets.templates import TokenExample as TokenExample
-    from openppo.datasets.templates import render_prompt as render_prompt, render_whole as render_whole
-    from openppo.datasets.turns import render_conversation as render_conversation, render_response as render_response
+    from openppo.datasets.templates import render_prompt as render_prompt
+    from openppo.datasets.turns import render_response as render_response, render_whole as render_whole
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

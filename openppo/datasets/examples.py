@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from openppo.config import PreferenceConfig, RowsConfig, SFTDataConfig, SupervisedConfig
@@ -20,11 +20,9 @@ from openppo.datasets.templates import (
     encode_start,
     end_with_eos,
     render_prompt,
-    render_whole,
-    require_tokenizer,
     shortened,
 )
-from openppo.datasets.turns import render_conversation, render_response
+from openppo.datasets.turns import all_targets, render_response, render_whole
 from openppo.types import Prompt
 
 if TYPE_CHECKING:
@@ -45,8 +43,6 @@ def load_prompts(
     answer of a recognized format, else None. Raises ``ValueError`` naming the data's flag and the row for a missing
     column or an empty or malformed prompt, and ``--prompt_max_len`` if no prompt is left.
     """
-    chat, template = options.apply_chat_template, options.input_template
-    require_tokenizer(tokenizer, apply_chat_template=chat, eos=False)
     keys = None if options.input_key is None else {"prompt": (options.input_key, "--input_key")}
     reader = RowReader(rows, "prompts", options, keys)
     if options.label_key is not None:
@@ -54,10 +50,8 @@ def load_prompts(
 
     def render(fields: RowFields, row: SourceRow) -> Prompt:
         label = fields.label if options.label_key is None else row.row[options.label_key]
-        messages = as_messages(fields.prompt, "user", template) if chat else None
-        value, around = (fields.prompt, template) if messages is None else (messages, None)
-        text, ids = render_prompt(value, tokenizer, input_template=around, apply_chat_template=chat)
-        return Prompt(text, ids, label, row.row, messages, source=row.source, index=row.number - 1)
+        prompt = render_prompt(fields.prompt, tokenizer, options)
+        return replace(prompt, label=label, row=row.row, source=row.source, index=row.number - 1)
 
     return reader.examples(render, ("--prompt_max_len", options.prompt_max_len), show)
 
@@ -75,8 +69,6 @@ def load_sft_examples(
     row without a response, or with ``data.output_key`` None, all tokens. Raises ``ValueError`` naming ``flag`` and the
     row for a missing column or a malformed value, and ``--max_len`` if no example is left.
     """
-    chat, template = supervised.apply_chat_template, supervised.input_template
-    require_tokenizer(tokenizer, apply_chat_template=chat, eos=True)
     named = data.input_key is not None or data.output_key != SFTDataConfig.output_key  # a default does not count
     column = data.input_key or "input", "--input_key"
     keys: Keys = {"whole": column}
@@ -85,12 +77,11 @@ def load_sft_examples(
     reader = RowReader(rows, "sft", supervised, keys if named else None)
 
     def render(fields: RowFields, row: SourceRow) -> TokenExample:
-        how: dict[str, Any] = {"input_template": template, "apply_chat_template": chat}
         if fields.whole is not None:
-            return _all_targets(render_whole(fields.whole, tokenizer, **how))
-        if fields.conversation is not None and chat:
-            return render_conversation(fields.conversation, tokenizer, input_template=template)
-        return render_response(fields.prompt, fields.response, tokenizer, **how)
+            return all_targets(render_whole(fields.whole, tokenizer, supervised).token_ids)
+        if fields.conversation is not None and supervised.apply_chat_template:
+            return render_whole(fields.conversation, tokenizer, supervised)
+        return render_response(fields.prompt, fields.response, tokenizer, supervised)
 
     return reader.examples(render, ("--max_len", supervised.max_len), show)
 
@@ -105,7 +96,6 @@ def load_documents(
     documents are empty.
     """
     flag = "--pretrain_data"
-    require_tokenizer(tokenizer, apply_chat_template=False, eos=True)
     keys = None if key is None else {"whole": (key, "--pretrain_key")}
     reader = RowReader(rows, "documents", RowsConfig(), keys)
     examples, n_cut = [], 0
@@ -116,7 +106,7 @@ def load_documents(
         if ids:
             ids = ids[:1] + end_with_eos(tokenizer, ids[1:])
             n_cut += len(ids) > max_len
-            examples.append(_all_targets(ids[:max_len]))
+            examples.append(all_targets(ids[:max_len]))
     if not examples:
         raise ValueError(f"{flag}: every text is empty. Name another column with --pretrain_key.")
     if len(examples) < len(rows):
@@ -124,11 +114,6 @@ def load_documents(
     if n_cut:
         logger.info("%s: %d of %d documents are cut at %d tokens.", flag, n_cut, len(examples), max_len)
     return examples
-
-
-def _all_targets(ids: list[int]) -> TokenExample:
-    """Every token except the first, which nothing comes before."""
-    return TokenExample(ids, [t > 0 for t in range(len(ids))])
 
 
 @dataclass(frozen=True)
@@ -157,8 +142,6 @@ def load_preferences(
     Raises ``ValueError`` naming the data's flag and the row for a missing column, a malformed value or a margin that is
     not a number, and ``--max_len`` if no pair is left.
     """
-    chat = supervised.apply_chat_template
-    require_tokenizer(tokenizer, apply_chat_template=chat, eos=True)
     keys: Keys = {"chosen": (data.chosen_key, "--chosen_key"), "rejected": (data.rejected_key, "--rejected_key")}
     named = [data.chosen_key, data.rejected_key] != [PreferenceConfig.chosen_key, PreferenceConfig.rejected_key]
     if data.prompt_key is not None:
@@ -188,17 +171,14 @@ def load_preferences(
 def _render_side(
     prompt: Any, side: Any, tokenizer: PreTrainedTokenizerBase, supervised: SupervisedConfig, column: str
 ) -> list[int]:
-    template, chat = supervised.input_template, supervised.apply_chat_template
-    if prompt is None and template is not None:
+    if prompt is None and supervised.input_template is not None:
         raise ValueError("--input_template goes around a prompt: name its column with --prompt_key, or leave it out.")
     try:
         if prompt is None:
-            return render_whole(side, tokenizer, input_template=None, apply_chat_template=chat)
-        if chat and not isinstance(side, str) and as_messages(side)[0]["role"] != "assistant":
-            raise ValueError(
-                "a whole conversation beside a prompt. Leave --prompt_key out, so that it is taken as it is."
-            )
-        return render_response(prompt, side, tokenizer, input_template=template, apply_chat_template=chat).token_ids
+            return render_whole(side, tokenizer, supervised).token_ids
+        if supervised.apply_chat_template and not isinstance(side, str) and as_messages(side)[0]["role"] != "assistant":
+            raise ValueError("a whole conversation beside a prompt. Leave --prompt_key out.")
+        return render_response(prompt, side, tokenizer, supervised).token_ids
     except ValueError as error:
         of_both = "" if prompt is None else " and its prompt"
         raise ValueError(f"column {column!r}{of_both}: {error}") from error

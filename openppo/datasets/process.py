@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from openppo.config import ProcessConfig, SupervisedConfig
+from openppo.config import ProcessConfig, RowsConfig, SupervisedConfig
 from openppo.datasets.row_formats import RowFields, RowReader
 from openppo.datasets.sources import ShowRows, SourceRow
 from openppo.datasets.templates import (
-    as_messages,
     as_text,
     encode_bare,
     encode_cut,
     encode_start,
     render_chat,
     render_prompt,
-    require_tokenizer,
     shortened,
 )
 
@@ -49,8 +47,7 @@ class StepEncoder:
     tokenizer: PreTrainedTokenizerBase
     placeholder: str
     placeholder_id: int
-    input_template: str | None = None
-    apply_chat_template: bool = False
+    options: RowsConfig
 
     def __call__(self, prompt: Any, steps: Sequence[str]) -> tuple[list[int], list[int]]:
         """Token ids of the prompt and the steps, each with its placeholder, and where the placeholders are.
@@ -69,7 +66,7 @@ class StepEncoder:
 
     def _encode_start(self, prompt: Any, first_step: str) -> list[int]:
         """Token ids of the prompt, if any, and the first step."""
-        template, chat = self.input_template, self.apply_chat_template
+        template, chat = self.options.input_template, self.options.apply_chat_template
         if prompt is None and not chat and template is None:
             return encode_start(self.tokenizer, first_step)
         if prompt is None:
@@ -77,11 +74,11 @@ class StepEncoder:
                 "a solution that is one text holds its question too, so no template can go around it. Leave "
                 "--apply_chat_template and --input_template out."
             )
-        text, _ = render_prompt(prompt, self.tokenizer, input_template=template, apply_chat_template=chat)
+        asked = render_prompt(prompt, self.tokenizer, self.options)
+        text = asked.text
         whole = text + ("" if chat or template else STEP_SEPARATOR) + first_step
-        if chat and first_step:  # some templates refuse an empty turn
-            turns = [*as_messages(prompt, "user", template), {"role": "assistant", "content": first_step}]
-            whole = render_chat(turns, self.tokenizer)
+        if asked.messages and first_step:  # some templates refuse an empty turn
+            whole = render_chat([*asked.messages, {"role": "assistant", "content": first_step}], self.tokenizer)
         place = whole.find(first_step, len(text)) if whole.startswith(text) else -1
         read = text + first_step if place < 0 else whole[: place + len(first_step)]  # a space may stand between
         ids, _ = encode_cut(self.tokenizer, read, [len(text)], add_special_tokens=not chat)
@@ -104,11 +101,10 @@ def load_process_examples(
     another number of judgements than of placeholders, ``--placeholder_token`` or ``--reward_tokens`` for one that is
     not a single token, and ``--max_len`` if no example is left.
     """
-    chat, placeholder = supervised.apply_chat_template, data.placeholder_token
-    require_tokenizer(tokenizer, apply_chat_template=chat, eos=False)
+    placeholder = data.placeholder_token
     reward_ids = {token: single_token_id(tokenizer, token, "--reward_tokens") for token in data.reward_tokens}
     placeholder_id = single_token_id(tokenizer, placeholder, "--placeholder_token")
-    encode = StepEncoder(tokenizer, placeholder, placeholder_id, supervised.input_template, chat)
+    encode = StepEncoder(tokenizer, placeholder, placeholder_id, supervised)
     keys = {"response": (data.input_key or "input", "--input_key"), "label": (data.label_key or "label", "--label_key")}
     named = data.input_key is not None or data.label_key is not None
     reader = RowReader(rows, "steps", supervised, keys if named else None)

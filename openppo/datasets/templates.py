@@ -7,11 +7,12 @@ with one EOS, as a sampled response does.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from openppo.config import RowsConfig
+from openppo.types import Prompt
 from openppo.user_code import TEMPLATE_ERRORS
 
 if TYPE_CHECKING:
@@ -34,44 +35,24 @@ class TokenExample:
     loss_mask: list[bool]
 
 
-def render_prompt(
-    value: object, tokenizer: PreTrainedTokenizerBase, *, input_template: str | None, apply_chat_template: bool
-) -> tuple[str, list[int]]:
-    """Text and token ids of a prompt, as generation starts from them: no EOS after it, one BOS at most.
+def render_prompt(value: object, tokenizer: PreTrainedTokenizerBase, options: RowsConfig) -> Prompt:
+    """Text, token ids and chat messages of a prompt, as generation starts from them: no EOS after it, one BOS at most.
 
-    ``value`` is a text (put into ``input_template`` at ``{}``) or, with ``apply_chat_template``, also a list of chat
-    messages. Raises ``ValueError`` for any other value, an empty one, or one that renders to no tokens.
+    ``value`` is a text (put into ``--input_template`` at ``{}``) or, with ``--apply_chat_template``, also a list of
+    chat messages. Raises ``ValueError`` for any other value, an empty one, or one that renders to no tokens.
     """
-    if apply_chat_template:
-        messages = as_messages(value, "user", input_template)
+    if options.apply_chat_template:
+        messages = as_messages(value, "user", options.input_template)
         if not any(message["content"] or message.get("tool_calls") for message in messages):
             raise ValueError("all chat messages are empty. Remove the row or choose another column.")
         text = render_chat(messages, tokenizer, for_generation=True)
-        return text, _not_empty(encode_bare(tokenizer, text), value)
-    text = fill_template(value, input_template)
-    return text, _not_empty(encode_start(tokenizer, text), value)
+        return Prompt(text, not_empty(encode_bare(tokenizer, text), value), messages=messages)
+    text = fill_template(value, options.input_template)
+    return Prompt(text, not_empty(encode_start(tokenizer, text), value))
 
 
-def render_whole(
-    value: object, tokenizer: PreTrainedTokenizerBase, *, input_template: str | None, apply_chat_template: bool
-) -> list[int]:
-    """Token ids of a whole text or, with ``apply_chat_template``, of a whole conversation; they end with EOS."""
-    if apply_chat_template:
-        if isinstance(value, str):
-            raise ValueError("a whole text cannot be split into chat turns. Leave --apply_chat_template out.")
-        messages = as_messages(value)
-        text = render_chat(messages, tokenizer)
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                require_whole(message, number, text)
-        ids = encode_bare(tokenizer, text)
-    else:
-        ids = encode_start(tokenizer, fill_template(value, input_template))
-    ids = _not_empty(ids, value)
-    return ids[:1] + end_with_eos(tokenizer, ids[1:])  # the first token may be a BOS that equals EOS
-
-
-def _not_empty(ids: list[int], value: object) -> list[int]:
+def not_empty(ids: list[int], value: object) -> list[int]:
+    """``ids`` of ``value``, or ``ValueError``."""
     if not ids:
         raise ValueError(f"the text {shortened(value)} has no tokens. Remove the row or choose another column.")
     return ids
@@ -131,14 +112,9 @@ def same_turn(a: Message, b: Message) -> bool:
 
 
 def require_whole(message: Message, number: int, rendered: str) -> None:
-    """Refuse a rendering that lacks content, reasoning or tool calls of ``message``; blanks do not count."""
+    """Refuse a rendering that lacks content, reasoning or a called tool of ``message``; blanks do not count."""
     parts = [part for name in _TRAINED_PARTS if isinstance(part := message.get(name), str)]
-    for function in map(_function, message.get("tool_calls") or []):
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            with suppress(ValueError):  # not JSON: one text
-                arguments = json.loads(arguments)
-        parts += [function["name"], *_texts(arguments)]
+    parts += [_function(call)["name"] for call in message.get("tool_calls") or []]
     squeezed = "".join(rendered.split())
     for text in parts:
         if not any("".join(form.split()) in squeezed for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])):
@@ -148,34 +124,12 @@ def require_whole(message: Message, number: int, rendered: str) -> None:
             )
 
 
-def _texts(value: object) -> Iterator[str]:
-    """Texts in nested values, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _texts([*value, *value.values()])
-    elif isinstance(value, list):
-        for part in value:
-            yield from _texts(part)
-
-
 def fill_template(value: object, input_template: str | None) -> str:
     """``value``, a text that is not empty, put into ``input_template`` at ``{}``."""
     text = as_text(value)
     if not text:
         raise ValueError("the text is empty. Remove the row or choose another column.")
     return text if input_template is None else input_template.replace("{}", text)
-
-
-def require_tokenizer(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool, eos: bool) -> None:
-    """Raise ``ValueError`` if the tokenizer lacks a chat template or EOS token in use."""
-    if apply_chat_template and not tokenizer.chat_template:
-        raise ValueError(
-            "--apply_chat_template: the tokenizer of --pretrain has no chat template. Leave the flag out, or use a "
-            "model whose tokenizer has one."
-        )
-    if eos and tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer of --pretrain has no EOS token. Set eos_token in its tokenizer_config.json.")
 
 
 def encode_start(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -196,7 +150,9 @@ def encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def end_with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """``ids`` with one EOS at the end; whitespace after an EOS, as of chat templates, is cut."""
-    eos: int = tokenizer.eos_token_id
+    eos: int | None = tokenizer.eos_token_id
+    if eos is None:
+        raise ValueError("the tokenizer of --pretrain has no EOS token. Set eos_token in its tokenizer_config.json.")
     if eos in ids:
         end = len(ids) - ids[::-1].index(eos)
         if not str(tokenizer.decode(ids[end:])).strip():
@@ -239,15 +195,20 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[i
 def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, for_generation: bool = False) -> str:
     """The conversation, BOS included, in the tokenizer's chat template; ``for_generation`` opens the assistant's turn.
 
-    Raises ``ValueError`` if the template refuses the messages.
+    Raises ``ValueError`` if there is no template or it refuses the messages.
     """
-    require_tokenizer(tokenizer, apply_chat_template=True, eos=False)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "--apply_chat_template: the tokenizer of --pretrain has no chat template. Leave the flag out, or use a "
+            "model whose tokenizer has one."
+        )
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=for_generation))
     except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
-    return _encodable(text)
+    text.encode()  # ValueError for half a surrogate pair
+    return text
 
 
 def as_text(value: object) -> str:
@@ -257,17 +218,8 @@ def as_text(value: object) -> str:
     if not isinstance(value, str):
         what = f"not a text but {type(value).__name__}: {shortened(value)}"
         raise ValueError(f"{what}. Correct or remove the row, or choose another column.")
-    return _encodable(value)
-
-
-def _encodable(text: str) -> str:
-    """``text``; ``ValueError`` if it was cut inside a character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"half of a surrogate pair, U+{ord(text[error.start]):04X}"
-        raise ValueError(f"{half}, is not a character: {shortened(text)}. Correct or remove the row.") from error
-    return text
+    value.encode()  # ValueError for half a surrogate pair
+    return value
 
 
 def shortened(value: object) -> str:

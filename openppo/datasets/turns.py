@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from openppo.config import RowsConfig
 from openppo.datasets.templates import (
     Message,
     TokenExample,
@@ -16,8 +17,10 @@ from openppo.datasets.templates import (
     as_text,
     encode_bare,
     encode_cut,
+    encode_start,
     end_with_eos,
     fill_template,
+    not_empty,
     render_chat,
     require_whole,
 )
@@ -30,36 +33,40 @@ _MARK = "\ue000\ue001\ue000"
 
 
 def render_response(
-    prompt: object,
-    response: object,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    input_template: str | None,
-    apply_chat_template: bool,
+    prompt: object, response: object, tokenizer: PreTrainedTokenizerBase, options: RowsConfig
 ) -> TokenExample:
     """Token ids of ``prompt`` and the ``response`` to it, ending with EOS; the response and the EOS are targets.
 
-    ``response`` is a text or, with ``apply_chat_template``, also a list of messages: the turns after the prompt, of
+    ``response`` is a text or, with ``--apply_chat_template``, also a list of messages: the turns after the prompt, of
     which the assistant's are targets. The ids before the first target come from ``render_prompt``, unless the template
     writes the prompt differently once a response follows. Raises ``ValueError`` for values of other types.
     """
-    if apply_chat_template:
-        asked = as_messages(prompt, "user", input_template)
+    if options.apply_chat_template:
+        asked = as_messages(prompt, "user", options.input_template)
         turns = as_messages(response, "assistant") if response != "" else [{"role": "assistant", "content": ""}]
         return _render_turns([*asked, *turns], tokenizer, first=len(asked))
-    before = fill_template(prompt, input_template)
+    before = fill_template(prompt, options.input_template)
     ids, (start,) = encode_cut(tokenizer, before + as_text(response), [len(before)], add_special_tokens=True)
     return _with_targets(ids, [(start, len(ids))], tokenizer)
 
 
-def render_conversation(
-    messages: object, tokenizer: PreTrainedTokenizerBase, *, input_template: str | None
-) -> TokenExample:
-    """Token ids of a chat up to its last assistant turn, ending with EOS; all turns of the assistant are targets.
+def render_whole(value: object, tokenizer: PreTrainedTokenizerBase, options: RowsConfig) -> TokenExample:
+    """Token ids of a whole text, ending with EOS, or with ``--apply_chat_template`` of a list of messages.
 
-    Raises ``ValueError`` for anything but a list of messages with one of the assistant among them.
+    All of a text are targets; of a chat, which is cut after the assistant's last turn, all turns of the assistant.
+    Raises ``ValueError`` for an empty text, and for a chat without such a turn.
     """
-    return _render_turns(as_messages(messages, input_template=input_template), tokenizer, first=0)
+    if options.apply_chat_template:
+        if isinstance(value, str):
+            raise ValueError("a whole text cannot be split into chat turns. Leave --apply_chat_template out.")
+        return _render_turns(as_messages(value, input_template=options.input_template), tokenizer, first=0)
+    ids = not_empty(encode_start(tokenizer, fill_template(value, options.input_template)), value)
+    return all_targets(ids[:1] + end_with_eos(tokenizer, ids[1:]))  # the first token may be a BOS that equals EOS
+
+
+def all_targets(ids: list[int]) -> TokenExample:
+    """Every token is a target except the first, which nothing comes before."""
+    return TokenExample(ids, [t > 0 for t in range(len(ids))])
 
 
 def _render_turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase, first: int) -> TokenExample:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from openppo.config import RewardConfig
+from openppo.config import RewardConfig, RowsConfig
 from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
 from openppo.datasets.templates import text_of
@@ -179,7 +179,8 @@ def _process_reward_model(
     placeholder_id = single_token_id(own, placeholder, "--prm_placeholder_token", flag)
     good, bad = (single_token_id(own, token, "--prm_reward_tokens", flag) for token in source.prm_reward_tokens)
     whole = "{}" if setup.input_template is not None and not chat else None  # the prompt is in its template already
-    encode = StepEncoder(own, placeholder, placeholder_id, whole, chat)
+    options = RowsConfig(input_template=whole, apply_chat_template=chat)
+    encode = StepEncoder(own, placeholder, placeholder_id, options)
 
     def render(prompt: Prompt, steps: list[str]) -> tuple[list[int], list[int]]:
         question: Any = prompt.messages or prompt.text

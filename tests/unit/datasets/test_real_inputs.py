@@ -28,7 +28,7 @@ def rows_of(source, split="train"):
 
 
 def whole_of(chat, tokenizer):
-    return render_whole(chat, tokenizer, input_template=None, apply_chat_template=True)
+    return render_whole(chat, tokenizer, RowsConfig(**WITH_CHAT)).token_ids
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_examples_are_prompt_response_eos(assets, name, chat):
     examples = load("sft", rows, tokenizer, columns, apply_chat_template=chat)
     assert len(examples) == 20
     for row, example in zip(rows, examples, strict=True):
-        _, prompt = render_prompt(row.row["question"], tokenizer, input_template=None, apply_chat_template=chat)
+        prompt = render_prompt(row.row["question"], tokenizer, RowsConfig(apply_chat_template=chat)).token_ids
         assert tokenizer.bos_token_id in (None, tokenizer.eos_token_id) or prompt.count(tokenizer.bos_token_id) <= 1
         assert example.token_ids[: len(prompt)] == prompt
         assert (example.loss_mask.index(True), example.token_ids[-1]) == (len(prompt), tokenizer.eos_token_id)
@@ -83,8 +83,8 @@ def test_sharegpt_chats_are_cut_where_generation_starts_and_pairs_are_whole(chat
         starts = [t for t in range(1, len(example.loss_mask)) if example.loss_mask[t] > example.loss_mask[t - 1]]
         answers = [n for n, turn in enumerate(chat) if turn["role"] == "assistant"]
         for n, start in zip(answers, starts, strict=True):
-            _, asked = render_prompt(chat[:n], chat_tokenizer, input_template=None, apply_chat_template=True)
-            assert example.token_ids[:start] == asked
+            asked = render_prompt(chat[:n], chat_tokenizer, RowsConfig(**WITH_CHAT))
+            assert example.token_ids[:start] == asked.token_ids
     pairs = load("pairs", rows[-60:], chat_tokenizer, **WITH_CHAT)
     assert len(pairs) == 60
     for row, pair in zip(rows[-60:], pairs, strict=True):

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from openppo.config import RowsConfig
 from openppo.datasets.templates import encode_start, render_prompt
 from openppo.datasets.turns import render_response
 from openppo.models.padding import MicroBatchSize
@@ -201,11 +202,11 @@ def test_real_tokenizers_end_a_finished_response_as_training_does_and_a_cut_one_
     name, end, chat, assets, make_tokenizer, make_trajectory
 ):
     real = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
-    how, asked, messages = {"input_template": None, "apply_chat_template": chat}, "ab", None
+    how, asked, messages = RowsConfig(apply_chat_template=chat), "ab", None
     if chat:
         asked = messages = CHAT
-    _, before = render_prompt(asked, real, **how)
-    example = render_response(asked, "cd", real, **how).token_ids
+    before = render_prompt(asked, real, how).token_ids
+    example = render_response(asked, "cd", real, how).token_ids
     stop = real.convert_tokens_to_ids(end) if chat else real.eos_token_id
     sampled = example[len(before) : example.index(stop, len(before)) + 1]
     assert policy_tokens(real, make_trajectory(before, sampled, messages=messages)) == example

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from openppo.config import ProcessConfig, RewardConfig, SupervisedConfig
+from openppo.config import ProcessConfig, RewardConfig, RowsConfig, SupervisedConfig
 from openppo.datasets import load_process_examples, number_rows, render_prompt
 from openppo.models.padding import MicroBatchSize, equal_batches
 from openppo.models.scalar_head import ProcessRewardModel
@@ -146,11 +146,11 @@ def built_scorer(judge, policy, prompts=(), template=None, **options):
 def test_scoring_reads_what_training_reads(judge, tmp_path, template, policy_chats, judge_chats, make_trajectory):
     own = PreTrainedTokenizerFast.from_pretrained(judge)
     policy = save_tokenizer(tmp_path / "policy", LETTERS[::-1], chat_template=CHAT.replace("[0]", "[:2]"))
-    text, ids = render_prompt(QUESTION, policy, input_template=template, apply_chat_template=policy_chats)
+    prompt = render_prompt(QUESTION, policy, RowsConfig(input_template=template, apply_chat_template=policy_chats))
     content = template.replace("{}", QUESTION) if template else QUESTION
     messages = [{"role": "user", "content": content}] if policy_chats else None
     written = [*policy("\n\n".join(STEPS_OF_TEXT))["input_ids"], policy.eos_token_id]
-    response = make_trajectory(ids, written, text=text, messages=messages)
+    response = make_trajectory(prompt.token_ids, written, text=prompt.text, messages=messages)
     scorer = built_scorer(judge, policy, [response.prompt], template, prm_apply_chat_template=judge_chats)
     assert isinstance(scorer, ProcessScorer)
     read = scorer.read(response)
@@ -159,7 +159,7 @@ def test_scoring_reads_what_training_reads(judge, tmp_path, template, policy_cha
     [example] = load_process_examples(rows, own, supervised, ProcessConfig(placeholder_token="#"))
     assert read.token_ids == example.token_ids
     assert read.places == [t for t, label in enumerate(example.labels) if label != -100]
-    assert read.ends == [len(ids) + end for end in (2, 11, 18)]
+    assert read.ends == [len(prompt.token_ids) + end for end in (2, 11, 18)]
     assert set(scorer.score([response])[0].rewards) == set()
 
 
