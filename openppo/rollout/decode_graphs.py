@@ -25,7 +25,7 @@ class DecodeGraphs:
 
     A graph always has the same shapes and addresses. So rows are rounded up to a power of two and columns to
     ``COLUMNS_TOGETHER``, what differs between steps is read from one small tensor, and the graphs are good for these
-    buffers and weights only: ``fit`` says whether ``cache`` still has them.
+    buffers and weights only: whoever makes others makes a new object.
     """
 
     model: Any
@@ -34,19 +34,14 @@ class DecodeGraphs:
     record: Recorder
 
     def __post_init__(self) -> None:
-        self._shape = self.cache.shape
         self._recorded: dict[tuple[int, int], tuple[Tensor, Forward]] = {}
-
-    def fit(self, cache: RowCache) -> bool:
-        """Whether ``cache`` is the one that was recorded with, its buffers where they were."""
-        return cache is self.cache and cache.shape == self._shape
 
     def __call__(self, last: Sequence[int]) -> Tensor:
         """Logits (rows, V) after the ids ``last``, one of each row; good until the next call."""
         self.cache.make_room()
         n_rows, column = len(last), self.cache.window.end
-        rows = min(1 << (n_rows - 1).bit_length(), self._shape[0])
-        columns = min(-(-(column + 1) // COLUMNS_TOGETHER) * COLUMNS_TOGETHER, self._shape[1])
+        rows = min(1 << (n_rows - 1).bit_length(), self.cache.shape[0])
+        columns = min(-(-(column + 1) // COLUMNS_TOGETHER) * COLUMNS_TOGETHER, self.cache.shape[1])
         idle = [(0, column, column)] * (rows - n_rows)  # rows that see themselves alone: nothing else is theirs
         steps = [*((token, start, column) for token, start in zip(last, self.cache.starts, strict=True)), *idle]
         if (rows, columns) in self._recorded:

@@ -43,7 +43,7 @@ class HFEngine(Engine):
     """``Engine`` over a causal language model of transformers.
 
     Up to ``max_batch_size`` requests are decoded together (None: 64 on a CPU, on a GPU 256 or what ``rows_that_fit``
-    when the engine wakes). Waiting requests take the places of those that have ended; equal prompts are read once. A
+    when decoding begins). Waiting requests take the places of those that have ended; equal prompts are read once. A
     sampled id in ``eos_token_ids`` ends a response and belongs to it. ``pad_token_id`` only fills unused places, so it
     may equal EOS.
 
@@ -74,7 +74,6 @@ class HFEngine(Engine):
         self.any_rank_busy = any_rank_busy
         self.new_recorder = new_recorder
         self._sizes_itself = max_batch_size is None
-        self._free: int | None = None  # bytes when the engine woke up; None: nothing but max_batch_size limits rows
         self._filling = False
         self._rows = self.max_batch_size
         self._waiting: list[_Request] = []
@@ -111,7 +110,6 @@ class HFEngine(Engine):
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
         with weights.gathered(in_lockstep=self.any_rank_busy is not None), _attention_of_padded_rows(self.model):
-            self._free = free_memory(self._device) if self._sizes_itself else None
             try:
                 yield
             finally:
@@ -133,10 +131,10 @@ class HFEngine(Engine):
         """Waiting requests whose prompts are read next; none if too little room is free."""
         if self._cache is None:
             self._rows = self.max_batch_size
-            if self._free is not None and self._waiting:
+            if self._sizes_itself and self._waiting and (free := free_memory(self._device)) is not None:
                 columns = _longest(self._waiting) + SLACK_COLUMNS
                 row = columns * cache_elements(self.model.config) * self.model.dtype.itemsize
-                self._rows = rows_that_fit(self._free, row, self.max_batch_size)
+                self._rows = rows_that_fit(free, row, self.max_batch_size)
         free = self._rows - len(self._running)
         enough = 1 if self._filling else max(1, _ROOM_TO_REFILL * self._rows)
         self._filling = free >= min(len(self._waiting), enough) > 0
@@ -159,9 +157,10 @@ class HFEngine(Engine):
     def _prefill(self, requests: list[_Request]) -> None:
         """One forward over the prompts of the first waiting ``requests``, padded on the left."""
         if self._cache is None:
-            self._cache = RowCache(self.model.config.get_text_config().num_hidden_layers, self._rows)
+            self._cache = RowCache(self.model.config.get_text_config().num_hidden_layers)
         everyone = self._running + self._waiting
-        self._cache.reserve(min(self._rows, len(everyone)), _longest(everyone))
+        if self._cache.reserve(min(self._rows, len(everyone)), _longest(everyone)):
+            self._graphs = None
         del self._waiting[: len(requests)]
         prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
         width = max(map(len, prompts))
@@ -181,7 +180,7 @@ class HFEngine(Engine):
         assert self._cache is not None
         last = [request.token_ids[-1] for request in self._running]
         if self.new_recorder is not None:
-            if self._graphs is None or not self._graphs.fit(self._cache):
+            if self._graphs is None:
                 self._graphs = DecodeGraphs(self.model, self._cache, self._device, self.new_recorder())
             logits = self._graphs(last)
         else:

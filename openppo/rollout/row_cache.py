@@ -99,29 +99,27 @@ def check_cache(config: PreTrainedConfig) -> None:
 class RowCache(Cache):
     """Keys and values of the rows that are decoded; ``reserve`` says how many and how long they may become.
 
-    There are never more than ``most_rows``. ``shape`` are the rows and columns there is room for, ``starts`` the first
-    column of each row.
+    ``shape`` are the rows and columns there is room for, ``starts`` the first column of each row.
     """
 
     layers: list[Any]
 
-    def __init__(self, n_layers: int, most_rows: int) -> None:
-        self.most_rows = most_rows
+    def __init__(self, n_layers: int) -> None:
         self.window = _Window()
         super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
         self.shape = (0, 0)
         self.starts: list[int] = []
 
-    def reserve(self, max_rows: int, max_length: int) -> None:
-        """Make room for so many rows of so many tokens; what is there stays."""
+    def reserve(self, max_rows: int, max_length: int) -> bool:
+        """Make room for so many rows of so many tokens; what is there stays. Returns whether that took new buffers."""
         rows, columns = self.shape
-        if max_rows > rows or max_length >= columns:
-            if rows > 0:  # requests come while others run: they will again
-                max_rows = max(max_rows, min(2 * rows, 4 * max_rows, self.most_rows))
-            self.shape = (max(max_rows, rows), max(max_length + SLACK_COLUMNS, columns))
-            for layer in self.layers:
-                if layer.is_initialized:
-                    layer.keys, layer.values = self._larger(layer.keys), self._larger(layer.values)
+        if max_rows <= rows and max_length < columns:
+            return False
+        self.shape = (max(max_rows, rows), max(max_length + SLACK_COLUMNS, columns))
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = self._larger(layer.keys), self._larger(layer.values)
+        return True
 
     def enter(self, prompts: DynamicCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Add rows: copies of ``rows`` of ``prompts``, of which the last ``lengths`` tokens are real."""

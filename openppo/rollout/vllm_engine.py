@@ -6,12 +6,12 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from openppo.config import TrainPPOConfig
 from openppo.rollout.engine import Engine, WeightSource
 from openppo.rollout.sampling import completed_stop
 from openppo.types import Completion, FinishReason, SamplingParams, StopCheck
@@ -26,35 +26,21 @@ def check_vllm() -> None:
         )
 
 
-@dataclass(frozen=True)
-class VLLMOptions:
-    """How vLLM is started. ``max_tokens`` of a prompt with its response; ``memory_share`` of the device.
-
-    ``max_rows`` are decoded together at most (None: vLLM's own default).
-    """
-
-    bf16: bool
-    max_tokens: int
-    memory_share: float
-    seed: int = 42
-    trust_remote_code: bool = False
-    max_rows: int | None = None
-
-
 class VLLMEngine(Engine):
     """``Engine`` over a copy of the policy in vLLM, one for each rank: ranks need no company while they decode.
 
-    ``name`` is a folder or hub name with the config of the policy; its weights are not read. Weights come through
-    ``with_weights`` only, so requests are submitted and decoded inside it. Outside it the copy takes no GPU memory. A
-    sampled id in ``eos_token_ids`` ends a response and belongs to it. Each request has a random stream of its own, but
-    vLLM's arithmetic may depend on the batch, and with it the last digits of probabilities. All ranks make their
-    engines together, in a process group that has begun.
+    ``name`` is a folder or hub name with the config of the policy; its weights are not read. A prompt and its response
+    have ``max_tokens`` at most. Weights come through ``with_weights`` only, so requests are submitted and decoded
+    inside it. Outside it the copy takes no GPU memory. A sampled id in ``eos_token_ids`` ends a response and belongs
+    to it. Each request has a random stream of its own, but vLLM's arithmetic may depend on the batch, and with it the
+    last digits of probabilities. All ranks make their engines together, in a process group that has begun.
     """
 
     def __init__(
         self,
         name: str,
-        options: VLLMOptions,
+        config: TrainPPOConfig,
+        max_tokens: int,
         eos_token_ids: Sequence[int],
         show_progress: bool = False,
         stop: StopCheck | None = None,
@@ -62,11 +48,11 @@ class VLLMEngine(Engine):
         super().__init__(show_progress, stop)
         check_vllm()
         self.eos_token_ids = sorted(eos_token_ids)
-        self.max_tokens = options.max_tokens
+        self.max_tokens = max_tokens
         self._sleeps = torch.cuda.is_available()  # vLLM's sleep mode is one of its CUDA allocator
         self._awake = False
         self._under_way: dict[str, SamplingParams] = {}
-        self._llm = _start(name, options, self._sleeps)
+        self._llm = _start(name, config, max_tokens, self._sleeps)
         if self._sleeps:
             self._llm.sleep(level=2)
 
@@ -154,34 +140,35 @@ class VLLMEngine(Engine):
         )
 
 
-def _start(name: str, options: VLLMOptions, sleeps: bool) -> Any:
+def _start(name: str, config: TrainPPOConfig, max_tokens: int, sleeps: bool) -> Any:
     """An ``LLM`` in this process and process group. ``ValueError`` for what vLLM finds wrong with model and options."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before the import, like all of these
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM
 
+    memory_share = config.generation.vllm_gpu_memory_utilization
     arguments: dict[str, Any] = {
-        "dtype": "bfloat16" if options.bf16 else "float32",
+        "dtype": "bfloat16" if config.deepspeed.bf16 else "float32",
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "trust_remote_code": options.trust_remote_code,
-        "max_model_len": options.max_tokens,
-        "gpu_memory_utilization": options.memory_share,
-        "seed": options.seed,
+        "trust_remote_code": config.model.trust_remote_code,
+        "max_model_len": max_tokens,
+        "gpu_memory_utilization": memory_share,
+        "seed": config.deepspeed.seed,
         "distributed_executor_backend": "external_launcher",  # takes the process group that is there
         "generation_config": "vllm",  # not the model's: OpenPPO's options are all that counts
         "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
         "enforce_eager": not torch.cuda.is_available(),  # without CUDA graphs compiling gains little
         "enable_sleep_mode": sleeps,
-        "max_num_seqs": options.max_rows,
+        "max_num_seqs": config.generation.max_num_seqs,  # None: vLLM's own default
     }
     try:
-        with _same_threads(), _rank_in_environment():
+        with _leaving_the_process_alone():
             llm = LLM(model=name, **arguments)
     except ValueError as error:
         raise ValueError(
-            f"--rollout_engine vllm with --vllm_gpu_memory_utilization {options.memory_share}: vLLM cannot start on "
+            f"--rollout_engine vllm with --vllm_gpu_memory_utilization {memory_share}: vLLM cannot start on "
             f"{name}: {error}"
         ) from error
     for value in vars(llm.llm_engine.engine_core).values():
@@ -192,24 +179,15 @@ def _start(name: str, options: VLLMOptions, sleeps: bool) -> Any:
 
 
 @contextmanager
-def _rank_in_environment() -> Iterator[None]:
-    """vLLM asks it of torchrun's variable, which a process that nobody launched has not."""
-    launched = "RANK" in os.environ
+def _leaving_the_process_alone() -> Iterator[None]:
+    """vLLM reads torchrun's ``RANK``, if need be from here, and sets torch's number of threads, on a CPU for good."""
+    set_threads, n_threads, launched = torch.set_num_threads, torch.get_num_threads(), "RANK" in os.environ
     os.environ.setdefault("RANK", str(torch.distributed.get_rank()))
     try:
         yield
     finally:
         if not launched:
             del os.environ["RANK"]
-
-
-@contextmanager
-def _same_threads() -> Iterator[None]:
-    """vLLM sets torch's number of threads, on a CPU for good; the trainer keeps its own."""
-    set_threads, n_threads = torch.set_num_threads, torch.get_num_threads()
-    try:
-        yield
-    finally:
         torch.set_num_threads = set_threads
         torch.set_num_threads(n_threads)
 

@@ -20,7 +20,7 @@ from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.sampling import decoder
-from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions
+from openppo.rollout.vllm_engine import VLLMEngine
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
@@ -192,21 +192,14 @@ def _engine(
 ) -> Engine:
     """Samples with the actor's own module, or a copy of it in vLLM; checked with ``--engine_check on``."""
     policy: Any = actor.module.model
-    eos, generation, model = eos_token_ids(policy, tokenizer), config.generation, config.model
+    eos, generation = eos_token_ids(policy, tokenizer), config.generation
     common: dict[str, Any] = {"show_progress": strategy.is_main, "stop": stop}
     engine: VLLMEngine | HFEngine
     checked: dict[str, Engine]
     if generation.rollout_engine == "vllm":
         longest = max(config.data.prompt_max_len + generation.generate_max_len, LONGEST)
-        options = VLLMOptions(
-            bf16=config.deepspeed.bf16,
-            max_tokens=min(longest, context_length(actor_config) or longest),
-            memory_share=generation.vllm_gpu_memory_utilization,
-            seed=config.deepspeed.seed,
-            trust_remote_code=model.trust_remote_code,
-            max_rows=generation.max_num_seqs,
-        )
-        engine = VLLMEngine(base_model_of(model.pretrain), options, eos, **common)
+        max_tokens = min(longest, context_length(actor_config) or longest)
+        engine = VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
         checked = {"": engine}
     else:
         together = None if strategy.fits_gathered(actor, config.ppo.offload_idle) else strategy.any_rank

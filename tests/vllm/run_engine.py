@@ -12,12 +12,18 @@ from pathlib import Path
 
 import torch
 
+from openppo.config import DeepSpeedConfig, GenerationConfig, PPOModelConfig, TrainPPOConfig
 from openppo.models import Actor
-from openppo.rollout.vllm_engine import VLLMEngine, VLLMOptions
+from openppo.rollout.vllm_engine import VLLMEngine
 from openppo.strategy.comm import init_process_group
 from openppo.strategy.trainable_model import merged_weights
 from openppo.types import Interrupted, SamplingParams
 
+CONFIG = TrainPPOConfig(
+    PPOModelConfig("unread"),
+    deepspeed=DeepSpeedConfig(bf16=False),
+    generation=GenerationConfig(vllm_gpu_memory_utilization=0.1),
+)
 EOS = [1, 6]
 PROMPTS = [[3, 4, 5], [7], [8, 8, 3, 9, 10, 4], [5, 3], [9, 9, 9], [4, 10, 7, 3]]
 LONG_PROMPT = [3 + i % 8 for i in range(140)]  # longer than a block of vLLM's cache, which is kept by its tokens
@@ -62,7 +68,7 @@ class StopsAfter:
 
 def engine_of(folder, stop=None, max_tokens=200):
     """An engine that has no weights yet."""
-    return VLLMEngine(str(folder), VLLMOptions(bf16=False, max_tokens=max_tokens, memory_share=0.1), EOS, stop=stop)
+    return VLLMEngine(str(folder), CONFIG, max_tokens, EOS, stop=stop)
 
 
 def plain(completions):

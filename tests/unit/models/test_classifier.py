@@ -152,7 +152,7 @@ def test_parameters_and_cache_are_those_of_the_model(config: PreTrainedConfig) -
     assert config.to_dict() == before
     real = AutoModelForCausalLM.from_config(config)
     assert (size.n_parameters, size.vocabulary) == (sum(p.numel() for p in real.parameters()), 96)
-    cache, prompts = RowCache(2, 64), DynamicCache()
+    cache, prompts = RowCache(2), DynamicCache()
     real(torch.zeros(3, 10, dtype=torch.int64), past_key_values=prompts, use_cache=True)
     cache.reserve(3, 20)
     cache.enter(prompts, range(3), [10] * 3)
