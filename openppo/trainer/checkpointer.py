@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from openppo.config import TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
@@ -40,8 +39,7 @@ logger = logging.getLogger("openppo")
 
 WriteModel = Callable[[Path], None]
 _STATE, _RANDOM = "state.json", "random.safetensors"
-_SLACK_BYTES = 16 * 2**20
-"""For what is small: random numbers, the trainer's state."""
+_SLACK_BYTES = 16 * 2**20  # for what is small: random numbers, the trainer's state
 
 
 def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
@@ -54,14 +52,12 @@ def stopped(signal: str, step: int, total: int, checkpoint: Path) -> str:
 
 @contextmanager
 def ensure_checkpoint_on_save_error(
-    checkpointer: Checkpointer | None, step: int, save_checkpoint: Callable[[], Path]
+    checkpointer: Checkpointer, step: int, save_checkpoint: Callable[[], Path]
 ) -> Iterator[None]:
     """If the block fails to save the model (on all ranks), name a checkpoint of ``step``, written now if need be."""
     try:
         yield
     except OSError as error:
-        if checkpointer is None:
-            raise
         last = checkpointer.last
         kept = last[1] if last is not None and last[0] == step else save_checkpoint()
         raise OSError(
@@ -194,7 +190,13 @@ class Checkpointer:
         self.best = None if changed else self.state["best"]
         if changed and self.options.keep_best is not None:
             logger.warning("the best model is looked for anew: --%s changed", ", --".join(changed))
-        self._load_random(load_file(self.found / _RANDOM))
+        prefix = f"{self.comm.rank}/"
+        randoms = load_file(self.found / _RANDOM).items()
+        if mine := {name.removeprefix(prefix): each for name, each in randoms if name.startswith(prefix)}:
+            set_random_state(mine)
+        else:  # a rank that was not there: a stream of its own, not the one that it would have begun with
+            seed = self.strategy.config.seed + 1 + self.comm.rank + 1_000_003 * self.state["step"]
+            self.strategy.seed_everything(seed)
         self.last = int(self.state["step"]), self.found
         logger.info("resuming from %s", self.found)
         return dict(self.state["trainer"])
@@ -213,15 +215,6 @@ class Checkpointer:
         self.folder.save_best(step, write_model)
         self.best = value  # now: a signal while it was written must not leave the score without its model
         logger.info("the best model so far, %s %.4g at step %d, is kept in %s", name, value, step, self.folder.folder)
-
-    def _load_random(self, tensors: dict[str, Tensor]) -> None:
-        prefix = f"{self.comm.rank}/"
-        mine = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        if mine:
-            set_random_state(mine)
-        else:  # a rank that was not there: a stream of its own, not the one that it would have begun with
-            seed = self.strategy.config.seed + 1 + self.comm.rank + 1_000_003 * self.state["step"]
-            self.strategy.seed_everything(seed)
 
 
 def _as_text(value: object) -> str:

@@ -25,17 +25,12 @@ from openppo.types import Prompt, StopCheck
 class TrainState:
     """How far a run has come."""
 
-    has_begun: bool = False
-    """The evaluation before training, if any, is done."""
-    global_step: int = 0
-    """Global steps done."""
+    has_begun: bool = False  # the evaluation before training, if any, is done
+    global_step: int = 0  # global steps done
     ended_episodes: int = 0
-    policy_version: int = 0
-    """Optimizer steps of the actor, skipped ones included."""
-    document_batches: int = 0
-    """Batches of --pretrain_data trained on."""
-    unreported: dict[str, float] | None = None
-    """Metrics of the last step while its report, which may evaluate, is not complete."""
+    policy_version: int = 0  # optimizer steps of the actor, skipped ones included
+    document_batches: int = 0  # batches of --pretrain_data trained on
+    unreported: dict[str, float] | None = None  # metrics of the last step while its report is not complete
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, TrainRMConfig, flat_dict
+from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.remedies import remedies
 from openppo.experience.maker import forward_size
@@ -241,7 +241,7 @@ def _generation(
 
 
 def log_ppo_memory(config: TrainPPOConfig, data: PPOData, strategy: DeepspeedStrategy) -> Estimate | None:
-    """Estimate a train_ppo run and ``_log`` it; without prompts as if they had ``--prompt_max_len`` tokens."""
+    """``log_memory`` of a train_ppo run; without prompts as if they had ``--prompt_max_len`` tokens."""
     model, rewards = config.model, config.rewards
     reference = model.ref_pretrain or (model.pretrain if config.lora.lora_rank == 0 else None)
     models = {
@@ -255,19 +255,10 @@ def log_ppo_memory(config: TrainPPOConfig, data: PPOData, strategy: DeepspeedStr
     documents = [len(document.token_ids) for document in data.documents]
     document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
     lengths = Lengths(min(prompts), max(prompts), document)
-    return _log(partial(estimate_ppo, config, lengths), models, config, strategy)
+    return log_memory(partial(estimate_ppo, config, lengths), models, config, strategy)
 
 
-def log_supervised_memory(
-    config: SupervisedCommand, longest: int, rows: int, scored: int, strategy: DeepspeedStrategy
-) -> Estimate | None:
-    """Estimate a supervised run, whose examples have ``rows`` and at most ``scored`` logits, and ``_log`` it."""
-    role = "reward model" if isinstance(config, TrainRMConfig) else "model"
-    models, estimate = {role: ("--pretrain", config.supervised.pretrain)}, partial(estimate_supervised, config)
-    return _log(partial(estimate, longest, rows, scored), models, config, strategy)
-
-
-def _log(
+def log_memory(
     estimate_of: Callable[[dict[str, ModelSize], Machine], Estimate],
     models: Mapping[str, tuple[str, str | None]],
     config: TrainPPOConfig | SupervisedCommand,

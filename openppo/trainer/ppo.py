@@ -185,18 +185,14 @@ class PPOTrainer:
                 self._mark()
                 self.components.stop()
                 if (trajectories := next(source, None)) is None:
-                    self._end_early()
+                    logger.info("no more trajectories after %d of %d steps", self.global_step, self.total_steps)
+                    if evaluated := self.evaluate():  # as after the last step
+                        self.components.trackers.log(self.global_step, evaluated)
+                    if self.components.checkpointer.due(self.global_step, True):
+                        self.save_checkpoint()
                     return
                 yield trajectories
                 bar.update(total=self.total_steps)  # dynamic sampling may have used up prompts of later steps
-
-    def _end_early(self) -> None:
-        """Where trajectories end before the planned steps: evaluate and save a checkpoint, as after the last one."""
-        logger.info("no more trajectories after %d of %d steps", self.global_step, self.total_steps)
-        if evaluated := self.evaluate():
-            self.components.trackers.log(self.global_step, evaluated)
-        if self.components.checkpointer.due(self.global_step, True):
-            self.save_checkpoint()
 
     @contextmanager
     def _session(self) -> Iterator[None]:

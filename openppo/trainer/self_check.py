@@ -79,16 +79,10 @@ class _Sample:
         self.scored: list[int] = self.score.nonzero()[:, 0].tolist()
 
     def summary(self) -> str:
-        """Places of actions, EOS and score in words; tokens count from 0."""
+        """How many tokens are trained on, how the sample ended, and its raw reward."""
+        end = "cut by --generate_max_len" if self.truncated else "ended by itself"
         n = int(self.attended.sum())
-        if not self.actions:
-            return f"{n} tokens, none of them trained on"
-        first, last = self.actions[0], self.actions[-1]
-        end = "cut by --generate_max_len, no EOS" if self.truncated else f"EOS at {last}, trained on"
-        at = ", ".join(f"{self.score[i]:.4g} at {i}" for i in self.scored[:3]) or "0"
-        more = f" and {len(self.scored) - 3} more" if len(self.scored) > 3 else ""
-        trained = f"{len(self.actions)} of {n} tokens are trained on, {first} to {last}"
-        return f"{trained}; {end}\nearned {self.reward:.4g}; in the rewards beside the KL penalty: {at}{more}"
+        return f"{len(self.actions)} of {n} tokens are trained on; {end}; earned {self.reward:.4g}"
 
     def faults(self, one_score: bool) -> list[str]:
         """Claims that hold for any experience and not for this one; none of a sample left out of training."""

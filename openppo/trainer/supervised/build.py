@@ -18,7 +18,7 @@ from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.signals import SignalStop
 from openppo.trainer.checkpointer import Checkpointer
-from openppo.trainer.memory import log_supervised_memory
+from openppo.trainer.memory import estimate_supervised, log_memory
 from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
 from openppo.trainer.startup import check_options, load_policy_tokenizer, start_trackers, tokenizing
 from openppo.trainer.summary import log_supervised_start
@@ -65,7 +65,9 @@ def _build(
         )
     check_token_ids(model_config, f"--pretrain {name}", tokenizer, rows)
     most_scored = max(map(trainer_class.n_scored, (*train, *held_out)))
-    estimate = log_supervised_memory(config, longest, len(trainer_class.rows_of(train[0])), most_scored, strategy)
+    role = "reward model" if isinstance(config, TrainRMConfig) else "model"
+    estimated = partial(estimate_supervised, config, longest, len(trainer_class.rows_of(train[0])), most_scored)
+    estimate = log_memory(estimated, {role: ("--pretrain", name)}, config, strategy)
     contents = {"--pretrain": model_fingerprint(name), "--dataset": examples_fingerprint(train)}
     checkpointer = Checkpointer(config, strategy, trainer_class.kind, contents)
     n_steps = total_optimizer_steps(config, len(train))
