@@ -11,11 +11,9 @@ if TYPE_CHECKING:
     from openppo.datasets.process import ProcessExample as ProcessExample, StepEncoder as StepEncoder
     from openppo.datasets.process import load_process_examples as load_process_examples
     from openppo.datasets.process import single_token_id as single_token_id
-    from openppo.datasets.row_formats import RowFields as RowFields, RowReader as RowReader
     from openppo.datasets.sampler import BatchSampler as BatchSampler, cyclic_batches as cyclic_batches, shard as shard
-    from openppo.datasets.sources import Row as Row, ShowRows as ShowRows, SourceRow as SourceRow
-    from openppo.datasets.sources import load_mixed_rows as load_mixed_rows, load_rows as load_rows
-    from openppo.datasets.sources import number_rows as number_rows, require_column as require_column
+    from openppo.datasets.sources import ShowRows as ShowRows, load_mixed_rows as load_mixed_rows
+    from openppo.datasets.sources import number_rows as number_rows
     from openppo.datasets.templates import TokenExample as TokenExample
     from openppo.datasets.templates import render_prompt as render_prompt
     from openppo.datasets.turns import render_response as render_response, render_whole as render_whole

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from openppo.config import PreferenceConfig, RowsConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.data import PromptDataConfig
 from openppo.datasets.row_formats import Keys, RowFields, RowReader
-from openppo.datasets.sources import ShowRows, SourceRow, naming_row, require_column
+from openppo.datasets.sources import Row, ShowRows, SourceRow, naming_row, value_of
 from openppo.datasets.templates import (
     TokenExample,
     as_messages,
@@ -45,11 +45,9 @@ def load_prompts(
     """
     keys = None if options.input_key is None else {"prompt": (options.input_key, "--input_key")}
     reader = RowReader(rows, "prompts", options, keys)
-    if options.label_key is not None:
-        require_column(rows, options.label_key, "--label_key")
 
     def render(fields: RowFields, row: SourceRow) -> Prompt:
-        label = fields.label if options.label_key is None else row.row[options.label_key]
+        label = fields.label if options.label_key is None else value_of(row.row, options.label_key, "--label_key")
         prompt = render_prompt(fields.prompt, tokenizer, options)
         return replace(prompt, label=label, row=row.row, source=row.source, index=row.number - 1)
 
@@ -109,10 +107,9 @@ def load_documents(
             examples.append(all_targets(ids[:max_len]))
     if not examples:
         raise ValueError(f"{flag}: every text is empty. Name another column with --pretrain_key.")
-    if len(examples) < len(rows):
-        logger.info("%s: %d of %d documents are empty and left out.", flag, len(rows) - len(examples), len(rows))
-    if n_cut:
-        logger.info("%s: %d of %d documents are cut at %d tokens.", flag, n_cut, len(examples), max_len)
+    if (n_empty := len(rows) - len(examples)) or n_cut:
+        of = len(rows)
+        logger.info("%s: of %d documents %d are empty, %d are cut at %d tokens", flag, of, n_empty, n_cut, max_len)
     return examples
 
 
@@ -147,8 +144,6 @@ def load_preferences(
     if data.prompt_key is not None:
         named, keys = True, {"prompt": (data.prompt_key, "--prompt_key"), **keys}
     reader = RowReader(rows, "pairs", supervised, keys if named else None)  # a default does not count
-    if data.margin_key is not None:
-        require_column(rows, data.margin_key, "--margin_key")
 
     def render(fields: RowFields, row: SourceRow) -> PreferenceExample:
         column = next((name for name in (data.prompt_key, "prompt", "question") if name in row.row), None)
@@ -156,16 +151,12 @@ def load_preferences(
             raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
         sides = (fields.chosen, data.chosen_key), (fields.rejected, data.rejected_key)
         chosen, rejected = (_render_side(fields.prompt, side, tokenizer, supervised, key) for side, key in sides)
-        margin = 0.0 if data.margin_key is None else _as_margin(row.row[data.margin_key], data.margin_key)
+        margin = 0.0 if data.margin_key is None else _margin(row.row, data.margin_key)
         return PreferenceExample(chosen, rejected, margin)
 
-    examples = reader.examples(
+    return reader.examples(
         render, ("--max_len", supervised.max_len), show, lambda pair: max(len(pair.chosen_ids), len(pair.rejected_ids))
     )
-    if n_equal := sum(pair.chosen_ids == pair.rejected_ids for pair in examples):
-        flag, of = rows[0].flag, len(rows)
-        logger.info("%s: in %d of %d pairs both sides are the same, which teaches nothing", flag, n_equal, of)
-    return examples
 
 
 def _render_side(
@@ -184,7 +175,8 @@ def _render_side(
         raise ValueError(f"column {column!r}{of_both}: {error}") from error
 
 
-def _as_margin(value: object, key: str) -> float:
+def _margin(row: Row, key: str) -> float:
+    value = value_of(row, key, "--margin_key")
     with suppress(ValueError, OverflowError):
         if isinstance(value, (int, float, str)) and not isinstance(value, bool) and math.isfinite(float(value)):
             return float(value)

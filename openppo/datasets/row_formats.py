@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from openppo.config.data import RowsConfig
-from openppo.datasets.sources import Row, ShowRows, SourceRow, naming_row, require_column
-from openppo.datasets.templates import Message, as_messages, as_text, same_turn, shortened
-from openppo.datasets.turns import common_length
+from openppo.datasets.sources import Row, ShowRows, SourceRow, naming_row, value_of
+from openppo.datasets.templates import Message, as_messages, as_text, shortened
+from openppo.datasets.turns import shared_start
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ def _preference(row: Row, chat: bool) -> RowFields:
 def _divided(chosen: list[Message], rejected: list[Message]) -> RowFields:
     """The prompt is the shared turns at the start, such that the assistant follows in both."""
     n, end = 0, min(len(chosen), len(rejected)) - 1
-    while n < end and same_turn(chosen[n], rejected[n]):
+    while n < end and all(chosen[n].get(key) == rejected[n].get(key) for key in ("role", "content", "tool_calls")):
         n += 1
     while n > 0 and not chosen[n]["role"] == rejected[n]["role"] == "assistant":
         n -= 1
@@ -157,7 +157,7 @@ def _is_transcript(row: Row) -> bool:
 def _hh(row: Row, chat: bool) -> RowFields:
     """The prompt ends with the last "Assistant:" before the transcripts part."""
     chosen, rejected = as_text(row["chosen"]), as_text(row["rejected"])
-    asked, answer, _ = chosen[: common_length(chosen, rejected)].rpartition(HH_ANSWER)
+    asked, answer, _ = shared_start(chosen, rejected).rpartition(HH_ANSWER)
     if chat:
         prompt, *sides = map(_turns_of_transcript, (asked, chosen[len(asked) :], rejected[len(asked) :]))
         return RowFields(prompt or None, sides[0], *sides)
@@ -222,24 +222,33 @@ KEY_FLAGS: Mapping[Task, str] = {
 
 
 class RowReader:
-    """Reads the rows of one data flag; all rows of one source have the format of its first row.
+    """Reads the rows of one data flag: from columns ``keys``, or in the format of the first row of their source.
 
-    With ``keys`` all rows are plain; else ``options`` name their format, or 'auto' recognizes it. The format and its
-    columns are logged once for each source. Raises ``ValueError`` naming the flag and the columns if none fits.
+    ``options`` name the format, or 'auto' recognizes it; it is logged once for each source, with its columns. Raises
+    ``ValueError`` naming the flag and the columns if none fits.
     """
 
     def __init__(self, rows: Sequence[SourceRow], task: Task, options: RowsConfig, keys: Keys | None = None) -> None:
-        self.rows, self.task, self.chat = rows, task, options.apply_chat_template
-        candidates = _candidates(task, options.data_format, keys or {})
-        for key, flag in (keys or {}).values():
-            require_column(rows, key, flag)
+        self.rows, self.task, self.chat, self.keys = rows, task, options.apply_chat_template, keys or {}
         self.formats: dict[str, RowFormat] = {}
-        for row in rows:
-            if row.source not in self.formats:
-                self.formats[row.source] = self._recognize(row, candidates)
+        named = options.data_format
+        if self.keys and named not in ("auto", "plain"):
+            flags = " and ".join(flag for _, flag in self.keys.values())
+            raise ValueError(f"--data_format {named} knows its columns, and {flags} names others: leave one out.")
+        if not self.keys:
+            possible = [found for found in ROW_FORMATS if task in found.needs]
+            candidates = [found for found in possible if named in ("auto", found.name)]
+            if not candidates:
+                others = ", ".join(sorted({found.name for found in possible}))
+                raise ValueError(f"--data_format {named} is not for this command: use {others}.")
+            for row in rows:
+                if row.source not in self.formats:
+                    self.formats[row.source] = self._recognize(row, candidates)
 
     def read(self, row: SourceRow) -> RowFields:
         """The fields of ``row``. Raises ``ValueError`` for malformed values and missing columns."""
+        if self.keys:
+            return RowFields(**{part: value_of(row.row, key, flag) for part, (key, flag) in self.keys.items()})
         row_format = self.formats[row.source]
         if not row_format.columns_of(row.row, self.task):
             raise ValueError(
@@ -290,21 +299,3 @@ class RowReader:
     def _remedy(self, row: SourceRow) -> str:
         others = "" if self.task == "documents" else ", or the format with --data_format"
         return f"Its columns are {', '.join(map(str, row.row))}: name them with {KEY_FLAGS[self.task]}{others}"
-
-
-def _candidates(task: Task, data_format: str, keys: Keys) -> list[RowFormat]:
-    """The formats that rows may have, or the one of the user's ``keys``."""
-    if keys and data_format not in ("auto", "plain"):
-        flags = " and ".join(flag for _, flag in keys.values())
-        raise ValueError(f"--data_format {data_format} knows its columns, and {flags} names others: leave one out.")
-    if keys:
-        needs: dict[Task, Columns] = {task: tuple((key,) for key, _ in keys.values())}
-        return [
-            RowFormat("plain", needs, lambda row, _: RowFields(**{part: row[key] for part, (key, _) in keys.items()}))
-        ]
-    possible = [found for found in ROW_FORMATS if task in found.needs]
-    named = [found for found in possible if data_format in ("auto", found.name)]
-    if not named:
-        others = ", ".join(sorted({found.name for found in possible}))
-        raise ValueError(f"--data_format {data_format} is not for this command: use {others}.")
-    return named

@@ -101,20 +101,15 @@ def load_mixed_rows(
                 raise ValueError(f"{where} must give one row or more, each a dict of its columns.")
             loaded.append(number_rows(made, source, flag))
     shares = [share for _, share in pairs if share is not None]
-    rows = _interleave(loaded, shares, seed) if shares else list(chain.from_iterable(loaded))
-    n_different = len({hash(repr(row.row)) for row in rows})  # hashes, so that no second copy is in memory
-    if n_different < len(rows):
-        logger.info("%s: %d of %d rows are copies of others; they are kept", flag, len(rows) - n_different, len(rows))
-    return rows
+    return _interleave(loaded, shares, seed) if shares else list(chain.from_iterable(loaded))
 
 
-def require_column(rows: Sequence[SourceRow], key: str, flag: str) -> None:
-    """Raise ``ValueError`` if any row lacks column ``key``, which ``flag`` names."""
-    for row in rows:
-        if key not in row.row:
-            with naming_row(row):
-                columns = ", ".join(map(str, row.row))
-                raise ValueError(f"no column {key!r}. Its columns are {columns}: name one of them with {flag}.")
+def value_of(row: Row, key: str, flag: str) -> Any:
+    """The value in column ``key``, which ``flag`` names, or ``ValueError``."""
+    if key not in row:
+        columns = ", ".join(map(str, row))
+        raise ValueError(f"no column {key!r}. Its columns are {columns}: name one of them with {flag}.")
+    return row[key]
 
 
 @contextmanager

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 """One turn of a chat: "role" and "content", texts; "content" is None only with "tool_calls"."""
-_TRAINED_PARTS = ("content", "reasoning_content", "reasoning", "thinking")
-"""Keys of what an assistant says in data."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +104,10 @@ def _function(call: object) -> dict[str, Any]:
     return function if isinstance(function, dict) else {}
 
 
-def same_turn(a: Message, b: Message) -> bool:
-    """Whether role, content and tool calls are equal."""
-    return all(a.get(part) == b.get(part) for part in ("role", "content", "tool_calls"))
-
-
 def require_whole(message: Message, number: int, rendered: str) -> None:
     """Refuse a rendering that lacks content, reasoning or a called tool of ``message``; blanks do not count."""
-    parts = [part for name in _TRAINED_PARTS if isinstance(part := message.get(name), str)]
+    said = (message.get(name) for name in ("content", "reasoning_content", "reasoning", "thinking"))
+    parts = [part for part in said if isinstance(part, str)]
     parts += [_function(call)["name"] for call in message.get("tool_calls") or []]
     squeezed = "".join(rendered.split())
     for text in parts:

@@ -7,6 +7,7 @@ for any chat template that puts the text of a turn in one place.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from openppo.config import RowsConfig
@@ -80,7 +81,7 @@ def _render_turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase, f
     for i, (start, end) in zip(chosen, spans, strict=True):
         before = messages[:i]
         asked, closed = (render_chat(before, tokenizer, for_generation=g) if before else "" for g in (True, False))
-        opened = len(asked) - common_length(asked, closed)  # the generation prompt, which may hold "<think>"
+        opened = len(asked) - len(shared_start(asked, closed))  # the generation prompt, which may hold "<think>"
         require_whole(messages[i], i, text[max(0, start - opened) : end])
     ids, places = encode_cut(tokenizer, text, [border for span in spans for border in span], add_special_tokens=False)
     return _with_targets(ids, list(zip(places[::2], places[1::2], strict=True)), tokenizer)
@@ -114,7 +115,7 @@ def _span_of_turn(
     if continues:
         start = len(asked)
     elif _only_calls(messages[number]):
-        start = common_length(asked, text)  # the mark is inside the call
+        start = len(shared_start(asked, text))  # the mark is inside the call
     else:
         start = len(before) - _extra_space(before, asked)
     end = len(text) if is_last else len(text) - len(after) + _length_of_end(messages, number, after, tokenizer)
@@ -152,12 +153,12 @@ def _length_of_end(messages: list[Message], number: int, after: str, tokenizer: 
     """
     _, _, at_the_end = _around(messages[: number + 1], number, tokenizer)
     ids = encode_bare(tokenizer, after[: len(at_the_end) + 64])
-    length = common_length(after, at_the_end)
+    length = len(shared_start(after, at_the_end))
     while (head := encode_bare(tokenizer, after[:length])) != ids[: len(head)]:
         length -= 1  # "<|end|><|" may be in common, of "<|end|><|user|>" and "<|end|><|endoftext|>"
     return len(after[:length].rstrip()) or length
 
 
-def common_length(a: str, b: str) -> int:
-    """Length of the common beginning."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def shared_start(a: str, b: str) -> str:
+    """The common beginning."""
+    return "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -3,7 +3,8 @@
 import pytest
 
 from openppo.config import RowsConfig
-from openppo.datasets import RowFields, RowReader, number_rows
+from openppo.datasets.row_formats import RowFields, RowReader
+from openppo.datasets.sources import number_rows
 
 USER, MORE = {"role": "user", "content": "q"}, {"role": "user", "content": "r"}
 GOOD, BAD = {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from openppo.config import RowsConfig, parse_probs
-from openppo.datasets import load_mixed_rows, load_rows, number_rows, require_column, sources
+from openppo.datasets import load_mixed_rows, sources
 
 ROWS = [
     {"text": 'zwei,\n"drei" \u2028 é', "messages": [{"role": "user", "content": "a"}], "n": 1},
@@ -22,7 +22,9 @@ ROWS = [
 
 
 def load(source, split="train", max_samples=None):
-    return [row.row for row in load_rows(str(source), flag="--prompt_data", split=split, max_samples=max_samples)]
+    return [
+        row.row for row in sources.load_rows(str(source), flag="--prompt_data", split=split, max_samples=max_samples)
+    ]
 
 
 def write_jsonl(path: Path, rows=ROWS) -> Path:
@@ -101,13 +103,6 @@ def test_a_folder_gives_the_rows_of_the_split_or_an_error(tmp_path):
         (tmp_path / name).write_text("")
     with pytest.raises(ValueError, match=r"^--prompt_data .*several kinds for split 'train' \(a.jsonl, b.csv\)"):
         load(tmp_path)
-
-
-def test_a_missing_column_is_an_error_naming_row_columns_and_flag():
-    rows = [*number_rows(ROWS, "one"), *number_rows([{"n": 1}, {"text": "d"}], "two", "--eval_data")]
-    message = r"^--eval_data, row 2 of two: no column 'n'. Its columns are text: .*--input_key"
-    with pytest.raises(ValueError, match=message):
-        require_column(rows, "n", "--input_key")
 
 
 def test_a_name_that_is_not_a_path_is_loaded_from_the_hub(monkeypatch):
@@ -219,15 +214,12 @@ def texts(rows):
     return [row.row["input"] for row in rows]
 
 
-def test_without_shares_all_rows_follow_one_another_with_source_and_number(files, caplog):
-    caplog.set_level("INFO", "openppo")
+def test_without_shares_all_rows_follow_one_another_with_source_and_number(files):
     rows, (first, second, _) = mix(files, None), files.split(",")
     assert texts(rows) == [f"{name}{number}" for name, size in SIZES.items() for number in range(size)]
     assert [(row.source, row.number) for row in rows[39:41]] == [(first, 40), (second, 1)]
     assert texts(mix(files, None, max_samples=2)) == ["a0", "a1", "b0", "b1", "c0", "c1"], "of each source"
-    assert caplog.messages == []
     assert len(mix(f"{first},{first}", None)) == 80
-    assert caplog.messages == ["--prompt_data: 40 of 80 rows are copies of others; they are kept"]
 
 
 @pytest.mark.parametrize(("probs", "seed"), [("0.5,0.2,0.3", 0), ("1,1,2000", 42), ("8,1,1", 42), ("0.1,0.1,0.8", 0)])
