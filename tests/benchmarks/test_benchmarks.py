@@ -1,10 +1,12 @@
 """Each script of the benchmarks starts; a tiny case runs; what the tables are made of is counted right."""
 
-import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,7 @@ COMMANDS = ["cpu_peers", "decode", "gpu", "sweep"]
 PARTICIPANTS = ["openppo_step", "trl_step", "openrlhf_step", "local_decode", "vllm_decode", "workload"]
 PARTICIPANTS += ["gpu_models", "gpu_step"]
 
-spec = importlib.util.spec_from_file_location("benchmarks_measure", BENCHMARKS / "peers/measure.py")
-assert spec is not None and spec.loader is not None
-measure = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = measure  # dataclasses look their module up
-spec.loader.exec_module(measure)
+measure = SimpleNamespace(**runpy.run_path(str(BENCHMARKS / "peers/measure.py")))
 
 
 @pytest.mark.parametrize("script", [*COMMANDS, *(f"peers/{name}" for name in PARTICIPANTS)])
@@ -47,7 +45,7 @@ def test_a_tiny_case_runs_on_a_cpu(command: str, rows: int, tmp_path: Path, monk
 
 
 def test_disturbed_iterations_do_not_count_and_ratios_are_of_medians() -> None:
-    def summary(name: str, *totals: float, stall: float = 0.8, share: float) -> "measure.Summary":  # type: ignore
+    def summary(name: str, *totals: float, stall: float = 0.8, share: float) -> Any:
         times = [{"total": t, "generation": share * t, "experience": 0.001, "training": t - share * t} for t in totals]
         stalls = [stall if i == 1 else 0.0 for i in range(len(times))]
         iterations = [{**t, "tokens": 1e3, "others": 0.9, "stall": s} for t, s in zip(times, stalls, strict=True)]

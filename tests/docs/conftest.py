@@ -4,6 +4,8 @@ import json
 import os
 import string
 import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,33 @@ def words_of_script(script: Path, folder: Path, more: str = "") -> list[list[str
     command = ["bash", str(place / script.name), *more.split()]
     subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True)
     return [call.split("\0")[:-1] for call in (folder / "calls").read_text().split("\n\0")]
+
+
+TRAIN = """
+import sys
+
+from openppo.cli.options import parse_options
+from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig
+from openppo.trainer import build_ppo_trainer
+from openppo.trainer.supervised.build import build_rm_trainer, build_sft_trainer
+
+BUILD = {
+    "train_ppo": (TrainPPOConfig, build_ppo_trainer),
+    "train_sft": (TrainSFTConfig, build_sft_trainer),
+    "train_rm": (TrainRMConfig, build_rm_trainer),
+}
+for line in sys.argv[1:]:
+    command, *flags = line.split("\\t")
+    config, build = BUILD[command]
+    trainer = build(parse_options(config, flags))
+    trainer.fit()
+    assert trainer.global_step >= 2
+    print("done", flush=True)
+trainer.close()  # once: all share the process group
+"""
+
+
+def train(run: Callable[..., str], folder: Path, lines: Sequence[Sequence[str]]) -> None:
+    """Train with each line, a command and its flags, all in one process; each makes two steps or more."""
+    printed = run([sys.executable, "-c", TRAIN, *map("\t".join, lines)], folder)
+    assert printed.splitlines().count("done") == len(lines)

@@ -14,6 +14,7 @@ from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.experience import ESTIMATORS
 from openppo.models import POLICY_LOSSES
+from tests.docs.conftest import train
 
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "docs"
@@ -37,20 +38,6 @@ MODELS = {
     "Skywork/Skywork-Reward-V2-Qwen3-0.6B": "reward",
     "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "reward",
 }
-TRAIN = """
-import sys
-
-from openppo.cli.options import parse_options
-from openppo.config import TrainPPOConfig
-from openppo.trainer import build_ppo_trainer
-
-for line in sys.argv[1:]:
-    trainer = build_ppo_trainer(parse_options(TrainPPOConfig, line.split("\\t")))
-    trainer.fit()
-    assert trainer.global_step >= 2
-    print("done", flush=True)
-trainer.close()  # once: all share the process group
-"""
 OPENPPO = [sys.executable, "-m", "openppo"]
 Run = Callable[..., str]
 
@@ -80,10 +67,9 @@ def tiny_words(words: Sequence[str]) -> list[str]:
     return [*(MODELS.get(word, word) for word in words), *SMALL]
 
 
-def train(run: Run, folder: Path, lines: Sequence[Sequence[str]]) -> None:
-    """Train in a tiny form with each line of flags, all in one process."""
-    printed = run([sys.executable, "-c", TRAIN, *("\t".join(tiny_words(line)) for line in lines)], folder)
-    assert printed.splitlines().count("done") == len(lines)
+def train_tiny(run: Run, folder: Path, lines: Sequence[Sequence[str]]) -> None:
+    """Train in a tiny form with each line of flags."""
+    train(run, folder, [["train_ppo", *tiny_words(line)] for line in lines])
 
 
 def run_blocks(run: Run, folder: Path, names: Sequence[str], replaced: dict[str, str] | None = None) -> str:
@@ -128,7 +114,7 @@ def test_recipes_of_algorithms_run(run: Run, workshop: Path) -> None:
     recipes = [re.split(r"  +", line, maxsplit=1)[1] for line in lines]
     assert len(recipes) == 10
     common = "--pretrain policy --reward_pretrain reward --prompt_data prompts.jsonl --reward_clip_range -1 1".split()
-    train(run, workshop, [[*common, *flags.replace(" 4096", " 2").split()] for flags in recipes])
+    train_tiny(run, workshop, [[*common, *flags.replace(" 4096", " 2").split()] for flags in recipes])
 
 
 def test_training_commands_of_the_readme_run(run: Run, workshop: Path) -> None:
@@ -138,7 +124,7 @@ def test_training_commands_of_the_readme_run(run: Run, workshop: Path) -> None:
     for line in words[1:]:  # the first one is run by its flags below, and the others by their launcher
         run(re.sub(r"(nproc_per_node) 8", r"\1 2", shlex.join(tiny_words(line))), workshop)
         assert len((workshop / line[-1] / "logs/metrics.jsonl").read_text().splitlines()) == 2
-    train(run, workshop, [commands("README")[0]])
+    train_tiny(run, workshop, [commands("README")[0]])
     (evaluation,) = commands("README", "evaluate")
     table = run([*OPENPPO, "evaluate", *[{"256": "4"}.get(word, word) for word in evaluation]], workshop)
     assert "pass@1" in table and "pass@8" in table
@@ -187,7 +173,7 @@ def test_python_blocks_of_the_readme_run(run: Run, workshop: Path) -> None:
 def test_commands_of_index_data_and_trl_run(run: Run, workshop: Path) -> None:
     assert write_files("data", workshop) == ["rows.py"]
     trl = [[*line, "--max_epochs", "1"] for line in commands("trl")]
-    train(run, workshop, [*commands("index"), *commands("data"), *trl])
+    train_tiny(run, workshop, [*commands("index"), *commands("data"), *trl])
 
 
 def test_rewards_run(run: Run, workshop: Path) -> None:
@@ -197,7 +183,7 @@ def test_rewards_run(run: Run, workshop: Path) -> None:
     functions = [[*common, "--remote_rm_url" if file.startswith("openrlhf") else "--reward_fn", file] for file in files]
     lines = commands("rewards")
     assert len(lines) == 3
-    train(run, workshop, [*functions, *lines])
+    train_tiny(run, workshop, [*functions, *lines])
 
 
 def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
@@ -256,7 +242,7 @@ def test_a_callback_and_a_condition_end_their_runs(run: Run, workshop: Path) -> 
 
 
 def test_lora_runs(run: Run, workshop: Path) -> None:
-    train(run, workshop, commands("lora"))
+    train_tiny(run, workshop, commands("lora"))
     run_blocks(run, workshop, ["lora"])
     run([*OPENPPO, "merge_lora", *commands("lora", "merge_lora")[0]], workshop)
     assert (workshop / "ckpt/lora_merged/model.safetensors").is_file()

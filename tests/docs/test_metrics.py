@@ -2,12 +2,13 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.docs.conftest import train
 
 REPO = Path(__file__).parents[2]
 DOCUMENT = (REPO / "docs" / "metrics.md").read_text()
@@ -36,25 +37,6 @@ RUNS = {
     "sft": f"train_sft {SMALL} --pretrain policy --dataset sft.jsonl --eval_dataset sft.jsonl",
     "rm": f"train_rm {SMALL} --pretrain reward --dataset preference.jsonl --eval_dataset preference.jsonl",
 }
-PROGRAM = """
-import sys
-from openppo.cli.options import parse_options
-from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig
-from openppo.trainer import build_ppo_trainer
-from openppo.trainer.supervised.build import build_rm_trainer, build_sft_trainer
-
-BUILD = {
-    "train_ppo": (TrainPPOConfig, build_ppo_trainer),
-    "train_sft": (TrainSFTConfig, build_sft_trainer),
-    "train_rm": (TrainRMConfig, build_rm_trainer),
-}
-for line in sys.argv[1:]:
-    command, *flags = line.split()
-    config, build = BUILD[command]
-    trainer = build(parse_options(config, flags))
-    trainer.fit()
-trainer.close()  # once: all share the process group
-"""
 
 
 def documented(heading_pattern: str) -> list[str]:
@@ -69,8 +51,7 @@ def documented(heading_pattern: str) -> list[str]:
 def logs(run: Run, workshop: Path) -> Logs:
     """Names in each file of each run."""
     (workshop / "two.py").write_text(REWARD)
-    lines = [" ".join(line.format(out=f"metrics/{name}").split()) for name, line in RUNS.items()]
-    run([sys.executable, "-c", PROGRAM, *lines], workshop)
+    train(run, workshop, [line.format(out=f"metrics/{name}").split() for name, line in RUNS.items()])
     found: Logs = {}
     for name in RUNS:
         folder = workshop / "metrics" / name / "logs"

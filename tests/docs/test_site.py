@@ -1,8 +1,8 @@
 """The pages build without a warning, say what the code says, and load nothing from elsewhere."""
 
 import ast
-import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,13 +22,6 @@ VARIABLE = "…"
 """What stands for names and numbers in quoted messages."""
 
 
-def test_each_document_is_a_page(site: Path) -> None:
-    documents = {file.relative_to(REPO / "docs").with_suffix("") for file in (REPO / "docs").rglob("*.md")}
-    pages = {file.relative_to(site).with_suffix("") for file in site.rglob("*.html")}
-    assert pages - documents == {Path("404"), *(Path("flags") / command for command in COMMANDS)}
-    assert documents <= pages
-
-
 @pytest.mark.parametrize(("tag", "expected"), [(f"v{__version__}", f"v{__version__}"), ("v0.0.1", "main")])
 def test_a_link_to_the_repository_leads_to_the_version_that_is_documented(
     tmp_path: Path, tag: str, expected: str
@@ -38,20 +31,21 @@ def test_a_link_to_the_repository_leads_to_the_version_that_is_documented(
     for command in ("init --quiet", "add .", "commit --quiet -m docs", f"tag {tag}"):
         git = f"git -c user.name=a -c user.email=a@b {command}"
         subprocess.run(git.split(), cwd=tmp_path, check=True)
-    spec = importlib.util.spec_from_file_location("links", REPO / "docs/hooks/links.py")
-    assert spec is not None and spec.loader is not None
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
+    hook = runpy.run_path(str(REPO / "docs/hooks/links.py"))["on_page_markdown"]
     page = SimpleNamespace(file=SimpleNamespace(src_uri="versions.md"))
     config = SimpleNamespace(docs_dir=str(tmp_path / "docs"), extra={"repository": "https://host/us"})
-    shown = hook.on_page_markdown("[what changed](../CHANGELOG.md#top) [here](data.md)", page, config, None)
+    shown = hook("[what changed](../CHANGELOG.md#top) [here](data.md)", page, config, None)
     assert shown == f"[what changed](https://host/us/blob/{expected}/CHANGELOG.md#top) [here](data.md)"
 
 
-def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
-    """Scripts, styles, fonts and pictures; links to be followed by people may lead anywhere."""
+def test_each_document_is_a_page_that_loads_nothing_from_elsewhere(site: Path) -> None:
+    """No scripts, styles, fonts and pictures; links to be followed by people may lead anywhere."""
+    documents = {file.relative_to(REPO / "docs").with_suffix("") for file in (REPO / "docs").rglob("*.md")}
+    pages = {file.relative_to(site).with_suffix(""): file.read_text() for file in site.rglob("*.html")}
+    assert pages.keys() - documents == {Path("404"), *(Path("flags") / command for command in COMMANDS)}
+    assert documents <= pages.keys()
     loads = re.compile(r"<(?:script|img|iframe)[^>]+src=\"?(?:https?:)?//[^\s\">]+|<link[^>]+href=\"?(?:https?:)?//\S+")
-    found = {match for page in site.rglob("*.html") for match in loads.findall(page.read_text())}
+    found = {match for page in pages.values() for match in loads.findall(page)}
     styles = [file for file in site.rglob("*.css") if re.search(r"url\(\"?(?:https?:)?//", file.read_text())]
     assert (found, styles) == (set(), [])
 

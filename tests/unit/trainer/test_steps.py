@@ -1,5 +1,6 @@
-"""Gradients of actor and critic are those of one mean over the whole step, however the step is cut into pieces."""
+"""Gradients are those of one mean over the step, however it is cut; a critic asked once ends where it would have."""
 
+import copy
 import math
 
 import pytest
@@ -8,15 +9,17 @@ from torch.nn import functional as F
 
 from openppo.config import TrainPPOConfig, flat_dict, from_options
 from openppo.datasets import TokenExample
-from openppo.experience import ReplayBuffer
+from openppo.experience import ExperienceMaker, ReplayBuffer
 from openppo.experience.estimators import loss_aggregation
-from openppo.experience.replay_buffer import MiniBatch, idle_experience, join_rows
+from openppo.experience.replay_buffer import MiniBatch, idle_experience, join_rows, mini_batches
 from openppo.models import Actor, GPTLMLoss, ScalarHeadModel
+from openppo.rollout.rollout import Rollout
 from openppo.tracking import Metrics
 from openppo.trainer.actor_step import ActorStep
-from openppo.trainer.critic_step import CriticStep
+from openppo.trainer.critic_step import CriticStep, OnePassCritic
 from openppo.trainer.supervised.batches import token_batch
-from openppo.types import Experience, SingleProcess
+from openppo.types import Experience, FinishReason, Prompt, SingleProcess, Trajectory
+from tests.ranks import on_ranks
 from tests.unit.trainer.conftest import CPU, PPO, OneOf, PlainModel
 
 ALONE, TEMPERATURE = SingleProcess(), 0.7
@@ -58,21 +61,6 @@ def actor(causal):
     return PlainModel(Actor(causal, temperature=TEMPERATURE))
 
 
-@pytest.fixture(params=["actor", "actor with documents", "critic"])
-def step(request, actor, scalar):
-    """``step(batch, micro)``: gradient and metrics of one optimizer step of each role."""
-    critic = PlainModel(ScalarHeadModel(scalar, "critic"))
-
-    def of_role(batch, micro, comm=ALONE):
-        if request.param != "critic":
-            return trained(actor, batch, documents(micro, comm) if "documents" in request.param else None, comm=comm)
-        metrics = Metrics()
-        CriticStep(critic, CONFIG, comm, CPU).train(batch, metrics)
-        return critic.gradient, metrics.reduced(ALONE)
-
-    return of_role
-
-
 def assert_same(found, expected):
     assert any(bool((gradient != 0).any()) for gradient in expected)
     torch.testing.assert_close(list(found), list(expected), rtol=0, atol=1e-6)
@@ -99,28 +87,29 @@ def naive_rows(model, rows):
     return found
 
 
-def test_gradient_is_the_same_for_any_micro_batch_size(step, rows):
-    whole, whole_metrics = step(mini_batch(rows, 100), 100)
-    for micro in (1, 3, 8):
-        gradient, metrics = step(mini_batch(rows, micro), micro)
-        assert_same(gradient, whole)
-        assert metrics == pytest.approx(whole_metrics, abs=1e-6)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("role", ["actor", "actor with documents", "critic"])
+def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(world_size, role, actor, scalar, rows):
+    critic = PlainModel(ScalarHeadModel(scalar, "critic"))
 
+    def gradient_of(batch, comm=ALONE):
+        if role != "critic":
+            return trained(actor, batch, documents(2, comm) if "documents" in role else None, comm=comm)[0]
+        CriticStep(critic, CONFIG, comm, CPU).train(batch, Metrics())
+        return critic.gradient
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_mean_gradient_of_all_ranks_is_the_gradient_of_one(world_size, step, rows):
-    whole, _ = step(mini_batch(rows, 2), 2)
-    n_tokens = sum(int(row.action_mask.sum()) for row in rows)
-    of_ranks = []
+    n_tokens, of_ranks = sum(int(row.action_mask.sum()) for row in rows), []
     for rank in range(world_size):
         mine = rows[rank::world_size]
         batch = MiniBatch([join_rows(mine[:1]), join_rows(mine[1:]), idle_experience()], n_tokens, 9)
-        of_ranks.append(step(batch, 2, OneOf(rank, world_size))[0])
-    assert_same([sum(parts) / world_size for parts in zip(*of_ranks, strict=True)], whole)
+        of_ranks.append(gradient_of(batch, OneOf(rank, world_size)))
+    found = [sum(parts) / world_size for parts in zip(*of_ranks, strict=True)]
+    assert_same(found, gradient_of(mini_batch(rows, 2)))
 
 
+@pytest.mark.parametrize("micro", [1, 3, 100])
 @pytest.mark.parametrize("clip", [0.2, None])
-def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, scalar, rows):
+def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, micro, scalar, rows):
     losses = []
     for row in rows:
         outputs = scalar.score(scalar.base_model(input_ids=row.sequences).last_hidden_state)[0, :, 0]
@@ -131,7 +120,7 @@ def test_the_value_gradient_is_that_of_the_mean_over_all_action_tokens(clip, sca
     loss = sum(losses) / len(losses)
     expected = torch.autograd.grad(loss, list(scalar.parameters()))
     critic, metrics = PlainModel(ScalarHeadModel(scalar, "critic")), Metrics()
-    CriticStep(critic, changed(value_clip=clip), ALONE, CPU).train(mini_batch(rows, 3), metrics)
+    CriticStep(critic, changed(value_clip=clip), ALONE, CPU).train(mini_batch(rows, micro), metrics)
     assert_same(critic.gradient, expected)
     named = {"value_loss": loss.item(), "critic_learning_rate": 0.25, "critic_grad_norm": norm_of(expected)}
     assert metrics.reduced(ALONE) == pytest.approx(named, abs=1e-6)
@@ -223,19 +212,11 @@ def test_a_step_without_any_action_has_gradient_zero(actor, rows):
     assert "policy_loss" not in metrics
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, "token_mean"),
-        ({"policy_loss_type": "gspo"}, "sequence_mean"),
-        ({"advantage_estimator": "dr_grpo"}, "constant"),
-        ({"advantage_estimator": "dr_grpo", "policy_loss_type": "gspo"}, "sequence_mean"),
-        ({"advantage_estimator": "dr_grpo", "loss_agg": "token_mean"}, "token_mean"),
-    ],
-    ids=str,
-)
-def test_an_algorithm_brings_its_own_normalization_unless_told_otherwise(options, expected):
-    assert loss_aggregation(changed(**options)) == expected
+def test_an_algorithm_brings_its_own_normalization_unless_told_otherwise():
+    """What each brings alone: tests/docs/test_examples.py."""
+    dr_grpo = {"advantage_estimator": "dr_grpo"}
+    assert loss_aggregation(CONFIG) == loss_aggregation(changed(**dr_grpo, loss_agg="token_mean")) == "token_mean"
+    assert loss_aggregation(changed(**dr_grpo, policy_loss_type="gspo")) == "sequence_mean"
 
 
 @pytest.mark.parametrize("on_policy", [True, False])
@@ -254,3 +235,75 @@ def test_missing_old_log_probs_are_those_of_the_forward_or_the_engine(on_policy,
     recomputed = [row.with_fields(entropy=torch.zeros_like(row.returns)) for row in rows]
     _, measured_before = trained(actor, mini_batch(recomputed, 3), on_policy=on_policy)
     assert ("rollout_kl" in found, "rollout_kl" in measured_before) == (on_policy, False), "of sampling weights, once"
+
+
+ONE_PASS = {**PPO, "micro_train_batch_size": 3, "train_batch_size": 8}
+
+
+def trajectory(i):
+    ids = [(3 * i + t) % 20 for t in range(4 + i % 4)]
+    mask = [t >= 2 and (t + i) % 4 != 0 for t in range(len(ids))]
+    log_probs, versions = [-1.0 * m for m in mask], [m - 1 for m in mask]
+    prompt, scores = Prompt("", ids[:2]), {"a": float(i % 3)}
+    return Trajectory(ids, mask, log_probs, versions, FinishReason.STOP, prompt, i, scores=scores)
+
+
+def maker_of(one_pass, config, scalar, comm):
+    """A maker without an actor, the step of its critic, and the critic."""
+    model = PlainModel(ScalarHeadModel(copy.deepcopy(scalar), "critic"), rate=0.1)
+    step = CriticStep(model, config, comm, CPU)
+    arguments = (lambda *_, **__: None, model, None, config, comm, CPU, 0)
+    return OnePassCritic(step, *arguments) if one_pass else ExperienceMaker(*arguments), step, model
+
+
+def outcome(one_pass, scalar, n, **options):
+    """Experience, metrics, weights and forwards of the critic, after a global step without an actor."""
+    config = from_options(TrainPPOConfig, **ONE_PASS, **options)
+    maker, step, model = maker_of(one_pass, config, scalar, ALONE)
+    buffer, metrics = ReplayBuffer(normalize=True), Metrics()
+    buffer.fill(maker.make(Rollout(map(trajectory, range(n)), Metrics()), metrics))
+    for batch in mini_batches(buffer, config, 0):
+        step.train(batch, metrics, True)
+    fields = [item.tensors() for item in buffer.items]
+    return fields, metrics.reduced(ALONE), list(model.module.parameters()), model.n_forwards
+
+
+@pytest.mark.parametrize("options", [{}, {"max_epochs": 2}, {"value_pretrain_steps": 1}], ids=str)
+def test_values_advantages_weights_and_metrics_are_those_of_two_passes(options, scalar):
+    plain, plain_metrics, plain_weights, n_plain = outcome(False, scalar, 8, **options)
+    fields, metrics, weights, n_forwards = outcome(True, scalar, 8, **options)
+    assert n_forwards < n_plain, "the forward that experience asks for is left out"
+    torch.testing.assert_close(fields, plain, rtol=0, atol=1e-6)
+    torch.testing.assert_close(weights, plain_weights, rtol=0, atol=1e-6)
+    assert metrics == pytest.approx(plain_metrics, abs=1e-6)
+
+
+def test_a_rollout_of_several_optimizer_steps_is_made_as_usual(scalar):
+    plain, plain_metrics, _, n_plain = outcome(False, scalar, 9)
+    fields, metrics, _, n_forwards = outcome(True, scalar, 9)
+    assert (n_forwards, metrics) == (n_plain, plain_metrics)
+    assert all(torch.equal(a["values"], b["values"]) for a, b in zip(fields, plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{"buffer_limit": 8}, {"overlong_filter": True}, {"lora_rank": 2, "lora_dropout": 0.1}]
+)
+def test_it_is_not_chosen_where_the_training_forward_would_differ(options):
+    assert OnePassCritic.is_exact(from_options(TrainPPOConfig, **ONE_PASS))
+    assert not OnePassCritic.is_exact(from_options(TrainPPOConfig, **ONE_PASS, **options))
+
+
+def test_ranks_share_the_step_and_get_back_their_own_values(scalar):
+    rows, config = list(map(trajectory, range(7))), from_options(TrainPPOConfig, **ONE_PASS)
+
+    def work(comm):
+        maker, *_ = maker_of(True, config, scalar, comm)
+        mine = Rollout(rows[:2] if comm.rank == 0 else rows[2:], Metrics())
+        return [item.values for item in maker.make(mine, Metrics())]
+
+    values = [value for of_rank in on_ranks(2, work) for value in of_rank]
+    critic = ScalarHeadModel(scalar, "critic")
+    for row, found in zip(rows, values, strict=True):
+        expected = critic(torch.tensor([row.token_ids]), torch.ones(1, len(row.token_ids)).bool())
+        masked = torch.where(torch.tensor([row.action_mask]), expected, 0.0)
+        torch.testing.assert_close(found, masked, rtol=0, atol=1e-6, check_dtype=False)

@@ -1,7 +1,8 @@
-"""The report in a real browser: opened from a file, read with a mouse and with keys, and deaf to what was sampled."""
+"""Report and documentation in a real browser: opened from a file, read with mouse and keys, deaf to sampled text."""
 
 import itertools
 import json
+import shutil
 
 import pytest
 
@@ -11,7 +12,8 @@ from tests.unit.tracking.report.runs import write_run
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (requirements-dev.txt)")
 By = pytest.importorskip("selenium.webdriver.common.by").By
 Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
-Select = pytest.importorskip("selenium.webdriver.support.ui").Select
+ui = pytest.importorskip("selenium.webdriver.support.ui")
+ARGUMENTS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,1000")
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b[0m\u202e"
 N_STEPS = 30
 NUMBERS = {
@@ -20,6 +22,22 @@ NUMBERS = {
 }
 """Of the first and the third token of each sample, by what colours them; the second is a tool's."""
 ABOVE, BELOW = (214, 92, 20), (38, 108, 214)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Debian's Chromium, which keeps a log of what goes wrong in a page."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs Debian's chromium and chromium-driver (apt-get install)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ARGUMENTS:
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield started
+    started.quit()
 
 
 def make_run(folder, learned, more=(), evaluations=(0, N_STEPS), **options):
@@ -222,7 +240,7 @@ def test_evaluations_show_change_and_what_is_better_unless_there_is_one(page):
 
 def test_every_colouring_shows_its_own_numbers(page):
     driver = page("one")
-    choose = Select(one(driver, "#measure"))
+    choose = ui.Select(one(driver, "#measure"))
     assert [option.text for option in choose.options] == list(NUMBERS)
     scales = set()
     for name, numbers in NUMBERS.items():
@@ -273,7 +291,7 @@ def test_samples_are_sorted_filtered_and_walked_with_keys(page):
     facts = one(driver, "#sample-detail .facts").text
     assert "reward 2" in facts and "style 0.125" in facts
     assert rewards(driver) == ["0.5", "2", "-1"] * 2
-    sort = Select(one(driver, "#sort"))
+    sort = ui.Select(one(driver, "#sort"))
     sort.select_by_visible_text("reward")
     assert rewards(driver) == ["2", "2", "0.5", "0.5", "-1", "-1"]
     one(driver, "#direction").click()
@@ -285,3 +303,35 @@ def test_samples_are_sorted_filtered_and_walked_with_keys(page):
     one(driver, '#samples input[type="search"]').send_keys("SECOND")
     assert rewards(driver) == ["2", "2"]
     assert one(driver, "#sample-count").text == "2 of 6 samples"
+
+
+def complaints(browser):
+    """What the browser logged, but for the list of other versions, which only a published site has."""
+    messages = [entry["message"] for entry in browser.get_log("browser")]
+    return [message for message in messages if "versions.json" not in message]
+
+
+def test_every_page_of_the_site_opens_without_an_error_and_from_the_disk_alone(browser, site):
+    pages = sorted(file for file in site.rglob("*.html") if file.name != "404.html")  # which only a server shows
+    assert len(pages) > 40
+    wrong = {}
+    for page in pages:
+        browser.get(page.as_uri())
+        heading = browser.find_element(By.CSS_SELECTOR, "article h1").text
+        loaded = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+        from_elsewhere = [name for name in loaded if not name.startswith(("file:", "blob:", "data:"))]
+        if found := [*complaints(browser), *from_elsewhere, *([] if heading else ["no heading"])]:
+            wrong[str(page.relative_to(site))] = found
+    assert wrong == {}
+
+
+def test_search_finds_a_flag_without_a_server(browser, site):
+    browser.get((site / "index.html").as_uri())
+    field = browser.find_element(By.CSS_SELECTOR, "input[name=query]")
+    browser.execute_script("arguments[0].focus()", field)
+    field.send_keys("init_kl_coef")
+    results = ".md-search-result__item a"
+    ui.WebDriverWait(browser, 30).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, results))
+    links = [link.get_attribute("href") for link in browser.find_elements(By.CSS_SELECTOR, results)]
+    assert any("/flags/" in link or "/algorithms/kl" in link for link in links), links
+    assert complaints(browser) == []

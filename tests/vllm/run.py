@@ -1,6 +1,6 @@
-"""``run_engine.py MODELS OUT``: a process that samples with vLLM, and writes prompts and completions to ``OUT``.
+"""``run.py MODELS OUT`` samples with vLLM; ``run.py OPTIONS`` is train_ppo with every weight partitioned under ZeRO-3.
 
-The model changes in between; the weights of each stage are kept as ``OUT/<stage>``, a Hugging Face folder.
+The first writes completions to ``OUT``; its model changes in between, and ``OUT/<stage>`` keeps the weights of a stage.
 """
 
 import gc
@@ -12,11 +12,14 @@ from pathlib import Path
 
 import torch
 
+from openppo.cli.options import parse_options
 from openppo.config import DeepSpeedConfig, GenerationConfig, PPOModelConfig, TrainPPOConfig
 from openppo.models import Actor
 from openppo.rollout.vllm_engine import VLLMEngine
+from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.comm import init_process_group
 from openppo.strategy.trainable_model import merged_weights
+from openppo.trainer import build_ppo_trainer
 from openppo.types import Interrupted, SamplingParams
 
 CONFIG = TrainPPOConfig(
@@ -35,6 +38,7 @@ SAMPLING = {
     "late": SamplingParams(12, stop=("b", "c"), stop_token_ids=(8, 9), min_new_tokens=6),
 }
 GREEDY = SamplingParams(10, temperature=0.0)
+PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 
 class Weights:
@@ -134,9 +138,17 @@ def interrupted(engine, weights, stop):
     return found | {"too long": error_of(ValueError, too_long), "again": greedy(engine, weights)}
 
 
-def main():
+def train():
+    """The run of the options."""
+    config = parse_options(TrainPPOConfig, sys.argv[1:])
+    strategy = DeepspeedStrategy(config.deepspeed, timedelta(seconds=100), PARTITION_EVERYTHING)
+    trainer = build_ppo_trainer(config, strategy)
+    trainer.fit()
+    trainer.close()
+
+
+def sample(models, out):
     """Every stage."""
-    models, out = Path(sys.argv[1]), Path(sys.argv[2])
     init_process_group(timedelta(seconds=100))
     torch.manual_seed(3)
     random_state, n_threads = torch.get_rng_state(), torch.get_num_threads()
@@ -176,4 +188,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    train() if sys.argv[1].startswith("--") else sample(*map(Path, sys.argv[1:]))
