@@ -190,7 +190,18 @@ def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, Mode
     inference = max(passes[role] + machine.live(model.gathered) for role, model in models.items())
     work = train_rows, length, max(scored, lengths.document)
     training = max(_training(sizes[role], models[role], machine, *work) for role in trained)
-    generation = _generation(config, sizes["actor"], models["actor"].gathered, machine, resident, samples, longest)
+    actor, whole, options, s = sizes["actor"], models["actor"].gathered, config.generation, machine.element
+    if options.rollout_engine == "vllm":
+        generation = max(int(options.vllm_gpu_memory_utilization * machine.memory), s * actor.n_parameters)
+    else:  # the engine's cache, and reading prompts or sampling
+        free = 2**62 if machine.on_cpu else max(0, machine.memory - resident)
+        gathered = whole if whole <= free // 2 else machine.live(whole)  # then ranks decode in lockstep
+        most, row = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU, s * actor.cache * (longest + SLACK_COLUMNS)
+        rows = min(samples, options.max_num_seqs or rows_that_fit(max(0, free - gathered), row, most))
+        sampling = rows * actor.vocabulary * (s + 16 + 16 * (options.top_p < 1 or options.top_k is not None))
+        prompt = lengths.longest_prompt
+        prompts = s * actor.width // 2 * min(rows * prompt, max(PREFILL_TOKENS, prompt))
+        generation = gathered + rows * row + max(sampling, prompts)
     phases = {
         "loading": max(total + model.loading for total, model in zip(loaded, models.values(), strict=True)),
         "generation": resident + generation,
@@ -221,23 +232,6 @@ def _training(size: ModelSize, model: ModelMemory, machine: Machine, rows: int, 
     saving = 1 if machine.options.gradient_checkpointing else size.layers
     backward = pass_bytes(size, machine, rows, length, scored, saving)
     return model.gradients + max(backward, model.copies) + machine.live(model.gathered)
-
-
-def _generation(
-    config: TrainPPOConfig, size: ModelSize, whole: int, machine: Machine, resident: int, samples: int, longest: int
-) -> int:
-    """The engine's cache, and reading prompts or sampling; or vLLM's share of the device."""
-    options, s = config.generation, machine.element
-    if options.rollout_engine == "vllm":
-        return max(int(options.vllm_gpu_memory_utilization * machine.memory), s * size.n_parameters)
-    free = 2**62 if machine.on_cpu else max(0, machine.memory - resident)
-    gathered = whole if whole <= free // 2 else machine.live(whole)  # then ranks decode in lockstep
-    most, row = ROWS_ON_CPU if machine.on_cpu else ROWS_ON_GPU, s * size.cache * (longest + SLACK_COLUMNS)
-    rows = min(samples, options.max_num_seqs or rows_that_fit(max(0, free - gathered), row, most))
-    sampling = rows * size.vocabulary * (s + 16 + 16 * (options.top_p < 1 or options.top_k is not None))
-    prompt = longest - options.generate_max_len
-    prompts = s * size.width // 2 * min(rows * prompt, max(PREFILL_TOKENS, prompt))
-    return gathered + rows * row + max(sampling, prompts)
 
 
 def log_ppo_memory(config: TrainPPOConfig, data: PPOData, strategy: DeepspeedStrategy) -> Estimate | None:

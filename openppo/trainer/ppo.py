@@ -72,6 +72,7 @@ class PPOTrainer:
         """One global step on this rank's trajectories and those of all others; returns its metrics."""
         metrics = Metrics()
         self.replay_buffer.clear()  # of a step that was never reported
+        self.view.observed.clear()
         with self.maker.hooks.timer.step(self.state.global_step + 1):
             experience = self.maker.make(trajectories, metrics, self.state.global_step, self.state.policy_version)
             self.replay_buffer.fill(experience)

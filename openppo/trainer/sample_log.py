@@ -37,19 +37,15 @@ class StepDiagnostics:
         self.weights = config.rewards.weights()
         self.trained_on: Sequence[Trajectory] | None = None  # in the last step, until it is shown
         self._checks_next = config.tracking.self_check and self.comm.rank == 0
-        self._observed_step = 0
-        self._observed: dict[tuple[int, ...], dict[str, Tensor]] = {}  # of the last epoch, (L,) by token ids
+        self.observed: dict[tuple[int, ...], dict[str, Tensor]] = {}  # of the last epoch, (L,) by token ids
 
     def observe(self, micro: Experience, log_probs: Tensor, entropy: Tensor | None) -> None:
         """Keep ratio and entropy (B, L) of a training forward, if the step under way is logged token by token."""
-        step = self.components.state.global_step + 1
-        if step != self._observed_step:  # a step that was never shown leaves nothing
-            self._observed_step, self._observed = step, {}
-        if self._shows_tokens(step):
+        if self._shows_tokens(self.components.state.global_step + 1):
             ratio = policy_ratio(log_probs.detach(), micro.old_or_rollout_log_probs, micro.action_mask).cpu()
             numbers = {"ratio": ratio} | ({} if entropy is None else {"entropy": entropy.detach().cpu()})
             for row, (ids, mask) in enumerate(zip(micro.sequences.cpu(), micro.attention_mask.cpu(), strict=True)):
-                self._observed[tuple(ids[mask].tolist())] = {name: rows[row][mask] for name, rows in numbers.items()}
+                self.observed[tuple(ids[mask].tolist())] = {name: rows[row][mask] for name, rows in numbers.items()}
 
     def show_step(self, step: int, buffer: ReplayBuffer, metrics: Mapping[str, float]) -> None:
         """Log what ``step`` has trained on, ``trained_on`` and its experience in ``buffer``; drop both."""
@@ -73,7 +69,7 @@ class StepDiagnostics:
         if self.config.tracking.shows_histograms and step % self.config.run.logging_steps == 0:
             self.components.trackers.log_histograms(step, experience_histograms(buffer.items, self.comm))
         buffer.clear()
-        self.trained_on, self._observed = None, {}
+        self.trained_on, self.observed = None, {}
 
     def show_evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Log samples of an evaluation: what the engine, which sampled them, reported."""
@@ -87,7 +83,7 @@ class StepDiagnostics:
     def _of_all_ranks(self, chosen: Sequence[Trajectory]) -> list[dict[str, Tensor]]:
         """What training forwards computed of rank 0's ``chosen`` samples, on the ranks that trained on them."""
         wanted = self.comm.all_gather_object([tuple(t.token_ids) for t in chosen])[0]
-        mine = {ids: self._observed[ids] for ids in wanted if ids in self._observed}
+        mine = {ids: self.observed[ids] for ids in wanted if ids in self.observed}
         found = {ids: row for numbers in self.comm.all_gather_object(mine) for ids, row in numbers.items()}
         return [found.get(tuple(t.token_ids), {}) for t in chosen]
 

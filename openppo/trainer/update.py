@@ -18,7 +18,6 @@ from openppo.models.pretrained import pad_token_id
 from openppo.tracking import Metrics, progress_bar
 from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.critic_step import CriticStep
 from openppo.trainer.supervised.batches import StepBatch, token_batch
 from openppo.types import Comm
 
@@ -129,31 +128,29 @@ class Update:
         n_updates = batch.max_epochs * -(-n_samples // batch.train_batch_size)
         with progress_bar(n_updates, "training", enabled=self.components.strategy.is_main) as bar:
             for number, mini_batch in enumerate(mini_batches(buffer, self.config, step)):
-                place = f"global step {step + 1} optimizer step {number + 1}"
-                if kl_coef is not None:
-                    self._train_actor(mini_batch, metrics, kl_coef, number == 0, place)
-                if self.components.critic_step is not None:
-                    self._train_critic(self.components.critic_step, mini_batch, metrics, place)
+                self._step(mini_batch, metrics, kl_coef, number)
                 bar.update()
         self._move_moments(to_host=True)
         self.set_training(False)
 
-    def _train_actor(self, batch: MiniBatch, metrics: Metrics, kl_coef: float, on_policy: bool, place: str) -> None:
-        documents, measured = next(self._documents) if self.components.documents else None, Metrics()
-        norm = self.actor_step.train(batch, documents, measured, kl_coef, on_policy)
-        read = [] if documents is None else [micro._asdict() for micro in documents.micro_batches]
-        if self.skipped.accept(norm, "actor", place, samples=_tensors(batch), documents=read):
-            metrics.merge(measured)
-            if self.components.ema is not None:
-                self.components.ema.update()
-        self.state.document_batches += documents is not None
-        self.state.policy_version += 1
-
-    def _train_critic(self, critic: CriticStep, batch: MiniBatch, metrics: Metrics, place: str) -> None:
-        measured = Metrics()
-        norm = critic.train(batch, measured, clip=self.state.global_step >= self.config.ppo.value_pretrain_steps)
-        if self.skipped.accept(norm, "critic", place, samples=_tensors(batch)):
-            metrics.merge(measured)
+    def _step(self, batch: MiniBatch, metrics: Metrics, kl_coef: float | None, number: int) -> None:
+        """The optimizer step of that ``number`` of critic and, if there is a ``kl_coef``, actor."""
+        parts, state, samples = self.components, self.state, [micro.tensors() for micro in batch.micro_batches]
+        place = f"global step {state.global_step + 1} optimizer step {number + 1}"
+        if kl_coef is not None:
+            documents, measured = next(self._documents) if parts.documents else None, Metrics()
+            norm = self.actor_step.train(batch, documents, measured, kl_coef, number == 0)
+            read = [] if documents is None else [micro._asdict() for micro in documents.micro_batches]
+            if self.skipped.accept(norm, "actor", place, samples=samples, documents=read):
+                metrics.merge(measured)
+                if parts.ema is not None:
+                    parts.ema.update()
+            state.document_batches += documents is not None
+            state.policy_version += 1
+        if parts.critic_step is not None:
+            measured, clip = Metrics(), state.global_step >= self.config.ppo.value_pretrain_steps
+            if self.skipped.accept(parts.critic_step.train(batch, measured, clip), "critic", place, samples=samples):
+                metrics.merge(measured)
 
     def _move_moments(self, to_host: bool) -> None:
         """With ``--offload_idle`` Adam's moments are on the host while nothing is trained."""
@@ -181,7 +178,3 @@ def _write(batch: Mapping[str, list[dict[str, Any]]], file: Path) -> None:
         save_file({name: torch.as_tensor(value).detach().cpu().contiguous() for name, value in tensors.items()}, file)
     except (OSError, SafetensorError) as error:
         logger.warning("%s cannot be written (%s)", file, error)
-
-
-def _tensors(batch: MiniBatch) -> list[dict[str, Any]]:
-    return [micro.tensors() for micro in batch.micro_batches]
