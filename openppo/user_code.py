@@ -1,6 +1,5 @@
 """Files of users: loaded without side effects on the run."""
 
-import copy
 import random
 import re
 import sys
@@ -67,11 +66,3 @@ def leaving_no_trace(source: str) -> Iterator[None]:
             torch.set_default_device(None if device.type == "cpu" else device)
         random.setstate(state)
         np.random.set_state(numpy_state)
-
-
-def copied(value: Any) -> Any:
-    """Deep copy of ``value``; an object that cannot be copied itself."""
-    try:
-        return copy.deepcopy(value)
-    except TypeError:
-        return value

@@ -75,27 +75,20 @@ class MiniBatch:
     places: list[list[int]] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class ReplayBuffer:
     """Experiences of single samples, those of one rank.
 
     Which samples share an optimizer step does not depend on how many ranks made them. ``limit`` is the largest number
-    of samples of one rank (0: none): the oldest are dropped first. With ``normalize``, ``fill`` normalizes advantages.
+    of samples of one rank (0: none): the oldest are dropped first. With ``normalizes``, ``fill`` normalizes advantages.
     """
 
-    def __init__(
-        self,
-        comm: Comm | None = None,
-        limit: int = 0,
-        cpu_offload: bool = True,
-        zero_stage: int = 0,
-        normalize: bool = False,
-    ) -> None:
-        self.comm = comm or SingleProcess()
-        self.limit = limit
-        self.cpu_offload = cpu_offload
-        self.split_overhead = split_overhead(zero_stage)
-        self.normalizes = normalize
-        self.items: list[Experience] = []
+    comm: Comm = field(default_factory=SingleProcess)
+    limit: int = 0
+    cpu_offload: bool = True
+    zero_stage: int = 0
+    normalizes: bool = False
+    items: list[Experience] = field(default_factory=list, init=False)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -105,15 +98,11 @@ class ReplayBuffer:
         self.items += [row.to("cpu") if self.cpu_offload else row for row in split_rows(experience)]
         self.items = self.items[-self.limit :]  # all of them if it is 0
 
-    def extend(self, experiences: Iterable[Experience]) -> None:
-        """Add every row of several batches."""
-        for experience in experiences:
-            self.append(experience)
-
     def fill(self, experiences: Iterable[Experience]) -> None:
         """Replace the samples by those of a new rollout. All ranks call this together."""
         self.clear()
-        self.extend(experiences)
+        for experience in experiences:
+            self.append(experience)
         if self.normalizes:
             self.normalize("advantages")
 
@@ -160,7 +149,7 @@ class ReplayBuffer:
         for i, dealt in enumerate(rounds):  # to and fro, so that shares differ by one sample and few tokens
             for rank, place in enumerate(dealt):
                 shares[rank if i % 2 == 0 else world - 1 - rank].append(place)
-        limit = MicroBatchSize(size, tokens, self.split_overhead)
+        limit = MicroBatchSize(size, tokens, split_overhead(self.zero_stage))
         plans = [micro_batches([lengths[place] for place in share], limit) for share in shares]
         mine = [[shares[self.comm.rank][i] for i in rows] for rows in plans[self.comm.rank]]
         joined = [join_rows([step[place] for place in places]) for places in mine]

@@ -1,6 +1,7 @@
 """Scores from a Python function, called with what the names of its parameters say."""
 
 import asyncio
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.rewards.scoring import check_number, name_sample, policy_text, score_of_steps, step_tokens
 from openppo.types import Score, Trajectory
-from openppo.user_code import copied
 
 logger = logging.getLogger("openppo")
 
@@ -89,7 +89,7 @@ class RewardFunction:
         arguments = {}
         for name in dict.fromkeys([*self.names, *columns, *self.known] if self.takes_all else self.names):
             own = self.known.get(name)
-            values = [copied(sample["row"].get(name) if own is None else sample[own]) for sample in samples]
+            values = [copy.deepcopy(sample["row"].get(name) if own is None else sample[own]) for sample in samples]
             arguments[name] = values if self.is_batch else values[0]
         result = self.function(**arguments)
         return list(result) if isinstance(result, Iterator) else result  # so that errors of generators come up here

@@ -122,10 +122,9 @@ class RemoteScorer:
                     failure, cause = error, _cause(error, self.timeout)
                 finally:
                     load.under_way[url] -= 1
+            if load.failures[url] == 0:  # once, not for each of a thousand requests
+                logger.warning("%s: %s; repeated up to %d times", _named(url), cause, self.retries)
             load.failures[url] += 1
-            if (url, attempt) not in load.logged:  # once, not for each of a thousand requests
-                load.logged.add((url, attempt))
-                logger.warning("%s: %s (attempt %d of %d)", _named(url), cause, attempt + 1, 1 + self.retries)
         raise ConnectionError(
             f"{_named(url)}: no answer after {1 + self.retries} attempts; the last failure: {cause}. Look at the "
             "server; --remote_rm_retries and --remote_rm_timeout give it more time."
@@ -138,7 +137,6 @@ class _Load:
     def __init__(self, n_places: int) -> None:
         self.places = asyncio.Semaphore(n_places)
         self.failures, self.under_way = Counter[str](), Counter[str]()
-        self.logged: set[tuple[str, int]] = set()  # failed attempts at each server
 
 
 def _pause(attempt: int) -> float:

@@ -68,8 +68,7 @@ class RewardModelText:
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """``ValueError`` if chats cannot be rendered: tries one prompt for each sequence of roles, before a run."""
-        by_roles = {tuple(m["role"] for m in prompt.messages): prompt for prompt in prompts if prompt.messages}
-        for roles, prompt in by_roles.items():
+        for roles, prompt in by_roles(prompt for prompt in prompts if prompt.messages).items():
             try:
                 for ended in (True, False):
                     self._encode(prompt, "a", ended)
@@ -87,6 +86,11 @@ class RewardModelText:
                 raise ValueError("it leaves the assistant's turn out")
             ids = self.own(text, add_special_tokens=False)["input_ids"]
         return end_with_eos(self.own, ids) if ended else ids
+
+
+def by_roles(prompts: Iterable[Prompt]) -> dict[tuple[str, ...], Prompt]:
+    """One prompt for each sequence of roles in chats."""
+    return {tuple(m["role"] for m in prompt.messages or ()): prompt for prompt in prompts}
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, asked: Sequence[dict[str, Any]], answer: str) -> str:

@@ -3,8 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -48,14 +47,14 @@ def start_scoring(
     thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
     future = thread.submit(scorer.score, trajectories)
     thread.shutdown(wait=False)
-    return partial(_result, future, stop or StopCheck())
 
+    def result() -> list[Score]:
+        while not wait([future], _SECONDS_BETWEEN_LOOKS).done:
+            if stop is not None and stop.requested():
+                raise Interrupted("a signal")
+        return future.result()
 
-def _result(future: Future[list[Score]], stop: StopCheck) -> list[Score]:
-    while not wait([future], _SECONDS_BETWEEN_LOOKS).done:
-        if stop.requested():
-            raise Interrupted("a signal")
-    return future.result()
+    return result
 
 
 class CombinedScorer:

@@ -141,18 +141,10 @@ def build_server(options: ServeRMConfig) -> RewardServer:
     max_len = min(options.max_len, context_length(model_config) or options.max_len)
     if max_len < options.max_len:
         logger.warning("%s %s: --max_len %d is cut to its context, %d tokens", flag, name, options.max_len, max_len)
-    mean, std = 0.0, 1.0
-    if options.normalize_reward:
-        mean, std = stored_normalization(model_config, f"{flag} {name}")
+    mean, std = stored_normalization(model_config, f"{flag} {name}") if options.normalize_reward else (0.0, 1.0)
+    loading = {"bf16": options.bf16, "flash_attn": options.flash_attn, "trust_remote_code": trust}
     with model_error_context(flag, name):
-        model = get_llm_for_sequence_regression(
-            name,
-            "reward",
-            bf16=options.bf16,
-            flash_attn=options.flash_attn,
-            value_head_prefix=options.value_head_prefix,
-            trust_remote_code=trust,
-        )
+        model = get_llm_for_sequence_regression(name, "reward", value_head_prefix=options.value_head_prefix, **loading)
     device, pad = torch.device("cuda" if torch.cuda.is_available() else "cpu"), pad_token_id(tokenizer)
     model.eval().to(device)
 

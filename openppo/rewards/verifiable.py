@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RewardConfig, Verifier
 from openppo.rewards.answer_process import AnswerProcess
-from openppo.rewards.scoring import check_scores, name_sample, policy_text
+from openppo.rewards.scoring import name_sample, policy_text
 from openppo.types import Prompt, Score, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -38,9 +38,8 @@ class VerifiableScorer:
         return "--verifiable_reward"
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory. ``ValueError`` names the sample whose reward is not a finite number."""
-        rewards = [self.verify(policy_text(trajectory, self.tokenizer), trajectory) for trajectory in trajectories]
-        return [Score({self.name: reward}) for reward in check_scores(rewards, trajectories, str(self))]
+        """One score per trajectory."""
+        return [Score({self.name: self.verify(policy_text(t, self.tokenizer), t)}) for t in trajectories]
 
 
 def make_verify(verifier: Verifier, source: RewardConfig, prompts: Iterable[Prompt]) -> Verify:

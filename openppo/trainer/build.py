@@ -15,7 +15,7 @@ from openppo.models.loading import model_error_context
 from openppo.models.padding import pack_where_exact
 from openppo.models.pretrained import base_model_of, context_length, eos_token_ids, pad_token_id
 from openppo.models.scalar_head import ScalarHeadModel, get_llm_for_sequence_regression
-from openppo.rewards.build import ScorerSetup, build_scorer, check_sources
+from openppo.rewards.build import ScorerSetup
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
@@ -60,13 +60,13 @@ def build_ppo_trainer(
     check_options(config, comm, own_source=not samples)
     tokenizer, actor_config = check_models(config, strategy, samples)
     data = load_ppo_data(config, tokenizer, actor_config, comm, prompts=samples)
-    setup = _scorer_setup(config, strategy, data)
+    setup = _scorer_setup(config, tokenizer, strategy, data)
     if run.dry_run and samples:
-        check_sources(config.rewards, tokenizer, setup)
+        setup.check()
     estimate = log_ppo_memory(config, data, strategy) if samples or run.dry_run else None
     plan = batch_plan(config, comm.world_size, len(data.prompts), source)
     checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
-    scorer = build_scorer(config.rewards, tokenizer, setup) if samples else None  # before the large models
+    scorer = setup.build() if samples else None  # before the large models
     critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
     actor = _prepared(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, actor)
@@ -117,9 +117,13 @@ def _contents(config: TrainPPOConfig, data: PPOData) -> dict[str, str]:
     return contents
 
 
-def _scorer_setup(config: TrainPPOConfig, strategy: DeepspeedStrategy, data: PPOData) -> ScorerSetup:
+def _scorer_setup(
+    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, strategy: DeepspeedStrategy, data: PPOData
+) -> ScorerSetup:
     model, shaping = config.model, config.shaping
     return ScorerSetup(
+        config.rewards,
+        tokenizer,
         comm=strategy.comm,
         device=strategy.device,
         prepare_frozen=strategy.prepare_frozen,

@@ -94,7 +94,7 @@ class OnePassCritic(ExperienceMaker):
     def _with_values(self, rows: list[Experience], n_done: int) -> list[Experience]:
         """This rank's samples with values, by an optimizer step on all ranks' samples."""
         buffer, measured = ReplayBuffer(self.comm, zero_stage=self.config.deepspeed.zero_stage), Metrics()
-        buffer.extend(rows)
+        buffer.fill(rows)
         model, clip = self.critic_step.model, n_done >= self.config.ppo.value_pretrain_steps
         model.train()
         if self.config.ppo.offload_idle:

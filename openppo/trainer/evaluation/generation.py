@@ -18,7 +18,7 @@ from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, model_error_context
 from openppo.models.padding import MicroBatchSize
 from openppo.models.pretrained import check_model, check_token_ids, eos_token_ids, pad_token_id
-from openppo.rewards.build import ScorerSetup, build_scorer
+from openppo.rewards.build import ScorerSetup
 from openppo.rollout.hf_engine import HFEngine
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
@@ -123,6 +123,8 @@ class EvaluateJob(_Job):
         """Load everything; ``ValueError`` names the flag to change."""
         super().__init__(config, config.output_path)
         setup = ScorerSetup(
+            config.rewards,
+            self.tokenizer,
             self.comm,
             self.strategy.device,
             self.strategy.prepare_frozen,
@@ -133,7 +135,7 @@ class EvaluateJob(_Job):
             config.value_head_prefix,
             input_template=config.input_template,
         )
-        self.scorer = build_scorer(config.rewards, self.tokenizer, setup)
+        self.scorer = setup.build()
         self._load_policy()
         rewards = config.rewards
         self.grading = Grading(self.comm, rewards.pass_threshold(config.pass_reward), rewards.weights())

@@ -35,9 +35,9 @@ def sample(number, length=None):
 SAMPLES = [sample(number) for number in range(N)]
 
 
-def filled(samples, comm=None, **options):
-    buffer = ReplayBuffer(comm, **options)
-    buffer.extend(samples)
+def filled(samples, *comm, **options):
+    buffer = ReplayBuffer(*comm, **options)
+    buffer.fill(samples)
     return buffer
 
 
@@ -65,7 +65,7 @@ def share(comm):
 @pytest.mark.parametrize("outside", [0.0, torch.nan])
 def test_normalization_is_over_the_action_tokens_of_all_ranks(world_size, outside):
     def work(comm):
-        buffer = ReplayBuffer(comm, normalize=True)
+        buffer = ReplayBuffer(comm, normalizes=True)
         buffer.fill(s.with_fields(advantages=torch.where(s.action_mask, s.advantages, outside)) for s in share(comm))
         return buffer.items
 

@@ -12,7 +12,7 @@ from openppo.config import RewardConfig
 from openppo.models.padding import MicroBatchSize
 from openppo.rewards import CombinedScorer, FunctionScorer, ModelScorer, VerifiableScorer
 from openppo.rewards import build as module
-from openppo.rewards.build import ScorerSetup, build_scorer
+from openppo.rewards.build import ScorerSetup
 from openppo.types import Prompt, SingleProcess
 from tests.conftest import save_tokenizer
 from tests.unit.rewards.conftest import score_by_transformers
@@ -23,7 +23,7 @@ PROMPTS = [Prompt("ab", [3, 4], label="c", row={"answer": "c"})]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An actor, reward models of the same and another vocabulary, with and without tokenizer, and a function."""
+    """An actor, reward models of the same and another vocabulary, and functions."""
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
     LlamaForCausalLM(config(27)).save_pretrained(root / "actor")
     save_tokenizer(root / "actor", LETTERS)
     reward = LlamaForSequenceClassification(config(27, num_labels=1, mean=2.0, std=4.0))
-    for name in ("same", "other", "no_tokenizer"):
+    for name in ("same", "other"):
         reward.save_pretrained(root / name)
     save_tokenizer(root / "same", LETTERS)
     save_tokenizer(root / "other", LETTERS[::-1])
@@ -63,8 +63,8 @@ def build(folder):
         where = SingleProcess(), torch.device("cpu"), lambda model: model.eval()
         actor = str(folder / "actor")
         loading = {"bf16": False, "flash_attn": False, "trust_remote_code": False}
-        setup = ScorerSetup(*where, prompts, actor, MicroBatchSize(2), loading, normalize=normalize)
-        return build_scorer(source, AutoTokenizer.from_pretrained(actor), setup)
+        given = source, AutoTokenizer.from_pretrained(actor)
+        return ScorerSetup(*given, *where, prompts, actor, MicroBatchSize(2), loading, normalize=normalize).build()
 
     return run
 
@@ -113,7 +113,6 @@ def test_several_sources_are_named_by_their_kind(build, trajectory):
     ("model", "ids", "log"),
     [
         ("same", [3, 4, 5, 6, 1], "reads the policy's tokens"),
-        ("no_tokenizer", [3, 4, 5, 6, 1], "has no tokenizer, but a vocabulary of the policy's size"),
         ("other", [29, 28, 27, 26, 1], "reads the text, written again with its own tokenizer and chat template"),
     ],
 )

@@ -10,7 +10,7 @@ from openppo.config import ProcessConfig, RewardConfig, RowsConfig, SupervisedCo
 from openppo.datasets import load_process_examples, number_rows, render_prompt
 from openppo.models.padding import MicroBatchSize, equal_batches
 from openppo.models.scalar_head import ProcessRewardModel
-from openppo.rewards.build import ScorerSetup, build_scorer
+from openppo.rewards.build import ScorerSetup
 from openppo.rewards.model import ProcessScorer
 from openppo.types import Prompt, SingleProcess
 from tests.conftest import save_tokenizer
@@ -136,8 +136,8 @@ def built_scorer(judge, policy, prompts=(), template=None, **options):
     source = RewardConfig(prm_pretrain=str(judge), prm_placeholder_token="#", **options)
     where = SingleProcess(), torch.device("cpu"), lambda model: model
     loading = {"bf16": False, "flash_attn": False, "trust_remote_code": False}
-    setup = ScorerSetup(*where, prompts, "policy", MicroBatchSize(2), loading, input_template=template)
-    return build_scorer(source, policy, setup)
+    run = *where, prompts, "policy", MicroBatchSize(2), loading
+    return ScorerSetup(source, policy, *run, input_template=template).build()
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def changed(**options):
 
 def mini_batch(rows, micro):
     buffer = ReplayBuffer()
-    buffer.extend(rows)
+    buffer.fill(rows)
     [batch] = buffer.mini_batches(len(rows), micro, epochs=1, seed=0)
     return batch
 
@@ -260,7 +260,7 @@ def outcome(one_pass, scalar, n, **options):
     """Experience, metrics, weights and forwards of the critic, after a global step without an actor."""
     config = from_options(TrainPPOConfig, **ONE_PASS, **options)
     maker, step, model = maker_of(one_pass, config, scalar, ALONE)
-    buffer, metrics = ReplayBuffer(normalize=True), Metrics()
+    buffer, metrics = ReplayBuffer(normalizes=True), Metrics()
     buffer.fill(maker.make(Rollout(map(trajectory, range(n)), Metrics()), metrics))
     for batch in mini_batches(buffer, config, 0):
         step.train(batch, metrics, True)
