@@ -35,7 +35,6 @@ from openppo.trainer.engine_check import LONGEST, REQUESTS, check_engines
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory import log_ppo_memory
 from openppo.trainer.ppo import PPOTrainer
-from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
 from openppo.trainer.source import PromptSource
 from openppo.trainer.startup import check_options, start_trackers
 from openppo.trainer.summary import batch_plan, log_ppo_start
@@ -65,7 +64,7 @@ def build_ppo_trainer(
         setup.check()
     estimate = log_ppo_memory(config, data, strategy) if samples or run.dry_run else None
     plan = batch_plan(config, comm.world_size, len(data.prompts), source)
-    checkpointer = Checkpointer(config, strategy, "ppo", _contents(config, data))
+    checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
     scorer = setup.build() if samples else None  # before the large models
     critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
     actor = _prepared(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
@@ -105,16 +104,6 @@ def build_ppo_trainer(
     checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, plan)
     return trainer
-
-
-def _contents(config: TrainPPOConfig, data: PPOData) -> dict[str, str]:
-    """Fingerprints of what a checkpoint must have been made with."""
-    contents = {flag: model_fingerprint(name) for flag, name in config.input_models.items() if name is not None}
-    if data.prompts:
-        contents["--prompt_data"] = examples_fingerprint([p.token_ids, repr(p.label)] for p in data.prompts)
-    if data.documents:
-        contents["--pretrain_data"] = data.fingerprint
-    return contents
 
 
 def _scorer_setup(

@@ -33,7 +33,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import set_aside_model
-from openppo.trainer.resume.compatible import check_compatible, measured_otherwise
+from openppo.trainer.resume.compatible import check_compatible, measured_otherwise, model_fingerprint
 
 logger = logging.getLogger("openppo")
 
@@ -69,7 +69,7 @@ def ensure_checkpoint_on_save_error(
 class Checkpointer:
     """Saves and loads a run of the command ``kind``. All ranks call every method together.
 
-    ``found`` is the newest checkpoint with ``--load_checkpoint``; ``ValueError`` if options or ``contents``,
+    ``found`` is the newest checkpoint with ``--load_checkpoint``; ``ValueError`` if options, models or ``data``,
     fingerprints by flag, contradict it.
     """
 
@@ -78,7 +78,7 @@ class Checkpointer:
         config: TrainPPOConfig | SupervisedCommand,
         strategy: DeepspeedStrategy,
         kind: str,
-        contents: dict[str, str],
+        data: dict[str, str],
     ) -> None:
         self.options, self.strategy, self.comm = config.checkpoint, strategy, strategy.comm
         self.save_path, given = Path(config.run.save_path).resolve(), self.options.ckpt_path
@@ -86,7 +86,8 @@ class Checkpointer:
         flag = "--ckpt_path" if given else "--save_path"
         collective(self.comm, lambda: refuse_own_checkpoints(config.input_models, flag, folder))
         self.folder = CheckpointFolder(folder, self.comm, self.options.max_ckpt_num, flag)
-        self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents}
+        contents = {flag: model_fingerprint(name) for flag, name in config.input_models.items() if name is not None}
+        self.identity: dict[str, Any] = {"kind": kind, "options": flat_dict(config), "contents": contents | data}
         self.models: dict[str, TrainableModel] = {}
         self.ema: ParameterAverage | None = None
         self.best: float | None = None
@@ -136,10 +137,8 @@ class Checkpointer:
             for folder in (self.save_path, *beside) if self.strategy.is_main else ():
                 set_aside_model(folder)
 
-        def failure(message: str) -> ValueError:
-            return ValueError(f"--save_path: an earlier run's model cannot be set aside ({message}).")
-
-        collective(self.comm, set_aside, OSError, failure)
+        failure = "--save_path: an earlier run's model cannot be set aside ({})."
+        collective(self.comm, set_aside, OSError, lambda message: ValueError(failure.format(message)))
 
     def due(self, step: int, pass_ended: bool) -> bool:
         """Whether ``--save_steps`` asks for a checkpoint after ``step``."""

@@ -25,14 +25,14 @@ from openppo.types import Comm, Prompt
 class PPOData:
     """``held_out`` is empty without ``--eval_data``, ``documents`` without ``--pretrain_data``.
 
-    ``longest`` is the most tokens that a prompt and its response can have; documents are cut there, and their
-    ``fingerprint`` is of what they were before, so that a run may resume with another ``--generate_max_len``.
+    ``longest`` is the most tokens that a prompt and its response can have; documents are cut there. ``fingerprints``
+    by flag are of what they were before, so that a run may resume with another ``--generate_max_len``.
     """
 
     prompts: list[Prompt]
     held_out: list[Prompt]
     documents: list[TokenExample]
-    fingerprint: str
+    fingerprints: dict[str, str]
     longest: int
 
 
@@ -65,15 +65,15 @@ def load_ppo_data(
             model_config = check_model(name, flag, config.model.trust_remote_code)
             check_context(model_config, f"{flag} {name}", longest, new_tokens)
         documents: list[TokenExample] = []
-        fingerprint = ""
+        prints = {"--prompt_data": examples_fingerprint([p.token_ids, repr(p.label)] for p in read)} if read else {}
         if options.pretrain_data is not None and config.ppo.ptx_coef > 0:
             given, split = (options.pretrain_data, options.pretrain_data_probs), options.pretrain_split
             rows = load_mixed_rows(options, *given, flag="--pretrain_data", split=split, seed=seed)
             key = options.pretrain_key or options.input_key
             documents = load_documents(rows, tokenizer, key, longest + new_tokens, show)
-            fingerprint = examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
+            prints["--pretrain_data"] = examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
         check_token_ids(actor_config, model, tokenizer, ids + [document.token_ids for document in documents])
-        return PPOData(read, held_out, documents, fingerprint, longest + new_tokens)
+        return PPOData(read, held_out, documents, prints, longest + new_tokens)
 
     data = collective(comm, load_all)
     prompt_ids, held_out_ids = ([(p.token_ids, p.label) for p in each] for each in (data.prompts, data.held_out))

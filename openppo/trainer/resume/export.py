@@ -87,11 +87,9 @@ class Export:
     def _run(self) -> tuple[Any, str]:
         """Options of the run with the models' present paths, and the flag that named its critic's start."""
         kind, given = self.state["kind"], self.options
-        if kind not in _KINDS:
-            raise ValueError(f"CHECKPOINT {self.checkpoint} is of train_{kind}, unknown to this version.")
         try:
             run: Any = from_options(_KINDS[kind], **self.state["options"])
-        except ValueError as error:
+        except (KeyError, ValueError) as error:
             raise ValueError(f"CHECKPOINT {self.checkpoint} is of another version of OpenPPO: {error}") from error
         critic = critic_start(run) if kind == "ppo" else None
         if given.role == "critic" and critic is None:

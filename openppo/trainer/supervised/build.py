@@ -19,7 +19,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.signals import SignalStop
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.memory import estimate_supervised, log_memory
-from openppo.trainer.resume.compatible import examples_fingerprint, model_fingerprint
+from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_options, load_policy_tokenizer, start_trackers, tokenizing
 from openppo.trainer.summary import log_supervised_start
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer, total_optimizer_steps
@@ -68,8 +68,7 @@ def _build(
     role = "reward model" if isinstance(config, TrainRMConfig) else "model"
     estimated = partial(estimate_supervised, config, longest, len(trainer_class.rows_of(train[0])), most_scored)
     estimate = log_memory(estimated, {role: ("--pretrain", name)}, config, strategy)
-    contents = {"--pretrain": model_fingerprint(name), "--dataset": examples_fingerprint(train)}
-    checkpointer = Checkpointer(config, strategy, trainer_class.kind, contents)
+    checkpointer = Checkpointer(config, strategy, trainer_class.kind, {"--dataset": examples_fingerprint(train)})
     n_steps = total_optimizer_steps(config, len(train))
     model = strategy.prepare(load_model(config, tokenizer), config.adam, options.learning_rate, n_steps)
     checkpointer.attach({"model": model})
