@@ -217,23 +217,24 @@ def _lines(path: Path, where: str) -> Iterator[str]:
         raise ValueError(f"{where}: not UTF-8 text ({error}). Save the file as UTF-8.") from error
 
 
-def _read_json_lines(path: Path, where: str) -> Iterator[Row]:
-    for number, line in enumerate(_lines(path, where), start=1):
-        if line.strip():
-            yield _as_object(_parse(line.rstrip(), where, number), f"{where}, line {number}")
-
-
 def _read_json(path: Path, where: str) -> Iterator[Row]:
-    """Rows of an array, or one on each line."""
-    text = "".join(_lines(path, where))
-    if not text.lstrip().startswith("["):
-        yield from _read_json_lines(path, where)
-        return
-    for number, row in enumerate(_parse(text, where), start=1):
-        yield _as_object(row, f"{where}, row {number}")
+    """Rows of an array, which only .json may have, or one on each line."""
+    texts, array = _lines(path, where), False
+    if _suffix(path) == ".json":
+        whole = "".join(texts)
+        array = whole.lstrip().startswith("[")
+        texts = iter([whole] if array else whole.split("\n"))
+    for line, text in enumerate(texts, start=1):
+        if text.strip():
+            value = _parse(text.rstrip(), where, line)
+            for number, row in enumerate(value if array else [value], start=1):
+                if not isinstance(row, dict):
+                    place, kind = f"row {number}" if array else f"line {line}", type(row).__name__
+                    raise ValueError(f"{where}, {place}: not an object but {kind}. {JSON_HINT}")
+                yield row
 
 
-def _parse(text: str, where: str, line: int = 1) -> Any:
+def _parse(text: str, where: str, line: int) -> Any:
     """Value of JSON ``text``, which begins in ``line`` of its file."""
     try:
         return json.loads(text)
@@ -242,12 +243,6 @@ def _parse(text: str, where: str, line: int = 1) -> Any:
         if isinstance(error, json.JSONDecodeError):
             line, what = line + error.lineno - 1, f"{error.msg} at column {error.colno}"
         raise ValueError(f"{where}, line {line}: not valid JSON ({what}). {JSON_HINT}") from error
-
-
-def _as_object(row: object, where: str) -> Row:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: not an object but {type(row).__name__}. {JSON_HINT}")
-    return row
 
 
 def _read_csv(path: Path, where: str) -> Iterator[Row]:
@@ -280,5 +275,5 @@ def _read_parquet(path: Path, where: str) -> Iterator[Row]:
         raise ValueError(f"{where}: cannot be read as Parquet ({what}). {remedy}") from error
 
 
-READERS = {".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+READERS = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
 """How to read a file, by its extension."""

@@ -9,14 +9,12 @@ import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, suppress
 from itertools import zip_longest
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, TextIO
 
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
 from openppo.tracking.phase import current
-
-T = TypeVar("T")
 
 WIDTH = 110
 """Columns of a log file, and the most on a terminal."""
@@ -108,15 +106,16 @@ def log_lines(lines: Iterable[str]) -> None:
     get_logger().info("%s", "\n".join(lines))
 
 
-class ProgressBar(AbstractContextManager["ProgressBar[T]"], Generic[T]):
+class ProgressBar(AbstractContextManager["ProgressBar"]):
     """Progress with the time left: iterate over it, or enter it and call ``update``.
 
     On a terminal it is a tqdm bar that vanishes at the end. In a file it is a line every 30 s, and a last one if it
     ran longer than that. Each update is a sign of progress for the watchdog.
     """
 
-    def __init__(self, iterable: Iterable[T], total: int | None, description: str, enabled: bool) -> None:
-        self._iterable, self._total, self._description = iterable, total, description
+    def __init__(self, items: Iterable[Any], description: str, enabled: bool) -> None:
+        total = len(items) if isinstance(items, Sized) else None
+        self._items, self._total, self._description = items, total, description
         self._lines = enabled and not sys.stderr.isatty()
         self._bar = tqdm(
             total=total,
@@ -138,12 +137,6 @@ class ProgressBar(AbstractContextManager["ProgressBar[T]"], Generic[T]):
         self._bar.update(n)
         self._write_line(since=self._last_line)
 
-    def close(self) -> None:
-        """End the bar; further calls do nothing."""
-        self._bar.close()
-        self._write_line(since=self._start)
-        self._lines = False
-
     def _write_line(self, since: float) -> None:
         now = time.monotonic()
         if not self._lines or now - since < SECONDS_BETWEEN_LINES:
@@ -153,17 +146,18 @@ class ProgressBar(AbstractContextManager["ProgressBar[T]"], Generic[T]):
         with suppress(OSError, ValueError):  # a full disk or a closed pipe ends no training
             print(line.strip(), file=sys.stderr, flush=True)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Any]:
         with self:
-            for item in self._iterable:
+            for item in self._items:
                 yield item
                 self.update()
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._bar.close()
+        self._write_line(since=self._start)
 
 
-def progress_bar(iterable_or_total: Any, description: str, *, enabled: bool) -> ProgressBar[Any]:
+def progress_bar(iterable_or_total: Any, description: str, *, enabled: bool) -> ProgressBar:
     """Progress over an iterable, or over ``range(total)``."""
     items = range(iterable_or_total) if isinstance(iterable_or_total, int) else iterable_or_total
-    return ProgressBar(items, len(items) if isinstance(items, Sized) else None, description, enabled)
+    return ProgressBar(items, description, enabled)

@@ -101,6 +101,8 @@ class Finding:
     last: int
     metrics: tuple[str, ...]
     ended: bool = False
+    quiet: int = 0
+    """Reports since the rule found something."""
 
 
 class Health:
@@ -110,8 +112,6 @@ class Health:
         self.history, self.rules = History(config), rules
         self.findings: list[Finding] = []
         """In the order in which they began."""
-        self._current: dict[str, Finding] = {}  # by rule
-        self._quiet: dict[str, int] = {}  # reports since the rule found something
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
         """Take in one report; the findings that begin with it."""
@@ -120,17 +120,16 @@ class Health:
         for rule in self.rules:
             if rule.metrics[0] not in metrics:
                 continue
-            text, finding = rule.check(self.history), self._current.get(rule.name)
+            text = rule.check(self.history)
+            finding = next((found for found in self.findings if found.rule == rule.name and not found.ended), None)
             if text is not None:
-                self._quiet[rule.name] = 0
                 if finding is None:
                     since = self.history.series[rule.metrics[0]][0][-rule.last :][0]
-                    finding = self._current[rule.name] = Finding(rule.name, "", since, step, rule.metrics)
+                    finding = Finding(rule.name, "", since, step, rule.metrics)
                     begun.append(finding)
-                finding.text, finding.last = text.replace("{since}", str(finding.since)), step
+                finding.text, finding.last, finding.quiet = text.replace("{since}", str(finding.since)), step, 0
             elif finding is not None:
-                self._quiet[rule.name] += 1
-                if self._quiet[rule.name] >= QUIET:
-                    self._current.pop(rule.name).ended = True
+                finding.quiet += 1
+                finding.ended = finding.quiet >= QUIET
         self.findings += begun
         return begun
