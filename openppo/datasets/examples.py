@@ -1,13 +1,13 @@
 """Rows -> prompts of a rollout, examples of the language-model loss, and pairs for the reward model."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from openppo.config import PreferenceConfig, RowsConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.data import PromptDataConfig
@@ -24,9 +24,6 @@ from openppo.datasets.templates import (
 )
 from openppo.datasets.turns import all_targets, render_response, render_whole
 from openppo.types import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

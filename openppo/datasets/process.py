@@ -1,11 +1,11 @@
 """Rows -> solutions with a judgement of each step, for a process reward model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from openppo.config import ProcessConfig, RowsConfig, SupervisedConfig
 from openppo.datasets.row_formats import RowFields, RowReader
@@ -19,9 +19,6 @@ from openppo.datasets.templates import (
     render_prompt,
     shortened,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
 STEP_SEPARATOR = "\n\n"

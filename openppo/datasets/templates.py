@@ -4,19 +4,16 @@ Training sees what generation sees: the tokens before a response come from ``ren
 with one EOS, as a sampled response does.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RowsConfig
 from openppo.types import Prompt
 from openppo.user_code import TEMPLATE_ERRORS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 """One turn of a chat: "role" and "content", texts; "content" is None only with "tool_calls"."""

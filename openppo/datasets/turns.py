@@ -5,10 +5,9 @@ the EOS or another token of the template, without whitespace after it. Comparing
 for any chat template that puts the text of a turn in one place.
 """
 
-from __future__ import annotations
-
 from itertools import takewhile
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from openppo.config import RowsConfig
 from openppo.datasets.templates import (
@@ -25,9 +24,6 @@ from openppo.datasets.templates import (
     render_chat,
     require_whole,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _MARK = "\ue000\ue001\ue000"
 """Replaces a turn's text to find its place: private characters, which no template changes or writes."""
