@@ -17,8 +17,6 @@ from openppo.datasets.templates import (
     TokenExample,
     as_messages,
     as_text,
-    encode_start,
-    end_with_eos,
     render_prompt,
     shortened,
 )
@@ -92,14 +90,14 @@ def load_documents(
     """
     flag = "--pretrain_data"
     keys = None if key is None else {"whole": (key, "--pretrain_key")}
-    reader = RowReader(rows, "documents", RowsConfig(), keys)
+    options = RowsConfig()
+    reader = RowReader(rows, "documents", options, keys)
     examples, n_cut = [], 0
     for row in show(rows):
         with naming_row(row):
             text = as_text(reader.read(row).whole)
-        ids = encode_start(tokenizer, text) if text.strip() else []
+            ids = render_whole(text, tokenizer, options).token_ids if text.strip() else []
         if ids:
-            ids = ids[:1] + end_with_eos(tokenizer, ids[1:])
             n_cut += len(ids) > max_len
             examples.append(all_targets(ids[:max_len]))
     if not examples:

@@ -5,7 +5,7 @@ The table ``ROW_FORMATS`` says which columns each format has; the first that fit
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -158,11 +158,10 @@ def _hh(row: Row, chat: bool) -> RowFields:
     """The prompt ends with the last "Assistant:" before the transcripts part."""
     chosen, rejected = as_text(row["chosen"]), as_text(row["rejected"])
     asked, answer, _ = shared_start(chosen, rejected).rpartition(HH_ANSWER)
-    if chat:
-        prompt, *sides = map(_turns_of_transcript, (asked, chosen[len(asked) :], rejected[len(asked) :]))
-        return RowFields(prompt or None, sides[0], *sides)
-    chosen, rejected = chosen.removeprefix(asked + answer), rejected.removeprefix(asked + answer)
-    return RowFields(asked + answer or None, chosen, chosen, rejected)
+    asked = asked if chat else asked + answer
+    parts: Iterable[Any] = (asked, chosen[len(asked) :], rejected[len(asked) :])
+    prompt, *sides = map(_turns_of_transcript, parts) if chat else parts
+    return RowFields(prompt or None, sides[0], *sides)
 
 
 def _turns_of_transcript(text: str) -> list[Message]:

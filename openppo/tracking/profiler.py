@@ -32,7 +32,7 @@ class StepProfiler:
         self.rank = rank
         self._traces: Counter[int] = Counter()  # of each step
         self._profile: torch.profiler.profile | None = None
-        self._pause_at = float("inf")
+        self._pause_at = 0.0  # time.monotonic(); minus infinity while paused
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -40,14 +40,18 @@ class StepProfiler:
         if self._profile is None and not self.is_profiled(current.step):
             yield
             return
-        with self._recorded() if self._profile is None else nullcontext(), self._named(name):
-            yield
+        with self._recorded() if self._profile is None else nullcontext():
+            self._resume()
+            with torch.profiler.record_function(name):
+                yield
+                self._resume()  # the end of a phase is recorded too
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or stderr gets a line at start and stop
         self._profile = torch.profiler.profile()  # of the CPU, and of CUDA where there is a GPU
         self._profile.start()
+        self._pause_at = float("inf")
         current.on_progress = self._pause_when_due
         try:
             yield
@@ -56,16 +60,6 @@ class StepProfiler:
             profile, self._profile = self._profile, None
             profile.stop()
         self._write(profile)  # not after an exception
-
-    @contextmanager
-    def _named(self, name: str) -> Iterator[None]:
-        self._resume()
-        try:
-            with torch.profiler.record_function(name):
-                yield
-                self._resume()  # the end of a phase is recorded too
-        finally:
-            self._resume()
 
     def _resume(self) -> None:
         if self._pause_at == float("-inf"):
