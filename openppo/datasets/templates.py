@@ -190,8 +190,8 @@ def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, 
     """
     if not tokenizer.chat_template:
         raise ValueError(
-            "--apply_chat_template: the tokenizer of --pretrain has no chat template. Leave the flag out, or use a "
-            "model whose tokenizer has one."
+            "--apply_chat_template: the tokenizer has no chat template. Leave the flag out, or use a model whose "
+            "tokenizer has one."
         )
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=for_generation))

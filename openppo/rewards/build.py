@@ -26,7 +26,7 @@ from openppo.rewards.model import (
     ModelScorer,
     ProcessScorer,
     RewardModelText,
-    by_roles,
+    check_chats,
     last_tokens,
     policy_tokens,
     stored_normalization,
@@ -144,7 +144,7 @@ class ScorerSetup:
             try:
                 ids = encode(trajectory)
             except ValueError as error:
-                raise ValueError(f"{named}: its chat template fails on {name_sample(trajectory)}: {error}") from error
+                raise ValueError(f"{named}: {name_sample(trajectory)}: {error}") from error
             ids = last_tokens(ids, context_length(config), named, trajectory)
             check_token_ids(config, named, tokenizer, [ids])
             return ids
@@ -170,14 +170,12 @@ class ScorerSetup:
             if prompt.messages and not chat:
                 question = STEP_SEPARATOR.join(text_of(message["content"]) for message in prompt.messages)
             ids, places = encode(question, steps)
-            check_token_ids(config, named, own, [ids, [good, bad]])
+            check_token_ids(config, named, own, [ids])
             return ids, places
 
-        for prompt in by_roles(self.prompts).values():
-            try:
-                render(prompt, ["a"])
-            except ValueError as error:  # a chat template may refuse its roles
-                raise ValueError(f"{named}: {error}") from error
+        check_token_ids(config, named, own, [[good, bad]])
+        if chat:
+            check_chats(self.prompts, named, "--prm_apply_chat_template", lambda prompt: render(prompt, ["a"]))
         with model_error_context(flag, model, "process reward model"):
             judge = self.prepare_frozen(ProcessRewardModel(Actor(model, **self.loading).model))
         where, run = (named, context_length(config), pad_token_id(own)), (self.size, self.comm, self.device)
@@ -189,18 +187,13 @@ def own_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Tokenizer of ``model``; None if it knows all of the policy's token ids by the same names.
 
-    ``ValueError`` naming ``flag`` if it knows them but has too few embeddings.
+    ``ValueError`` naming ``flag`` if it knows them and ``model`` has too few embeddings.
     """
     own = load_tokenizer(model, flag, trust_remote_code=trust_remote_code)
     vocabulary, ids = own.get_vocab(), tokenizer.get_vocab()  # the former may hold more, such as a [PAD] of its own
     if any(vocabulary.get(token) != token_id for token, token_id in ids.items()):
         return own
-    names = ((model, flag), (actor, "--pretrain"))
-    known, of_policy = (check_model(*name, trust_remote_code).get_text_config().vocab_size for name in names)
-    sampled = min(max(ids.values()) + 1, of_policy)
-    if known < sampled:
-        raise ValueError(
-            f"{flag} {model} has embeddings of {known} token ids, and --pretrain {actor} samples {sampled}. "
-            "Give it as many with resize_token_embeddings."
-        )
+    n_sampled = check_model(actor, "--pretrain", trust_remote_code).get_text_config().vocab_size
+    largest = min(max(ids.values()), n_sampled - 1)
+    check_token_ids(check_model(model, flag, trust_remote_code), f"{flag} {model}", tokenizer, [[largest]])
     return None

@@ -2,8 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, itemgetter
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -13,12 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import RewardConfig
-from openppo.datasets.templates import encode_start, end_with_eos
+from openppo.datasets.templates import encode_start, end_with_eos, render_chat
 from openppo.models.padding import MicroBatchSize, equal_batches, pad_right
 from openppo.rewards.scoring import check_number, check_scores, name_sample, score_of_steps, span_texts, step_tokens
 from openppo.tracking import progress_bar
 from openppo.types import Comm, Prompt, Score, Trajectory
-from openppo.user_code import TEMPLATE_ERRORS
 
 logger = logging.getLogger("openppo")
 
@@ -38,7 +38,7 @@ def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) ->
         return ids
     behind: list[int] = []  # what follows the token at which sampling ended
     if trajectory.prompt.messages is not None:
-        _, _, text = _render(tokenizer, trajectory.prompt.messages, _CUT).partition(_CUT)
+        _, _, text = _render(tokenizer, trajectory.prompt, _CUT).partition(_CUT)
         end = tokenizer(text, add_special_tokens=False)["input_ids"]
         behind = end[end.index(ids[-1]) + 1 :] if ids[-1] in end else []
     return [*ids, *end_with_eos(tokenizer, behind)]
@@ -67,38 +67,34 @@ class RewardModelText:
         return self._encode(trajectory.prompt, response, trajectory.finish_reason.is_complete)
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """``ValueError`` if chats cannot be rendered: tries one prompt for each sequence of roles, before a run."""
-        for roles, prompt in by_roles(prompt for prompt in prompts if prompt.messages).items():
-            try:
-                for ended in (True, False):
-                    self._encode(prompt, "a", ended)
-            except ValueError as error:
-                refused = f"chats with the roles {', '.join(roles)} cannot be rendered by its tokenizer"
-                raise ValueError(f"{self.source}: {refused} ({error}). Leave --apply_chat_template out.") from error
+        """``check_chats`` with answers that end and that are cut off."""
+        for ended in (True, False):
+            encode = partial(self._encode, response="a", ended=ended)
+            check_chats(prompts, self.source, "--apply_chat_template", encode)
 
     def _encode(self, prompt: Prompt, response: str, ended: bool) -> list[int]:
         if prompt.messages is None:
             ids = encode_start(self.own, prompt.text + response)
         else:
             # Of a response that was cut off, the rendering ends where it does: no closing tag, no EOS.
-            text, cut, _ = _render(self.own, prompt.messages, response + ("" if ended else _CUT)).partition(_CUT)
+            text, cut, _ = _render(self.own, prompt, response + ("" if ended else _CUT)).partition(_CUT)
             if not ended and not cut:
                 raise ValueError("it leaves the assistant's turn out")
             ids = self.own(text, add_special_tokens=False)["input_ids"]
         return end_with_eos(self.own, ids) if ended else ids
 
 
-def by_roles(prompts: Iterable[Prompt]) -> dict[tuple[str, ...], Prompt]:
-    """One prompt for each sequence of roles in chats."""
-    return {tuple(m["role"] for m in prompt.messages or ()): prompt for prompt in prompts}
+def check_chats(prompts: Iterable[Prompt], source: str, flag: str, encode: Callable[[Prompt], object]) -> None:
+    """``ValueError`` naming ``source`` if chats cannot be rendered: tries one prompt for each sequence of roles."""
+    for prompt in {tuple(m["role"] for m in prompt.messages or ()): prompt for prompt in prompts}.values():
+        try:
+            encode(prompt)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error} (leave {flag} out)") from error
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, asked: Sequence[dict[str, Any]], answer: str) -> str:
-    messages = [*asked, {"role": "assistant", "content": answer}]
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except TEMPLATE_ERRORS as error:
-        raise ValueError(str(error)) from error
+def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -> str:
+    return render_chat([*(prompt.messages or ()), {"role": "assistant", "content": answer}], tokenizer)
 
 
 def last_tokens(ids: list[int], context: int | None, source: str, trajectory: Trajectory) -> list[int]:
@@ -171,13 +167,7 @@ def stored_normalization(config: PreTrainedConfig, source: str) -> tuple[float, 
 
 Render = Callable[[Prompt, list[str]], tuple[list[int], list[int]]]
 """Token ids of a prompt and the steps after it, and where in them the placeholder of each step is."""
-AGGREGATES: Mapping[str, Callable[[list[float]], float]] = {
-    "min": min,
-    "mean": fmean,
-    "last": itemgetter(-1),
-    "product": math.prod,
-}
-"""Names of ``--prm_aggregate`` that make one number of all steps."""
+_AGGREGATES: dict[str, Any] = {"min": min, "mean": fmean, "last": itemgetter(-1), "product": math.prod}
 
 
 class JudgedSteps(NamedTuple):
@@ -254,6 +244,6 @@ class ProcessScorer:
     def _score(self, trajectory: Trajectory, steps: JudgedSteps, good: list[float]) -> Score:
         good = [check_number(p, trajectory, str(self)) for p in good]
         if self.options.prm_aggregate != "steps":
-            return Score({self.name: AGGREGATES[self.options.prm_aggregate](good) if good else 0.0})
+            return Score({self.name: _AGGREGATES[self.options.prm_aggregate](good) if good else 0.0})
         weight = self.options.weights().get(self.name, 1.0)
         return score_of_steps(trajectory, steps.ends, [weight * p for p in good])

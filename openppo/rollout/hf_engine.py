@@ -109,11 +109,16 @@ class HFEngine(Engine):
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
         """Inside, the module may be called: under ZeRO-3 it has whole weights, unless ranks decode in lockstep."""
-        with weights.gathered(in_lockstep=self.any_rank_busy is not None), _attention_of_padded_rows(self.model):
+        chosen = self.model.config._attn_implementation
+        with weights.gathered(in_lockstep=self.any_rank_busy is not None):
+            if chosen == "flash_attention_2":  # copies keys and values of padded rows in each step
+                self.model.set_attn_implementation("sdpa" if self.model._supports_sdpa else "eager")
             try:
                 yield
             finally:
                 self._graphs = None  # under ZeRO-3 the weights will lie elsewhere
+                if chosen == "flash_attention_2":
+                    self.model.set_attn_implementation(chosen)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of keys and values are of no use to other shapes
 
@@ -237,16 +242,3 @@ def rows_that_fit(free: int, row: int, most: int) -> int:
     """
     rows = max(1, min(most, int(_SHARE_FOR_CACHE * free) // row))
     return rows if rows < 8 or rows == most else rows - rows % 8
-
-
-@contextmanager
-def _attention_of_padded_rows(model: PreTrainedModel) -> Iterator[None]:
-    """FlashAttention-2 would copy all real keys and values of such rows, in each layer of each step."""
-    chosen = model.config._attn_implementation
-    if chosen == "flash_attention_2":
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-    try:
-        yield
-    finally:
-        if chosen == "flash_attention_2":
-            model.set_attn_implementation(chosen)

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,22 +19,17 @@ SLACK_COLUMNS = 64
 """Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""
 
 
-class _Fixed(NamedTuple):
-    """A shape that is larger than what lies there, and the column to write: (1,) int64 on the device."""
-
-    rows: int
-    columns: int
-    column: Tensor
-
-
 @dataclass
 class _Window:
-    """What all layers share: ``n_rows`` rows lie in columns ``start`` to ``end``, the last not included."""
+    """What all layers share: ``n_rows`` rows lie in columns ``start`` to ``end``, the last not included.
+
+    ``fixed``: rows and columns of a larger shape to show, and the column to write, (1,) int64 on the device.
+    """
 
     n_rows: int = 0
     start: int = 0
     end: int = 0
-    fixed: _Fixed | None = None
+    fixed: tuple[int, int, Tensor] | None = None
 
 
 class _Layer(DynamicLayer):
@@ -62,7 +57,7 @@ class _Layer(DynamicLayer):
     def get_seq_length(self) -> int:
         """Columns before the one that is being written; of a fixed shape, before the last."""
         fixed = self.window.fixed
-        return self.window.end - self.window.start if fixed is None else fixed.columns - 1
+        return self.window.end - self.window.start if fixed is None else fixed[1] - 1
 
 
 # Layers of these kinds keep keys and values alone, one of each for a token and a head.
@@ -177,7 +172,7 @@ class RowCache(Cache):
 
         ``column`` is (1,) int64 on the buffers' device: a forward that is recorded here works for other columns too.
         """
-        self.window.fixed = _Fixed(rows, columns, column)
+        self.window.fixed = rows, columns, column
         try:
             yield
         finally:

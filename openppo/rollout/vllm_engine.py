@@ -81,14 +81,18 @@ class VLLMEngine(Engine):
         """One forward pass of vLLM: decode one token per row, prefill waiting requests, or both."""
         for output in self._llm.llm_engine.step():
             [answer] = output.outputs
-            params = self._under_way[output.request_id]
-            stopped = completed_stop(answer.token_ids, params, self.decode) is not None  # vLLM has no tokenizer for it
+            params, ids = self._under_way[output.request_id], list(answer.token_ids)
+            stopped = completed_stop(ids, params, self.decode) is not None  # vLLM has no tokenizer for it
             if not (stopped or output.finished):
                 continue
             if not output.finished:
                 self._llm.llm_engine.abort_request([output.request_id])
             del self._under_way[output.request_id]
-            self._ended[int(output.request_id)] = _completion(answer, params.temperature == 0, stopped)
+            reason = FinishReason.LENGTH if answer.finish_reason == "length" and not stopped else FinishReason.STOP
+            greedy = params.temperature == 0  # then the choice is certain, as with HFEngine
+            chosen = zip(answer.logprobs, ids, strict=True)
+            log_probs = [0.0 if greedy else entry[token].logprob for entry, token in chosen]
+            self._ended[int(output.request_id)] = Completion(ids, log_probs, reason)
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
@@ -213,11 +217,3 @@ def _take_in(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
             f"--rollout_engine vllm: {type(model).__name__} of vLLM has weights that the actor has not, under these "
             f"names: {', '.join(missing[:5])}. Use --rollout_engine hf for this model."
         )
-
-
-def _completion(answer: Any, greedy: bool, stopped: bool) -> Completion:
-    """vLLM's ``CompletionOutput`` as ours. A greedy choice is certain: its log-probs are 0, as with ``HFEngine``."""
-    reason = FinishReason.LENGTH if answer.finish_reason == "length" and not stopped else FinishReason.STOP
-    ids = list(answer.token_ids)
-    log_probs = [0.0 if greedy else entry[token].logprob for entry, token in zip(answer.logprobs, ids, strict=True)]
-    return Completion(ids, log_probs, reason)

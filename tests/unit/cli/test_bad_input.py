@@ -52,7 +52,7 @@ ppo --rollout_engine vllm | = ... pip install openppo[vllm]
 ppo --save_path D/notes.txt | = ... choose another folder
 ppo --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Give
 ppo --prompt_data D/tool.jsonl --pretrain M/tool | =: token '<tool>' has the id 40 ... embeddings of 40 ids
-ppo --pretrain M/resized -reward_fn --dry_run --reward_pretrain M/reward_unresized | = has embeddings of 40 token ids
+ppo --pretrain M/resized -reward_fn --dry_run --reward_pretrain M/reward_unresized | =: token '[PAD]' has the id 40
 ppo --pretrain M/rescaled | context of 3 tokens
 ppo --trust_remote_code --pretrain M/own_tokenizer | =: its tokenizer ... its own code ran
 ppo --pretrain M/pickle | =: its weights are a pickle file ... safetensors

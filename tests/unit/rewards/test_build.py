@@ -136,7 +136,7 @@ def test_a_sample_beyond_the_context_is_cut_at_the_front_and_logged(build, folde
 
 def test_a_sample_that_the_template_refuses_is_named(build, make_trajectory):
     sample = make_trajectory([4], [5, 1], messages=[{"role": "judge", "content": "a"}])
-    with pytest.raises(ValueError, match="^--reward_pretrain .*: its chat template fails on prompt 'ask': no judge"):
+    with pytest.raises(ValueError, match="^--reward_pretrain .*: prompt 'ask': the chat template refuses .*: no judge"):
         build(reward_pretrain="M/other").score([sample])
 
 
@@ -158,7 +158,7 @@ CHAT = Prompt("ab", [3, 4], messages=[{"role": "user", "content": "ab"}])
     [
         ({"remote_rm_url": "M/f.py"}, "--remote_rm_url M/f.py: M/f.py has no function 'reward_func'"),
         ({"reward_pretrain": "M/larger"}, "--reward_pretrain M/larger: its tokenizer cannot be loaded"),
-        ({"reward_pretrain": "M/weightless", "prompts": [CHAT]}, "chats with the roles user cannot be rendered"),
+        ({"reward_pretrain": "M/weightless", "prompts": [CHAT]}, "the tokenizer has no chat template"),
         ({"reward_pretrain": "M/actor", "normalize": True}, "--normalize_reward: --reward_pretrain M/actor stores no"),
     ],
     ids=str,

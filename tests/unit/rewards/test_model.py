@@ -155,17 +155,13 @@ def chat_prompt(*roles):
 @pytest.mark.parametrize(
     ("roles", "template", "message"),
     [
-        (
-            ["user"],
-            None,
-            "with the roles user, assistant, user cannot be rendered .*Cannot use chat template",
-        ),
+        (["user"], None, "the tokenizer has no chat template"),
         (
             ["user"],
             "{% for i in range(10 ** 9) %}a{% endfor %}",
-            "the roles user, assistant, user .*Range too big",
+            "user, assistant, user, assistant: Range too big",
         ),
-        (["system", "user"], TEMPLATE, "with the roles system, user .*no system"),
+        (["system", "user"], TEMPLATE, "with the roles system, user, assistant: .*no system"),
         (["user"], "{{ messages[0]['content'] }}", "it leaves the assistant's turn out"),
     ],
 )
