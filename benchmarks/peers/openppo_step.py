@@ -110,7 +110,7 @@ def main() -> None:
     for turn in clock:
         prompts = next(batches)
         if turn < len(arguments.sizes):
-            prompts = trainer.components.prompts[: arguments.sizes[turn]]
+            prompts = trainer.components.data.prompts[: arguments.sizes[turn]]
         metrics = trainer.step(prompts)
         trainer.report(metrics)
         clock.report(**phases(metrics, len(prompts)), **(timers.take() if timers else {}))

@@ -92,6 +92,7 @@ class Checkpointer:
         self.ema: ParameterAverage | None = None
         self.best: float | None = None
         self.found: Path | None = None
+        self.found_step: int | None = None  # that the run resumes from
         self.last: tuple[int, Path] | None = None  # step and folder that this session has saved or resumed from
         self.saves_critic = isinstance(config, TrainPPOConfig) and config.model.save_value_network
         self.state: dict[str, Any] = {}
@@ -102,12 +103,8 @@ class Checkpointer:
             logger.info("--load_checkpoint: no checkpoint in %s, starting from the beginning", self.folder.folder)
         else:
             self.state = json.loads((found / _STATE).read_text(encoding="utf-8"))
+            self.found_step = int(self.state["step"])
             collective(self.comm, lambda: check_compatible(found, self.state, self.identity))
-
-    @property
-    def found_step(self) -> int | None:
-        """The step that the run resumes from; None at the start of a run."""
-        return None if self.found is None else int(self.state["step"])
 
     def attach(self, models: Mapping[str, TrainableModel | None], ema: ParameterAverage | None = None) -> None:
         """Name what to save and load; ``ValueError`` if the disk has no room for a checkpoint."""

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.datasets import TokenExample
 from openppo.experience.maker import ExperienceMaker
 from openppo.rewards import Scorer
 from openppo.rollout.engine import Engine
@@ -16,9 +15,10 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import Trackers
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.critic_step import CriticStep
+from openppo.trainer.data import PPOData
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.memory import Estimate
-from openppo.types import Prompt, StopCheck
+from openppo.types import StopCheck
 
 
 @dataclass
@@ -38,7 +38,7 @@ class PPOComponents:
     """What a PPO trainer works with: models, data and places to report to.
 
     ``critic_step`` is None for estimators without a critic, ``ema`` without ``--enable_ema``. ``engine`` and ``scorer``
-    are None, and ``prompts`` empty, where a source of the caller's makes trajectories. ``pack_documents_to`` is the
+    are None, and there are no prompts, where a source of the caller's makes trajectories. ``pack_documents_to`` is the
     length of rows that documents share (None: a row for each).
     """
 
@@ -47,14 +47,12 @@ class PPOComponents:
     actor: TrainableModel
     critic_step: CriticStep | None
     maker: ExperienceMaker
-    documents: list[TokenExample]
+    data: PPOData
     trackers: Trackers
     grading: Grading
     checkpointer: Checkpointer
     engine: Engine | None = None
     scorer: Scorer | None = None
-    prompts: list[Prompt] = field(default_factory=list)
-    held_out: list[Prompt] = field(default_factory=list)
     ema: ParameterAverage | None = None
     pack_documents_to: int | None = None
     stop: StopCheck = field(default_factory=StopCheck)

@@ -38,7 +38,7 @@ class PromptSource:
         self.timer = components.maker.hooks.timer
         self.comm = components.strategy.comm
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
-        self.sampler = BatchSampler(len(components.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
+        self.sampler = BatchSampler(len(components.data.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
         self.reward_weights = config.rewards.weights()
         self.consumed_batches = 0  # of all episodes
         self.consumed_prompts = 0  # sampled so far; groups and seeds follow from it
@@ -70,12 +70,12 @@ class PromptSource:
 
     def evaluate(self) -> list[Trajectory]:
         """Scored responses to ``--eval_data``: of the average with ``--enable_ema``, as it is what ``save`` writes."""
-        if not self.components.held_out:
+        if not self.components.data.held_out:
             return []
         options, seed = self.config.evaluation, self.config.deepspeed.seed
         sampling = sampling_params(self.config.generation, options.eval_temperature), options.eval_n_samples_per_prompt
         with self.components.weights_to_save(), self.with_weights():
-            responses = generate_responses(self.engine, self.comm, self.components.held_out, *sampling, seed)
+            responses = generate_responses(self.engine, self.comm, self.components.data.held_out, *sampling, seed)
         rollout = begin_scoring(self.scorer, responses, self.reward_weights, self.components.stop, prefix="eval_")
         wait_for_scores(rollout, self.components.stop)
         return rollout
@@ -103,7 +103,7 @@ class PromptSource:
             return None
         episode, start = divmod(self.consumed_batches, len(self.sampler))
         self.consumed_batches += 1
-        return [self.components.prompts[i] for i in next(self.sampler.batches(episode, start))]
+        return [self.components.data.prompts[i] for i in next(self.sampler.batches(episode, start))]
 
     def _sampled(self, prompts: Sequence[str | Prompt]) -> Rollout:
         """Responses to this rank's share of ``prompts``, those of one prompt in a row, on which scoring has begun."""

@@ -85,10 +85,7 @@ def start_trackers(
     path, options, found = config.run.save_path, flat_dict(config), environment(strategy.comm)
 
     def prepare(logs: Path) -> None:
-        if resume_step is None:
-            set_aside_logs(logs)
-        else:
-            cut_logs(logs, resume_step)
+        set_aside_logs(logs) if resume_step is None else cut_logs(logs, resume_step)
         save_run(logs, options, found)
 
     def failure(message: str) -> ValueError:

@@ -106,7 +106,7 @@ def log_ppo_start(config: TrainPPOConfig, components: PPOComponents, plan: Batch
             if isinstance(scorer, ModelScorer | ProcessScorer):
                 source = rewards.reward_pretrain if isinstance(scorer, ModelScorer) else rewards.prm_pretrain
                 roles.append(model_role("reward", source or "", scorer.model, strategy, is_trained=False))
-    _log(roles, _ppo_facts(plan, len(components.prompts)), components.state.global_step, plan.n_steps)
+    _log(roles, _ppo_facts(plan, len(components.data.prompts)), components.state.global_step, plan.n_steps)
 
 
 def _ppo_facts(plan: BatchPlan, n_prompts: int) -> Facts:

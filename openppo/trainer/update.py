@@ -138,7 +138,7 @@ class Update:
         parts, state, samples = self.components, self.state, [micro.tensors() for micro in batch.micro_batches]
         place = f"global step {state.global_step + 1} optimizer step {number + 1}"
         if kl_coef is not None:
-            documents, measured = next(self._documents) if parts.documents else None, Metrics()
+            documents, measured = next(self._documents) if parts.data.documents else None, Metrics()
             norm = self.actor_step.train(batch, documents, measured, kl_coef, number == 0)
             read = [] if documents is None else [micro._asdict() for micro in documents.micro_batches]
             if self.skipped.accept(norm, "actor", place, samples=samples, documents=read):
@@ -160,7 +160,7 @@ class Update:
     def _document_batches(self) -> Iterator[StepBatch]:
         """For each optimizer step as many documents as it has samples, in endless reshuffled passes."""
         parts, size, start = self.components, self.config.batch.train_batch_size, self.state.document_batches
-        documents, pad, pack_to = parts.documents, pad_token_id(parts.tokenizer), parts.pack_documents_to
+        documents, pad, pack_to = parts.data.documents, pad_token_id(parts.tokenizer), parts.pack_documents_to
         limit = MicroBatchSize(self.config.batch.micro_train_batch_size, self.config.ppo.micro_train_tokens)
         rows = limit.rows_of(pack_to or max((len(document.token_ids) for document in documents), default=1))
         for indices in cyclic_batches(len(documents), size, self.config.deepspeed.seed, start):

@@ -111,7 +111,7 @@ def plain(trajectory: Trajectory) -> dict[str, Any]:
 @torch.no_grad()
 def probe(trainer: PPOTrainer) -> dict[str, list[Any]]:
     """What the trained models say of the first three prompts."""
-    ids = [prompt.token_ids for prompt in trainer.components.prompts[:3]]
+    ids = [prompt.token_ids for prompt in trainer.components.data.prompts[:3]]
     sequences, mask = pad_right(ids, 0)
     trainer.components.actor.train(False)
     found = {"ids": ids, "log_probs": trainer.components.actor(sequences, mask, temperature=1.0).tolist()}

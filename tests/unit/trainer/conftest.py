@@ -16,6 +16,7 @@ from openppo.experience.maker import Hooks
 from openppo.tracking import PhaseTimer, Trackers, step_tracer
 from openppo.trainer import PPOTrainer
 from openppo.trainer.components import PPOComponents
+from openppo.trainer.data import PPOData
 from openppo.trainer.evaluation.evaluator import Grading
 from openppo.trainer.source import PromptSource
 from openppo.types import Experience, Interrupted, Prompt, Score, SingleProcess, StopCheck
@@ -216,9 +217,7 @@ def trainer_of(answer, given, held_out=(), score=None, comm=None, callbacks=(), 
         engine=Engine(answer),
         scorer=Scorer(score) if score else Scorer(),
         maker=ExperienceMaker(policy, None, None, config, comm, CPU, 0, hooks),
-        prompts=given,
-        held_out=list(held_out),
-        documents=[],
+        data=PPOData(given, list(held_out), [], {}, 0),
         grading=Grading(comm),
         trackers=Trackers([record]),
         checkpointer=record,
