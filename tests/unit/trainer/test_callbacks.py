@@ -50,33 +50,27 @@ def test_early_stopping_ends_after_patience_reports_without_gain(curve, patience
     assert stopped_after(EarlyStopping("eval_reward", patience, mode, min_delta), curve) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_early_stopping_refuses_arguments_that_cannot_work():
+    for arguments, message in (
         (("reward", 0), "needs patience of at least 1, .*; got 0, 'max', 0.0"),
         (("reward", 1, "up"), "mode 'max' or 'min'.*; got 1, 'up', 0.0"),
         (("reward", 1, "max", -1), "min_delta of at least 0; got 1, 'max', -1"),
         (("rewrad", 1), "EarlyStopping: there is no metric rewrad; did you mean reward"),
-    ],
-)
-def test_early_stopping_refuses_arguments_that_cannot_work(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        EarlyStopping(*arguments)
+    ):
+        with pytest.raises(ValueError, match=message):
+            EarlyStopping(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("kl > 0.2", {0.2: False, 0.21: True}),
-        ("kl>=2e-1", {0.2: True, 0.19: False}),
-        (" kl <-1 ", {-1.0: False, -1.1: True, math.nan: False}),
-        ("kl<= -1", {-1.0: True, math.inf: False}),
-    ],
-)
-def test_a_condition_compares_as_it_reads(text, values):
-    (condition,) = conditions(text)
-    assert {value: condition.holds({"kl": value}) for value in values} == values
-    assert not condition.holds({"kl_k3": 9.0, "other": -9.0})
+def test_a_condition_compares_as_it_reads():
+    for text, values in {
+        "kl > 0.2": {0.2: False, 0.21: True},
+        "kl>=2e-1": {0.2: True, 0.19: False},
+        " kl <-1 ": {-1.0: False, -1.1: True, math.nan: False},
+        "kl<= -1": {-1.0: True, math.inf: False},
+    }.items():
+        (condition,) = conditions(text)
+        assert {value: condition.holds({"kl": value}) for value in values} == values, text
+        assert not condition.holds({"kl_k3": 9.0, "other": -9.0})
 
 
 def test_every_documented_metric_may_end_a_run():
@@ -117,20 +111,17 @@ class Second(First):
     """Another one."""
 
 
-@pytest.mark.parametrize(
-    ("classes", "numbers"),
-    [
+def test_a_callback_resumes_from_the_state_of_its_class(caplog):
+    saved = [{"class": name, "state": i} for i, name in enumerate(["First", "Second", "First"])]
+    for classes, numbers in (
         ([First, Second, First], [0, 1, 2]),
         ([Second, First, First], [1, 0, 2]),
         ([Second], [1]),
         ([First, First, First], [0, 2, None]),
-    ],
-)
-def test_a_callback_resumes_from_the_state_of_its_class(classes, numbers, caplog):
-    saved = [{"class": name, "state": i} for i, name in enumerate(["First", "Second", "First"])]
-    callbacks = [each() for each in classes]
-    with caplog.at_level(logging.WARNING, "openppo"):
+    ):
+        caplog.clear()
+        callbacks = [each() for each in classes]
         same = restore_callbacks(callbacks, saved)
-    assert [callback.state for callback in callbacks] == numbers
-    assert same is (classes == [First, Second, First])
-    assert ("callbacks were First, Second, First and are" in caplog.text) is not same
+        assert [callback.state for callback in callbacks] == numbers
+        assert same is (classes == [First, Second, First])
+        assert ("callbacks were First, Second, First and are" in caplog.text) is not same

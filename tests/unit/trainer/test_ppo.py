@@ -113,20 +113,6 @@ def test_a_signal_drops_the_step_under_way_and_saves_the_state_of_the_last(at, s
         assert torch.equal(record.random_state["torch"], before), "scores may draw random numbers"
 
 
-def test_a_signal_in_an_evaluation_keeps_the_metrics_of_its_step_for_the_report():
-    trainer, record = ppo(2, evaluates=True, eval_steps=1)
-    trainer.components.stop = StopIn(2)  # the first is before sampling
-    trainer.fit()
-    [(step, state, _)] = record.saved
-    assert step == 1
-    again, record = ppo(2, evaluates=True, eval_steps=1)
-    record.load = lambda: state
-    again.load_checkpoint()
-    again.fit()
-    assert [(number, "eval_reward" in row) for number, row in record.logged] == [(1, True), (2, True)]
-    assert record.logged[0][1]["reward"] == pytest.approx(1.5)
-
-
 def test_a_resumed_run_normalizes_steps_as_before():
     before, after = (ppo(1, normalize_reward=True, reward_normalizer="running")[0].maker for _ in range(2))
     before.step_moments.update(torch.tensor([0.25, 1.0, 0.5]), before.comm)

@@ -62,16 +62,6 @@ def test_evaluation_holds_the_weights_only_while_it_samples():
     assert source.state_dict() == {"consumed_batches": 0, "consumed_prompts": 0}
 
 
-def test_a_source_resumes_with_the_next_batch():
-    whole, first, second = (source_of(num_episodes=2) for _ in range(3))
-    batches = list(whole.prompt_batches())
-    assert len(batches) == whole.consumed_batches == 6
-    iterator = first.prompt_batches()
-    begun = [next(iterator) for _ in range(4)]
-    second.load_state_dict(first.state_dict())
-    assert begun + list(second.prompt_batches()) == batches
-
-
 def scored(group, *rewards):
     return [
         Trajectory([1, 2], [False, True], [0.0, -1.0], [-1, 0], FinishReason.STOP, PROMPTS[0], group, scores={"a": r})
@@ -79,7 +69,7 @@ def scored(group, *rewards):
     ]
 
 
-def test_groups_with_one_reward_are_of_no_use():
+def test_groups_with_one_reward_are_of_no_use_and_of_too_many_the_first_are_kept():
     mixed, same, other = scored(4, 0.0, 1.0), scored(2, 1.0, 1.0), scored(9, 0.5, 0.5)
     other[1].token_rewards = [0.0, 0.25]
     assert source_of().filter_groups([*mixed, *same, *other]) == [*mixed, *other]
@@ -91,8 +81,5 @@ def test_groups_with_one_reward_are_of_no_use():
     unequal[1].token_rewards = [0.0, 0.0, 0.5]
     assert source_of(estimator="group_norm").filter_groups([*same, *unequal]) == unequal
     assert source_of(estimator="rloo").filter_groups([*same, *unequal]) == []
-
-
-def test_of_too_many_groups_the_first_of_the_run_are_kept():
     third, first, second = scored(7, 0.0, 1.0), scored(3, 0.0, 1.0), scored(5, 0.0, 1.0)
     assert source_of()._first_groups([*third, *first, *second]) == [*first, *second]

@@ -19,7 +19,7 @@ from openppo.trainer.resume.compatible import (
 )
 
 PATH = Path("ckpt/step_00000004")
-ROWS, TEXTS = {"--prompt_data": "other rows"}, {"--pretrain_data": "texts"}
+ROWS, TEXTS, WEIGHTS = {"--prompt_data": "other rows"}, {"--pretrain_data": "texts"}, {"--pretrain": "other weights"}
 
 
 def identity(contents: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
@@ -34,17 +34,13 @@ def identity(contents: dict[str, str] | None = None, **options: Any) -> dict[str
         ({}, {"lora_rank": 8, "seed": 1, "gamma": 0.5}, "--lora_rank was 0, is 8; --seed was 42, is 1"),
         ({}, {"target_modules": ("q_proj",)}, "--target_modules was ['all-linear'], is ['q_proj']"),
         ({}, {"enable_ema": True}, "--enable_ema was False, is True"),
-        ({"--pretrain": "other weights"}, {}, "--pretrain m has other contents"),
+        (WEIGHTS, {}, "--pretrain m has other contents"),
         (ROWS, {"prompt_data": "e"}, "--prompt_data was d, is e"),
         ({"--reward_pretrain": "r"}, {"reward_pretrain": "r"}, "--reward_pretrain was None, is r"),
         (TEXTS, {"pretrain_data": "t", "ptx_coef": 0.05}, "--pretrain_data was None, is t"),
         (ROWS, {"prompt_max_len": 8}, "--prompt_max_len was 1024, is 8"),  # not the data, which nobody has touched
         (ROWS, {"input_template": "Q: {}"}, "--input_template was None, is Q: {}"),
-        (
-            ROWS | {"--pretrain": "o"},
-            {"max_samples": 5},
-            "--max_samples was None, is 5; --pretrain m has other contents",
-        ),
+        (ROWS | WEIGHTS, {"max_samples": 5}, "--max_samples was None, is 5; --pretrain m has other contents"),
     ],
 )
 def test_all_that_contradicts_a_checkpoint_is_named_once(contents: Any, options: Any, said: str) -> None:
@@ -110,10 +106,8 @@ def test_fingerprints_of_data_know_their_order_and_contents() -> None:
 
 
 def test_scores_of_another_evaluation_are_no_match() -> None:
-    saved = json.loads(json.dumps(identity(eval_data="e", keep_best="eval_reward")["options"]))
-    for options, differ in (
-        ({}, []),
-        ({"eval_data": "f", "reward_weights": ("a=2",)}, ["eval_data", "reward_weights"]),
-    ):
-        now = identity(**{"eval_data": "e", "keep_best": "eval_reward", "seed": 3, **options})["options"]
-        assert sorted(measured_otherwise(saved, now)) == differ
+    evaluated = {"eval_data": "e", "keep_best": "eval_reward"}
+    saved = json.loads(json.dumps(identity(**evaluated)["options"]))
+    assert list(measured_otherwise(saved, identity(**evaluated, seed=3)["options"])) == []
+    other = identity(**evaluated | {"eval_data": "f", "reward_weights": ("a=2",)})["options"]
+    assert sorted(measured_otherwise(saved, other)) == ["eval_data", "reward_weights"]
