@@ -143,7 +143,7 @@ def test_a_run_is_summed_up_and_its_warnings_are_in_words(page):
     assert one(driver, "body").value_of_css_property("background-color") != light
 
 
-def test_a_curve_goes_through_its_numbers_and_says_them_to_pointer_and_keys(page):
+def test_a_curve_goes_through_its_numbers_says_them_and_is_zoomed_by_dragging(page):
     driver = page("one")
     chart = one(driver, '[data-chart="KL from the reference"]')
     path = one(chart, 'path[data-metric="kl"]').get_attribute("d")
@@ -162,7 +162,15 @@ def test_a_curve_goes_through_its_numbers_and_says_them_to_pointer_and_keys(page
         one(chart, "svg").send_keys(key)
         assert tooltip(driver)[0].startswith(said)
     assert all(cross.get_attribute("visibility") == "visible" for cross in all_of(driver, ".chart .cross"))
-    assert "reward from 0.01 to 0.3" in one(driver, '[data-chart="Reward"] svg').get_attribute("aria-label")
+    picture = one(driver, '[data-chart="Reward"] svg')
+    assert "reward from 0.01 to 0.3" in picture.get_attribute("aria-label")
+    hover(driver, picture)
+    webdriver.ActionChains(driver).click_and_hold().move_by_offset(80, 0).release().perform()
+    button = one(driver, "#unzoom")
+    assert button.is_displayed()
+    assert "0" not in [text.text for text in all_of(driver, '[data-chart="KL from the reference"] svg text')]
+    button.click()
+    assert not button.is_displayed()
 
 
 def test_a_logarithmic_axis_has_no_place_for_0_and_below(page):
@@ -175,18 +183,6 @@ def test_a_logarithmic_axis_has_no_place_for_0_and_below(page):
         driver.execute_script("arguments[0].click()", one(driver, f"{policy_loss} .head button[aria-pressed]"))
     assert n_lines == [1, N_STEPS // 2], "gaps where it is below 0"
     assert not one(driver, below).is_displayed(), "all of its values are below 0"
-
-
-def test_dragging_over_a_curve_zooms_into_all_of_them(page):
-    driver = page("one")
-    picture = one(driver, '[data-chart="Reward"] svg')
-    hover(driver, picture)
-    webdriver.ActionChains(driver).click_and_hold().move_by_offset(80, 0).release().perform()
-    button = one(driver, "#unzoom")
-    assert button.is_displayed()
-    assert "0" not in [text.text for text in all_of(driver, '[data-chart="KL from the reference"] svg text')]
-    button.click()
-    assert not button.is_displayed()
 
 
 def test_runs_are_laid_over_each_other_and_their_options_and_samples_compared(page):

@@ -15,9 +15,25 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from tests.conftest import save_tokenizer
 
+Run = Callable[..., str]
+REPO = Path(__file__).parents[2]
+SCRIPTS = REPO / "examples/scripts"
 CHAT = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}\n{% endfor %}"
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES["max_position_embeddings"] = 2048
+
+
+TALK = "\n\nHuman: Say {}.\n\nAssistant: "
+DATA: dict[str, list[dict[str, Any]]] = {
+    "prompts": [{"input": f"say {i}", "label": str(i), "difficulty": i} for i in range(8)],
+    "sft": [{"input": f"say {i}", "output": str(i)} for i in range(8)],
+    "preference": [{"prompt": f"say {i}", "chosen": str(i), "rejected": "no"} for i in range(8)],
+    "math": [{"question": f"What is {i} + {i}?", "answer": f"Add them.\n#### {2 * i}"} for i in range(8)],
+    "dialogues": [{"chosen": TALK.format(i) + str(i), "rejected": TALK.format(i) + "I will not."} for i in range(8)],
+    "steps": [{"input": f"1 + {i}#done#", "label": ["+", "-"]} for i in range(8)],
+    "documents": [{"text": f"a document, number {i}"} for i in range(8)],
+}
+"""Eight rows of each kind, made by hand in the forms of the field."""
 
 
 @pytest.fixture(scope="session")
@@ -31,28 +47,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer = save_tokenizer(folder / name, string.printable, ["ки"], chat_template=CHAT)
         ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
         kind(LlamaConfig(vocab_size=len(tokenizer), **SIZES, **scores, **ends)).save_pretrained(folder / name)
-    for name, rows in _data().items():
+    for name, rows in DATA.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-def _data() -> dict[str, list[dict[str, Any]]]:
-    """Eight rows of each kind, made by hand in the forms of the field."""
-    talk = "\n\nHuman: Say {}.\n\nAssistant: "
-    return {
-        "prompts": [{"input": f"say {i}", "label": str(i), "difficulty": i} for i in range(8)],
-        "sft": [{"input": f"say {i}", "output": str(i)} for i in range(8)],
-        "preference": [{"prompt": f"say {i}", "chosen": str(i), "rejected": "no"} for i in range(8)],
-        "math": [{"question": f"What is {i} + {i}?", "answer": f"Add them.\n#### {2 * i}"} for i in range(8)],
-        "dialogues": [
-            {"chosen": talk.format(i) + str(i), "rejected": talk.format(i) + "I will not."} for i in range(8)
-        ],
-        "steps": [{"input": f"1 + {i}#done#", "label": ["+", "-"]} for i in range(8)],
-        "documents": [{"text": f"a document, number {i}"} for i in range(8)],
-    }
-
-
-SCRIPTS = Path(__file__).parents[2] / "examples/scripts"
 
 
 def words_of_script(script: Path, folder: Path, more: str = "") -> list[list[str]]:
@@ -97,7 +94,7 @@ trainer.close()  # once: all share the process group
 """
 
 
-def train(run: Callable[..., str], folder: Path, lines: Sequence[Sequence[str]]) -> None:
+def train(run: Run, folder: Path, lines: Sequence[Sequence[str]]) -> None:
     """Train with each line, a command and its flags, all in one process; each makes two steps or more."""
     printed = run([sys.executable, "-c", TRAIN, *map("\t".join, lines)], folder)
     assert printed.splitlines().count("done") == len(lines)

@@ -14,9 +14,8 @@ import tyro
 import openppo.config
 from openppo.__main__ import commands
 from openppo.cli.options import parse_options
-from tests.docs.conftest import words_of_script
+from tests.docs.conftest import REPO, words_of_script
 
-REPO = Path(__file__).parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 SCRIPTS = sorted(file for file in (REPO / "examples/scripts").glob("*.sh") if file.name != "setup.sh")
 SOURCES = {name: (REPO / f"openppo/cli/{name}.py").read_text() for name in commands()}

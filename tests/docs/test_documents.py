@@ -4,7 +4,7 @@ import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,9 +14,8 @@ from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.experience import ESTIMATORS
 from openppo.models import POLICY_LOSSES
-from tests.docs.conftest import train
+from tests.docs.conftest import REPO, Run, train
 
-REPO = Path(__file__).parents[2]
 FOLDER = REPO / "docs"
 DOCS = {str(f.relative_to(FOLDER).with_suffix("")): f.read_text() for f in sorted(FOLDER.rglob("*.md"))}
 DOCS["README"] = (REPO / "README.md").read_text()
@@ -39,7 +38,6 @@ MODELS = {
     "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": "reward",
 }
 OPENPPO = [sys.executable, "-m", "openppo"]
-Run = Callable[..., str]
 
 
 def blocks(name: str, language: str) -> list[str]:

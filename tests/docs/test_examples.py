@@ -4,7 +4,6 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -15,14 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.experience.estimators import loss_aggregation
-from tests.docs.conftest import SCRIPTS, words_of_script
+from tests.docs.conftest import SCRIPTS, Run, words_of_script
 
 SMALL = (
     "--rollout_batch_size 4 --train_batch_size 4 --micro_rollout_batch_size 4 --micro_train_batch_size 2 "
     "--generate_max_len 4 --num_episodes 1"
 )
 PRM = "--placeholder_token # --reward_tokens + -"
-Run = Callable[..., str]
 
 
 def script(run: Run, name: str, folder: Path, more: str = "", flags: str = SMALL, **env: str) -> Path:
@@ -142,7 +140,7 @@ PROGRAMS = {  # what this machine lacks: scontrol, and srun for two nodes
 }
 
 
-def test_the_slurm_script_runs_on_two_nodes(run: Callable[..., str], workshop: Path, tmp_path: Path) -> None:
+def test_the_slurm_script_runs_on_two_nodes(run: Run, workshop: Path, tmp_path: Path) -> None:
     for name, text in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\nset -e\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -155,9 +153,6 @@ def test_the_slurm_script_runs_on_two_nodes(run: Callable[..., str], workshop: P
     run(["bash", str(SCRIPTS / "slurm.sh"), *SMALL.split(), "--max_samples", "8"], workshop, **path, **nodes, **models)
     assert (workshop / "slurm" / "model.safetensors").is_file()
     assert len(logged(workshop / "slurm")) == 2
-
-
-def test_torchrun_waits_within_the_notice_of_slurm() -> None:
     text = (SCRIPTS / "slurm.sh").read_text()
     notice, patience = (int(re.search(pattern, text)[1]) for pattern in (r"TERM@(\d+)", r"--shutdown_timeout (\d+)"))
     assert 30 < patience < notice, "longer than Slurm, within its notice"

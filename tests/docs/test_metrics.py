@@ -2,17 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.docs.conftest import train
+from tests.docs.conftest import REPO, Run, train
 
-REPO = Path(__file__).parents[2]
 DOCUMENT = (REPO / "docs" / "metrics.md").read_text()
-Run = Callable[..., str]
 Logs = dict[str, dict[str, set[str]]]
 
 SMALL = """--save_path {out} --train_batch_size 4 --micro_train_batch_size 2 --max_samples 8"""

@@ -181,24 +181,15 @@ def test_heads_tied_to_embeddings_biases_and_norms_are_taken_over(inputs, out, r
     assert tokens(result[f"greedy {name}"]) == expected_greedy(model) != expected_greedy(before)
 
 
-def test_a_signal_ends_generation_and_leaves_nothing_behind(result):
-    found = result["interrupted"]
-    assert (found["signal"], found["busy"]) == ("SIGTERM", False)
-    assert found["again"] == result["greedy changed"]
-
-
-def test_what_vllm_would_cut_or_refuses_is_said_with_our_flags(result):
-    too_long, refused = result["interrupted"]["too long"], result["refused"]
-    assert too_long.startswith("A prompt of 195 tokens and a response of up to 12 exceed the 200 ")
-    assert "--prompt_max_len" in too_long
+def test_a_signal_leaves_nothing_behind_refusals_name_our_flags_and_group_and_threads_stay(result):
+    found, refused = result["interrupted"], result["refused"]
+    assert (found["signal"], found["busy"], found["again"]) == ("SIGTERM", False, result["greedy changed"])
+    assert found["too long"].startswith("A prompt of 195 tokens and a response of up to 12 exceed the 200 ")
+    assert "--prompt_max_len" in found["too long"]
     assert refused.startswith("--rollout_engine vllm with --vllm_gpu_memory_utilization 0.1: vLLM cannot")
     assert "100000" in refused, "vLLM's own words follow"
-
-
-def test_the_trainer_keeps_its_process_group_and_threads(result):
-    assert result["group"]
     before, after, changed = result["threads"]
-    assert (after, changed) == (before, before + 1)
+    assert (result["group"], after, changed) == (True, before, before + 1)
 
 
 @pytest.fixture(scope="module")

@@ -101,6 +101,10 @@ def test_metrics_are_those_of_naive_counts_in_all_and_for_each_source():
     assert 0.1 < metrics["eval_pass@1"] < metrics["eval_pass@4"] <= 1, "some pass, some do not"
     without, _ = evaluated(SingleProcess(), pass_reward=None)
     assert without == {name: value for name, value in metrics.items() if "pass@" not in name}
+    rounded = 1.0 * 0.7 + 1.0 * 0.2 + 1.0 * 0.1
+    assert rounded < 1.0
+    for reward, pass_reward, expected in ((2.5, 2.5, True), (2.5, 2.5 + 1e-6, False), (rounded, 1.0, True)):
+        assert Grading(SingleProcess(), pass_reward).passes(reward) == expected
 
 
 def test_a_single_reward_is_reported_once_errors_count_and_weights_must_fit():
@@ -113,13 +117,6 @@ def test_a_single_reward_is_reported_once_errors_count_and_weights_must_fit():
     assert metrics["eval_reward_errors"] == 4
     with pytest.raises(ValueError, match="--reward_weights names bonsu, but the rewards are reward"):
         evaluated(SingleProcess(), weights={"bonsu": 2.0}, score_of=nameless)
-
-
-def test_a_response_passes_at_the_reward_asked_for_up_to_rounding():
-    rounded = 1.0 * 0.7 + 1.0 * 0.2 + 1.0 * 0.1
-    assert rounded < 1.0
-    for reward, pass_reward, expected in ((2.5, 2.5, True), (2.5, 2.5 + 1e-6, False), (rounded, 1.0, True)):
-        assert Grading(SingleProcess(), pass_reward).passes(reward) == expected
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])

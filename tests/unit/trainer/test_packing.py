@@ -50,23 +50,19 @@ def example(*ids, first=1):
     return TokenExample(list(ids), [t >= first for t in range(len(ids))])
 
 
-def test_tensors_are_padded_on_the_right_and_masks_come_from_lengths():
+def test_rows_are_padded_on_the_right_and_packed_ones_start_anew_at_each_document():
     batch = token_batch([example(4, PAD, 5, first=2), example(PAD, PAD)], 2, PAD, SingleProcess())
     [(sequences, attention_mask, loss_mask, position_ids)] = batch.micro_batches
     assert sequences.tolist() == [[4, PAD, 5], [PAD, PAD, PAD]]
     assert attention_mask.tolist() == [[True, True, True], [True, True, False]]
     assert loss_mask.tolist() == [[False, False, True], [False, True, False]]
     assert (sequences.dtype, position_ids) == (torch.int64, None)
-
-
-def test_packed_rows_start_anew_at_each_document_and_padding_goes_on():
     examples = [example(1, 2, 3, first=0), example(4, 5, first=0), example(6, 7)]
-    batch = token_batch(examples, 2, PAD, SingleProcess(), pack_to=6)
-    [(sequences, attention_mask, loss_mask, position_ids)] = batch.micro_batches
-    assert sequences.tolist() == [[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]]
-    assert attention_mask.tolist() == [[True] * 5, [True, True, False, False, False]]
-    assert loss_mask.int().tolist() == [[0, 1, 1, 0, 1], [0, 1, 0, 0, 0]]  # no document's first token
-    assert position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+    [packed] = token_batch(examples, 2, PAD, SingleProcess(), pack_to=6).micro_batches
+    assert packed.sequences.tolist() == [[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]]
+    assert packed.attention_mask.tolist() == [[True] * 5, [True, True, False, False, False]]
+    assert packed.loss_mask.int().tolist() == [[0, 1, 1, 0, 1], [0, 1, 0, 0, 0]]  # no document's first token
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("pack_to", [None, 5])

@@ -180,21 +180,20 @@ def test_only_training_rows_are_mixed_and_each_row_is_progress(tmp_path, monkeyp
 TINY = {"train_batch_size": 4, "micro_train_batch_size": 2, "max_epochs": 2}
 
 
-@pytest.mark.parametrize(
-    ("options", "n", "done", "ranks", "said"),
-    [
-        (TINY, 10, 0, 1, "4 samples, in 2 micro-batches of up to 2|2 epochs of 10 samples, 6 steps"),
-        (TINY | {"max_steps": 5}, 10, 3, 1, "2 epochs of 10 samples, 6 steps; --max_steps ends it after 5|step 3 of 5"),
-        (TINY, 3, 0, 2, "3 samples, in 1 micro-batch of up to 2 on each of 2 ranks|2 epochs of 3 samples, 2 steps"),
-    ],
-)
-def test_the_table_counts_small_last_steps_max_steps_and_ranks(options, n, done, ranks, said, caplog, monkeypatch):
+def test_the_table_counts_small_last_steps_max_steps_and_ranks(caplog, monkeypatch):
     monkeypatch.setattr(summary, "model_role", lambda *_, **__: ("model", "m"))
-    parts = parts_of(SimpleNamespace(module=None), [1] * n, is_main=True, comm=OneOf(0, ranks))
-    trainer = Failing(from_options(TrainSFTConfig, **MODEL, **options), parts)
-    trainer.global_step = done
-    with caplog.at_level(logging.INFO, logger="openppo"):
+    caplog.set_level(logging.INFO, logger="openppo")
+    split = "4 samples, in 2 micro-batches of up to 2"
+    for options, n, done, ranks, said in (
+        ({}, 10, 0, 1, (split, "2 epochs of 10 samples, 6 steps")),
+        ({"max_steps": 5}, 10, 3, 1, ("2 epochs of 10 samples, 6 steps; --max_steps ends it after 5", "step 3 of 5")),
+        ({}, 3, 0, 2, ("3 samples, in 1 micro-batch of up to 2 on each of 2 ranks", "2 epochs of 3 samples, 2 steps")),
+    ):
+        caplog.clear()
+        parts = parts_of(SimpleNamespace(module=None), [1] * n, is_main=True, comm=OneOf(0, ranks))
+        trainer = Failing(from_options(TrainSFTConfig, **MODEL, **TINY, **options), parts)
+        trainer.global_step = done
         summary.log_supervised_start(trainer)
-    lines = [line.rstrip() for line in caplog.text.splitlines()]
-    assert all(any(line.endswith(each) for line in lines) for each in said.split("|")), lines
-    assert ("resumes" in caplog.text) is (done > 0)
+        lines = [line.rstrip() for line in caplog.text.splitlines()]
+        assert all(any(line.endswith(each) for line in lines) for each in said), lines
+        assert ("resumes" in caplog.text) is (done > 0)
