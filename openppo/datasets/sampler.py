@@ -14,11 +14,10 @@ class BatchSampler:
     """Batches of row indexes, over all ranks; ``len()`` is their number per epoch.
 
     With ``shuffle`` each epoch has its own order. The last batch is smaller when ``batch_size`` does not divide
-    ``n_rows``, or left out with ``drop_last``. Raises ``ValueError`` if there would be no batch.
+    ``n_rows``, or left out with ``drop_last``, which raises ``ValueError`` if no batch would be left.
     """
 
     def __init__(self, n_rows: int, batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = False) -> None:
-        _check_sizes(n_rows, batch_size)
         if drop_last and n_rows < batch_size:
             raise ValueError(f"{n_rows} rows do not fill one batch of {batch_size}: use a smaller batch or more data.")
         self.n_rows, self.batch_size, self.seed = n_rows, batch_size, seed
@@ -42,7 +41,6 @@ def cyclic_batches(n_rows: int, batch_size: int, seed: int, start: int = 0) -> I
     They run through reshuffled passes without gaps: a batch may begin in one pass and end in the next, so each run
     of ``n_rows`` indexes from the start of a pass has every row once.
     """
-    _check_sizes(n_rows, batch_size)
     epoch, offset = divmod(start * batch_size, n_rows)
     passes = (_order(n_rows, seed, number) for number in count(epoch))
     indexes = islice(chain.from_iterable(passes), offset, None)
@@ -59,8 +57,3 @@ def shard(batch: Sequence[T], rank: int, world_size: int) -> list[T]:
 @lru_cache(maxsize=2)
 def _order(n_rows: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(n_rows, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)).tolist()
-
-
-def _check_sizes(n_rows: int, batch_size: int) -> None:
-    if n_rows < 1 or batch_size < 1:
-        raise ValueError(f"{n_rows} rows in batches of {batch_size}: both must be at least 1.")

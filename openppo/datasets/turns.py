@@ -113,7 +113,10 @@ def _span_of_turn(
     elif _only_calls(messages[number]):
         start = len(shared_start(asked, text))  # the mark is inside the call
     else:
-        start = len(before) - _extra_space(before, asked)
+        start = len(before)
+        spaces, known = before[len(before.rstrip()) :], asked[len(asked.rstrip()) :]
+        if asked and spaces.startswith(known):
+            start -= len(spaces) - len(known)  # the response begins with the rest of the whitespace
     end = len(text) if is_last else len(text) - len(after) + _length_of_end(messages, number, after, tokenizer)
     return start, end
 
@@ -134,12 +137,6 @@ def _around(messages: list[Message], number: int, tokenizer: PreTrainedTokenizer
 
 def _only_calls(message: Message) -> bool:
     return not message["content"] and bool(message.get("tool_calls"))
-
-
-def _extra_space(before: str, asked: str) -> int:
-    """Length of the whitespace at the end of ``before`` beyond ``asked``: the response begins with it."""
-    spaces, known = before[len(before.rstrip()) :], asked[len(asked.rstrip()) :]
-    return len(spaces) - len(known) if asked and spaces.startswith(known) else 0
 
 
 def _length_of_end(messages: list[Message], number: int, after: str, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,15 +1,24 @@
-"""The phases of a step: the current one, for reports of faults, and the time, speed and GPU memory of each."""
+"""The phases of a step: the current one, for reports of faults; time, speed and GPU memory of each; traces."""
 
+import logging
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
+from openppo.config import TrackingConfig
 from openppo.types import Comm
 
+logger = logging.getLogger("openppo")
+
 GIB = 2**30
+RECORDED_SECONDS = 2.0
+"""Of each phase: a loop looks alike after that, and a trace of all of it would fill the memory."""
 
 
 class CurrentPhase:
@@ -117,3 +126,88 @@ class PhaseTimer:
             for name in self._running:
                 self._peaks[name] = max(self._peaks.get(name, 0), peak)
             torch.cuda.reset_peak_memory_stats()
+
+
+class StepProfiler:
+    """Writes ``<save_path>/logs/profile/step_<number>_rank_<rank>.json.gz`` for the steps of ``--profile_steps``.
+
+    The trace names all phases whole and records the first seconds inside each. It is written at the end of its step, so
+    that only one is in memory; the parts of a step (``rollout``, ``train_on``) have one each, the second with
+    ``_part_2`` in its name. Chrome's tracing and https://ui.perfetto.dev open them.
+    """
+
+    def __init__(self, save_path: str, tracking: TrackingConfig, rank: int) -> None:
+        self.folder = Path(save_path) / "logs" / "profile"
+        self.is_profiled = tracking.is_profiled
+        self.rank = rank
+        self._traces: Counter[int] = Counter()  # of each step
+        self._profile: torch.profiler.profile | None = None
+        self._pause_at = 0.0  # time.monotonic(); minus infinity while paused
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name the ``with`` block in the trace; the outermost one starts the recording if its step is chosen."""
+        if self._profile is None and not self.is_profiled(current.step):
+            yield
+            return
+        with self._recorded() if self._profile is None else nullcontext():
+            self._resume()
+            with torch.profiler.record_function(name):
+                yield
+                self._resume()  # the end of a phase is recorded too
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or stderr gets a line at start and stop
+        self._profile = torch.profiler.profile()  # of the CPU, and of CUDA where there is a GPU
+        self._profile.start()
+        self._pause_at = float("inf")
+        current.on_progress = self._pause_when_due
+        try:
+            yield
+        finally:
+            current.on_progress = None
+            profile, self._profile = self._profile, None
+            profile.stop()
+        self._write(profile)  # not after an exception
+
+    def _resume(self) -> None:
+        if self._pause_at == float("-inf"):
+            self._toggle(True)
+        self._pause_at = time.monotonic() + RECORDED_SECONDS
+
+    def _pause_when_due(self) -> None:
+        if time.monotonic() >= self._pause_at > float("-inf"):
+            self._toggle(False)
+            self._pause_at = float("-inf")
+
+    def _toggle(self, enable: bool) -> None:
+        assert self._profile is not None
+        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        sys.stderr.flush()
+        with open(os.devnull, "wb") as nowhere, os.fdopen(os.dup(2), "wb") as kept:
+            os.dup2(nowhere.fileno(), 2)  # or C++ warns each time, through the middle of progress bars
+            try:
+                self._profile.toggle_collection_dynamic(enable, kinds)
+            finally:
+                os.dup2(kept.fileno(), 2)
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        """Write the trace; a failure is a warning."""
+        self._traces[current.step] += 1
+        part = "" if self._traces[current.step] == 1 else f"_part_{self._traces[current.step]}"
+        file = self.folder / f"step_{current.step:08d}_rank_{self.rank}{part}.json.gz"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(file))
+        except OSError as error:
+            logger.warning("--profile_steps: no trace of step %d (%s)", current.step, error)
+        else:
+            logger.info("--profile_steps: the trace of step %d is %s", current.step, file)
+
+
+def step_tracer(
+    save_path: str, tracking: TrackingConfig, rank: int
+) -> Callable[[str], AbstractContextManager[None]] | None:
+    """``StepProfiler.phase`` with ``--profile_steps``, else None."""
+    return StepProfiler(save_path, tracking, rank).phase if tracking.profile_steps else None

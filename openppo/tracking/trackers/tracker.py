@@ -32,7 +32,7 @@ class Tracker:
         """Write out what is left; nothing is logged afterwards."""
 
 
-class Trackers(Tracker):
+class Trackers(Tracker, contextlib.AbstractContextManager["Trackers"]):
     """Passes everything to each tracker; one that raises one of its ``errors`` is disabled with a warning.
 
     Any other exception is a bug and propagates. ``with trackers:`` closes them on this rank at the end of a run, even
@@ -58,9 +58,6 @@ class Trackers(Tracker):
         """Close all trackers; further calls do nothing."""
         self._each(lambda tracker: tracker.close())
         self._trackers.clear()
-
-    def __enter__(self) -> "Trackers":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

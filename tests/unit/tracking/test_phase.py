@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from openppo.config import TrackingConfig
-from openppo.tracking import PhaseTimer, phase, profiler, progress_bar, step_tracer
-from openppo.tracking.phase import current
+from openppo.tracking import PhaseTimer, phase, progress_bar, step_tracer
+from openppo.tracking.phase import RECORDED_SECONDS, current
 from openppo.types import SingleProcess
 from tests.ranks import on_ranks
 
@@ -46,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds of timers and profiler, a list whose only entry a test sets."""
     now = [100.0]
     monkeypatch.setattr(phase.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(profiler.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(phase.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -139,7 +139,7 @@ def test_of_a_long_phase_the_first_seconds_are_recorded_and_its_name_spans_it_al
     work(profiled(tmp_path), 1, 500, clock)
     events = events_of(tmp_path)
     multiplied = [event["ts"] for event in events if event["name"] == "aten::mm"]
-    assert len(multiplied) == 2 * profiler.RECORDED_SECONDS  # of a second each, in two phases
+    assert len(multiplied) == 2 * RECORDED_SECONDS  # of a second each, in two phases
     ends = {event["name"]: event["ts"] + event["dur"] for event in events}
     begins = {event["name"]: event["ts"] for event in events}
     assert begins["generation"] < multiplied[0] < ends["generation"] <= begins["training"] < ends["training"]
