@@ -168,20 +168,14 @@ def test_python_blocks_of_the_readme_run(run: Run, workshop: Path) -> None:
         run([sys.executable, "-c", block], workshop)
 
 
-def test_commands_of_index_data_and_trl_run(run: Run, workshop: Path) -> None:
+def test_commands_of_index_data_trl_and_rewards_run_with_each_reward(run: Run, workshop: Path) -> None:
     assert write_files("data", workshop) == ["rows.py"]
-    trl = [[*line, "--max_epochs", "1"] for line in commands("trl")]
-    train_tiny(run, workshop, [*commands("index"), *commands("data"), *trl])
-
-
-def test_rewards_run(run: Run, workshop: Path) -> None:
-    files = write_files("rewards", workshop)
-    assert len(files) == 6
+    files, lines = write_files("rewards", workshop), commands("rewards")
+    assert (len(files), len(lines)) == (6, 3)
     common = "--pretrain policy --prompt_data prompts.jsonl".split()
     functions = [[*common, "--remote_rm_url" if file.startswith("openrlhf") else "--reward_fn", file] for file in files]
-    lines = commands("rewards")
-    assert len(lines) == 3
-    train_tiny(run, workshop, [*functions, *lines])
+    trl = [[*line, "--max_epochs", "1"] for line in commands("trl")]
+    train_tiny(run, workshop, [*commands("index"), *commands("data"), *trl, *functions, *lines])
 
 
 def test_the_first_hour_runs(run: Run, workshop: Path) -> None:
