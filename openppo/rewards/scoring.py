@@ -27,7 +27,6 @@ class Scorer(Protocol):
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory, in their order."""
-        ...
 
 
 def start_scoring(

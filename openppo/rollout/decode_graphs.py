@@ -58,15 +58,10 @@ class DecodeGraphs:
         ids, starts, column = inputs.unbind(1)
         places = torch.arange(columns, device=inputs.device)
         mask = (places >= starts[:, None]) & (places <= column[:, None])  # (rows, columns)
-        with self.cache.fixed(len(inputs), columns, column[:1]):
-            output = self.model(
-                input_ids=ids[:, None],
-                attention_mask=mask,
-                position_ids=(column - starts)[:, None],
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+        self.cache.window.fixed = len(inputs), columns, column[:1]
+        where = {"attention_mask": mask, "position_ids": (column - starts)[:, None], "past_key_values": self.cache}
+        output = self.model(input_ids=ids[:, None], **where, use_cache=True, logits_to_keep=1)
+        self.cache.window.fixed = None
         return output.logits[:, -1]
 
 

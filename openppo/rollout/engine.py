@@ -18,11 +18,9 @@ class WeightSource(Protocol):
 
     def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
         """Inside, the policy's own module may be called: by each rank alone, or ``in_lockstep`` by all together."""
-        ...
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole weight, one by one, of the Hugging Face model, adapters added."""
-        ...
 
 
 class Engine(ABC):

@@ -5,8 +5,7 @@ one column, and a row that enters is copied in as it is.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,8 @@ SLACK_COLUMNS = 64
 class _Window:
     """What all layers share: ``n_rows`` rows lie in columns ``start`` to ``end``, the last not included.
 
-    ``fixed``: rows and columns of a larger shape to show, and the column to write, (1,) int64 on the device.
+    With ``fixed`` layers see the first rows and columns of the buffers, so many, and write where the tensor says: (1,)
+    int64 on the buffers' device, so that a forward that is recorded works for other columns too.
     """
 
     n_rows: int = 0
@@ -165,18 +165,6 @@ class RowCache(Cache):
         if self.window.end == self.shape[1]:
             self._move(-self.window.start)
         assert self.window.end < self.shape[1], "a row is longer than was reserved"
-
-    @contextmanager
-    def fixed(self, rows: int, columns: int, column: Tensor) -> Iterator[None]:
-        """Inside, layers see the first ``rows`` and ``columns`` of the buffers and write where ``column`` says.
-
-        ``column`` is (1,) int64 on the buffers' device: a forward that is recorded here works for other columns too.
-        """
-        self.window.fixed = rows, columns, column
-        try:
-            yield
-        finally:
-            self.window.fixed = None
 
     def _larger(self, tensor: Tensor) -> Tensor:
         """A copy (rows, heads, columns, width) with room for all rows and columns, and zeros there.
