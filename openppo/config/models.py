@@ -72,7 +72,7 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
     read = [(flag, name) for flag, name in inputs.items() if name]
     for (flag, name), (written_by, folder) in itertools.product(read, outputs.items()):
         for model, what in ((name, "is"), (_base_of(name), "is the base model of")):
-            if model and _same(model, folder):
+            if model and os.path.realpath(model) == os.path.realpath(folder):
                 where = f"{written_by} {folder} {what} {flag} {name}"
                 raise ValueError(f"{where}, which would be overwritten: choose another folder.")
 
@@ -84,11 +84,3 @@ def _base_of(name: str) -> str | None:
     except (OSError, ValueError):
         return None
     return described.get("base_model_name_or_path") if isinstance(described, dict) else None
-
-
-def _same(one: str, other: str) -> bool:
-    """Whether two paths lead to one folder, by link or spelling."""
-    try:
-        return os.path.samefile(one, other)
-    except OSError:  # one does not exist yet, or is a name on the hub
-        return os.path.realpath(one) == os.path.realpath(other)

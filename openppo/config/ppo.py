@@ -16,7 +16,7 @@ RolloutCorrection = Literal["none", "tis", "mis", "icepop"]
 
 @dataclass(frozen=True)
 class PPOConfig(Options):
-    """The loop: sizes, what is frozen when, what is averaged."""
+    """The loop: sizes, learning rates, what is frozen when, what is averaged."""
 
     num_episodes: int = option(1, at_least(1))
     """Passes over all prompts."""
@@ -40,6 +40,10 @@ class PPOConfig(Options):
     """Global steps at the start in which only the critic learns (-1: none)."""
     value_pretrain_steps: int = option(0, at_least(0), of_critic=True)
     """Global steps at the start in which only the critic learns, on Monte-Carlo returns and without value clip."""
+    actor_learning_rate: float = option(1e-6, not_negative)
+    """Peak learning rate of the actor."""
+    critic_learning_rate: float = option(9e-6, not_negative)
+    """Peak learning rate of the critic."""
     ptx_coef: float = option(0.05, at_least(0))
     """Weight of the language-model loss on --pretrain_data."""
     buffer_limit: int = option(0, at_least(0))
@@ -116,8 +120,7 @@ class LossConfig(Options):
     cispo_eps_max: float = option(5.0, positive)
     """With --policy_loss_type cispo: largest weight of a token."""
     loss_agg: LossAggregation | None = None
-    """Mean over tokens, over sequences' token means, or tokens over sequences x --generate_max_len. By default
-    token_mean; sequence_mean for gspo, constant for dr_grpo."""
+    """How token losses add up (default: token_mean; gspo sequence_mean; dr_grpo constant: by --generate_max_len)."""
     entropy_coef: float = option(0.0, not_negative)
     """Weight of the entropy bonus."""
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
@@ -147,13 +150,3 @@ class LossConfig(Options):
                 yield f"--rollout_correction_{flag} has no effect without --rollout_correction: use tis, mis or icepop."
         if low is not None and correction == "tis":
             yield "--rollout_correction_low has no effect with --rollout_correction tis: use mis or icepop."
-
-
-@dataclass(frozen=True)
-class PPOLearningRateConfig(Options):
-    """Peak learning rates of the two optimizers."""
-
-    actor_learning_rate: float = option(1e-6, not_negative)
-    """Peak learning rate of the actor."""
-    critic_learning_rate: float = option(9e-6, not_negative)
-    """Peak learning rate of the critic."""

@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 _GENERATION = ("generation", "evaluation")
 _TRAINING = ("training", "step")  # the phase "step" belongs to supervised training
 _PHASES = ("loading", *_GENERATION, "scoring", "experience", *_TRAINING)
 
+REMEDIES = {
+    "--max_num_seqs": _GENERATION,
+    "--vllm_gpu_memory_utilization": _GENERATION,
+    "--micro_rollout_tokens": ("experience",),
+    "--micro_rollout_batch_size": ("scoring", "experience"),
+    "--micro_batch_size": (*_GENERATION, "scoring"),
+    "--micro_train_tokens": _TRAINING,
+    "--micro_train_batch_size": _TRAINING,
+    "--gradient_checkpointing": _TRAINING,
+    "--zero_stage 2": _TRAINING,
+    "--zero_stage 3": _PHASES,
+    "--adam_offload": _PHASES,
+    "--offload_idle": ("generation", "scoring", "experience"),
+    "--buffer_cpu_offload": _TRAINING,
+    "--generate_max_len": (*_GENERATION, "scoring", "experience", "training"),
+    "--prompt_max_len": (*_GENERATION, "scoring", "experience", "training"),
+    "--max_len": _TRAINING,
+    "--bf16": _PHASES,
+    "--lora_rank 16": _PHASES,
+    "--load_in_4bit": _PHASES,
+}
+"""Flags, with a value where one is recommended, and the phases whose memory they lower.
 
-class Remedy(NamedTuple):
-    """A flag as the command line has it, with a value where one is recommended."""
-
-    flag: str
-    lowers: str
-    phases: tuple[str, ...]
-
-    @property
-    def option(self) -> str:
-        """Name of the option."""
-        return self.flag.removeprefix("--").split()[0]
-
-
-REMEDIES = (
-    Remedy("--max_num_seqs", "key-value cache", _GENERATION),
-    Remedy("--vllm_gpu_memory_utilization", "weights and cache of vLLM", _GENERATION),
-    Remedy("--micro_rollout_tokens", "logits of the experience phase", ("experience",)),
-    Remedy("--micro_rollout_batch_size", "logits of the experience phase, reward models", ("scoring", "experience")),
-    Remedy("--micro_batch_size", "`generate` and `evaluate`: cache, reward models", (*_GENERATION, "scoring")),
-    Remedy("--micro_train_tokens", "activations and logits of training", _TRAINING),
-    Remedy("--micro_train_batch_size", "activations and logits of training", _TRAINING),
-    Remedy("--gradient_checkpointing", "activations of training", _TRAINING),
-    Remedy("--zero_stage 2", "gradients and optimizer, divided by the ranks", _TRAINING),
-    Remedy("--zero_stage 3", "weights, gradients and optimizer, divided by the ranks", _PHASES),
-    Remedy("--adam_offload", "master weights and moments, which go to the host", _PHASES),
-    Remedy("--offload_idle", "moments, which go to the host outside training", ("generation", "scoring", "experience")),
-    Remedy("--buffer_cpu_offload", "replay buffer, which goes to the host", _TRAINING),
-    Remedy("--generate_max_len", "cache, activations and logits", (*_GENERATION, "scoring", "experience", "training")),
-    Remedy("--prompt_max_len", "cache, activations and logits", (*_GENERATION, "scoring", "experience", "training")),
-    Remedy("--max_len", "activations and logits of supervised training", _TRAINING),
-    Remedy("--bf16", "activations and frozen weights by half", _PHASES),
-    Remedy("--lora_rank 16", "gradients, optimizer and reference", _PHASES),
-    Remedy("--load_in_4bit", "frozen weights, with LoRA", _PHASES),
-)
-"""The flags down to ``--buffer_cpu_offload`` leave the gradient as it is; those below change what is computed."""
+Those down to ``--buffer_cpu_offload`` leave the gradient as it is; those below change what is computed.
+"""
 
 _FOR_GPUS = {"adam_offload", "offload_idle", "buffer_cpu_offload"}
 _BATCHES = ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
@@ -56,26 +45,30 @@ def remedies(phase: str, options: Mapping[str, Any], on_cpu: bool = False) -> li
     An unknown phase gets all flags. On a CPU the host's memory is the device's, so offloading is left out.
     """
     return [
-        remedy.flag
-        for remedy in REMEDIES
-        if (phase in remedy.phases or phase not in _PHASES)
-        and remedy.option in options
-        and not (on_cpu and remedy.option in _FOR_GPUS)
-        and not _has_no_effect(phase, remedy, options)
+        flag
+        for flag, phases in REMEDIES.items()
+        if (phase in phases or phase not in _PHASES)
+        and _option(flag) in options
+        and not (on_cpu and _option(flag) in _FOR_GPUS)
+        and not _has_no_effect(phase, flag, options)
     ]
 
 
 def sizes(options: Mapping[str, Any]) -> list[str]:
     """Options that decide memory, as flags with their values."""
-    names = dict.fromkeys([*_BATCHES, *(remedy.option for remedy in REMEDIES)])
+    names = dict.fromkeys([*_BATCHES, *map(_option, REMEDIES)])
     return [f"--{name} {options[name]}" for name in names if options.get(name) is not None]
 
 
-def _has_no_effect(phase: str, remedy: Remedy, options: Mapping[str, Any]) -> bool:
+def _option(flag: str) -> str:
+    return flag.removeprefix("--").split()[0]
+
+
+def _has_no_effect(phase: str, flag: str, options: Mapping[str, Any]) -> bool:
     """Whether the run has what is recommended, or other options leave it without effect or refuse it."""
-    name, value = remedy.option, options[remedy.option]
+    name, value = _option(flag), options[_option(flag)]
     if name == "zero_stage":
-        return bool(value >= int(remedy.flag.split()[1]))
+        return bool(value >= int(flag.split()[1]))
     stage, rank = options.get("zero_stage"), options.get("lora_rank")
     no_effect = {
         "lora_rank": rank,

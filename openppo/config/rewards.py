@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from openppo.config.fields import Options, at_least, not_empty, not_negative, option, positive, require
+from openppo.config.fields import NUMBER, Options, at_least, not_empty, not_negative, option, positive, require
 
 Verifier = Literal["exact_match", "regex", "math", "length"]
 NO_REWARD = (
@@ -93,14 +92,11 @@ class RewardConfig(Options):
         """``--reward_weights`` as numbers by name; ``ValueError`` for anything but NAME=NUMBER."""
         parsed: dict[str, float] = {}
         for item in self.reward_weights:
-            name, _, number = item.rpartition("=")
-            try:
-                weight = float(number)
-            except ValueError:
-                weight = math.nan
-            require(name != "" and math.isfinite(weight), f"--reward_weights takes NAME=NUMBER ..., got {item!r}.")
-            require(name not in parsed, f"--reward_weights names {name!r} twice.")
-            parsed[name] = weight
+            match = re.fullmatch(rf"(.+)=\s*({NUMBER})", item)
+            if match is None:
+                raise ValueError(f"--reward_weights takes NAME=NUMBER ..., got {item!r}.")
+            require(match[1] not in parsed, f"--reward_weights names {match[1]!r} twice.")
+            parsed[match[1]] = float(match[2])
         return parsed
 
 

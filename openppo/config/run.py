@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import os
 import re
@@ -11,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from openppo.config.fields import Bound, Options, at_least, inside, not_empty, not_negative, option, positive, require
+from openppo.config.fields import NUMBER, Options, a_path, at_least, inside, not_empty, not_negative, option, positive
 
-_HOME = '"~" is not expanded here (in a file, or after =); write the full path.'
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
@@ -32,25 +30,21 @@ class Condition:
 
 
 def _parse_condition(text: str) -> Condition:
-    match = re.fullmatch(r"\s*([^<>=]*[^<>=\s])\s*(>=|<=|>|<)\s*([^<>=\s]+)\s*", text)
-    try:
-        bound = float(match[3]) if match else math.nan
-    except ValueError:
-        bound = math.nan
-    if match is None or not math.isfinite(bound):
+    match = re.fullmatch(rf"\s*([^<>=]*[^<>=\s])\s*(>=|<=|>|<)\s*({NUMBER})\s*", text)
+    if match is None:
         raise ValueError(f"--stop_when {text!r}: write a metric, one of > >= < <=, and a number, as in 'kl > 0.2'.")
-    return Condition(text, match[1], match[2], bound)
+    return Condition(text, match[1], match[2], float(match[3]))
 
 
 @dataclass(frozen=True)
 class RunConfig(Options):
     """Where results go and how often they are reported."""
 
-    save_path: str = option("./ckpt", not_empty, ": name the folder that receives the trained model", place=True)
+    save_path: str = option("./ckpt", a_path, place=True)
     """Folder that receives the trained model in Hugging Face format; logs go to its subfolder 'logs'."""
     logging_steps: int = option(1, at_least(1))
     """Write metrics every this many steps."""
-    heartbeat_timeout: float = option(45.0, Bound("must lie between 5 and 3600 seconds", lambda s: 5 <= s <= 3600))
+    heartbeat_timeout: float = option(45.0, inside("[5, 3600]"))
     """A rank that gives no sign of life for this many seconds is lost; all ranks end within 15 s of knowing it."""
     stall_timeout: float = option(2700.0, not_negative, "; 0 waits for ever")
     """End the run when a rank makes no progress for this many seconds, in a reward function say (0: wait forever)."""
@@ -66,8 +60,6 @@ class RunConfig(Options):
     """With --dry_run: estimate for GPUs of this many GiB (default: the devices of this machine)."""
 
     def problems(self) -> Iterator[str]:
-        if self.save_path.startswith("~"):
-            yield f"--save_path {self.save_path}: {_HOME}"
         for name, value in (("dry_run_ranks", self.dry_run_ranks), ("dry_run_memory", self.dry_run_memory)):
             if value is not None and not self.dry_run:
                 yield f"--{name} has an effect with --dry_run only: add it."
@@ -82,9 +74,9 @@ class RunConfig(Options):
 class CheckpointConfig(Options):
     """From where a stopped run can resume."""
 
-    ckpt_path: str | None = option(None, place=True)
+    ckpt_path: str | None = option(None, a_path, place=True)
     """Folder of checkpoints (default: a subfolder of --save_path, such as 'checkpoints_ppo')."""
-    save_steps: int = option(-1, Bound("must be -1, 0 or more", lambda steps: steps >= -1))
+    save_steps: int = option(-1, at_least(-1))
     """Save a checkpoint every this many steps (-1: at the end of each pass over the data, 0: only when stopped)."""
     max_ckpt_num: int = option(3, at_least(1))
     """Number of newest checkpoints to keep."""
@@ -96,8 +88,6 @@ class CheckpointConfig(Options):
     """Metric of evaluation, such as eval_reward or eval_loss, whose best model is kept as 'best' in --ckpt_path."""
 
     def problems(self) -> Iterator[str]:
-        if self.ckpt_path is not None and self.ckpt_path.startswith("~"):
-            yield f"--ckpt_path {self.ckpt_path}: {_HOME}"
         if self.keep_best is not None and not self.keep_best.startswith("eval"):
             yield f"--keep_best {self.keep_best} is not an evaluation metric; use one that starts with 'eval'."
 
@@ -189,7 +179,7 @@ class TrackingConfig(Options):
     """Steps to record with torch.profiler, such as 3 or 2-4,10: a trace of each rank in <save_path>/logs/profile."""
 
     def problems(self) -> Iterator[str]:
-        self._profiled_steps()
+        self.profiled_steps()
         return super().problems()
 
     @property
@@ -197,18 +187,15 @@ class TrackingConfig(Options):
         """Whether a tracker shows distributions."""
         return self.use_tensorboard is not None or self.use_wandb is not None
 
-    def is_profiled(self, step: int) -> bool:
-        """Whether ``--profile_steps`` names this step, counted from 1."""
-        return step in self._profiled_steps()
-
-    def _profiled_steps(self) -> set[int]:
-        """Steps that ``--profile_steps`` names; ``ValueError`` for anything but steps and rising ranges."""
+    def profiled_steps(self) -> set[int]:
+        """Steps from 1 that ``--profile_steps`` names; ``ValueError`` for anything but steps and rising ranges."""
         steps: set[int] = set()
         for part in [] if self.profile_steps is None else self.profile_steps.split(","):
             match = re.fullmatch(r"\s*([1-9]\d*)(?:-(\d+))?\s*", part)
             named = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
-            form = "give steps from 1 and rising ranges, with commas, such as 3 or 2-4,10"
-            require(named, f"--profile_steps {self.profile_steps}: {form}.")
+            if not named:
+                form = "give steps from 1 and rising ranges, with commas, such as 3 or 2-4,10"
+                raise ValueError(f"--profile_steps {self.profile_steps}: {form}.")
             steps.update(named)
         return steps
 
@@ -218,7 +205,6 @@ def refuse_own_checkpoints(inputs: Mapping[str, str | None], flag: str, folder: 
     for given, name in inputs.items():
         place = Path(os.path.realpath(name)) if name else folder
         inner = place.relative_to(folder).parts if folder in place.parents else ()
-        require(
-            not inner or not inner[0].startswith(("step_", "best_step_")),
-            f"{given} {name} lies in a checkpoint in {folder}, where this run would replace it: choose another {flag}.",
-        )
+        if inner and inner[0].startswith(("step_", "best_step_")):
+            where = f"{given} {name} lies in a checkpoint in {folder}"
+            raise ValueError(f"{where}, where this run would replace it: choose another {flag}.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from openppo.config.data import PromptDataConfig
-from openppo.config.fields import Bound, Options, at_least, not_empty, not_negative, option, positive, require
+from openppo.config.fields import Options, at_least, inside, not_empty, not_negative, option, positive, require
 from openppo.config.models import ModelConfig, refuse_overwriting
 from openppo.config.rewards import NO_REWARD, RewardConfig
 from openppo.config.rollout import SamplingConfig
@@ -74,7 +74,7 @@ class ServeRMConfig(Options):
     """Name of the model's scalar head."""
     host: str = "127.0.0.1"
     """Address to listen on; any but loopback needs --token_file."""
-    port: int = option(5000, Bound("must lie in 0..65535", lambda port: 0 <= port < 65536))
+    port: int = option(5000, inside("[0, 65535]"))
     """Port to listen on (0: a free one)."""
     token_file: str | None = None
     """File with a token that clients must send as 'Authorization: Bearer TOKEN'."""

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from openppo.models.adapters import add_adapters, lora_options, refuse_stacked_adapters
-from openppo.models.loading import disable_dropout, load_causal_lm
+from openppo.models.adapters import add_adapters, lora_options
+from openppo.models.loading import disable_dropout, load_causal_lm, load_options
 from openppo.models.log_probs import log_probs_and_entropy, log_probs_from_logits
 from openppo.models.padding import pack_rows, pad_width
 
@@ -33,18 +33,10 @@ class Actor(nn.Module):
         **lora: Any,
     ) -> None:
         super().__init__()
-        options = lora_options(**lora)
         model = pretrain_or_model
+        options = lora_options(model, **lora)
         if isinstance(model, str):
-            if options.lora_rank > 0:
-                refuse_stacked_adapters(model)
-            model = load_causal_lm(
-                model,
-                bf16=bf16,
-                flash_attn=flash_attn,
-                load_in_4bit=options.load_in_4bit,
-                trust_remote_code=trust_remote_code,
-            )
+            model = load_causal_lm(model, **load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code))
         disable_dropout(model)
         self.model: nn.Module = model
         if options.lora_rank > 0:
@@ -75,11 +67,10 @@ class Actor(nn.Module):
         temperature = self.temperature if temperature is None else temperature
         # No attention mask: a causal model never looks at padding on the right, and SDPA keeps its fast causal kernel.
         if self.packs_rows and position_ids is None:
-            rows = pack_rows(sequences, attention_mask)
+            inputs, in_row = pack_rows(sequences, attention_mask)
             places = wanted.flatten().nonzero()[:, 0]  # (K,): of the tokens in the flat batch
             places = places if len(places) > 0 else places.new_full((1,), wanted.numel() - 1)
-            inputs, kept = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}, rows.places[places - 1]
-            labels, dim = sequences.flatten()[places], 0  # (K,)
+            labels, kept, dim = sequences.flatten()[places], in_row[places - 1], 0  # (K,)
         else:
             kept = wanted[:, 1:].any(0).nonzero()[:, 0]  # (K,): the state before token kept + 1
             kept = kept if len(kept) > 0 else kept.new_zeros(1)  # a row without any action still takes part

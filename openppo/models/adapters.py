@@ -1,9 +1,6 @@
 """LoRA adapters: trained on a frozen model, switched off for the reference, merged wherever a model is loaded."""
 
 import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +18,19 @@ Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 HEAD_TASK = "SEQ_CLS"
 
 
-def lora_options(**given: Any) -> LoRAConfig:
-    """Checked fields of ``LoRAConfig``; ``target_modules`` may be one name, or any sequence of them."""
+def lora_options(model: object, **given: Any) -> LoRAConfig:
+    """Checked fields of ``LoRAConfig`` for a model or its name; ``target_modules`` may be one name, or any sequence.
+
+    ``ValueError`` for adapters on a PEFT folder: plain peft could not load them.
+    """
     targets = given.get("target_modules", LoRAConfig.target_modules)
     options = LoRAConfig(**given | {"target_modules": (targets,) if isinstance(targets, str) else tuple(targets)})
     options.validate()
+    if options.lora_rank > 0 and isinstance(model, str) and is_peft_folder(model):
+        raise ValueError(
+            f"{model} is a PEFT folder, and --lora_rank needs full weights to put adapters on. Merge it first: python "
+            f"-m openppo.cli.merge_lora --lora_path {model} --save_path {model.rstrip('/')}_merged"
+        )
     return options
 
 
@@ -50,8 +55,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
         target_modules="all-linear" if "all-linear" in lora.target_modules else list(lora.target_modules),
     )
     try:
-        with quiet_peft():
-            adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # DeepSpeed keeps float32 masters
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # DeepSpeed keeps float32 masters
         refuse_tied(adapted)
     except ValueError as error:
         raise ValueError(f"--target_modules {' '.join(lora.target_modules)}: {error}") from error
@@ -59,15 +63,6 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, task: Task) -> nn.Mod
     if base.is_dir():  # so that the saved folder finds it from everywhere
         config.base_model_name_or_path = str(base.resolve())
     return adapted
-
-
-def refuse_stacked_adapters(name: str) -> None:
-    """``ValueError`` for a PEFT folder: plain peft could not load adapters trained on it."""
-    if is_peft_folder(name):
-        raise ValueError(
-            f"{name} is a PEFT folder, and --lora_rank needs full weights to put adapters on. Merge it first: python "
-            f"-m openppo.cli.merge_lora --lora_path {name} --save_path {name.rstrip('/')}_merged"
-        )
 
 
 def refuse_tied(adapted: nn.Module) -> None:
@@ -121,8 +116,7 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         raise ValueError(f"{folder}: its adapters name code of Megatron, which is not run here.")
     config.task_type, config.inference_mode = None, True
     try:
-        with quiet_peft():
-            adapted = PeftModel(model, config)
+        adapted = PeftModel(model, config)
         refuse_tied(adapted)
         with forbid_remote_code(folder):
             weights = load_peft_weights(folder, device="cpu")
@@ -139,12 +133,3 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
         raise ValueError(f"{folder}: its adapters cannot be merged into {model.name_or_path}: {says[:300]}") from error
     logger.info("%s: adapters merged into %s", folder, model.name_or_path)
     return merged.requires_grad_(True)  # peft had frozen it
-
-
-@contextmanager
-def quiet_peft() -> Iterator[None]:
-    """Silence warnings of peft and transformers about each other."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out", category=UserWarning)
-        warnings.simplefilter("ignore", FutureWarning)
-        yield

@@ -55,13 +55,12 @@ def load_options(
     return options
 
 
-def load_causal_lm(name: str, base: str | None = None, **options: bool) -> PreTrainedModel:
+def load_causal_lm(name: str, base: str | None = None, **load: Any) -> PreTrainedModel:
     """A causal language model, with adapters merged if ``name`` is a PEFT folder.
 
-    ``base`` replaces the base model that a PEFT folder names; ``options`` are those of ``load_options``.
+    ``base`` replaces the base model that a PEFT folder names; ``load`` are keywords for ``from_pretrained``.
     ``ValueError`` for a checkpoint without all weights or with code in it, and as in ``merge_adapters``.
     """
-    load = load_options(**options)
     config = load_config(name, base, trust_remote_code=load["trust_remote_code"])
     with forbid_remote_code(name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,20 +74,6 @@ def policy_ratio(log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor |
     return log_ratio(log_probs, old_log_probs, action_mask).exp()
 
 
-class TokenLoss(Protocol):
-    """A policy loss as training calls it."""
-
-    def __call__(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, rollout_log_probs: Tensor, /
-    ) -> Tensor:
-        """Loss of each token, (B, L) as all inputs, 0 outside the mask; the engine sampled by ``rollout_log_probs``."""
-        ...
-
-    def clipped(self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, /) -> Tensor:
-        """Tokens whose change reached a bound, bool (B, L)."""
-        ...
-
-
 class PolicyLoss(nn.Module):
     """Clipped surrogate of PPO (arXiv 1707.06347, eq. 7): -min(r A, clip(r, 1 - clip_eps, 1 + clip_eps_high) A).
 
@@ -141,14 +127,8 @@ class GSPOLoss(PolicyLoss):
     differ from token to token. Where they are equal, the mean over a sequence has the gradient of eq. 5.
     """
 
-    def __init__(
-        self,
-        clip_eps: float = 3e-4,
-        clip_eps_high: float | None = 4e-4,
-        dual_clip: float | None = None,
-        reduction: Reduction = "sequence_mean",
-    ) -> None:
-        super().__init__(clip_eps, clip_eps_high, dual_clip, reduction)
+    def __init__(self, clip_eps: float = 3e-4, clip_eps_high: float | None = 4e-4, *others: Any, **named: Any) -> None:
+        super().__init__(clip_eps, clip_eps_high, *others, **named)
 
     def ratio(self, log_probs: Tensor, old_log_probs: Tensor, action_mask: Tensor | None = None) -> Tensor:
         """Ratio of each token's sequence, which is clipped: (B, L), 1 outside the mask."""
@@ -249,17 +229,14 @@ class ValueLoss(nn.Module):
 class PolicyLossEntry(NamedTuple):
     """Builds a loss of tokens, which add up by ``loss_agg`` (None: as the estimator wants) unless an option says."""
 
-    make: Callable[[LossConfig], TokenLoss]
+    make: Callable[[LossConfig], PolicyLoss | CISPOLoss]
     loss_agg: LossAggregation | None = None
 
 
 def _gspo(config: LossConfig) -> GSPOLoss:
     if config.eps_clip > 0.02:
-        logger.warning(
-            "--policy_loss_type gspo with --eps_clip %g clips next to nothing, since a response's mean log-ratio is "
-            "small: the paper has --eps_clip 3e-4 --eps_clip_high 4e-4",
-            config.eps_clip,
-        )
+        said = "--policy_loss_type gspo with --eps_clip %g clips next to nothing: use 3e-4, and --eps_clip_high 4e-4"
+        logger.warning(said, config.eps_clip)
     return GSPOLoss(config.eps_clip, config.eps_clip_high, config.dual_clip, reduction="none")
 
 
@@ -271,6 +248,6 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
 """By the names of ``--policy_loss_type``."""
 
 
-def policy_loss(config: LossConfig) -> TokenLoss:
+def policy_loss(config: LossConfig) -> PolicyLoss | CISPOLoss:
     """The loss that ``--policy_loss_type`` names."""
     return POLICY_LOSSES[config.policy_loss_type].make(config)

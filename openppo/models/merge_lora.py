@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openppo.config import MergeLoRAConfig
 from openppo.models.adapters import HEAD_TASK
-from openppo.models.loading import load_causal_lm, model_error_context
+from openppo.models.loading import load_causal_lm, load_options, model_error_context
 from openppo.models.pretrained import adapter_config, check_model, is_peft_folder, load_tokenizer
 from openppo.models.scalar_head import load_classifier
 
@@ -38,13 +38,14 @@ class LoRAMerge:
             self.tokenizer = load_tokenizer(name, "--lora_path", base, trust)
         except ValueError as error:
             logger.warning("no tokenizer is written: %s", error)
+        load = load_options(bf16=False, flash_attn=False, trust_remote_code=trust)
         with model_error_context("--lora_path", name):
             if adapter_config(name).get("task_type") == HEAD_TASK:
-                self.model, headless = load_classifier(name, base=base, dtype=torch.float32, trust_remote_code=trust)
+                self.model, headless = load_classifier(name, base=base, **load)
                 if headless:
                     raise ValueError(f"{name}: neither it nor its base model has a scalar head 'score.weight'.")
             else:
-                self.model = load_causal_lm(name, base, bf16=False, flash_attn=False, trust_remote_code=trust)
+                self.model = load_causal_lm(name, base, **load)
         if config.bf16:
             to_bf16(self.model)
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,20 +97,16 @@ def pad_width(sequences: Tensor, model: Any) -> Tensor:
     return sequences if positions is not None and width > positions else F.pad(sequences, (0, width - length))
 
 
-class PackedRows(NamedTuple):
-    """Real tokens of a batch (B, L) in one row of T."""
+def pack_rows(sequences: Tensor, attention_mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Real tokens of a batch in one row of T: a model's inputs, and where in the row each token of the batch is.
 
-    input_ids: Tensor  # int64 (1, T)
-    position_ids: Tensor  # int64 (1, T), from 0 in each row of the batch
-    places: Tensor  # int64 (B x L,) of the batch's tokens in the row (padding: of the last real token before it)
-
-
-def pack_rows(sequences: Tensor, attention_mask: Tensor) -> PackedRows:
-    """``sequences`` int64 (B, L) padded on the right, ``attention_mask`` bool (B, L)."""
+    ``sequences`` int64 (B, L) padded on the right, ``attention_mask`` bool (B, L); inputs int64 (1, T), with positions
+    from 0 in each row of the batch; places int64 (B x L,), of padding that of the last real token before it.
+    """
     real = attention_mask.bool().flatten()  # (B x L,)
     positions = torch.arange(sequences.shape[1], device=sequences.device).repeat(len(sequences))
     places = (real.cumsum(0) - 1).clamp(min=0)
-    return PackedRows(sequences.flatten()[real][None], positions[real][None], places)
+    return {"input_ids": sequences.flatten()[real][None], "position_ids": positions[real][None]}, places
 
 
 @torch.no_grad()

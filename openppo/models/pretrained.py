@@ -63,8 +63,7 @@ def base_model_of(name: str) -> str:
         raise ValueError(f"{name}: its {_ADAPTER_CONFIG} lacks base_model_name_or_path, so it names no base model.")
     if is_peft_folder(base):
         raise ValueError(
-            f"{name}: its base model {base} is a PEFT folder too. Merge that one with openppo.cli.merge_lora and write "
-            f"the result's name as base_model_name_or_path into this folder's {_ADAPTER_CONFIG}."
+            f"{name}: its base model {base} is a PEFT folder too. Merge that one, and name the result here."
         )
     return base
 
@@ -80,11 +79,7 @@ def adapter_config(folder: str) -> Any:
 def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Config of ``name``; ``ValueError`` naming ``flag`` without such a model, or base model of a PEFT folder."""
     named, path = f"{flag} {name}", Path(name)
-    if path.is_file():
-        raise ValueError(f"{named}: this is a file; give the folder that holds config.json and the weights.")
-    if path.is_dir() and not is_peft_folder(name) and not (path / "config.json").is_file():
-        raise ValueError(f"{named}: this folder has no config.json, so it is not a Hugging Face model.")
-    if not path.is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+    if not path.is_dir() and (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"{named}: no such local folder, and no hub name of the form owner/model. Check the path.")
     try:
         if (base := base_model_of(name)) != name:
@@ -97,14 +92,12 @@ def check_model(name: str, flag: str, trust_remote_code: bool = False) -> PreTra
         raise ValueError(f"{flag} {says}") from error
 
 
-def load_config(
-    name: str, base: str | None = None, *, trust_remote_code: bool = False, **changes: Any
-) -> PreTrainedConfig:
-    """Config of a model with ``changes``; of a PEFT folder its model_config.json, else that of its ``base``."""
+def load_config(name: str, base: str | None = None, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Config of a model; of a PEFT folder its model_config.json, else that of its ``base``."""
     own = Path(name) / "model_config.json"
     source = own if is_peft_folder(name) and own.is_file() else base or base_model_of(name)
     with forbid_remote_code(name):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **changes)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     return config
 
 
@@ -150,10 +143,7 @@ def load_tokenizer(
     apply, template = tokenizer.apply_chat_template, str(tokenizer.chat_template or "")
     reserved = {"messages", *signature(apply).parameters} - {"tools", "documents"}
     for argument in template_kwargs or {}:
-        if argument in reserved:
-            says = f"{argument!r} is not an argument of chat templates. Leave it out."
-            raise ValueError(f"--chat_template_kwargs: {says}")
-        if template and not re.search(rf"\b{re.escape(argument)}\b", template):
+        if argument in reserved or (template and not re.search(rf"\b{re.escape(argument)}\b", template)):
             says = f"the chat template of {flag} {name} does not use {argument!r}. Correct the name, or leave it out."
             raise ValueError(f"--chat_template_kwargs: {says}")
     if template_kwargs:
@@ -177,11 +167,9 @@ def check_token_ids(
     n_embeddings = config.get_text_config().vocab_size
     largest = max([pad_token_id(tokenizer), *(max(row, default=0) for row in rows)])
     if largest >= n_embeddings:
-        raise ValueError(
-            f"{model}: token {tokenizer.convert_ids_to_tokens(largest)!r} has the id {largest}, and the model has "
-            f"embeddings of {n_embeddings} ids; its tokenizer knows {len(tokenizer)} tokens. Give the model as many "
-            f"with resize_token_embeddings, or leave that token out."
-        )
+        token = f"token {tokenizer.convert_ids_to_tokens(largest)!r} has the id {largest}"
+        has = f"the model has embeddings of {n_embeddings} ids; its tokenizer knows {len(tokenizer)} tokens"
+        raise ValueError(f"{model}: {token}, and {has}. Use resize_token_embeddings, or leave that token out.")
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:

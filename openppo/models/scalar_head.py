@@ -20,7 +20,7 @@ from transformers import (
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
 from openppo.config import LoRAConfig
-from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters, refuse_stacked_adapters
+from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters
 from openppo.models.attention import use_fast_attention
 from openppo.models.loading import disable_dropout, load_options
 from openppo.models.padding import pack_rows, pad_width
@@ -57,9 +57,9 @@ class ScalarHeadModel(nn.Module):
     def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
         """``sequences`` int64 and ``attention_mask`` bool, (B, L), padded on the right."""
         if self.packs_rows:
-            rows = pack_rows(sequences, attention_mask)
-            outputs = self._outputs(input_ids=rows.input_ids, position_ids=rows.position_ids)[0]  # (T,)
-            outputs = outputs[rows.places].view(sequences.shape)
+            inputs, in_row = pack_rows(sequences, attention_mask)
+            outputs = self._outputs(**inputs)[0]  # (T,)
+            outputs = outputs[in_row].view(sequences.shape)
         else:  # without attention mask for the reason given in Actor.forward
             outputs = self._outputs(input_ids=pad_width(sequences, self.model))[:, : sequences.shape[1]]  # (B, L)
         if self.role == "critic":
@@ -163,9 +163,7 @@ def get_llm_for_sequence_regression(
     where the checkpoint has none: by default a critic may, a reward model may not. ``lora`` are fields of
     ``LoRAConfig``, as for ``Actor``. ``ValueError`` for a model without such a head, and as in ``merge_adapters``.
     """
-    options = lora_options(**lora)
-    if options.lora_rank > 0:
-        refuse_stacked_adapters(name)
+    options = lora_options(name, **lora)
     load = load_options(bf16, flash_attn, options.load_in_4bit, trust_remote_code)
     model, headless = load_classifier(name, value_head_prefix, **load)
     disable_dropout(model)

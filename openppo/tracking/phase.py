@@ -138,7 +138,7 @@ class StepProfiler:
 
     def __init__(self, save_path: str, tracking: TrackingConfig, rank: int) -> None:
         self.folder = Path(save_path) / "logs" / "profile"
-        self.is_profiled = tracking.is_profiled
+        self.steps = tracking.profiled_steps()
         self.rank = rank
         self._traces: Counter[int] = Counter()  # of each step
         self._profile: torch.profiler.profile | None = None
@@ -147,7 +147,7 @@ class StepProfiler:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name the ``with`` block in the trace; the outermost one starts the recording if its step is chosen."""
-        if self._profile is None and not self.is_profiled(current.step):
+        if self._profile is None and current.step not in self.steps:
             yield
             return
         with self._recorded() if self._profile is None else nullcontext():

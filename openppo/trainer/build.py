@@ -156,8 +156,7 @@ def _prepared(
     if role == "reference":
         model: Any = strategy.prepare_frozen(module)
     else:
-        rates = config.learning_rate
-        rate = rates.actor_learning_rate if role == "actor" else rates.critic_learning_rate
+        rate = config.ppo.actor_learning_rate if role == "actor" else config.ppo.critic_learning_rate
         model = strategy.prepare(module, config.adam, rate, n_steps)
     if config.model.flash_attn:
         with strategy.uncompiled():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ def quiet_libraries() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # peft loads DeepSpeed, whose search for devices is loud
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # peft and transformers about each other
+    warnings.filterwarnings("ignore", message="fan_in_fan_out", category=UserWarning)  # peft has set it right
     transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error instead of a question on stdin
 
 

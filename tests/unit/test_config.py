@@ -114,7 +114,7 @@ BAD = """
 ppo adam_betas=[0.9,1.0] | must lie in [0, 1), got 0.9 1.
 ppo top_p=0.0 | must lie in (0, 1], got 0.
 ppo value_clip=0.0 | must be positive, got 0; None switches it off.
-ppo heartbeat_timeout=4.0 | must lie between 5 and 3600 seconds, got 4.
+ppo heartbeat_timeout=4.0 | must lie in [5, 3600], got 4.
 ppo zero_stage=4 | must be 0, 1, 2 or 3, got 4.
 ppo zero_stage=true | must be 0, 1, 2 or 3, got True.
 ppo actor_learning_rate="'1e-6'" | must be float, got '1e-6'.
@@ -131,8 +131,8 @@ ppo dry_run_ranks=8 | has an effect with --dry_run only: add it
 ppo dry_run=true dry_run_ranks=3 | ...--train_batch_size 128 ... among 3 ranks: use a multiple of 3
 sft adam_offload=true zero_stage=0 | needs ... use --zero_stage 1, 2 or 3
 sft train_batch_size=5 ranks=2 | 5 ... among 2 ranks: use a multiple of 2
-ppo ckpt_path=~/run | ~/run: "~" is not expanded here
-ppo save_path=~/run | ~/run: "~" is not expanded here
+ppo ckpt_path=~/run | must be the path of a folder; "~" is not expanded here, got ~/run
+ppo save_path=~/run | must be the path of a folder; "~" is not expanded here, got ~/run
 ppo reward_normalizer=running | running has no effect without --normalize_reward
 ppo reward_clip_range=[1.0,1.0] | needs two rising numbers, got 1.0 1.0
 ppo reward_fn=None | ...No reward is given: pass --reward_pretrain MODEL, --reward_fn FILE.py[:name]
@@ -141,9 +141,9 @@ ppo chat_template_kwargs={} | has no effect without --apply_chat_template: add
 sft apply_chat_template=true chat_template_kwargs=a=1 | ...--chat_template_kwargs a=1: not a JSON obj
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=2 ranks=4 | 6 does not divide among 4...multiple of 4
 ppo rollout_batch_size=6 train_batch_size=4 n_samples_per_prompt=3 ranks=2 | 6 x ...= 18 samples...a divisor of
-ppo buffer_limit=63 ranks=2 | 63 on 2 ranks holds fewer...128: raise it, or use 0 for no limit
+ppo buffer_limit=63 ranks=2 | 63 on 2 ranks holds less...128: raise it
 ppo dynamic_sampling=true | ...use --n_samples_per_prompt of at least 2
-ppo kl_target=1.0 kl_horizon=102 | ...--kl_horizon 102 is too short for the 512 samples of a step
+ppo kl_target=1.0 kl_horizon=102 | ...--kl_horizon 102 is too short for a step of 512 samples
 ppo kl_target=6.0 init_kl_coef=0.0 | ...--init_kl_coef 0 ...: use a positive one
 ppo use_kl_loss=true init_kl_coef=0.0 kl_estimator=k3 | ...give a positive --init_kl_coef
 ppo use_kl_loss=true | with --kl_estimator k1 ... Use --kl_estimator k2 or k3
@@ -302,7 +302,7 @@ def test_secrets_are_masked_where_options_are_written(text: str, masked: str) ->
     ("given", "steps"), [("3", {3}), ("2-4,7", {2, 3, 4, 7}), (" 1 , 1-2 ", {1, 2}), (None, set())]
 )
 def test_profiled_steps_are_those_that_are_named(given: str | None, steps: set[int]) -> None:
-    assert {step for step in range(12) if TrackingConfig(profile_steps=given).is_profiled(step)} == steps
+    assert TrackingConfig(profile_steps=given).profiled_steps() == steps
 
 
 def test_what_stands_for_a_value_of_an_option_becomes_it() -> None:

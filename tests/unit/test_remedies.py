@@ -19,11 +19,11 @@ def ppo(**options: Any) -> dict[str, Any]:
 
 
 def test_docs_print_the_table() -> None:
-    rows = re.findall(r"^\| `(--.*)` \| (.*) \|$", (DOCS / "memory.md").read_text(), flags=re.MULTILINE)
-    assert rows == [(remedy.flag, remedy.lowers) for remedy in REMEDIES]
+    flags = re.findall(r"^\| `(--.*)` \| .* \|$", (DOCS / "memory.md").read_text(), flags=re.MULTILINE)
+    assert flags == list(REMEDIES)
     advised = re.findall(r"^\| `(\w+)` \| (`--.*) \|$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     for phase, text in advised:
-        known = {remedy.flag for remedy in REMEDIES if phase in remedy.phases} | {"--critic_pretrain"}
+        known = {flag for flag, phases in REMEDIES.items() if phase in phases} | {"--critic_pretrain"}
         assert set(re.findall("`(--[^`]*)`", text)) <= known
 
 
@@ -62,7 +62,7 @@ def test_flags_are_of_the_command_and_those_that_keep_the_gradient_come_first() 
     assert "--max_len" in sft
     assert not {"--generate_max_len", "--max_num_seqs", "--buffer_cpu_offload"} & set(sft)
     commands = map(declared_options, (TrainPPOConfig, TrainSFTConfig, EvaluateConfig))
-    assert {remedy.option for remedy in REMEDIES} <= {name for options in commands for name in options}
+    assert {flag.split()[0][2:] for flag in REMEDIES} <= {name for options in commands for name in options}
     flags = remedies("training", ppo(zero_stage=1))
     assert flags[:2] == ["--micro_train_batch_size", "--gradient_checkpointing"]
     assert flags.index("--zero_stage 2") < flags.index("--adam_offload") < flags.index("--generate_max_len")

@@ -50,7 +50,7 @@ ppo --critic_pretrain M/two_labels | = ... exactly one
 ppo --flash_attn | = needs --bf16
 ppo --rollout_engine vllm | = ... pip install openppo[vllm]
 ppo --save_path D/notes.txt | = ... choose another folder
-ppo --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Give
+ppo --pretrain M/unresized | =: token '[PAD]' has the id 40 ... 41 tokens. Use
 ppo --prompt_data D/tool.jsonl --pretrain M/tool | =: token '<tool>' has the id 40 ... embeddings of 40 ids
 ppo --pretrain M/resized -reward_fn --dry_run --reward_pretrain M/reward_unresized | =: token '[PAD]' has the id 40
 ppo --pretrain M/rescaled | context of 3 tokens

@@ -55,13 +55,8 @@ def test_arguments_hold_for_every_rendering_and_are_not_saved(model: Path, tmp_p
     assert saved.apply_chat_template(chat, tokenize=False, enable_thinking=True) == "<user>a<eos>"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("enable_thinkng", "the chat template of --pretrain .* does not use 'enable_thinkng'. Correct"),
-        ("messages", "'messages' is not an argument of chat templates. Leave it out"),
-    ],
-)
-def test_an_argument_without_effect_is_refused(name: str, message: str, model: Path) -> None:
-    with pytest.raises(ValueError, match=f"^--chat_template_kwargs: {message}"):
+@pytest.mark.parametrize("name", ["enable_thinkng", "messages"])
+def test_an_argument_without_effect_is_refused(name: str, model: Path) -> None:
+    says = f"^--chat_template_kwargs: the chat template of --pretrain .* does not use '{name}'. Correct"
+    with pytest.raises(ValueError, match=says):
         load_tokenizer(str(model), "--pretrain", template_kwargs={name: True})

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 from openppo.models import attention
 from openppo.models.actor import Actor
 from openppo.models.attention import causal_attention, n_weights
-from openppo.models.loading import load_causal_lm
+from openppo.models.loading import load_causal_lm, load_options
 from openppo.rollout.hf_engine import HFEngine
 from openppo.types import SamplingParams
 
@@ -75,7 +75,7 @@ def dtypes(calls):
 
 
 def load(saved, bf16=False):
-    return load_causal_lm(saved, bf16=bf16, flash_attn=False)
+    return load_causal_lm(saved, **load_options(bf16, flash_attn=False))
 
 
 def attend(model, inputs, mask, **asked):

@@ -25,8 +25,8 @@ def test_a_path_that_does_not_exist_is_an_error_without_asking_the_hub(name, lla
 @pytest.mark.parametrize(
     ("file", "text", "says"),
     [
-        ("model.safetensors", "", "this is a file; give the folder"),
-        ("notes.txt", "", "has no config.json"),
+        ("model.safetensors", "", "no such local folder"),
+        ("notes.txt", "", "its config cannot be read: .* config.json"),
         *(("config.json", text, "its config cannot be read") for text in ("{", '{"model_type": "none"}', "{}")),
     ],
 )
