@@ -144,8 +144,8 @@ def load_preferences(
         column = next((name for name in (data.prompt_key, "prompt", "question") if name in row.row), None)
         if column and fields.prompt is row.row[column] is None and isinstance(fields.chosen, str):  # not a whole text
             raise ValueError(f"the prompt in column {column!r} is null. Correct or remove the row.")
-        sides = (fields.chosen, data.chosen_key), (fields.rejected, data.rejected_key)
-        chosen, rejected = (_render_side(fields.prompt, side, tokenizer, supervised, key) for side, key in sides)
+        sides = (fields.chosen, fields.rejected)
+        chosen, rejected = (_render_side(fields.prompt, side, tokenizer, supervised) for side in sides)
         margin = 0.0 if data.margin_key is None else _margin(row.row, data.margin_key)
         return PreferenceExample(chosen, rejected, margin)
 
@@ -154,20 +154,14 @@ def load_preferences(
     )
 
 
-def _render_side(
-    prompt: Any, side: Any, tokenizer: PreTrainedTokenizerBase, supervised: SupervisedConfig, column: str
-) -> list[int]:
-    if prompt is None and supervised.input_template is not None:
+def _render_side(prompt: Any, side: Any, tokenizer: PreTrainedTokenizerBase, options: SupervisedConfig) -> list[int]:
+    if prompt is None and options.input_template is not None:
         raise ValueError("--input_template goes around a prompt: name its column with --prompt_key, or leave it out.")
-    try:
-        if prompt is None:
-            return render_whole(side, tokenizer, supervised).token_ids
-        if supervised.apply_chat_template and not isinstance(side, str) and as_messages(side)[0]["role"] != "assistant":
-            raise ValueError("a whole conversation beside a prompt. Leave --prompt_key out.")
-        return render_response(prompt, side, tokenizer, supervised).token_ids
-    except ValueError as error:
-        of_both = "" if prompt is None else " and its prompt"
-        raise ValueError(f"column {column!r}{of_both}: {error}") from error
+    if prompt is None:
+        return render_whole(side, tokenizer, options).token_ids
+    if options.apply_chat_template and not isinstance(side, str) and as_messages(side)[0]["role"] != "assistant":
+        raise ValueError("a whole conversation beside a prompt. Leave --prompt_key out.")
+    return render_response(prompt, side, tokenizer, options).token_ids
 
 
 def _margin(row: Row, key: str) -> float:

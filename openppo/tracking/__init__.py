@@ -4,7 +4,7 @@ from openppo.tracking.console import get_logger as get_logger, progress_bar as p
 from openppo.tracking.console import setup_logging as setup_logging
 from openppo.tracking.metrics import Histogram as Histogram, Metrics as Metrics, Moments as Moments
 from openppo.tracking.metrics import Reduction as Reduction, histogram as histogram
-from openppo.tracking.phase import PhaseTimer as PhaseTimer, step_tracer as step_tracer
+from openppo.tracking.phase import PhaseTimer as PhaseTimer, StepProfiler as StepProfiler
 from openppo.tracking.run_folder import check_run_folder as check_run_folder, cut_logs as cut_logs
 from openppo.tracking.run_folder import environment as environment, save_run as save_run
 from openppo.tracking.run_folder import set_aside_logs as set_aside_logs, set_aside_model as set_aside_model

@@ -204,10 +204,3 @@ class StepProfiler:
             logger.warning("--profile_steps: no trace of step %d (%s)", current.step, error)
         else:
             logger.info("--profile_steps: the trace of step %d is %s", current.step, file)
-
-
-def step_tracer(
-    save_path: str, tracking: TrackingConfig, rank: int
-) -> Callable[[str], AbstractContextManager[None]] | None:
-    """``StepProfiler.phase`` with ``--profile_steps``, else None."""
-    return StepProfiler(save_path, tracking, rank).phase if tracking.profile_steps else None

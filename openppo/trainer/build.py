@@ -25,7 +25,7 @@ from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.signals import SignalStop
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.tracking import PhaseTimer, step_tracer
+from openppo.tracking import PhaseTimer, StepProfiler
 from openppo.trainer.callbacks import Callback, StopWhen
 from openppo.trainer.checkpointer import Checkpointer
 from openppo.trainer.components import PPOComponents
@@ -69,7 +69,8 @@ def build_ppo_trainer(
     critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
     actor = _prepared(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, actor)
-    timer = PhaseTimer(step_tracer(run.save_path, config.tracking, comm.rank), estimate.peaks if estimate else None)
+    traced = StepProfiler(run.save_path, config.tracking, comm.rank).phase
+    timer = PhaseTimer(traced, estimate.peaks if estimate else None)
     hooks = Hooks(timer, SignalStop(comm), strategy.uncompiled)
     engine = _engine(config, strategy, actor, tokenizer, hooks.stop, actor_config) if samples else None
     strategy.seed_per_rank()  # after the engine: vLLM seeds everything too

@@ -14,7 +14,7 @@ from openppo.config.commands import SupervisedCommand
 from openppo.datasets import BatchSampler
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
-from openppo.tracking import Metrics, PhaseTimer, Trackers, progress_bar, step_tracer
+from openppo.tracking import Metrics, PhaseTimer, StepProfiler, Trackers, progress_bar
 from openppo.tracking.phase import current, phase
 from openppo.trainer.callbacks import STOPPED_EARLY, StopWhen
 from openppo.trainer.checkpointer import Checkpointer, ensure_checkpoint_on_save_error, stopped
@@ -68,7 +68,7 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.stopping, self.should_stop = StopWhen(config.run.stop_conditions), False
         self.explain_memory: Callable[[], list[str]] = components.estimate.table if components.estimate else list
         """The memory estimate, for a report."""
-        self.traced = step_tracer(config.run.save_path, config.tracking, self.comm.rank)
+        self.traced = StepProfiler(config.run.save_path, config.tracking, self.comm.rank).phase
         self._shows_next = config.tracking.self_check and self.comm.rank == 0
 
     @staticmethod

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from openppo.config import TrackingConfig
-from openppo.tracking import PhaseTimer, phase, progress_bar, step_tracer
+from openppo.tracking import PhaseTimer, StepProfiler, phase, progress_bar
 from openppo.tracking.phase import RECORDED_SECONDS, current
 from openppo.types import SingleProcess
 from tests.ranks import on_ranks
@@ -113,7 +113,7 @@ def test_the_innermost_phase_is_current_and_all_that_happens_is_progress() -> No
 
 def profiled(folder: Path) -> PhaseTimer:
     """A timer of a run with ``--profile_steps 1``."""
-    return PhaseTimer(step_tracer(str(folder), TrackingConfig(profile_steps="1"), rank=0))
+    return PhaseTimer(StepProfiler(str(folder), TrackingConfig(profile_steps="1"), rank=0).phase)
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from openppo.config import TrainPPOConfig, from_options
 from openppo.experience import ExperienceMaker
 from openppo.experience.maker import Hooks
-from openppo.tracking import PhaseTimer, Trackers, step_tracer
+from openppo.tracking import PhaseTimer, StepProfiler, Trackers
 from openppo.trainer import PPOTrainer
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.data import PPOData
@@ -208,7 +208,7 @@ def trainer_of(answer, given, held_out=(), score=None, comm=None, callbacks=(), 
     fixed = {"init_kl_coef": 0.0, "self_check": False, "rollout_batch_size": 2, "train_batch_size": 2}
     config = from_options(TrainPPOConfig, **{**PPO, **fixed, "advantage_estimator": "reinforce", **options})
     policy, record, comm = PlainModel(Policy()), Record(), comm or SingleProcess()
-    hooks = Hooks(PhaseTimer(step_tracer(config.run.save_path, config.tracking, 0)))
+    hooks = Hooks(PhaseTimer(StepProfiler(config.run.save_path, config.tracking, 0).phase))
     parts = PPOComponents(
         strategy=Strategy(comm=comm),
         tokenizer=SimpleNamespace(decode=lambda ids, **_: ""),
