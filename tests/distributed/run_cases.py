@@ -145,7 +145,7 @@ def run_ppo(trainer: PPOTrainer, case: Case, own_loop: bool) -> dict[str, Any]:
     models = {name: model for name, model in found.items() if isinstance(model, nn.Module)}
     shares = {name: partitioned_share(model) for name, model in models.items()}
     recorded = record(trainer)
-    metrics = take_steps(trainer, case, own_loop, parts.prompts, trainer.step)
+    metrics = take_steps(trainer, case, own_loop, parts.data.prompts, trainer.step)
     of_ranks = parts.strategy.comm.all_gather_object([[plain(t) for t in step] for step in recorded])
     return {
         "metrics": metrics,
