@@ -56,7 +56,6 @@ setup(
         "huggingface_hub>=1.0",
         "jinja2>=3.1",
         "numpy>=1.26",
-        "packaging>=23.0",
         "pyarrow>=15",
         "pyyaml>=6.0",
         "safetensors>=0.6",

@@ -8,7 +8,7 @@ import numpy as np
 
 from openppo.rollout.engine import Engine
 from openppo.tracking import Metrics
-from openppo.types import Completion, Interrupted, Prompt, SamplingParams, Score, StopCheck, Trajectory
+from openppo.types import Comm, Completion, Interrupted, Prompt, SamplingParams, Score, StopCheck, Trajectory
 
 
 def sample_seed(seed: int, number: int) -> int:
@@ -17,12 +17,22 @@ def sample_seed(seed: int, number: int) -> int:
 
 
 def sample_trajectories(
-    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, n_samples: int, seed: int, first_group: int
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    n_samples: int,
+    seed: int,
+    first_group: int = 0,
+    comm: Comm | None = None,
 ) -> list[Trajectory]:
-    """``n_samples`` responses for each prompt, those of one prompt beside each other.
+    """``n_samples`` responses for each prompt, those of one prompt beside each other; with ``comm`` this rank's share.
 
-    ``first_group`` is the number in the whole run of the first prompt; group and seeds follow from it.
+    ``first_group`` is the number in the whole run of the first prompt; group and seeds follow from it, so that a
+    response does not depend on the number of ranks.
     """
+    if comm is not None:
+        start, end = (rank * len(prompts) // comm.world_size for rank in (comm.rank, comm.rank + 1))
+        prompts, first_group = prompts[start:end], first_group + start
     repeated = [(prompt, first_group + i) for i, prompt in enumerate(prompts) for _ in range(n_samples)]
     seeds = [sample_seed(seed, first_group * n_samples + i) for i in range(len(repeated))]
     completions = engine.generate([prompt.token_ids for prompt, _ in repeated], params, seeds)

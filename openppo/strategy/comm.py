@@ -12,8 +12,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 
 from openppo.types import Comm
@@ -143,9 +141,7 @@ def check_same(comm: Comm, contents: Mapping[str, Any]) -> None:
     def plain(value: Any) -> Any:
         return vars(value) if dataclasses.is_dataclass(value) else type(value).__name__
 
-    if comm.world_size == 1:
-        return
-    for flag, content in contents.items():
+    for flag, content in contents.items() if comm.world_size > 1 else ():
         digests = comm.all_gather_object(sha256(json.dumps(content, default=plain).encode()).digest())
         if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             where = name_ranks(comm, others)
@@ -162,21 +158,8 @@ def set_up_gpu(bf16: bool) -> None:
     """Switch cuDNN attention off, and log on a GPU that float32 is slow."""
     # cuDNN plans each new shape for up to a second; its gradients under a mask may be NaN (pytorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if _on_gpu() and not bf16:
+    if torch.cuda.is_available() and not bf16:
         logger.info("float32 is slow on a GPU and takes twice the memory of bfloat16: --bf16 computes in bfloat16.")
-
-
-def _on_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
-def check_transformers() -> None:
-    """Refuse a transformers too old for decoding on GPUs."""
-    if _on_gpu() and Version(transformers.__version__) < Version("5.23"):
-        raise ValueError(
-            f"transformers {transformers.__version__} is slow on a GPU, where it copies keys and values for each head: "
-            "pip install 'transformers>=5.23', or set CUDA_VISIBLE_DEVICES= to run on CPUs."
-        )
 
 
 class InferenceStrategy:

@@ -5,8 +5,7 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime import compiler as ds_compiler
-from deepspeed.runtime.zero import unwrap_model_for_generation
 from transformers import PreTrainedModel, get_scheduler
 
 from openppo.config import AdamConfig, DeepSpeedConfig
@@ -103,7 +101,7 @@ class DeepspeedStrategy(InferenceStrategy):
             # Else each parameter gets views of Adam's moments, for DeepSpeed's own checkpoints only, and they would
             # hold the memory of moments that rest on the host.
             engine.optimizer._hp_optimizer_states_linked = True
-        self._prepared.append(model := TrainableModel(engine, scheduler))
+        self._prepared.append(model := TrainableModel(engine, scheduler, self.uncompiled))
         return model
 
     def prepare_frozen(self, module: nn.Module) -> nn.Module:
@@ -130,7 +128,8 @@ class DeepspeedStrategy(InferenceStrategy):
         needed = sum(p.ds_numel * p.element_size() for p in parameters)
         free, _ = torch.cuda.mem_get_info(self.device)
         if not (moments_offloaded or self.config.adam_offload):
-            free -= sum(prepared.bytes_of_adam_moments for prepared in self._prepared)
+            trained: list[Any] = [p for made in self._prepared for p in made.module.parameters() if p.requires_grad]
+            free -= sum(2 * 4 * p.ds_tensor.numel() for p in trained)
         fits = not self.any_rank(needed > _SHARE_FOR_GATHERED_WEIGHTS * free)
         if not fits and self.is_main:
             sizes = f"{needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free"
@@ -143,19 +142,9 @@ class DeepspeedStrategy(InferenceStrategy):
         """True on all ranks if ``flag`` is on one of them."""
         return bool(self.comm.all_reduce(torch.tensor(int(flag)), "max"))
 
-    @contextmanager
-    def for_generation(self, engine: TrainableModel, in_lockstep: bool) -> Iterator[None]:
-        """Inside, tokens may be sampled: with uncompiled layers, and whole weights unless in lockstep."""
-        with nullcontext() if in_lockstep else self.gathered(engine), self.uncompiled():
-            yield
-
     def uncompiled(self) -> AbstractContextManager[None]:
         """Inside, compiled layers run as they are; other passes than training would compile them once more."""
         return torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
-
-    def gathered(self, engine: TrainableModel) -> AbstractContextManager[None]:
-        """Inside, under ZeRO-3, full weights on every rank and no hooks, so that each rank may call it alone."""
-        return unwrap_model_for_generation(engine.deepspeed) if self.zero_stage == 3 else nullcontext()
 
     def save_pretrained(self, model: Any, folder: str | Path, tokenizer: Any = None) -> None:
         """Write a model (of PEFT: the adapters) and tokenizer; on all ranks, which raise ``OSError`` alike."""

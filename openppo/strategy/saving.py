@@ -1,7 +1,6 @@
 """Models and adapters on disk, gathered tensor by tensor."""
 
 import copy
-import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,18 +9,12 @@ from typing import Any
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
-logger = logging.getLogger("openppo")
-
 _CONFIG_BESIDE_ADAPTERS = "model_config.json"
 """Not config.json, next to which transformers would look for full weights."""
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", _CONFIG_BESIDE_ADAPTERS)
 
 
 def save_model(model: Any, folder: Path, is_main: bool) -> None:
-    """Write a Hugging Face model to ``folder``, or of a PEFT model the adapters; called on all ranks.
-
-    Full weights replace adapters of an earlier run, which would hide them.
-    """
+    """Write a Hugging Face model to ``folder``, or of a PEFT model the adapters; called on all ranks."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     is_peft = hasattr(model, "peft_config")
     weights = _gather(_of_adapters(model, tensors) if is_peft else tensors, keep=is_main)
@@ -32,9 +25,6 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
         _save_config(model, folder)
     else:
         model.save_pretrained(folder, state_dict=weights)
-        for stale in (folder / name for name in _ADAPTER_FILES if (folder / name).exists()):
-            logger.warning("%s: adapters of an earlier run, removed for the full weights written there now", stale)
-            stale.unlink()
     for file in folder.glob("adapter_model.safetensors" if is_peft else "model*.safetensors"):
         # safetensors 0.8 writes files for their owner only, whatever the umask.
         shutil.copymode(folder / ("adapter_config.json" if is_peft else "config.json"), file)

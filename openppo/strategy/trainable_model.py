@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero import GatheredParameters, unwrap_model_for_generation
 from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -21,11 +20,17 @@ class TrainableModel:
     Between two calls of ``step``, ``backward`` is called once for each micro-batch and the last call says
     ``last=True``. Losses are not scaled in any way; DeepSpeed averages gradients over ranks, so a loss that is a
     sum over this rank's share, divided by a total over all ranks, must be multiplied by the number of ranks.
+
+    ``uncompiled`` is ``DeepspeedStrategy.uncompiled``.
     """
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-        self.deepspeed = engine
-        self.scheduler = scheduler
+    def __init__(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        uncompiled: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.deepspeed, self.scheduler, self._uncompiled = engine, scheduler, uncompiled
         self._host: dict[tuple[int, str], Tensor] = {}  # offloaded moments: pinning each time anew would take long
 
     @property
@@ -37,12 +42,6 @@ class TrainableModel:
     def learning_rate(self) -> float:
         """The learning rate of the next optimizer step."""
         return float(self.scheduler.get_last_lr()[0])
-
-    @property
-    def bytes_of_adam_moments(self) -> int:
-        """Size of Adam's moments on this rank under ZeRO-3, also before the first step."""
-        trained: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
-        return sum(2 * 4 * p.ds_tensor.numel() for p in trained)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.deepspeed(*args, **kwargs)
@@ -66,24 +65,23 @@ class TrainableModel:
 
         DeepSpeed's ``offload_states`` needs ZeRO-1 or 2, or DeepSpeed's own Adam.
         """
-        for number, state in enumerate(self._adam_states()):
-            for name in MOMENTS:
-                moment = state[name]
-                if (number, name) not in self._host:
-                    self._host[number, name] = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda)
-                state[name] = self._host[number, name].copy_(moment)
+        for key, state, name in self._adam_moments():
+            moment = state[name]
+            if key not in self._host:
+                self._host[key] = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda)
+            state[name] = self._host[key].copy_(moment)
 
     def load_adam_moments(self) -> None:
         """Move Adam's moments back to where the weights are."""
-        for number, state in enumerate(self._adam_states()):
-            for name in MOMENTS:
-                if state[name] is self._host.get((number, name)):
-                    state[name] = state[name].to(self.deepspeed.device, non_blocking=True, copy=True)
+        for key, state, name in self._adam_moments():
+            if state[name] is self._host.get(key):
+                state[name] = state[name].to(self.deepspeed.device, non_blocking=True, copy=True)
 
-    def _adam_states(self) -> list[dict[str, Tensor]]:
-        """State of each parameter that Adam has stepped."""
+    def _adam_moments(self) -> list[tuple[tuple[int, str], dict[str, Tensor], str]]:
+        """Key, owner and name of each moment that Adam has made."""
         adam: Any = self.deepspeed.basic_optimizer
-        return [state for state in adam.state.values() if MOMENTS[0] in state]
+        states = enumerate(adam.state.values())
+        return [((number, name), state, name) for number, state in states for name in MOMENTS if name in state]
 
     def step(self) -> float:
         """Clip, update, advance the schedule. Returns the gradient's L2 norm before clipping.
@@ -104,24 +102,20 @@ class TrainableModel:
             self.scheduler.step()
         return norm
 
+    @contextmanager
+    def gathered(self, in_lockstep: bool = False) -> Iterator[None]:
+        """Inside, the module may be called, its layers uncompiled: by each rank alone, or by all together in lockstep.
 
-@dataclass
-class PolicyWeights:
-    """Weights of ``model.module.model``, a Hugging Face or PEFT model, for an engine that samples with them.
-
-    ``gather`` is ``DeepspeedStrategy.for_generation``. All ranks call every method together.
-    """
-
-    gather: Callable[[TrainableModel, bool], AbstractContextManager[None]]
-    model: TrainableModel
-
-    def gathered(self, in_lockstep: bool) -> AbstractContextManager[None]:
-        """Inside, the module may be called: under ZeRO-3 it has whole weights, unless all ranks call it together."""
-        return self.gather(self.model, in_lockstep)
+        Under ZeRO-3 it has whole weights and no hooks, unless in lockstep. All ranks enter together.
+        """
+        whole = self.deepspeed.zero_optimization_stage() == 3 and not in_lockstep
+        with unwrap_model_for_generation(self.deepspeed) if whole else nullcontext(), self._uncompiled():
+            yield
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """``merged_weights`` of the model."""
-        return merged_weights(self.model.module.model)
+        """``merged_weights`` of the policy; all ranks together."""
+        policy: Any = self.module
+        return merged_weights(policy.model)
 
 
 def merged_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:

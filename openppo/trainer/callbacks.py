@@ -49,16 +49,7 @@ class Callback:
         """After the last step, when the trained model is saved."""
 
 
-class _AtStepEnd(Callback):
-    """Looks at the metrics of each step and its evaluation together, in ``on_step_end``."""
-
-    def on_evaluate(self, trainer: PPOTrainer, metrics: Mapping[str, float]) -> None:
-        """Look at the evaluation before training, which no step follows."""
-        if trainer.global_step == 0:
-            self.on_step_end(trainer, metrics)
-
-
-class EarlyStopping(_AtStepEnd):
+class EarlyStopping(Callback):
     """Stops when ``metric`` has not become better by more than ``min_delta`` for ``patience`` reports in a row.
 
     Reports are the steps that have the metric; those of names that start with "eval" have it when they are evaluated.
@@ -93,7 +84,7 @@ class EarlyStopping(_AtStepEnd):
             logger.info(said, self.metric, self.best, self.patience)
 
 
-class StopWhen(_AtStepEnd):
+class StopWhen(Callback):
     """Stops when one of ``conditions`` holds, as ``--stop_when`` states them."""
 
     def __init__(self, conditions: Sequence[Condition]) -> None:
@@ -123,7 +114,7 @@ class StopWhen(_AtStepEnd):
                 logger.info("--stop_when %s: %s is %.4g at step %d; the run ends", each.text, each.metric, value, step)
                 self.stopped_by, trainer.should_stop = each.text, True
                 return
-            missing = step > 0 and not each.metric.startswith("eval") and each.metric not in metrics
+            missing = not each.metric.startswith("eval") and each.metric not in metrics
             if missing and each.text not in self._warned:  # the policy's come later while only the critic learns
                 self._warned.add(each.text)
                 logger.warning("--stop_when %s: no such metric yet among %s", each.text, ", ".join(sorted(metrics)))

@@ -18,8 +18,7 @@ from openppo.config import TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
 from openppo.models.size import n_elements
-from openppo.strategy.checkpoint import CheckpointFolder
-from openppo.strategy.checkpoint.folder import MODEL
+from openppo.strategy.checkpoint.folder import MODEL, CheckpointFolder
 from openppo.strategy.checkpoint.model_state import (
     FragmentReader,
     load_model_state,

@@ -14,7 +14,7 @@ from openppo.rewards.build import own_tokenizer
 from openppo.rollout.decode_graphs import check_layers
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.vllm_engine import check_vllm
-from openppo.strategy.comm import check_same, check_transformers, collective
+from openppo.strategy.comm import check_same, collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.trainer.resume.compatible import examples_fingerprint
 from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
@@ -103,7 +103,6 @@ def check_models(
         collective(strategy.comm, check_vllm)
     elif samples:
         check_cache(actor_config)
-        check_transformers()
     tokenizer = load_policy_tokenizer(model.pretrain, trust, config.data.chat_template_kwargs)
     for flag, name in _other_models(config):
         check_model(name, flag, trust)

@@ -17,7 +17,7 @@ from openppo.rollout.engine import Engine, WeightSource
 from openppo.strategy.checkpoint.random_state import get_random_state, set_random_state
 from openppo.strategy.comm import collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
-from openppo.strategy.trainable_model import PolicyWeights, TrainableModel
+from openppo.strategy.trainable_model import TrainableModel
 from openppo.types import Completion, SamplingParams
 
 logger = logging.getLogger("openppo")
@@ -41,7 +41,7 @@ def check_engines(
 ) -> None:
     """Refuse, on all ranks, an actor that one of ``engines`` samples wrongly."""
     kind = config.generation.rollout_engine, not (config.deepspeed.bf16 or config.lora.load_in_4bit)
-    given = config.model.pretrain, actor, engines, PolicyWeights(strategy.for_generation, actor), strategy.device, kind
+    given = config.model.pretrain, actor, engines, actor, strategy.device, kind
     with strategy.uncompiled():
         collective(strategy.comm, lambda: check_sampling(*given))
 

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,12 +14,11 @@ from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.token_rewards import one_reward_groups
-from openppo.rollout.rollout import Rollout, wait_for_scores
+from openppo.rollout.rollout import Rollout, sample_trajectories, wait_for_scores
 from openppo.rollout.sampling import sampling_params
-from openppo.strategy.trainable_model import PolicyWeights
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
-from openppo.trainer.evaluation.evaluator import begin_scoring, generate_responses
+from openppo.trainer.evaluation.evaluator import begin_scoring
 from openppo.types import Prompt, Trajectory
 
 logger = logging.getLogger("openppo")
@@ -75,7 +74,8 @@ class PromptSource:
         options, seed = self.config.evaluation, self.config.deepspeed.seed
         sampling = sampling_params(self.config.generation, options.eval_temperature), options.eval_n_samples_per_prompt
         with self.components.weights_to_save(), self.with_weights():
-            responses = generate_responses(self.engine, self.comm, self.components.data.held_out, *sampling, seed)
+            held_out = self.components.data.held_out
+            responses = sample_trajectories(self.engine, held_out, *sampling, seed, comm=self.comm)
         rollout = begin_scoring(self.scorer, responses, self.reward_weights, self.components.stop, prefix="eval_")
         wait_for_scores(rollout, self.components.stop)
         return rollout
@@ -91,12 +91,10 @@ class PromptSource:
     def close(self) -> None:
         """Hold nothing."""
 
-    @contextmanager
-    def with_weights(self) -> Iterator[None]:
+    def with_weights(self) -> AbstractContextManager[None]:
         """Inside, the engine may decode, with the actor's weights of now."""
         self.engine.version = self.components.state.policy_version
-        with self.engine.with_weights(PolicyWeights(self.components.strategy.for_generation, self.components.actor)):
-            yield
+        return self.engine.with_weights(self.components.actor)
 
     def _next_prompts(self) -> list[Prompt] | None:
         if self.consumed_batches >= self.config.ppo.num_episodes * len(self.sampler):
@@ -111,10 +109,10 @@ class PromptSource:
         seed, n_samples, first = self.config.deepspeed.seed, self.config.ppo.n_samples_per_prompt, self.consumed_prompts
         params = sampling_params(self.config.generation)
         with self.timer.phase("generation"), self.with_weights():
-            sampled = generate_responses(self.engine, self.comm, ready, params, n_samples, seed, first)
+            sampled = sample_trajectories(self.engine, ready, params, n_samples, seed, first, self.comm)
             if self.estimator.needs_greedy:
                 params = dataclasses.replace(params, temperature=0.0)
-                greedy = generate_responses(self.engine, self.comm, ready, params, 1, seed, first)
+                greedy = sample_trajectories(self.engine, ready, params, 1, seed, first, self.comm)
                 for i, trajectory in enumerate(sampled):
                     trajectory.greedy = greedy[i // n_samples]
         self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in sampled))

@@ -31,16 +31,16 @@ from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import setup_logging
 from openppo.trainer import PPOTrainer
 from openppo.trainer.build import build_ppo_trainer
-from openppo.trainer.supervised.build import build_prm_trainer, build_rm_trainer, build_sft_trainer
+from openppo.trainer.supervised.build import build_supervised_trainer
 from openppo.types import Interrupted, Trajectory
 
 PARTITION_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 HANG_AFTER = timedelta(seconds=100)
 TRAINERS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "train_ppo": (TrainPPOConfig, build_ppo_trainer),
-    "train_sft": (TrainSFTConfig, build_sft_trainer),
-    "train_rm": (TrainRMConfig, build_rm_trainer),
-    "train_prm": (TrainPRMConfig, build_prm_trainer),
+    "train_sft": (TrainSFTConfig, build_supervised_trainer),
+    "train_rm": (TrainRMConfig, build_supervised_trainer),
+    "train_prm": (TrainPRMConfig, build_supervised_trainer),
 }
 POISON = {"nan": math.nan, "infinite loss": math.inf, "infinite gradient": 3e38}
 Case = dict[str, Any]

@@ -76,12 +76,12 @@ import sys
 from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig, TrainRMConfig, TrainSFTConfig
 from openppo.trainer import build_ppo_trainer
-from openppo.trainer.supervised.build import build_rm_trainer, build_sft_trainer
+from openppo.trainer.supervised.build import build_supervised_trainer
 
 BUILD = {
     "train_ppo": (TrainPPOConfig, build_ppo_trainer),
-    "train_sft": (TrainSFTConfig, build_sft_trainer),
-    "train_rm": (TrainRMConfig, build_rm_trainer),
+    "train_sft": (TrainSFTConfig, build_supervised_trainer),
+    "train_rm": (TrainRMConfig, build_supervised_trainer),
 }
 for line in sys.argv[1:]:
     command, *flags = line.split("\\t")

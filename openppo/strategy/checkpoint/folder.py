@@ -36,10 +36,6 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; those before it are as they were."""
 
 
-class UnreadableError(Exception):
-    """A checkpoint that may be whole cannot be read."""
-
-
 class CheckpointFolder:
     """Checkpoints in ``folder``, which all ranks see; they call every method together.
 
@@ -88,7 +84,7 @@ class CheckpointFolder:
         they are, since a disk may only be missing.
         """
         damaged: dict[Path, str] = {}
-        for path in reversed(self.comm.all_gather_object(self._of_steps())[0]):
+        for path in reversed(self.comm.all_gather_object(of_steps(self.folder))[0]):
             if (what := self._damage(path)) is not None:
                 damaged[path] = what
                 continue
@@ -113,7 +109,8 @@ class CheckpointFolder:
 
         ``CheckpointError`` as in ``save``.
         """
-        had_steps, had_best = self.comm.all_gather_object((self._of_steps(), self._of_steps("best_step")))[0]
+        found = of_steps(self.folder), of_steps(self.folder, "best_step")
+        had_steps, had_best = self.comm.all_gather_object(found)[0]
         if not had_steps and not had_best:
             return
         aside = _free_name(self.folder)
@@ -182,11 +179,6 @@ class CheckpointFolder:
                 "--ckpt_path: give a folder on a file system that all of them mount."
             )
 
-    def _of_steps(self, kind: str = "step") -> list[Path]:
-        """Checkpoints, or with ``best_step`` models, by step."""
-        steps = {path: path.name.removeprefix(f"{kind}_") for path in self.folder.glob(f"{kind}_*")}
-        return sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
-
     def _publish(self, partial: Path, link: str, keep: int) -> None:
         """Rename ``partial`` in one step, link to it, and remove all but the ``keep`` newest."""
         for path in (*partial.rglob("*"), partial):
@@ -199,7 +191,7 @@ class CheckpointFolder:
         self._link(link, final)
         _flush(self.folder)
         shutil.rmtree(old, ignore_errors=True)
-        earlier = [path for path in self._of_steps(final.name.rpartition("_")[0]) if path != final]
+        earlier = [path for path in of_steps(self.folder, final.name.rpartition("_")[0]) if path != final]
         for path in earlier[: len(earlier) - keep + 1]:  # renamed first: half a checkpoint never has a whole one's name
             shutil.rmtree(path.rename(self.folder / f".{path.name}.partial"), ignore_errors=True)
 
@@ -215,27 +207,26 @@ class CheckpointFolder:
 
     def _damage(self, path: Path) -> str | None:
         """The first damage that a rank finds; each checks its share of the files."""
-        found = collective(
-            self.comm,
-            lambda: damage_of(path, self.comm.rank, self.comm.world_size),
-            UnreadableError,
-            lambda message: ValueError(f"{self.flag} {path}: {message}"),
-        )
+        share = self.comm.rank, self.comm.world_size
+        found = collective(self.comm, lambda: damage_of(path, self.flag, *share))
         return next((what for what in self.comm.all_gather_object(found) if what is not None), None)
 
 
-def damage_of(path: Path, place: int = 0, n_places: int = 1) -> str | None:
+def of_steps(folder: Path, kind: str = "step") -> list[Path]:
+    """Checkpoints in ``folder``, or with ``best_step`` models, by step."""
+    steps = {path: path.name.removeprefix(f"{kind}_") for path in folder.glob(f"{kind}_*")}
+    return sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
+
+
+def damage_of(path: Path, flag: str, place: int = 0, n_places: int = 1) -> str | None:
     """The damage to one of ``n_places`` shares of a checkpoint's files, None if there is none.
 
-    ``UnreadableError`` if they cannot be checked now: another format, no permission, a silent network disk.
+    ``ValueError`` with ``flag`` if they cannot be checked now: another format, no permission, a silent network disk.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         written = manifest["format"]
-        if written != _FORMAT:
-            version = "is of another version of OpenPPO"
-            raise UnreadableError(f"format {written} {version}; this one reads {_FORMAT}. Resume with that version.")
-        names = [name for name in sorted(manifest["files"]) if Path(name).parts[0] != MODEL]
+        names = [name for name in sorted(manifest["files"]) if written == _FORMAT and Path(name).parts[0] != MODEL]
         for name in names[place::n_places]:
             file, wanted = path / name, manifest["files"][name]
             if not file.is_file() or file.stat().st_size != wanted["bytes"]:
@@ -245,12 +236,11 @@ def damage_of(path: Path, place: int = 0, n_places: int = 1) -> str | None:
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST}: {error!r}"
     except OSError as error:
-        if error.errno == errno.EIO:  # a bad sector
-            return str(error)
-        raise UnreadableError(
-            f"cannot be read ({error}). Start as the user who wrote it and with its disk in place, or give another "
-            "--ckpt_path."
-        ) from error
+        remedy = "Start as the user who wrote it and with its disk in place, or give another --ckpt_path."
+        raise ValueError(f"{flag} {path}: cannot be read ({error}). {remedy}") from error
+    if written != _FORMAT:
+        remedy = f"is of another version of OpenPPO; this one reads {_FORMAT}. Resume with that version."
+        raise ValueError(f"{flag} {path}: format {written} {remedy}")
     return None
 
 

@@ -50,13 +50,9 @@ class FragmentReader(ExitStack):
                 (length,) = opened.get_slice(key).get_shape()
                 self._places.setdefault(name, []).append((int(start), int(start) + length, opened, key))
 
-    def names(self) -> set[str]:
-        """Names of all tensors, whole or partial."""
-        return set(self._places)
-
-    def size(self, name: str) -> int:
-        """Elements of a tensor, up to the last that the files hold."""
-        return max(end for _, end, _, _ in self._places[name])
+    def sizes(self) -> dict[str, int]:
+        """Elements of each tensor, whole or partial, up to the last that the files hold."""
+        return {name: max(end for _, end, _, _ in places) for name, places in self._places.items()}
 
     def read_into(self, name: str, fragment: Fragment) -> None:
         """Fill ``fragment.values``. ``ValueError`` if the files do not hold all of its elements."""

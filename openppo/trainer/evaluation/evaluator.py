@@ -5,14 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from openppo.datasets import shard
 from openppo.experience.measure import measure_scores
 from openppo.rewards import Scorer, start_scoring
-from openppo.rollout.engine import Engine
-from openppo.rollout.rollout import Rollout, check_weights, sample_trajectories, write_scores
+from openppo.rollout.rollout import Rollout, check_weights, write_scores
 from openppo.tracking import Metrics
 from openppo.tracking.report.run_data import short_names
-from openppo.types import Comm, FinishReason, Prompt, SamplingParams, StopCheck, Trajectory
+from openppo.types import Comm, FinishReason, StopCheck, Trajectory
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -26,23 +24,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def pass_ks(n: int) -> list[int]:
     """The k for which pass@k of ``n`` responses is reported: 1, 2, 4, ... and ``n`` itself."""
     return sorted({2**i for i in range(n.bit_length())} | {n})
-
-
-def generate_responses(
-    engine: Engine,
-    comm: Comm,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    n_samples: int,
-    seed: int,
-    first: int = 0,
-) -> list[Trajectory]:
-    """This rank's share of the responses to ``prompts``: ``n_samples`` each in a row, in prompt order.
-
-    ``group`` is the number of the prompt, counted from ``first``. A response does not depend on the number of ranks.
-    """
-    mine, before = shard(prompts, comm.rank, comm.world_size), comm.rank * len(prompts) // comm.world_size
-    return sample_trajectories(engine, mine, params, n_samples, seed, first + before)
 
 
 def begin_scoring(

@@ -20,14 +20,15 @@ from openppo.models.padding import MicroBatchSize
 from openppo.models.pretrained import check_model, check_token_ids, eos_token_ids, pad_token_id
 from openppo.rewards.build import ScorerSetup
 from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.rollout import sample_trajectories
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
-from openppo.strategy.comm import InferenceStrategy, check_transformers
+from openppo.strategy.comm import InferenceStrategy
 from openppo.tracking import progress_bar
 from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.engine_check import REQUESTS, check_sampling
-from openppo.trainer.evaluation.evaluator import Grading, begin_scoring, generate_responses
+from openppo.trainer.evaluation.evaluator import Grading, begin_scoring
 from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
 from openppo.types import Comm, StopCheck, Trajectory
 
@@ -44,7 +45,6 @@ class _Job:
         model, seed = f"--pretrain {options.pretrain}", options.seed
         model_config = check_model(options.pretrain, "--pretrain", trust)
         check_cache(model_config)
-        check_transformers()
         attention_implementation(options.flash_attn, options.bf16)
         self.tokenizer = tokenizer = load_policy_tokenizer(options.pretrain, trust, options.chat_template_kwargs)
         split = options.prompt_split
@@ -102,7 +102,7 @@ class GenerateJob(_Job):
 
     def fit(self) -> None:
         """Generate and write."""
-        responses = generate_responses(self.engine, self.comm, *self.sampling)
+        responses = sample_trajectories(self.engine, *self.sampling, comm=self.comm)
         shown = progress_bar(responses, "log-probs", enabled=self.strategy.is_main)
         rows = [self._row(t, i) | {"mean_log_prob": self._mean_log_prob(t)} for i, t in enumerate(shown)]
         write_rows(self.output, rows, self.comm)
@@ -149,7 +149,7 @@ class EvaluateJob(_Job):
 
     def evaluate(self) -> dict[str, float]:
         """Generate, score, and write; the metrics, the same on all ranks."""
-        sampled = generate_responses(self.engine, self.comm, *self.sampling)
+        sampled = sample_trajectories(self.engine, *self.sampling, comm=self.comm)
         responses = begin_scoring(self.scorer, sampled, self.grading.reward_weights, StopCheck(), prefix="eval_")
         if self.output is not None:
             write_rows(self.output, [self._row(response, i) for i, response in enumerate(responses)], self.comm)

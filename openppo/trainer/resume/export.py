@@ -23,7 +23,7 @@ from openppo.config.commands import SupervisedCommand
 from openppo.config.models import refuse_overwriting
 from openppo.models.merge_lora import LoRAMerge, make_folder, to_bf16
 from openppo.models.pretrained import check_model, load_tokenizer
-from openppo.strategy.checkpoint.folder import MANIFEST, UnreadableError, damage_of
+from openppo.strategy.checkpoint.folder import MANIFEST, damage_of, of_steps
 from openppo.strategy.checkpoint.model_state import Fragment, FragmentReader
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.tracking.run_folder import holds_model
@@ -35,7 +35,6 @@ from openppo.trainer.supervised.build import load_model
 logger = logging.getLogger("openppo")
 _KINDS: dict[str, type] = {"ppo": TrainPPOConfig, "sft": TrainSFTConfig, "rm": TrainRMConfig, "prm": TrainPRMConfig}
 _OF_FOLDER = re.compile("[0-9a-f]{64}")  # a fingerprint; that of a name on the hub names a commit
-_STEP = re.compile(r"step_(\d+)")
 
 
 class Export:
@@ -131,7 +130,7 @@ class Export:
         trained = {f"{prefix}{name}": p for name, p in self.module.named_parameters() if p.requires_grad}
         try:
             with FragmentReader(sorted(self.checkpoint.glob(files))) as reader:
-                found = {name: reader.size(name) for name in reader.names() if name.startswith(prefix)}
+                found = {name: size for name, size in reader.sizes().items() if name.startswith(prefix)}
                 sizes = {name: parameter.numel() for name, parameter in trained.items()}
                 if odd := sorted(name for name, _ in found.items() ^ sizes.items()):
                     raise ValueError(f"{odd[0].removeprefix(prefix)} is missing in one of them, or of another size")
@@ -145,15 +144,11 @@ class Export:
 
 def find_checkpoint(given: Path) -> Path:
     """Checkpoint at ``given``, or the newest in that folder."""
-    steps = {int(match[1]): path for path in given.glob("step_*") if (match := _STEP.fullmatch(path.name))}
-    if not (given / MANIFEST).is_file() and not steps:
+    found = [given] if (given / MANIFEST).is_file() else of_steps(given)
+    if not found:
         near = min(given.glob("checkpoints_*"), default="a folder step_... of one, or the folder that holds them")
         raise ValueError(f"CHECKPOINT {given}: there is no checkpoint of a training command; give {near}.")
-    found = (given if (given / MANIFEST).is_file() else steps[max(steps)]).resolve()
-    try:
-        damage = damage_of(found)
-    except UnreadableError as error:
-        raise ValueError(f"CHECKPOINT {found}: {error}") from error
-    if damage is not None:
-        raise ValueError(f"CHECKPOINT {found} is damaged ({damage}): give another.")
-    return found
+    newest = found[-1].resolve()
+    if (damage := damage_of(newest, "CHECKPOINT")) is not None:
+        raise ValueError(f"CHECKPOINT {newest} is damaged ({damage}): give another.")
+    return newest

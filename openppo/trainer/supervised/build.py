@@ -27,28 +27,18 @@ from openppo.trainer.supervised.trainers import ProcessRewardTrainer, RewardMode
 from openppo.types import Comm
 
 Example = TypeVar("Example")
-Trainer = TypeVar("Trainer", bound=SupervisedTrainer[Any])
+
+_TRAINERS: dict[type, tuple[type[SupervisedTrainer[Any]], Callable[..., Any]]] = {
+    TrainSFTConfig: (SFTTrainer, load_sft_examples),
+    TrainRMConfig: (RewardModelTrainer, load_preferences),
+    TrainPRMConfig: (ProcessRewardTrainer, load_process_examples),
+}
 
 
-def build_sft_trainer(config: TrainSFTConfig, strategy: DeepspeedStrategy | None = None) -> SFTTrainer:
-    """A trainer of a causal language model, ready for ``fit()``; ``ValueError`` names the flag to change."""
-    return _build(config, strategy, SFTTrainer, load_sft_examples)
-
-
-def build_rm_trainer(config: TrainRMConfig, strategy: DeepspeedStrategy | None = None) -> RewardModelTrainer:
-    """A trainer of a reward model on preference pairs; errors as in ``build_sft_trainer``."""
-    return _build(config, strategy, RewardModelTrainer, load_preferences)
-
-
-def build_prm_trainer(config: TrainPRMConfig, strategy: DeepspeedStrategy | None = None) -> ProcessRewardTrainer:
-    """A trainer of a process reward model; errors as in ``build_sft_trainer``."""
-    return _build(config, strategy, ProcessRewardTrainer, load_process_examples)
-
-
-def _build(
-    config: Any, strategy: DeepspeedStrategy | None, trainer_class: type[Trainer], load_examples: Callable[..., Any]
-) -> Trainer:
+def build_supervised_trainer(config: Any, strategy: DeepspeedStrategy | None = None) -> SupervisedTrainer[Any]:
+    """The trainer of a supervised command, ready for ``fit()``; ``ValueError`` names the flag to change."""
     strategy, options = strategy or DeepspeedStrategy(config.deepspeed), config.supervised
+    trainer_class, load_examples = _TRAINERS[type(config)]
     comm, name, trust = strategy.comm, options.pretrain, options.trust_remote_code
     check_options(config, comm)
     model_config = collective(comm, lambda: check_model(name, "--pretrain", trust))
@@ -103,18 +93,15 @@ def load_train_and_eval(
     ``make(rows, show=...)`` gives examples of rows.
     """
     options, seed = config.supervised, config.deepspeed.seed
-    given = {
-        "--dataset": (options.dataset, options.dataset_probs, options.dataset_split),
-        "--eval_dataset": (options.eval_dataset, None, options.eval_split),
-    }
 
-    def load(flag: str) -> list[Example]:
-        source, probs, split = given[flag]
+    def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Example]:
         if source is None:
             return []
         rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
         return make(rows, show=tokenizing(comm))
 
-    train, held_out = collective(comm, lambda: [load(flag) for flag in given])
+    given = "--dataset", options.dataset, options.dataset_probs, options.dataset_split
+    train = collective(comm, lambda: load(*given))
+    held_out = collective(comm, lambda: load("--eval_dataset", options.eval_dataset, None, options.eval_split))
     check_same(comm, {"--dataset": train, "--eval_dataset": held_out})
     return train, held_out

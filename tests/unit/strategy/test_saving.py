@@ -37,18 +37,6 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def test_adapters_are_replaced_by_full_weights(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "out"
-    save_model(Actor(str(base), lora_rank=2).model, folder, is_main=True)
-    plain: Any = Actor(str(base)).model
-    with torch.no_grad():
-        plain.lm_head.weight.fill_(3.0)
-    save_model(plain, folder, is_main=True)
-    assert not list(folder.glob("adapter_*"))
-    assert any("adapters of an earlier run, removed" in record.message for record in caplog.records)
-    assert AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.eq(3.0).all()
-
-
 @pytest.mark.parametrize("config_type", [LlamaConfig, GPT2Config])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 2, "target_modules": ["q_proj", "c_attn"]}], ids=["full", "merged"])

@@ -16,7 +16,6 @@ from openppo.strategy import DeepspeedStrategy, deepspeed
 from openppo.strategy.deepspeed import learning_rate_schedule
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.ema import ParameterAverage
-from openppo.strategy.trainable_model import MOMENTS
 
 
 def trained_for(steps: int, stage: int, bf16: bool, offloads: bool) -> list[torch.Tensor]:
@@ -31,13 +30,12 @@ def trained_for(steps: int, stage: int, bf16: bool, offloads: bool) -> list[torc
         trained.backward(trained(batch).float().square().mean(), last=True)
         trained.step()
         if offloads:
-            states = trained._adam_states()
-            held = [StorageWeakRef(state[name].untyped_storage()) for state in states for name in MOMENTS]
+            held = [StorageWeakRef(state[name].untyped_storage()) for _, state, name in trained._adam_moments()]
             assert held
             trained.offload_adam_moments()
             gc.collect()
             assert all(storage.expired() for storage in held), "their memory on the device is free"
-    with strategy.gathered(trained):
+    with trained.gathered():
         return [parameter.detach().clone() for parameter in module.parameters()]
 
 

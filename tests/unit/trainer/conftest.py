@@ -167,7 +167,7 @@ class Strategy(SimpleNamespace):
     """One rank that saves no model."""
 
     comm, device, is_main = SingleProcess(), CPU, False
-    uncompiled = for_generation = save_pretrained = nothing_held
+    uncompiled = save_pretrained = nothing_held
 
     def any_rank(self, value):
         return value

@@ -23,11 +23,10 @@ def stopped_after(callback, curve):
     trainer = SimpleNamespace(should_stop=False, global_step=0)
     for value in curve:
         metrics = {callback.metric: value, "other": -value}
-        callback.on_evaluate(trainer, metrics)  # of later steps the metrics come again, with those of the step
-        if trainer.global_step > 0:
-            callback.on_step_end(trainer, metrics)
-            callback.on_step_end(trainer, {"other": value})
         trainer.global_step += 1
+        callback.on_evaluate(trainer, metrics)  # they come again, with those of the step
+        callback.on_step_end(trainer, metrics)
+        callback.on_step_end(trainer, {"other": value})
         if trainer.should_stop:
             return trainer.global_step
     return None
@@ -87,9 +86,8 @@ def test_every_documented_metric_may_end_a_run():
 def test_the_first_condition_that_holds_ends_the_run(caplog):
     caplog.set_level(logging.INFO, "openppo")
     callback, trainer = StopWhen(conditions("kl > 0.2", "eval_reward > 0.9")), SimpleNamespace(should_stop=False)
-    for step, metrics in enumerate([{"eval_reward": 0.5}, {"kl": 0.1, "eval_reward": 0.9}, {"reward": 0.1}]):
-        trainer.global_step = step
-        (callback.on_step_end if step else callback.on_evaluate)(trainer, metrics)
+    for trainer.global_step, metrics in enumerate([{"kl": 0.1, "eval_reward": 0.9}, {"reward": 0.1}], start=1):
+        callback.on_step_end(trainer, metrics)
     assert not trainer.should_stop
     assert caplog.text.count("no such metric yet") == 1
     assert "--stop_when kl > 0.2: no such metric yet among reward" in caplog.text

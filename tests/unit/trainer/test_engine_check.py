@@ -152,11 +152,11 @@ def test_a_model_that_sees_padding_is_refused(dtype: torch.dtype, shift: float) 
     assert f"padded to other lengths differ by {shift:.2g} nats" in str(said)
 
 
-def test_refusing_names_model_reason_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openppo.trainer.engine_check.PolicyWeights", lambda *_: Weights())
+def test_refusing_names_model_reason_and_remedy() -> None:
     options = from_options(TrainPPOConfig, pretrain="some/model", prompt_data="d", reward_fn="f.py")
     actor: Any = Actor(tiny_model("bart"))
-    strategy: Any = SimpleNamespace(comm=SingleProcess(), device=CPU, uncompiled=nullcontext, for_generation=None)
+    actor.gathered = Weights().gathered
+    strategy: Any = SimpleNamespace(comm=SingleProcess(), device=CPU, uncompiled=nullcontext)
     with pytest.raises(ValueError, match=f"--pretrain some/model cannot be sampled.*{DECODED} by .*--engine_check off"):
         check_engines(options, strategy, actor, {"": HFEngine(actor.model, (), 0, 2)})
 

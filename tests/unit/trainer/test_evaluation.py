@@ -9,8 +9,9 @@ from itertools import combinations
 
 import pytest
 
+from openppo.rollout.rollout import sample_trajectories
 from openppo.tracking.report.run_data import short_names
-from openppo.trainer.evaluation.evaluator import Grading, begin_scoring, generate_responses, pass_at_k, pass_ks
+from openppo.trainer.evaluation.evaluator import Grading, begin_scoring, pass_at_k, pass_ks
 from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, SingleProcess, StopCheck
 from tests.ranks import on_ranks
 from tests.unit.trainer.conftest import Engine, Scorer
@@ -59,7 +60,7 @@ def two_rewards(t):
 def evaluated(comm, prompts=PROMPTS, pass_reward=2.5, weights=WEIGHTS, score_of=two_rewards):
     """Metrics and this rank's scored responses, four to each prompt."""
     params = SamplingParams(max_new_tokens=4, temperature=0.7)
-    responses = generate_responses(Engine(at_random), comm, prompts, params, n_samples=4, seed=5)
+    responses = sample_trajectories(Engine(at_random), prompts, params, n_samples=4, seed=5, comm=comm)
     scored = begin_scoring(Scorer(score_of), responses, weights, StopCheck(), prefix="eval_")
     return Grading(comm, pass_reward, weights).measure(scored), list(scored)
 

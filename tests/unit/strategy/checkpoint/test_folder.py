@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from openppo.strategy.checkpoint import CheckpointError, CheckpointFolder
+from openppo.strategy.checkpoint.folder import CheckpointError, CheckpointFolder
 from openppo.types import SingleProcess
 from tests.ranks import ThreadComm, on_ranks
 
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_at_once(tmp_path: Path) -> Non
 HOLDS = """
 import sys, time
 from pathlib import Path
-from openppo.strategy.checkpoint import CheckpointFolder
+from openppo.strategy.checkpoint.folder import CheckpointFolder
 from openppo.types import SingleProcess
 folder = CheckpointFolder(Path(sys.argv[1]), SingleProcess(), 3)
 print("holds it", flush=True)
