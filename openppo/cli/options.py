@@ -134,23 +134,18 @@ def parse_options(config_type: type[Config], arguments: Sequence[str], *markers:
             raise ValueError(f"unknown flag --{name}; {_nearest(name, known, '--')}")
         if argument in ("--use_wandb", "--use-wandb") and following.startswith("--"):  # it may stand alone
             given[i] = f"--use_wandb={KEY_FROM_ELSEWHERE}"
+    called = sys.argv[0]  # by "openppo COMMAND" that
     shown = sys.stderr if first_rank else io.StringIO()  # some errors ignore console_outputs
     with contextlib.redirect_stderr(shown):
         return tyro.cli(
             config_type,
             args=[*(_arguments_of_file(found.config, known) if found.config else []), *given],
-            prog=_command(),
+            prog=f"python -m openppo.cli.{Path(called).stem}" if called.endswith(".py") else called,
             description=f"{config_type.__doc__}\n{_ABOUT_FILES}",
             use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes, *markers),
             console_outputs=first_rank,
         )
-
-
-def _command() -> str:
-    """The command as it was called: ``openppo train_ppo``, or ``python -m openppo.cli.train_ppo``."""
-    called = sys.argv[0]
-    return f"python -m openppo.cli.{Path(called).stem}" if called.endswith(".py") else called
 
 
 def _nearest(name: str, known: Iterable[str], dashes: str = "") -> str:

@@ -35,9 +35,8 @@ def _commit() -> str:
     """Commit of a checkout of OpenPPO; nothing for an installed OpenPPO."""
     if not ((_ROOT / ".git").exists() and (_ROOT / "setup.py").exists()):
         return ""
-    commit = _output("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
-    changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
-    return f" (commit {commit}{', with changes' if changed else ''})" if commit else ""
+    commit = _output("git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
+    return f" (commit {commit})" if commit else ""
 
 
 def _torch() -> dict[str, str]:

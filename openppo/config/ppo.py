@@ -124,9 +124,8 @@ class LossConfig(Options):
     entropy_coef: float = option(0.0, not_negative)
     """Weight of the entropy bonus."""
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
-    """Source of the old policy's log-probs: the engine (rollout) or another forward (recompute). auto: the engine's
-    where they are exact (hf in float32, no cut distribution or correction), those of the training forward where one
-    optimizer step trains on all samples of a rollout, else recompute."""
+    """Source of the old policy's log-probs: the engine (rollout), another forward (recompute), or auto: the engine's
+    where they are exact, the training forward's where one step trains on all samples of a rollout, else recompute."""
     rollout_correction: RolloutCorrection = "none"
     """Weight tokens by p_actor / p_rollout: truncated above (tis), or 0 outside a range (mis, icepop)."""
     rollout_correction_low: float | None = option(None, not_negative)

@@ -96,11 +96,6 @@ class HeadOnTransformer(PreTrainedModel):
         """The transformer, also where ``base_model_prefix`` is not its name (Llama 4)."""
         return self.get_submodule(self._transformer)
 
-    @classmethod
-    def from_config(cls, config: PreTrainedConfig, **_: Any) -> HeadOnTransformer:
-        """With random weights."""
-        return cls(config)
-
 
 def classifier_of(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
     """Classifier class with one label for a config, and its config.

@@ -37,7 +37,7 @@ def model_size(
     kind: Any
     kind, own = classifier_of(config) if scalar else (AutoModelForCausalLM, copy.deepcopy(config))
     with torch.device("meta"):
-        module = kind.from_config(own, trust_remote_code=trust)
+        module = kind.from_config(own, trust_remote_code=trust) if hasattr(kind, "from_config") else kind(own)
     text: Any = config.get_text_config()
     heads = [id(module.get_output_embeddings()), id(getattr(module, "score", None))]
     layers = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear | Conv1D) and id(m) not in heads]

@@ -31,7 +31,7 @@ def config(**options):
     ("n_ranks", "options", "message"),
     [
         (4, lambda rank: {"seed": 7 if rank > 1 else 42}, "42 on rank 0 and 7 on rank 2 (HOST), rank 3 (HOST): start"),
-        (2, lambda rank: {"gamma": 0.5 + rank / 4, "bf16": rank == 1}, "0.75 on rank 1 (HOST); --bf16 is False on"),
+        (2, lambda rank: {"gamma": 0.5 + rank / 4, "bf16": rank == 1}, "True on rank 1 (HOST); --gamma is 0.5 on"),
         (2, lambda rank: {"eval_data": [None, "e"][rank]}, "--eval_data is not given on rank 0 and given on rank 1"),
         (3, lambda rank: {}, "--train_batch_size 128 does not divide among 3 ranks: use a multiple of 3."),
         (2, lambda rank: {"pretrain": f"{rank}/m", "save_path": f"{rank}"}, "None"),  # places may differ
