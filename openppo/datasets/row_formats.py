@@ -267,23 +267,20 @@ class RowReader:
         Raises ``ValueError`` naming the flag of the data and the row for errors of ``render``, and the flag of
         ``limit`` if no example is left.
         """
-        flag_of_limit, most = limit
-        examples, lengths = [], []
+        (flag_of_limit, most), examples = limit, []
         for row in show(self.rows):
             with naming_row(row):
-                example = render(self.read(row), row)
-            lengths.append(length(example))
-            if lengths[-1] <= most:
-                examples.append(example)
-        flag, n_kept = self.rows[0].flag, len(examples)
-        if not examples:
+                examples.append(render(self.read(row), row))
+        flag, kept = self.rows[0].flag, [example for example in examples if length(example) <= most]
+        if not kept:
             raise ValueError(
-                f"{flag}: all {len(lengths)} rows are longer than {flag_of_limit} {most}; the shortest has "
-                f"{min(lengths)} tokens. Raise {flag_of_limit}."
+                f"{flag}: all {len(examples)} rows are longer than {flag_of_limit} {most}; the shortest has "
+                f"{min(map(length, examples))} tokens. Raise {flag_of_limit}."
             )
-        if n_dropped := len(lengths) - n_kept:
+        n_kept, n_dropped = len(kept), len(examples) - len(kept)
+        if n_dropped:
             logger.info("%s: %d rows longer than %s were dropped, %d are kept", flag, n_dropped, flag_of_limit, n_kept)
-        return examples
+        return kept
 
     def _recognize(self, row: SourceRow, candidates: Sequence[RowFormat]) -> RowFormat:
         where = f"{row.flag} {row.source}".strip()

@@ -1,7 +1,6 @@
 """What a run reports: metrics, timers, trackers, progress, log."""
 
-from openppo.tracking.console import get_logger as get_logger, progress_bar as progress_bar
-from openppo.tracking.console import setup_logging as setup_logging
+from openppo.tracking.console import progress_bar as progress_bar, setup_logging as setup_logging
 from openppo.tracking.metrics import Histogram as Histogram, Metrics as Metrics, Moments as Moments
 from openppo.tracking.metrics import Reduction as Reduction, histogram as histogram
 from openppo.tracking.phase import PhaseTimer as PhaseTimer, StepProfiler as StepProfiler

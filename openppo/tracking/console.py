@@ -16,6 +16,8 @@ from tqdm.utils import disp_len
 
 from openppo.tracking.phase import current
 
+logger = logging.getLogger("openppo")
+"""Without ``setup_logging`` the importing program configures it."""
 WIDTH = 110
 """Columns of a log file, and the most on a terminal."""
 SECONDS_BETWEEN_LINES = 30.0
@@ -42,14 +44,8 @@ class _Handler(logging.Handler):
         return "\n".join(f"{name} {line}".rstrip() for line in message.split("\n"))
 
 
-def get_logger() -> logging.Logger:
-    """The logger ``openppo``; without ``setup_logging`` the importing program configures it."""
-    return logging.getLogger("openppo")
-
-
 def setup_logging(rank: int) -> None:
     """Log of a command: rank 0 from INFO on, other ranks from WARNING on."""
-    logger = get_logger()
     logger.handlers[:] = [handler for handler in logger.handlers if not isinstance(handler, _Handler)]
     logger.addHandler(_Handler(rank))
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -103,7 +99,7 @@ def table_lines(
 
 def log_lines(lines: Iterable[str]) -> None:
     """Log ``lines`` as one record."""
-    get_logger().info("%s", "\n".join(lines))
+    logger.info("%s", "\n".join(lines))
 
 
 class ProgressBar(AbstractContextManager["ProgressBar"]):

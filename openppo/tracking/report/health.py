@@ -85,11 +85,6 @@ class Rule:
     passes: Callable[[float, History], bool]
     warn: Callable[[History, float], str | None]
 
-    def check(self, history: History) -> str | None:
-        """The warning, if there is one."""
-        mean = history.mean(self.metrics[0], self.last)
-        return self.warn(history, mean) if self.passes(mean, history) else None
-
 
 @dataclass
 class Finding:
@@ -120,7 +115,8 @@ class Health:
         for rule in self.rules:
             if rule.metrics[0] not in metrics:
                 continue
-            text = rule.check(self.history)
+            mean = self.history.mean(rule.metrics[0], rule.last)
+            text = rule.warn(self.history, mean) if rule.passes(mean, self.history) else None
             finding = next((found for found in self.findings if found.rule == rule.name and not found.ended), None)
             if text is not None:
                 if finding is None:

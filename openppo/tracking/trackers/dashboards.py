@@ -11,7 +11,7 @@ import numpy as np
 
 from openppo.config import TrackingConfig, mask_credentials
 from openppo.config.fields import KEY_FROM_ELSEWHERE
-from openppo.tracking.console import get_logger
+from openppo.tracking.console import logger
 from openppo.tracking.metrics import Histogram
 from openppo.tracking.trackers.tracker import Tracker
 
@@ -113,7 +113,7 @@ class WandbTracker(Tracker):
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
         place = f"{self._run.settings.sync_dir} (offline: 'wandb sync' sends it)"
-        get_logger().info("--use_wandb writes to %s", place if self._run.offline else self._run.url)
+        logger.info("--use_wandb writes to %s", place if self._run.offline else self._run.url)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({STEP: step, **metrics})

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openppo.tracking.console import escape_control, get_logger, table_lines, write_line
+from openppo.tracking.console import escape_control, logger, table_lines, write_line
 from openppo.tracking.report.health import Health
 from openppo.tracking.report.page import write_report
 from openppo.tracking.report.rules import RULES
@@ -133,7 +133,7 @@ class HealthTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for finding in self._health.look(step, metrics):
-            get_logger().warning("step %d: %s", step, finding.text)
+            logger.warning("step %d: %s", step, finding.text)
 
 
 class ReportTracker(Tracker):
@@ -155,4 +155,4 @@ class ReportTracker(Tracker):
 
     def close(self) -> None:
         write_report([self._logs], self._logs / "report.html", False)
-        get_logger().info("the report of this run is %s", self._logs / "report.html")
+        logger.info("the report of this run is %s", self._logs / "report.html")

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from openppo.tracking.console import get_logger
+from openppo.tracking.console import logger
 from openppo.tracking.metrics import Histogram
 
 
@@ -68,7 +68,7 @@ class Trackers(Tracker, contextlib.AbstractContextManager["Trackers"]):
                 call(tracker)
             except tracker.errors as error:
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                get_logger().warning("%s: %s; disabled; training continues.", tracker.name, reason)
+                logger.warning("%s: %s; disabled; training continues.", tracker.name, reason)
                 self._trackers.remove(tracker)
                 with contextlib.suppress(*tracker.errors):
                     tracker.close()

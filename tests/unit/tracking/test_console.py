@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openppo.tracking import ConsoleTracker, JSONLTracker, Trackers, console, get_logger, progress_bar, setup_logging
+from openppo.tracking import ConsoleTracker, JSONLTracker, Trackers, console, progress_bar, setup_logging
 from openppo.tracking.console import escape_control, log_lines, table_lines
 
 
@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def logger_as_before() -> Iterator[None]:
     """Undo ``setup_logging``."""
-    logger = get_logger()
+    logger = logging.getLogger("openppo")
     handlers, level = list(logger.handlers), logger.level
     yield
     logger.handlers[:] = handlers
@@ -40,13 +40,12 @@ def test_files_name_the_rank_on_each_line_and_terminals_color_warnings(
     monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, expected: str
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    assert get_logger() is logging.getLogger("openppo")
     setup_logging(0)
     log_lines(["", "role   model"])
-    get_logger().warning("careful")
+    logging.getLogger("openppo").warning("careful")
     setup_logging(3)  # other ranks only warn
-    get_logger().info("loaded")
-    get_logger().warning("careful")
+    logging.getLogger("openppo").info("loaded")
+    logging.getLogger("openppo").warning("careful")
     assert stream.getvalue() == expected + "[openppo rank 3] careful\n"
 
 
