@@ -27,11 +27,11 @@ from openppo.rewards.model import (
     ProcessScorer,
     RewardModelText,
     check_chats,
-    last_tokens,
     policy_tokens,
+    read_tokens,
     stored_normalization,
 )
-from openppo.rewards.scoring import CombinedScorer, Scorer, name_sample
+from openppo.rewards.scoring import CombinedScorer, Scorer
 from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import check_same, collective
 from openppo.types import Comm, Prompt, Trajectory
@@ -139,17 +139,7 @@ class ScorerSetup:
             text.check(self.prompts)
         tokenizer = own or self.tokenizer
         check_token_ids(config, named, tokenizer, [] if own is None else [[own.eos_token_id]])  # and PAD
-
-        def read(trajectory: Trajectory) -> list[int]:
-            try:
-                ids = encode(trajectory)
-            except ValueError as error:
-                raise ValueError(f"{named}: {name_sample(trajectory)}: {error}") from error
-            ids = last_tokens(ids, context_length(config), named, trajectory)
-            check_token_ids(config, named, tokenizer, [ids])
-            return ids
-
-        return config, own, read
+        return config, own, partial(read_tokens, encode, config, named, tokenizer)
 
     def _process_reward_model(self, model: str, name: str) -> Scorer:
         """A frozen process reward model. It reads prompt and response as ``train_prm`` renders lists of steps."""

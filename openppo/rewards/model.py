@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from openppo.config import RewardConfig
 from openppo.datasets.templates import encode_start, end_with_eos, render_chat
 from openppo.models.padding import MicroBatchSize, equal_batches, pad_right
+from openppo.models.pretrained import check_token_ids, context_length
 from openppo.rewards.scoring import check_number, check_scores, name_sample, score_of_steps, span_texts, step_tokens
 from openppo.tracking import progress_bar
 from openppo.types import Comm, Prompt, Score, Trajectory
@@ -95,6 +96,23 @@ def check_chats(prompts: Iterable[Prompt], source: str, flag: str, encode: Calla
 
 def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -> str:
     return render_chat([*(prompt.messages or ()), {"role": "assistant", "content": answer}], tokenizer)
+
+
+def read_tokens(
+    encode: Callable[[Trajectory], list[int]],
+    config: PreTrainedConfig,
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    trajectory: Trajectory,
+) -> list[int]:
+    """What a reward model reads: the last ids of ``encode`` that fit. ``ValueError`` names ``source`` and sample."""
+    try:
+        ids = encode(trajectory)
+    except ValueError as error:
+        raise ValueError(f"{source}: {name_sample(trajectory)}: {error}") from error
+    ids = last_tokens(ids, context_length(config), source, trajectory)
+    check_token_ids(config, source, tokenizer, [ids])
+    return ids
 
 
 def last_tokens(ids: list[int], context: int | None, source: str, trajectory: Trajectory) -> list[int]:
