@@ -29,13 +29,6 @@ class Condition:
         return self.metric in metrics and bool(_COMPARE[self.comparison](metrics[self.metric], self.bound))
 
 
-def _parse_condition(text: str) -> Condition:
-    match = re.fullmatch(rf"\s*([^<>=]*[^<>=\s])\s*(>=|<=|>|<)\s*({NUMBER})\s*", text)
-    if match is None:
-        raise ValueError(f"--stop_when {text!r}: write a metric, one of > >= < <=, and a number, as in 'kl > 0.2'.")
-    return Condition(text, match[1], match[2], float(match[3]))
-
-
 @dataclass(frozen=True)
 class RunConfig(Options):
     """Where results go and how often they are reported."""
@@ -67,7 +60,13 @@ class RunConfig(Options):
     @property
     def stop_conditions(self) -> list[Condition]:
         """Parsed ``--stop_when``; ``ValueError`` for anything but conditions."""
-        return list(map(_parse_condition, self.stop_when))
+        conditions = []
+        for text in self.stop_when:
+            match = re.fullmatch(rf"\s*([^<>=]*[^<>=\s])\s*(>=|<=|>|<)\s*({NUMBER})\s*", text)
+            if match is None:
+                raise ValueError(f"--stop_when {text!r}: write a metric, one of > >= < <=, and a number: 'kl > 0.2'.")
+            conditions.append(Condition(text, match[1], match[2], float(match[3])))
+        return conditions
 
 
 @dataclass(frozen=True)

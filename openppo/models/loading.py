@@ -31,8 +31,7 @@ def attention_implementation(flash_attn: bool, bf16: bool) -> str | None:
 
 def _require(module: str, flag: str, remedy: str) -> None:
     if importlib.util.find_spec(module) is None:
-        package = module.replace("_", "-")
-        raise ValueError(f"{flag} needs the package {package}, which is not installed: {remedy}, or omit the flag.")
+        raise ValueError(f"{flag} needs the package {module}, which is not installed: {remedy}, or omit the flag.")
 
 
 def load_options(
