@@ -33,6 +33,7 @@ MOVED = {
     "openppo.rollout.rewards": "openppo.rewards",
     "openppo.strategy.engine": "openppo.strategy",
     "openppo.strategy.heartbeats": "openppo.strategy.fault_report",
+    "openppo.tracking.profiler": "openppo.tracking.phase",
     "openppo.tracking.timers": "openppo.tracking.phase",
     "openppo.trainer.ppo_trainer": "openppo.trainer.ppo",
 }
