@@ -236,6 +236,8 @@ def damage_of(path: Path, flag: str, place: int = 0, n_places: int = 1) -> str |
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST}: {error!r}"
     except OSError as error:
+        if error.errno == errno.EIO:  # a bad sector
+            return str(error)
         remedy = "Start as the user who wrote it and with its disk in place, or give another --ckpt_path."
         raise ValueError(f"{flag} {path}: cannot be read ({error}). {remedy}") from error
     if written != _FORMAT:
