@@ -1,6 +1,5 @@
 """Rows -> prompts of a rollout, examples of the language-model loss, and pairs for the reward model."""
 
-import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import PreferenceConfig, RowsConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.data import PromptDataConfig
 from openppo.datasets.row_formats import Keys, RowFields, RowReader
@@ -22,8 +22,6 @@ from openppo.datasets.templates import (
 )
 from openppo.datasets.turns import all_targets, render_response, render_whole
 from openppo.types import Prompt
-
-logger = logging.getLogger(__name__)
 
 
 def load_prompts(

@@ -3,12 +3,12 @@
 The table ``ROW_FORMATS`` says which columns each format has; the first that fits is taken.
 """
 
-import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from openppo import logger
 from openppo.config.data import RowsConfig
 from openppo.datasets.sources import Row, ShowRows, SourceRow, naming_row, value_of
 from openppo.datasets.templates import Message, as_messages, as_text, shortened
@@ -16,7 +16,6 @@ from openppo.datasets.turns import shared_start
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
 
 Task = Literal["prompts", "sft", "pairs", "steps", "documents"]
 """Purpose of the rows."""

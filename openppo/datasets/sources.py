@@ -8,7 +8,6 @@ of Parquet. Local files are read on every call, without a cache.
 import csv
 import gzip
 import json
-import logging
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +25,6 @@ from datasets.exceptions import DatasetsError
 
 from openppo.config import RowsConfig, parse_probs
 from openppo.user_code import leaving_no_trace, load_callable
-
-logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 """One row of data: column name -> value."""

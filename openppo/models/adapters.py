@@ -1,6 +1,5 @@
 """LoRA adapters: trained on a frozen model, switched off for the reference, merged wherever a model is loaded."""
 
-import logging
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,10 +8,9 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
+from openppo import logger
 from openppo.config import LoRAConfig
 from openppo.models.pretrained import UntrustedModelError, forbid_remote_code, is_peft_folder
-
-logger = logging.getLogger("openppo")
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 HEAD_TASK = "SEQ_CLS"

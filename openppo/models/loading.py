@@ -1,7 +1,6 @@
 """From a local folder or hub name to a Hugging Face model: dtype, attention, 4 bits, PEFT folders."""
 
 import importlib.util
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,11 +11,10 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
+from openppo import logger
 from openppo.models.adapters import merge_adapters
 from openppo.models.attention import use_fast_attention
 from openppo.models.pretrained import base_model_of, forbid_remote_code, is_peft_folder, load_config
-
-logger = logging.getLogger("openppo")
 
 
 def attention_implementation(flash_attn: bool, bf16: bool) -> str | None:

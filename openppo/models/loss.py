@@ -6,20 +6,19 @@ and reward models are in ``supervised_loss.py``, and importable from here too.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from openppo import logger
 from openppo.models.log_probs import masked_mean
 from openppo.models.supervised_loss import GPTLMLoss, LogExpLoss, PairWiseLoss, PRMLoss  # noqa: F401
 
 if TYPE_CHECKING:
     from openppo.config import LossAggregation, LossConfig, RolloutCorrection
 
-logger = logging.getLogger("openppo")
 
 Reduction = Literal["sequence_mean", "token_mean", "none"]
 

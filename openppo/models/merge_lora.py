@@ -1,19 +1,17 @@
 """Merge a PEFT folder into full weights."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import MergeLoRAConfig
 from openppo.models.adapters import HEAD_TASK
 from openppo.models.loading import load_causal_lm, load_options, model_error_context
 from openppo.models.pretrained import adapter_config, check_model, is_peft_folder, load_tokenizer
 from openppo.models.scalar_head import load_classifier
-
-logger = logging.getLogger("openppo")
 
 
 class LoRAMerge:

@@ -1,6 +1,5 @@
 """Token ids to padded tensors, padded tensors to packed rows where that is exact, and batches with little padding."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from openppo import logger
 from openppo.models.pretrained import context_length
 from openppo.types import Comm
-
-logger = logging.getLogger("openppo")
 
 _ROW = [2, 0, 1, 3, 3]  # what tiny forwards look at, beside others
 _LEAK, _NOISE = 1e-5, 0.05  # bounds of its changes by others, and by its place, in bfloat16 too

@@ -1,7 +1,6 @@
 """Configs and tokenizers of pretrained models, read before any weight; code of their own is refused."""
 
 import json
-import logging
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
-
-logger = logging.getLogger("openppo")
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -19,14 +18,13 @@ from transformers import (
 )
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSIFIERS
 
+from openppo import logger
 from openppo.config import LoRAConfig
 from openppo.models.adapters import HEAD_TASK, add_adapters, lora_options, merge_adapters
 from openppo.models.attention import use_fast_attention
 from openppo.models.loading import disable_dropout, load_options
 from openppo.models.padding import pack_rows, pad_width
 from openppo.models.pretrained import adapter_config, base_model_of, forbid_remote_code, is_peft_folder, load_config
-
-logger = logging.getLogger("openppo")
 
 Role = Literal["critic", "reward"]
 HEAD = "score"

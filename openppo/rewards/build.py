@@ -1,6 +1,5 @@
 """Options to the sources of rewards of a run. Cheap checks come first, models last."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import RewardConfig, RowsConfig
 from openppo.datasets import StepEncoder, single_token_id
 from openppo.datasets.process import STEP_SEPARATOR
@@ -36,8 +36,6 @@ from openppo.rewards.verifiable import VerifiableScorer, make_verify
 from openppo.strategy.comm import check_same, collective
 from openppo.types import Comm, Prompt, Trajectory
 from openppo.user_code import load_callable
-
-logger = logging.getLogger("openppo")
 
 
 @dataclass(frozen=True)

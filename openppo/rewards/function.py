@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.rewards.scoring import check_number, name_sample, policy_text, score_of_steps, step_tokens
 from openppo.types import Score, Trajectory
-
-logger = logging.getLogger("openppo")
 
 Sample = dict[str, Any]
 """What a reward function may ask for about one trajectory, by the names of ``SINGLE_NAMES``.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import random
 import re
 from collections import Counter
@@ -21,13 +20,13 @@ from typing import Any, TypeVar
 import aiohttp
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import RewardConfig, mask_credentials
 from openppo.datasets.templates import shortened
 from openppo.rewards.function import make_samples
 from openppo.rewards.scoring import check_scores
 from openppo.types import Score, Trajectory
 
-logger = logging.getLogger("openppo")
 T = TypeVar("T")
 
 _REQUESTS_PER_SERVER = 4

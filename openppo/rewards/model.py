@@ -1,6 +1,5 @@
 """Scores from a reward model in the same process: what it reads, of a whole response or of each of its steps."""
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import RewardConfig
 from openppo.datasets.templates import encode_start, end_with_eos, render_chat
 from openppo.models.padding import MicroBatchSize, equal_batches, pad_right
@@ -20,8 +20,6 @@ from openppo.models.pretrained import check_token_ids, context_length
 from openppo.rewards.scoring import check_number, check_scores, name_sample, score_of_steps, span_texts, step_tokens
 from openppo.tracking import progress_bar
 from openppo.types import Comm, Prompt, Score, Trajectory
-
-logger = logging.getLogger("openppo")
 
 Model = Callable[[Tensor, Tensor], Tensor]
 _CUT = "\ue000" * 3  # private-use characters, which no text holds and no template changes

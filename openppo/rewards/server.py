@@ -3,7 +3,6 @@
 import asyncio
 import hmac
 import json
-import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -15,6 +14,7 @@ import torch
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import ServeRMConfig
 from openppo.datasets.templates import encode_start
 from openppo.models.loading import attention_implementation, model_error_context
@@ -23,8 +23,6 @@ from openppo.models.scalar_head import get_llm_for_sequence_regression
 from openppo.rewards.http import read_token
 from openppo.rewards.model import forward_scores, stored_normalization
 from openppo.strategy.comm import set_up_gpu
-
-logger = logging.getLogger("openppo")
 
 
 @dataclass

@@ -1,19 +1,17 @@
 """Built-in rewards that need no model: a response is right or wrong, or has the right length."""
 
 import importlib.util
-import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import RewardConfig, Verifier
 from openppo.rewards.answer_process import AnswerProcess
 from openppo.rewards.scoring import name_sample, policy_text
 from openppo.types import Prompt, Score, Trajectory
-
-logger = logging.getLogger("openppo")
 
 Verify = Callable[[str, Trajectory], float]
 """The reward of a response's text, special tokens left out."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from openppo import logger
 from openppo.types import Comm
 
-logger = logging.getLogger("openppo")
 T = TypeVar("T")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

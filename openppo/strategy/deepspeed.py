@@ -26,13 +26,13 @@ from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime import compiler as ds_compiler
 from transformers import PreTrainedModel, get_scheduler
 
+from openppo import logger
 from openppo.config import AdamConfig, DeepSpeedConfig
 from openppo.strategy.comm import InferenceStrategy, collective
 from openppo.strategy.ds_config import eval_config, merge, train_config
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import TrainableModel
 
-logger = logging.getLogger("openppo")
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 # An extra for inference that DeepSpeed would compile at start-up; on a GPU this lookup would probe all operators.
 if not torch.cuda.is_available():

@@ -14,10 +14,9 @@ from typing import Any, TextIO
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
+from openppo import logger
 from openppo.tracking.phase import current
 
-logger = logging.getLogger("openppo")
-"""Without ``setup_logging`` the importing program configures it."""
 WIDTH = 110
 """Columns of a log file, and the most on a terminal."""
 SECONDS_BETWEEN_LINES = 30.0

@@ -1,6 +1,5 @@
 """The phases of a step: the current one, for reports of faults; time, speed and GPU memory of each; traces."""
 
-import logging
 import os
 import sys
 import time
@@ -11,10 +10,9 @@ from pathlib import Path
 
 import torch
 
+from openppo import logger
 from openppo.config import TrackingConfig
 from openppo.types import Comm
-
-logger = logging.getLogger("openppo")
 
 GIB = 2**30
 RECORDED_SECONDS = 2.0

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import logging
 import os
 import platform
 import re
@@ -16,10 +15,8 @@ from typing import Any
 import torch
 import yaml
 
-from openppo import __version__
+from openppo import __version__, logger
 from openppo.types import Comm
-
-logger = logging.getLogger("openppo")
 
 PACKAGES = ("torch", "deepspeed", "transformers", "peft", "datasets", "numpy", "vllm", "flash-attn", "bitsandbytes")
 _WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors")

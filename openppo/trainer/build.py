@@ -1,12 +1,12 @@
 """From options to a PPO trainer: check everything cheap first, then load, wrap and put together."""
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.experience.maker import ExperienceMaker, Hooks, forward_size
 from openppo.models.actor import Actor
@@ -40,8 +40,6 @@ from openppo.trainer.startup import check_options, start_trackers
 from openppo.trainer.summary import batch_plan, log_ppo_start
 from openppo.trainer.supervised.batches import packed_row_length
 from openppo.types import RolloutSource, StopCheck
-
-logger = logging.getLogger("openppo")
 
 HEADLINE = "reward kl clip_fraction value_loss entropy response_length eval_reward eval_pass@1 time/step_s".split()
 """Metrics that the console shows."""

@@ -1,16 +1,14 @@
 """What a user's own code may do while a trainer runs: log, look at evaluations, stop early."""
 
 import difflib
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from openppo import logger
 from openppo.config import Condition
 from openppo.tracking.report.catalog import GROUPS, matches
-
-logger = logging.getLogger("openppo")
 
 STOPPED_EARLY = "the run had stopped early: its model is saved, and it does not resume"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import shlex
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from openppo import logger
 from openppo.config import TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.run import refuse_own_checkpoints
@@ -33,8 +33,6 @@ from openppo.strategy.ema import ParameterAverage
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.tracking import set_aside_model
 from openppo.trainer.resume.compatible import check_compatible, measured_otherwise, model_fingerprint
-
-logger = logging.getLogger("openppo")
 
 WriteModel = Callable[[Path], None]
 _STATE, _RANDOM = "state.json", "random.safetensors"

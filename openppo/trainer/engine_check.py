@@ -3,7 +3,6 @@
 Where they do not, PPO's ratios are wrong before the first update, without any error.
 """
 
-import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import DistError
 
+from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.models.padding import pad_right
 from openppo.rollout.engine import Engine, WeightSource
@@ -19,8 +19,6 @@ from openppo.strategy.comm import collective
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.trainable_model import TrainableModel
 from openppo.types import Completion, SamplingParams
-
-logger = logging.getLogger("openppo")
 
 Kind = tuple[str, bool]
 REQUESTS = (((3, 1, 0, 2, 2, 1, 3, 0, 1), 2), ((2, 3, 1), 6))

@@ -3,7 +3,6 @@
 States follow ZeRO (arXiv 1910.02054, section 3) with the buffers of DeepSpeed 0.19.8, activations arXiv 2205.05198.
 """
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from openppo import logger
 from openppo.config import DeepSpeedConfig, LoRAConfig, TrainPPOConfig, flat_dict
 from openppo.config.commands import SupervisedCommand
 from openppo.config.remedies import remedies
@@ -29,7 +29,6 @@ from openppo.tracking.console import table_lines
 from openppo.trainer.data import PPOData, critic_lora, critic_start
 from openppo.trainer.supervised.batches import PACKED_ROW
 
-logger = logging.getLogger("openppo")
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a 4-bit weight with its scales (arXiv 2305.14314)
 _LIVE = 1_000_000_000  # elements that ZeRO-3 keeps gathered, and updates at a time
 _SCALAR = ("reward model", "critic")  # roles with a scalar head

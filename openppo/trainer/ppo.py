@@ -1,11 +1,11 @@
 """The story of PPO: sample, make experience, train, report."""
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from openppo import logger
 from openppo.config import TrainPPOConfig
 from openppo.experience.replay_buffer import ReplayBuffer
 from openppo.strategy.checkpoint.random_state import RandomState, get_random_state
@@ -18,8 +18,6 @@ from openppo.trainer.sample_log import StepDiagnostics
 from openppo.trainer.source import PromptSource
 from openppo.trainer.update import Update
 from openppo.types import Interrupted, Prompt, RolloutSource, Trajectory
-
-logger = logging.getLogger("openppo")
 
 
 class PPOTrainer:

@@ -3,7 +3,6 @@
 All numbers are those of the experience itself; only the KL is computed again, by the function that made it.
 """
 
-import logging
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import KLConfig
 from openppo.datasets import PreferenceExample, ProcessExample
 from openppo.experience.replay_buffer import join_rows
@@ -21,8 +21,6 @@ from openppo.models.log_probs import KLEstimator
 from openppo.models.supervised_loss import IGNORE_INDEX
 from openppo.tracking.console import escape_control, log_lines, table_lines
 from openppo.types import Experience
-
-logger = logging.getLogger("openppo")
 
 _SHOWN = ("log_prob", "kl", "value", "reward", "advantage")
 _SAMPLES, _SEGMENTS, _LONGEST, _LONGEST_TOKEN = 2, 6, 240, 16

@@ -1,7 +1,6 @@
 """Prompts to scored trajectories, with the actor's weights of now: the synchronous ``RolloutSource``."""
 
 import dataclasses
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from openppo import logger
 from openppo.config import PPODataConfig, TrainPPOConfig
 from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
@@ -20,8 +20,6 @@ from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.evaluation.evaluator import begin_scoring
 from openppo.types import Prompt, Trajectory
-
-logger = logging.getLogger("openppo")
 
 
 class PromptSource:

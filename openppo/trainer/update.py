@@ -1,6 +1,5 @@
 """All optimizer steps of a global step: actor and critic over the mini-batches of a replay buffer."""
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from openppo import logger
 from openppo.config import RunConfig, TrainPPOConfig
 from openppo.datasets import cyclic_batches
 from openppo.experience.replay_buffer import MiniBatch, ReplayBuffer, mini_batches
@@ -20,8 +20,6 @@ from openppo.trainer.actor_step import ActorStep
 from openppo.trainer.components import PPOComponents
 from openppo.trainer.supervised.batches import StepBatch, token_batch
 from openppo.types import Comm
-
-logger = logging.getLogger("openppo")
 
 
 class SkippedSteps:

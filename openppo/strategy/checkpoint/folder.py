@@ -8,7 +8,6 @@ import errno
 import hashlib
 import itertools
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -20,10 +19,10 @@ from typing import Any, TypeVar
 import filelock
 from safetensors import SafetensorError
 
+from openppo import logger
 from openppo.strategy.comm import collective
 from openppo.types import Comm
 
-logger = logging.getLogger("openppo")
 T = TypeVar("T")
 
 MANIFEST = "manifest.json"

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from openppo import logger
 from openppo.config.commands import training_rules
-
-logger = logging.getLogger("openppo")
 
 _PARTS, _PART = 256, 1 << 14  # so many parts of so many bytes, evenly spread, stand for a file of weights
 

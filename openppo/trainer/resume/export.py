@@ -1,7 +1,6 @@
 """Export of a checkpoint as a Hugging Face folder."""
 
 import json
-import logging
 import re
 import tempfile
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from openppo import logger
 from openppo.config import (
     ExportConfig,
     MergeLoRAConfig,
@@ -32,7 +32,6 @@ from openppo.trainer.data import critic_lora, critic_start
 from openppo.trainer.resume.compatible import model_fingerprint
 from openppo.trainer.supervised.build import load_model
 
-logger = logging.getLogger("openppo")
 _KINDS: dict[str, type] = {"ppo": TrainPPOConfig, "sft": TrainSFTConfig, "rm": TrainRMConfig, "prm": TrainPRMConfig}
 _OF_FOLDER = re.compile("[0-9a-f]{64}")  # a fingerprint; that of a name on the hub names a commit
 

@@ -1,6 +1,5 @@
 """The loop that all supervised training shares: epochs, exact accumulation, evaluation, reports."""
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from openppo import logger
 from openppo.config.commands import SupervisedCommand
 from openppo.datasets import BatchSampler
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -23,8 +23,6 @@ from openppo.trainer.self_check import show_examples
 from openppo.trainer.supervised.batches import StepBatch, equal_micro_batches
 from openppo.trainer.update import SkippedSteps
 from openppo.types import Interrupted, StopCheck
-
-logger = logging.getLogger("openppo")
 
 Example = TypeVar("Example")
 

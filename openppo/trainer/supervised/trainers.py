@@ -1,6 +1,5 @@
 """The three supervised trainers: fine-tuning, reward models, process reward models."""
 
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openppo import logger
 from openppo.config import TrainPRMConfig, TrainRMConfig
 from openppo.datasets import PreferenceExample, ProcessExample, TokenExample, single_token_id
 from openppo.models.padding import pad_right
@@ -18,8 +18,6 @@ from openppo.tracking import Metrics
 from openppo.trainer.supervised.batches import StepBatch, TokenMicroBatch, token_batch
 from openppo.trainer.supervised.loop import SupervisedComponents, SupervisedTrainer
 from openppo.types import StopCheck
-
-logger = logging.getLogger("openppo")
 
 _IDLE_PAIR = PreferenceExample(chosen_ids=[0, 0], rejected_ids=[0, 0], margin=0.0)
 _IDLE_STEPS = ProcessExample(token_ids=[0, 0], labels=[IGNORE_INDEX, IGNORE_INDEX])
