@@ -28,7 +28,7 @@ def loose_words(script: str) -> list[str]:
     return [name for name in re.findall(r"\$\{?(\w+|@)", bare) if name not in own and not name.isdigit()]
 
 
-def test_every_loading_says_whether_code_of_others_may_run() -> None:
+def test_every_loading_says_whether_code_of_others_may_run():
     found = []
     for file in (REPO / "openppo").rglob("*.py"):
         for call in (node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)):
@@ -40,13 +40,13 @@ def test_every_loading_says_whether_code_of_others_may_run() -> None:
     assert found == []
 
 
-def test_scripts_quote_every_variable() -> None:
+def test_scripts_quote_every_variable():
     scripts = [*(REPO / "examples").rglob("*.sh"), REPO / "tests" / "run.sh", REPO / ".ci" / "run"]
     assert len(scripts) > 10
     assert {script.name: words for script in scripts if (words := loose_words(script.read_text()))} == {}
 
 
-def test_no_tracked_text_names_a_build_machine() -> None:
+def test_no_tracked_text_names_a_build_machine():
     if not (REPO / ".git").exists():
         pytest.skip("no git checkout")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, text=True, check=True)

@@ -23,13 +23,13 @@ def python(*arguments: str) -> tuple[str, set[str]]:
     return result.stdout, {line.rsplit("|", 1)[1].strip().split(".")[0] for line in times}
 
 
-def test_config_is_light_and_losses_need_torch_alone() -> None:
+def test_config_is_light_and_losses_need_torch_alone():
     assert python("-c", "import openppo.config")[1] & HEAVY == set()
     assert python("-c", "import openppo.models.loss; from openppo.models import PolicyLoss")[1] & HEAVY == {"torch"}
 
 
 @pytest.mark.parametrize("command", commands())
-def test_help_answers_without_loading_anything_heavy(command: str) -> None:
+def test_help_answers_without_loading_anything_heavy(command):
     printed, loaded = python("-m", f"openppo.cli.{command}", "--help")
     assert "usage" in printed.lower()
     assert loaded & HEAVY == set()

@@ -53,14 +53,14 @@ def parts_that_use(file: Path) -> list[ast.AST]:
     return [m for m in methods if isinstance(m, ast.FunctionDef) and not re.search("problems|missing|validate", m.name)]
 
 
-def test_every_option_is_used() -> None:
+def test_every_option_is_used():
     nodes = [node for file in PACKAGE.rglob("*.py") for part in parts_that_use(file) for node in ast.walk(part)]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     options = {name for config in command_configs().values() for name in declared_options(config)}
     assert options - read == set()
 
 
-def test_every_flag_in_documents_and_examples_exists() -> None:
+def test_every_flag_in_documents_and_examples_exists():
     """Of any command or program; on a command line, after ``openppo.cli.X``, of X."""
     sources = [file for folder in ("examples", "benchmarks") for file in (REPO / folder).rglob("*.py")]
     declared = re.compile(r"add_argument\(\s*[\"']--([a-z][a-z0-9_-]*)")
@@ -79,6 +79,6 @@ def test_every_flag_in_documents_and_examples_exists() -> None:
     assert unknown == []
 
 
-def test_no_command_has_more_options_than_the_limit() -> None:
+def test_no_command_has_more_options_than_the_limit():
     options = {name: len(declared_options(config)) for name, config in command_configs().items()}
     assert {name: n for name, n in options.items() if n > limits.OPTIONS} == {}

@@ -50,16 +50,16 @@ def sizes() -> Iterator[Size]:
                     yield "PARAMETERS", where, parameters(node)
 
 
-def test_nothing_in_the_package_exceeds_its_limit() -> None:
+def test_nothing_in_the_package_exceeds_its_limit():
     assert [f"{where}: {size} {limit}" for limit, where, size in sizes() if size > getattr(limits, limit)] == []
 
 
-def test_package_and_tests_stay_within_their_totals() -> None:
+def test_package_and_tests_stay_within_their_totals():
     assert python_lines(PACKAGE) <= limits.PACKAGE_LINES
     assert len(list(PACKAGE.rglob("*.py"))) <= limits.PACKAGE_FILES
     assert python_lines(REPO / "tests") <= limits.TEST_LINES
 
 
-def test_names_say_what_is_inside() -> None:
+def test_names_say_what_is_inside():
     paths = [path for path in PACKAGE.rglob("*") if path.is_dir() or path.suffix == ".py"]
     assert [path for path in paths if path.stem in NAMES_THAT_SAY_NOTHING] == []

@@ -49,7 +49,7 @@ def owner(path: Path) -> str:
     return path.parts[0].removesuffix(".py")
 
 
-def test_every_module_stands_on_a_step_and_imports_go_down() -> None:
+def test_every_module_stands_on_a_step_and_imports_go_down():
     assert {owner(path) for path in TREES} <= set(STAIRCASE)
     of_all = ("openppo.__version__", "openppo.logger")
     ours = [(path, name) for path, name in IMPORTS if name.startswith("openppo.") and name not in of_all]
@@ -58,7 +58,7 @@ def test_every_module_stands_on_a_step_and_imports_go_down() -> None:
     assert [path for path, name in IMPORTS if name == "openppo"] == []
 
 
-def test_imports_of_openppo_stand_at_the_top_of_files() -> None:
+def test_imports_of_openppo_stand_at_the_top_of_files():
     functions = [
         (path, node)
         for path, tree in TREES.items()
@@ -69,10 +69,10 @@ def test_imports_of_openppo_stand_at_the_top_of_files() -> None:
     assert [f"{path} imports {name}" for path, name in inner if name.startswith("openppo")] == []
 
 
-def test_config_needs_only_the_standard_library() -> None:
+def test_config_needs_only_the_standard_library():
     names = [name.split(".") for path, name in IMPORTS if owner(path) == "config"]
     assert [n for n in names if n[0] not in sys.stdlib_module_names and n[:2] != ["openppo", "config"]] == []
 
 
-def test_only_the_vllm_engine_imports_vllm() -> None:
+def test_only_the_vllm_engine_imports_vllm():
     assert {path for path, name in IMPORTS if name.split(".")[0] == "vllm"} == {VLLM_HOME}

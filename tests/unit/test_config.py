@@ -61,7 +61,7 @@ def validate(line: str) -> None:
 # Defaults
 
 
-def test_defaults_of_supervised_training_are_the_published_ones() -> None:
+def test_defaults_of_supervised_training_are_the_published_ones():
     """Of OpenRLHF 0.6.1, but for --max_len; those of train_ppo are in tests/unit/cli/test_openrlhf.py."""
     common = {"train_batch_size": 128, "max_epochs": 1, "learning_rate": 5e-6, "l2": 0.0, "lr_warmup_ratio": 0.03}
     common |= {"adam_betas": (0.9, 0.95), "zero_stage": 2, "seed": 42, "lora_alpha": 16, "max_len": 512}
@@ -71,7 +71,7 @@ def test_defaults_of_supervised_training_are_the_published_ones() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_config_is_frozen_and_valid_by_default(command: str) -> None:
+def test_a_config_is_frozen_and_valid_by_default(command):
     for world_size in (1, 2, 4, 8) if command in ("ppo", "sft", "rm", "prm") else (1,):
         config_of(command).validate(world_size)
     config = config_of(command)
@@ -80,7 +80,7 @@ def test_a_config_is_frozen_and_valid_by_default(command: str) -> None:
             setattr(options, dataclasses.fields(options)[0].name, None)
 
 
-def test_every_option_is_explained_in_sentences() -> None:
+def test_every_option_is_explained_in_sentences():
     files = Path(openppo.config.__file__).parent.glob("*.py")
     classes = [node for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
     pairs = [pair for group in classes if group.name.endswith("Config") for pair in itertools.pairwise(group.body)]
@@ -95,7 +95,7 @@ def test_every_option_is_explained_in_sentences() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_value_out_of_bounds_is_an_error_that_names_flag_and_bound(command: str) -> None:
+def test_a_value_out_of_bounds_is_an_error_that_names_flag_and_bound(command):
     for name, declared in declared_options(COMMANDS[command][0]).items():
         allowed, kind = rules_of(declared), str(declared.type)
         tried = ["", -2, -1, 0, 70000] if "str" in kind or "int" in kind else [-0.5, 0.0, 1.0, 1.1, math.nan, 1e9]
@@ -206,7 +206,7 @@ ppo profile_steps=1,,2 | 1,,2: give steps from 1 and rising ranges
 
 
 @pytest.mark.parametrize("row", BAD.strip().splitlines())
-def test_options_that_cannot_work_are_an_error_with_flag_and_remedy(row: str) -> None:
+def test_options_that_cannot_work_are_an_error_with_flag_and_remedy(row):
     line, message = row.split(" | ", 1)
     with pytest.raises(ValueError) as error:
         validate(line)
@@ -218,7 +218,7 @@ def test_options_that_cannot_work_are_an_error_with_flag_and_remedy(row: str) ->
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_number_may_be_nan_or_infinite(command: str, number: float) -> None:
+def test_no_number_may_be_nan_or_infinite(command, number):
     accepted = []
     for name, declared in declared_options(COMMANDS[command][0]).items():
         if "float" in str(declared.type):
@@ -256,21 +256,21 @@ serve host=0.0.0.0 token_file=t
 
 
 @pytest.mark.parametrize("line", EDGES.strip().splitlines())
-def test_options_at_the_edge_of_what_works_are_accepted(line: str) -> None:
+def test_options_at_the_edge_of_what_works_are_accepted(line):
     validate(line)
 
 
 # Values
 
 
-def test_weights_are_numbers_by_name_and_shares_sum_to_one() -> None:
+def test_weights_are_numbers_by_name_and_shares_sum_to_one():
     assert RewardConfig(reward_weights=("right=1", "a=b=-.5")).weights() == {"right": 1.0, "a=b": -0.5}
     assert parse_probs("a, b", "3,1", "prompt_data") == [("a", 0.75), ("b", 0.25)]
     assert parse_probs("a,b", None, "prompt_data") == [("a", None), ("b", None)]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_config_is_its_options_by_name(command: str) -> None:
+def test_a_config_is_its_options_by_name(command):
     config_type, required = COMMANDS[command]
     options = flat_dict(config_of(command))
     assert list(options) == list(declared_options(config_type)), "in the order of the groups"
@@ -291,7 +291,7 @@ def test_a_config_is_its_options_by_name(command: str) -> None:
         ("me@example.com /data/a@b.jsonl", "me@example.com /data/a@b.jsonl"),
     ],
 )
-def test_secrets_are_masked_where_options_are_written(text: str, masked: str) -> None:
+def test_secrets_are_masked_where_options_are_written(text, masked):
     assert mask_credentials(text) == masked
     config = config_of("ppo", remote_rm_url=text, use_wandb="5ecre7")
     assert (flat_dict(config)["remote_rm_url"], config.rewards.remote_rm_url) == (masked, text)
@@ -301,11 +301,11 @@ def test_secrets_are_masked_where_options_are_written(text: str, masked: str) ->
 @pytest.mark.parametrize(
     ("given", "steps"), [("3", {3}), ("2-4,7", {2, 3, 4, 7}), (" 1 , 1-2 ", {1, 2}), (None, set())]
 )
-def test_profiled_steps_are_those_that_are_named(given: str | None, steps: set[int]) -> None:
+def test_profiled_steps_are_those_that_are_named(given, steps):
     assert TrackingConfig(profile_steps=given).profiled_steps() == steps
 
 
-def test_what_stands_for_a_value_of_an_option_becomes_it() -> None:
+def test_what_stands_for_a_value_of_an_option_becomes_it():
     given = {"actor_learning_rate": 1, "save_path": Path("a/b"), "target_modules": ["q_proj"], "stop_when": "kl > 1"}
     made = {"actor_learning_rate": 1, "save_path": "a/b", "target_modules": ("q_proj",), "stop_when": ("kl > 1",)}
     config = config_of("ppo", **given)
@@ -334,14 +334,12 @@ WHOLE = {"bf16": True, "rollout_batch_size": 8, "train_batch_size": 8}
         ),
     ],
 )
-def test_old_log_probs_come_from_where_they_are_the_policys(
-    options: dict[str, Any], single_update: str, later: str
-) -> None:
+def test_old_log_probs_come_from_where_they_are_the_policys(options, single_update, later):
     config = config_of("ppo", **WHOLE | options)
     assert (old_log_probs_from(config, True), old_log_probs_from(config, False)) == (single_update, later)
 
 
-def test_a_source_of_ones_own_evaluates_without_held_out_data() -> None:
+def test_a_source_of_ones_own_evaluates_without_held_out_data():
     options = {"keep_best": "eval_reward", "stop_when": ("eval_reward>=0.9",), "eval_before_training": True}
     from_options(commands.TrainPPOConfig, pretrain="m", **options).validate(1, own_source=True)
     with pytest.raises(ValueError, match="--eval_data"):

@@ -34,9 +34,7 @@ def validate(command: type, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("command", "option", "more"), READERS, ids=lambda value: getattr(value, "__name__", None))
-def test_an_input_model_as_save_path_is_refused_however_spelled(
-    command: type, option: str, more: dict[str, Any], model: Path
-) -> None:
+def test_an_input_model_as_save_path_is_refused_however_spelled(command, option, more, model):
     given = more | {option: str(model)}
     validate(command, **given, save_path=str(model.with_name("out")))
     link = str(model.with_name("link"))
@@ -45,7 +43,7 @@ def test_an_input_model_as_save_path_is_refused_however_spelled(
             validate(command, **given, save_path=path)
 
 
-def test_names_the_saved_critic_and_bases_of_adapters_count_too(model: Path, tmp_path: Path) -> None:
+def test_names_the_saved_critic_and_bases_of_adapters_count_too(model, tmp_path):
     with pytest.raises(ValueError, match="--save_path ./owner/name/ is --pretrain owner/name"):
         validate(TrainSFTConfig, **SUPERVISED | {"pretrain": "owner/name"}, save_path="./owner/name/")
     critic = str(model.rename(tmp_path / "run_critic"))
@@ -60,7 +58,7 @@ def test_names_the_saved_critic_and_bases_of_adapters_count_too(model: Path, tmp
 
 
 @pytest.mark.parametrize("inside", ["step_00000004/model", "best_step_00000002", "best", "link"])
-def test_a_model_in_the_runs_own_checkpoints_is_refused(inside: str, tmp_path: Path) -> None:
+def test_a_model_in_the_runs_own_checkpoints_is_refused(inside, tmp_path):
     checkpoints = tmp_path / "checkpoints_ppo"
     (checkpoints / "best_step_00000002").mkdir(parents=True)
     (checkpoints / "best").symlink_to("best_step_00000002")
@@ -86,7 +84,7 @@ MODEL = ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.i
 OTHERS = ("logs/config.yaml", "notes.txt", "reward.py", "run.log", "checkpoints_ppo/latest", "skipped/a.safetensors")
 
 
-def test_the_model_of_an_earlier_run_is_set_aside_and_nothing_else(tmp_path: Path) -> None:
+def test_the_model_of_an_earlier_run_is_set_aside_and_nothing_else(tmp_path):
     for number in (1, 2):
         fill(tmp_path, *MODEL, *OTHERS)
         check(tmp_path)
@@ -98,7 +96,7 @@ def test_the_model_of_an_earlier_run_is_set_aside_and_nothing_else(tmp_path: Pat
     assert not (tmp_path / "model.3").exists()
 
 
-def test_a_model_that_no_run_has_written_is_refused_as_the_critics_too(tmp_path: Path) -> None:
+def test_a_model_that_no_run_has_written_is_refused_as_the_critics_too(tmp_path):
     folder, critic = tmp_path / "run", tmp_path / "run_critic"
     fill(critic, *MODEL)
     with pytest.raises(ValueError, match="holds a model that no run has written there .*: choose another folder"):
@@ -110,7 +108,7 @@ def test_a_model_that_no_run_has_written_is_refused_as_the_critics_too(tmp_path:
     check_run_folder(folder, folders)
 
 
-def test_logs_that_are_no_runs_are_never_renamed(tmp_path: Path) -> None:
+def test_logs_that_are_no_runs_are_never_renamed(tmp_path):
     check(tmp_path / "nowhere")
     (tmp_path / "logs").mkdir()
     check(tmp_path)  # empty

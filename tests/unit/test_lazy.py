@@ -16,7 +16,7 @@ FACES = sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py") if "la
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_every_public_name_loads(face: str) -> None:
+def test_every_public_name_loads(face):
     package = import_module(f"openppo.{face}")
     assert set(package.__all__) <= set(dir(package))
     for name in package.__all__:
@@ -54,7 +54,7 @@ OLD_NAMES = {
 
 
 @pytest.mark.parametrize("module", OLD_NAMES)
-def test_an_old_name_is_the_same_object_with_a_warning(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_name_is_the_same_object_with_a_warning(module, monkeypatch):
     name, home = OLD_NAMES[module]
     for old in MOVED:
         for loaded in [loaded for loaded in sys.modules if f"{loaded}.".startswith(f"{old}.")]:
@@ -67,7 +67,7 @@ def test_an_old_name_is_the_same_object_with_a_warning(module: str, monkeypatch:
     assert {warning.filename for warning in warned} == {"user.py"}
 
 
-def test_type_checkers_know_the_public_names(tmp_path: Path) -> None:
+def test_type_checkers_know_the_public_names(tmp_path):
     (tmp_path / "user.py").write_text("from openppo.models import PolicyLoss\nreveal_type(PolicyLoss())\n")
     flags = "--strict --ignore-missing-imports --follow-imports silent --config-file= user.py".split()
     command, env = [sys.executable, "-m", "mypy", *flags], {"MYPYPATH": str(PACKAGE.parent)}

@@ -18,7 +18,7 @@ def ppo(**options: Any) -> dict[str, Any]:
     return flat_dict(from_options(TrainPPOConfig, pretrain="m", prompt_data="d", reward_fn="r.py", **options))
 
 
-def test_docs_print_the_table() -> None:
+def test_docs_print_the_table():
     flags = re.findall(r"^\| `(--.*)` \| .* \|$", (DOCS / "memory.md").read_text(), flags=re.MULTILINE)
     assert flags == list(REMEDIES)
     advised = re.findall(r"^\| `(\w+)` \| (`--.*) \|$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
@@ -49,15 +49,13 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("phase", "given", "named", "others"), CASES)
-def test_what_lowers_memory_in_a_phase_is_named_unless_the_run_has_or_refuses_it(
-    phase: str, given: dict[str, Any], named: str, others: str
-) -> None:
+def test_what_lowers_memory_in_a_phase_is_named_unless_the_run_has_or_refuses_it(phase, given, named, others):
     found = {flag.split()[0][2:] for flag in remedies(phase, ppo(**given))}
     assert found >= set(named.split())
     assert found & set(others.split()) == set()
 
 
-def test_flags_are_of_the_command_and_those_that_keep_the_gradient_come_first() -> None:
+def test_flags_are_of_the_command_and_those_that_keep_the_gradient_come_first():
     sft = remedies("step", flat_dict(from_options(TrainSFTConfig, pretrain="m", dataset="d")))
     assert "--max_len" in sft
     assert not {"--generate_max_len", "--max_num_seqs", "--buffer_cpu_offload"} & set(sft)
@@ -70,7 +68,7 @@ def test_flags_are_of_the_command_and_those_that_keep_the_gradient_come_first() 
     assert not any("offload" in flag for flag in remedies("training", ppo(buffer_cpu_offload=False), on_cpu=True))
 
 
-def test_sizes_are_the_options_that_decide_memory() -> None:
+def test_sizes_are_the_options_that_decide_memory():
     given = sizes(ppo(micro_train_batch_size=3, micro_train_tokens=512))
     assert {"--micro_train_batch_size 3", "--micro_train_tokens 512", "--zero_stage 2", "--lora_rank 0"} <= set(given)
     assert not any(flag.startswith(("--seed", "--micro_rollout_tokens")) for flag in given)

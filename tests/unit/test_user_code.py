@@ -41,7 +41,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("load", [rewards, data])
-def test_an_import_changes_neither_gradients_nor_dtype_nor_seeds(load: Callable[[Path], Any], file: Path) -> None:
+def test_an_import_changes_neither_gradients_nor_dtype_nor_seeds(load, file):
     file.write_text(f"if True:{MEDDLES}\ndef make(prompts):{MEDDLES}    return [{{'input': 'a'}}]\n")
 
     def draws(between: Callable[[Path], Any]) -> list[float]:
@@ -62,7 +62,7 @@ def test_an_import_changes_neither_gradients_nor_dtype_nor_seeds(load: Callable[
         (data, "import sys\ndef make(source):\n    sys.exit()\n    yield {}\n"),
     ],
 )
-def test_sys_exit_at_import_or_in_a_data_loader_is_an_error(load: Callable[[Path], Any], text: str, file: Path) -> None:
+def test_sys_exit_at_import_or_in_a_data_loader_is_an_error(load, text, file):
     file.write_text(text)
     with pytest.raises(ValueError, match=EXITS):
         load(file)

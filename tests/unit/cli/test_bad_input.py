@@ -7,17 +7,13 @@ other are in tests/unit/test_config.py, files and rows that no command can read 
 import json
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from openppo.rewards.server import RewardServer
-from tests.fork_server import REPO, Launcher
+from tests.fork_server import REPO
 
-Put = Callable[[str], str]
-RunLine = Callable[[str], Any]
 DATA = [
     *(("ppo", flag, "D/prompts.jsonl") for flag in ("prompt_data", "eval_data")),
     ("ppo", "pretrain_data", "D/texts.jsonl"),
@@ -116,9 +112,7 @@ def check(line: str, says: str, code: int, stderr: str, status: int = 2) -> None
 
 
 @pytest.mark.parametrize("row", MISTAKES.strip().splitlines())
-def test_a_mistake_ends_in_one_line_with_flag_and_remedy(
-    row: str, run_line: RunLine, put: Put, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_ends_in_one_line_with_flag_and_remedy(row, run_line, put, monkeypatch):
     monkeypatch.setattr(RewardServer, "fit", lambda self: pytest.fail("it serves"))
     line, says = row.split(" | ")
     says = says.replace("=", line[line.rindex("--") :], 1) if says.startswith("=") else says
@@ -129,9 +123,7 @@ def test_a_mistake_ends_in_one_line_with_flag_and_remedy(
 
 
 @pytest.mark.parametrize(("command", "flag", "good"), DATA)
-def test_a_file_or_row_that_cannot_be_read_is_named_with_the_flag(
-    command: str, flag: str, good: str, run_line: RunLine, put: Put, tmp_path: Path
-) -> None:
+def test_a_file_or_row_that_cannot_be_read_is_named_with_the_flag(command, flag, good, run_line, put, tmp_path):
     row = json.loads(Path(put(good)).read_text().splitlines()[0])
     bad, file = row | {next(iter(row)): 3}, tmp_path / "rows.jsonl"
     for last, says in (
@@ -146,7 +138,7 @@ def test_a_file_or_row_that_cannot_be_read_is_named_with_the_flag(
 @pytest.mark.parametrize(
     ("command", "flag"), [(command, flag) for command, flags in OWN_CODE.items() for flag in flags]
 )
-def test_code_of_a_model_runs_only_where_it_is_trusted(command: str, flag: str, run_line: RunLine, put: Put) -> None:
+def test_code_of_a_model_runs_only_where_it_is_trusted(command, flag, run_line, put):
     model = f"M/{'own_adapters' if command == 'merge_lora' else 'own_code'}"
     refused = "it brings Python code of its own (auto_map in its config)"
     for trust, says in (("", refused), (" --trust_remote_code", "its own code ran")):
@@ -154,9 +146,7 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(command: str, flag: str, 
         check(command, put(f"--{flag} {model}: ... {says}"), ended.code, ended.stderr)
 
 
-def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(
-    run_line: RunLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(run_line, monkeypatch, tmp_path):
     monkeypatch.setattr("openppo.strategy.deepspeed.DeepspeedStrategy.close", lambda self: None)  # others need it
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: pytest.fail("weights"))
     for command in TRAINERS:
@@ -174,9 +164,7 @@ def test_a_dry_run_ends_with_status_0_before_any_weight_is_read(
         *((command, ["model"]) for command in ("sft", "rm", "prm")),
     ],
 )
-def test_every_start_says_what_each_model_takes_before_one_is_loaded(
-    line: str, roles: list[str], run_line: RunLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_start_says_what_each_model_takes_before_one_is_loaded(line, roles, run_line, monkeypatch):
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0))
     ended = run_line(line)
     (said,) = [text for text in ended.stderr.splitlines() if "estimated memory: " in text]
@@ -186,9 +174,7 @@ def test_every_start_says_what_each_model_takes_before_one_is_loaded(
 
 
 @pytest.mark.parametrize("command", TRAINERS)
-def test_one_row_is_enough_to_train_on(
-    command: str, run_line: RunLine, put: Put, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_row_is_enough_to_train_on(command, run_line, put, monkeypatch, tmp_path):
     for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):  # the process group must stay
         monkeypatch.setattr(f"openppo.trainer.{trainer}.close", lambda self: sys.exit(0))
     flag, good = next((flag, good) for name, flag, good in DATA if name == command)
@@ -205,9 +191,7 @@ def test_one_row_is_enough_to_train_on(
         ("ppo -reward_fn --remote_rm_url http://127.0.0.1:9 --remote_rm_retries 0", "--remote_rm_url"),
     ],
 )
-def test_a_start_that_fails_leaves_an_earlier_runs_checkpoints_where_they_are(
-    line: str, said: str, run_line: RunLine, tmp_path: Path
-) -> None:
+def test_a_start_that_fails_leaves_an_earlier_runs_checkpoints_where_they_are(line, said, run_line, tmp_path):
     """Nobody who forgot --load_checkpoint would find them under the same name again."""
     checkpoints = tmp_path / "run" / f"checkpoints_{line.split()[0]}"
     (checkpoints / "step_00000004").mkdir(parents=True)
@@ -228,8 +212,8 @@ def test_a_start_that_fails_leaves_an_earlier_runs_checkpoints_where_they_are(
     ],
 )
 def test_a_mistake_in_a_run_of_its_own_ends_in_one_line_with_flag_and_remedy(
-    line: str, says: str, ranks: int, launcher: Launcher, put: Put, words: Any, tmp_path: Path
-) -> None:
+    line, says, ranks, launcher, put, words, tmp_path
+):
     module, given = words(line)
     command = ["-m", f"openppo.cli.{module}", *given]
     ended = launcher.run(command, ranks, cwd=tmp_path, separate=True, real="headless" in line)

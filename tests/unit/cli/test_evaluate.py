@@ -21,7 +21,7 @@ def write_rows(file: Path, labels: list[int]) -> Path:
     return file
 
 
-def test_lines_and_metrics_say_what_the_reward_function_said(models: Path, tmp_path: Path) -> None:
+def test_lines_and_metrics_say_what_the_reward_function_said(models, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     first, second = write_rows(tmp_path / "a" / "test.jsonl", [1, 2]), write_rows(tmp_path / "b" / "test.jsonl", [6])
     arguments = f"""--pretrain {models}/actor --prompt_data {first},{second} --label_key answer --generate_max_len 5
@@ -50,7 +50,7 @@ def test_lines_and_metrics_say_what_the_reward_function_said(models: Path, tmp_p
         }
 
 
-def test_the_table_has_a_line_for_each_metric_and_a_column_for_each_source() -> None:
+def test_the_table_has_a_line_for_each_metric_and_a_column_for_each_source():
     metrics = {"eval_reward": 1 / 3, "eval_pass@1": 0.25, "eval_reward/bonus": 2.0}
     metrics |= {"eval/math/reward": 0.5, "eval/math/pass@1": 0.5, "eval/math/reward/bonus": 2.0}
     metrics |= {"eval/a long name/reward": 0.0, "eval/a long name/pass@1": 0.0}

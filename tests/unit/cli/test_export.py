@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 
 from openppo.trainer.checkpointer import stopped
 from openppo.trainer.resume.export import find_checkpoint
-
-RunCommand = Callable[..., Any]
 
 
 def write_checkpoint(folder: Path, **state: Any) -> Path:
@@ -25,7 +22,7 @@ def write_checkpoint(folder: Path, **state: Any) -> Path:
     return folder
 
 
-def test_the_newest_of_a_folder_of_checkpoints_is_taken(tmp_path: Path) -> None:
+def test_the_newest_of_a_folder_of_checkpoints_is_taken(tmp_path):
     checkpoints = tmp_path / "run" / "checkpoints_ppo"
     for step in (9, 10, 100_000_000):
         write_checkpoint(checkpoints / f"step_{step:08d}")
@@ -42,7 +39,7 @@ def test_the_newest_of_a_folder_of_checkpoints_is_taken(tmp_path: Path) -> None:
     assert said.endswith("; 'openppo export 'my runs/step_00000003' FOLDER' makes a model of it")
 
 
-def test_what_cannot_be_exported_is_one_line(run_in_process: RunCommand, models: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_one_line(run_in_process, models, tmp_path):
     options = {"pretrain": "gone/model", "dataset": "d.jsonl", "lora_rank": 0, "save_path": "run"}
     started = {"contents": {"--pretrain": "0" * 64}, "step": 1}
     sft = write_checkpoint(tmp_path / "sft" / "step_00000001", kind="sft", options=options, **started)

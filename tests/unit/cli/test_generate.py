@@ -62,7 +62,7 @@ def by_transformers(policy: Path, prompt: str) -> tuple[list[int], float]:
     return whole[0, n_prompt:].tolist(), log_probs[n_prompt - 1 :].mean().item()
 
 
-def test_greedy_responses_are_those_of_plain_transformers(generate: Generate, policy: Path, tmp_path: Path) -> None:
+def test_greedy_responses_are_those_of_plain_transformers(generate, policy, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(policy)
     lines = generate()
     assert [line["prompt"] for line in lines] == PROMPTS
@@ -82,7 +82,7 @@ def test_greedy_responses_are_those_of_plain_transformers(generate: Generate, po
     assert {line["finish_reason"] for line in lines} == {"stop", "length"}, "both are tested"
 
 
-def test_a_peft_folder_answers_as_peft_itself(generate: Generate, policy: Path, tmp_path: Path) -> None:
+def test_a_peft_folder_answers_as_peft_itself(generate, policy, tmp_path):
     torch.manual_seed(0)
     adapters = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(policy), adapters).eval()
@@ -96,7 +96,7 @@ def test_a_peft_folder_answers_as_peft_itself(generate: Generate, policy: Path, 
     assert [line["response"] for line in lines] != [line["response"] for line in generate()]
 
 
-def test_several_samples_of_a_prompt_are_numbered_and_differ(generate: Generate) -> None:
+def test_several_samples_of_a_prompt_are_numbered_and_differ(generate):
     lines = generate("--n_samples_per_prompt", "3", "--temperature", "1")
     assert [(line["row"], line["sample"]) for line in lines] == [(i, k) for i in range(len(PROMPTS)) for k in range(3)]
     assert len({line["response"] for line in lines}) > 2 * len(PROMPTS)
@@ -105,7 +105,7 @@ def test_several_samples_of_a_prompt_are_numbered_and_differ(generate: Generate)
     assert [line["row"] for line in generate("--prompt_max_len", "10")] == [0, 1, 4, 5], "longer ones are dropped"
 
 
-def test_a_file_that_cannot_be_finished_leaves_the_earlier_one_alone(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_finished_leaves_the_earlier_one_alone(tmp_path):
     class Unwritable:
         def __str__(self) -> str:
             raise RuntimeError("halfway")

@@ -58,9 +58,7 @@ def logits(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_a_merged_language_model_equals_base_and_adapters_wherever_the_base_is(
-    moved: bool, merge: Callable[..., Path], folders: Path, tmp_path: Path, models: Path
-) -> None:
+def test_a_merged_language_model_equals_base_and_adapters_wherever_the_base_is(moved, merge, folders, tmp_path, models):
     lora_path = shutil.copytree(folders / "actor", tmp_path / "lora")
     if moved:
         options = json.loads((lora_path / "adapter_config.json").read_text())
@@ -75,9 +73,7 @@ def test_a_merged_language_model_equals_base_and_adapters_wherever_the_base_is(
     assert not list(out.glob("adapter_*"))
 
 
-def test_a_merged_reward_model_has_its_head_and_its_own_config(
-    merge: Callable[..., Path], folders: Path, tmp_path: Path, models: Path
-) -> None:
+def test_a_merged_reward_model_has_its_head_and_its_own_config(merge, folders, tmp_path, models):
     lora_path = shutil.copytree(folders / "reward", tmp_path / "reward")
     config = json.loads((models / "actor" / "config.json").read_text())
     (lora_path / "model_config.json").write_text(json.dumps({**config, "mean": 0.25, "pad_token_id": 2}))
@@ -88,7 +84,7 @@ def test_a_merged_reward_model_has_its_head_and_its_own_config(
     assert (found.config.num_labels, found.config.mean, found.config.pad_token_id) == (1, 0.25, 2)
 
 
-def test_the_sum_is_rounded_once_for_bfloat16(merge: Callable[..., Path], folders: Path) -> None:
+def test_the_sum_is_rounded_once_for_bfloat16(merge, folders):
     exact = AutoModelForCausalLM.from_pretrained(merge("--lora_path", str(folders / "actor"))).state_dict()
     rounded = AutoModelForCausalLM.from_pretrained(merge("--lora_path", str(folders / "actor"), "--bf16")).state_dict()
     for name, weight in rounded.items():
@@ -96,9 +92,7 @@ def test_the_sum_is_rounded_once_for_bfloat16(merge: Callable[..., Path], folder
         assert torch.equal(weight, exact[name].bfloat16()), name
 
 
-def test_what_cannot_be_merged_is_said_in_one_line(
-    run_in_process: RunCommand, folders: Path, models: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_merged_is_said_in_one_line(run_in_process, folders, models, tmp_path):
     gone = shutil.copytree(folders / "actor", tmp_path / "gone")
     options = json.loads((gone / "adapter_config.json").read_text())
     (gone / "adapter_config.json").write_text(json.dumps({**options, "base_model_name_or_path": "/gone"}))

@@ -65,14 +65,14 @@ def parse(*arguments: str) -> dict[str, Any]:
     return flat_dict(parse_options(TrainPPOConfig, ["--pretrain", "m", "--prompt_data", "d", *arguments]))
 
 
-def test_every_flag_of_the_parser_is_listed_once_and_in_the_document() -> None:
+def test_every_flag_of_the_parser_is_listed_once_and_in_the_document():
     names = {*SAME, *(flag.split()[0] for flag in [*DROPPED, *REFUSED])} - {"vllm_num_engines"}
     assert len(names) == 85, "openrlhf/cli/train_ppo.py has 85 flags"
     assert [name for name in names if f"`{name}`" not in DOCUMENT.read_text()] == []
     assert {*openrlhf.DROPPED, *openrlhf.REFUSED} & declared_options(TrainPPOConfig).keys() == set()
 
 
-def test_flags_have_the_same_form_and_default_but_for_those_that_the_document_explains() -> None:
+def test_flags_have_the_same_form_and_default_but_for_those_that_the_document_explains():
     ours = declared_options(TrainPPOConfig)
     theirs = {name: tuple(default) if isinstance(default, list) else default for name, default in SAME.items()}
     for name, default in theirs.items():
@@ -83,9 +83,7 @@ def test_flags_have_the_same_form_and_default_but_for_those_that_the_document_ex
 
 
 @pytest.mark.parametrize("flag", DROPPED)
-def test_flag_without_a_meaning_here_is_dropped_with_one_line_on_rank_0(
-    flag: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flag_without_a_meaning_here_is_dropped_with_one_line_on_rank_0(flag, capsys, monkeypatch):
     for words in (f"--{flag}".split(), [f"--{flag.replace(' ', '=')}"]):
         assert parse(*words, "--bf16") == parse("--bf16")
         notices = capsys.readouterr().err.splitlines()
@@ -97,14 +95,14 @@ def test_flag_without_a_meaning_here_is_dropped_with_one_line_on_rank_0(
 
 
 @pytest.mark.parametrize(("flag", "remedy"), REFUSED.items())
-def test_flag_whose_effect_cannot_be_had_is_refused_with_a_remedy(flag: str, remedy: str) -> None:
+def test_flag_whose_effect_cannot_be_had_is_refused_with_a_remedy(flag, remedy):
     with pytest.raises(ValueError) as refused:
         parse(*f"--{flag}".split())
     assert str(refused.value).startswith(f"--{flag} does not exist here: ")
     assert remedy in str(refused.value)
 
 
-def test_example_of_openrlhf_becomes_the_config_it_means(capsys: Any) -> None:
+def test_example_of_openrlhf_becomes_the_config_it_means(capsys):
     config = parse_options(TrainPPOConfig, ["--local_rank=3", *LLAMA.split()])
     config.validate(world_size=8)
     given = yaml.safe_load("""

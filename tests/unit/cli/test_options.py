@@ -74,7 +74,7 @@ def other_values(command: Any) -> dict[str, Any]:
 
 
 @COMMANDS
-def test_every_flag_reaches_the_field_of_its_name(command: Any) -> None:
+def test_every_flag_reaches_the_field_of_its_name(command):
     values = other_values(command)
     assert flat_dict(parse_options(command, words(values))) == values
     defaults = flat_dict(parse(command))
@@ -83,7 +83,7 @@ def test_every_flag_reaches_the_field_of_its_name(command: Any) -> None:
 
 
 @COMMANDS
-def test_help_shows_every_flag(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_flag(command, capsys):
     with pytest.raises(SystemExit) as ended:
         parse_options(command, ["--help"])
     assert ended.value.code == 0
@@ -104,7 +104,7 @@ def test_help_shows_every_flag(command: Any, capsys: pytest.CaptureFixture[str])
         (["--bf16", "--use-wandb"], "use_wandb", "True"),
     ],
 )
-def test_a_flag_may_be_written_in_several_ways(arguments: list[str], name: str, value: Any) -> None:
+def test_a_flag_may_be_written_in_several_ways(arguments, name, value):
     assert ppo(*arguments)[name] == value
     assert parse(TrainSFTConfig, "--local_rank=1") == parse(TrainSFTConfig), "DeepSpeed's launcher adds it"
 
@@ -119,7 +119,7 @@ def test_a_flag_may_be_written_in_several_ways(arguments: list[str], name: str, 
         ("--config none.yaml", "--config none.yaml: [Errno 2] No such file"),
     ],
 )
-def test_an_unknown_flag_is_an_error_with_the_nearest_name(flag: str, message: str) -> None:
+def test_an_unknown_flag_is_an_error_with_the_nearest_name(flag, message):
     with pytest.raises(ValueError) as error:
         ppo(*flag.split())
     assert message in str(error.value)
@@ -140,9 +140,7 @@ def test_an_unknown_flag_is_an_error_with_the_nearest_name(flag: str, message: s
         ("--config gamma.yaml", "--gamma"),
     ],
 )
-def test_a_value_that_does_not_fit_or_is_missing_is_named(
-    line: str, named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_does_not_fit_or_is_missing_is_named(line, named, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in (("gamma", "[a]"), ("value_clip", "false")):
         Path(f"{name}.yaml").write_text(f"{name}: {value}\npretrain: m\n")
@@ -189,9 +187,7 @@ def from_file(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         ("stop_when: [a > 1, b > 2]", "--stop_when c>3", ("c>3",)),
     ],
 )
-def test_a_file_holds_options_and_the_command_line_wins(
-    line: str, arguments: str, value: Any, from_file: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_file_holds_options_and_the_command_line_wins(line, arguments, value, from_file, tmp_path):
     name = line.partition(":")[0]
     found = from_file(line, *arguments.split())[name]
     assert (found, type(found)) == (value, type(value))
@@ -210,23 +206,21 @@ def test_a_file_holds_options_and_the_command_line_wins(
         ("a: b: c", "--config {file}: mapping values are not allowed here"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_an_error_naming_it(
-    text: str, message: str, from_file: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_used_is_an_error_naming_it(text, message, from_file, tmp_path):
     with pytest.raises(ValueError) as error:
         from_file(text)
     assert message.format(file=tmp_path / "options.yaml") in str(error.value)
 
 
 @COMMANDS
-def test_a_config_written_as_yaml_reads_back_to_an_equal_one(command: Any, tmp_path: Path) -> None:
+def test_a_config_written_as_yaml_reads_back_to_an_equal_one(command, tmp_path):
     for config in (parse(command), parse_options(command, words(other_values(command)))):
         save_run(tmp_path, flat_dict(config), {})
         assert parse_options(command, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 @pytest.mark.parametrize("text", ["--flag {}", "'{}'", '"{}"', "{} #", "{}: [x]", " {} \n\n", "\\n{}", "ü {}", ""])
-def test_any_text_survives_the_file(text: str, tmp_path: Path) -> None:
+def test_any_text_survives_the_file(text, tmp_path):
     config = parse(TrainPPOConfig, f"--input_template={text}")
     assert config.data.input_template == text
     save_run(tmp_path, flat_dict(config), {})
@@ -266,9 +260,7 @@ def raises(error: Exception) -> Callable[..., Any]:
     ("world_size", "says"),
     [("1", "--pretrain m: no such folder."), ("3", "--train_batch_size 128 does not divide")],
 )
-def test_an_error_of_options_or_of_the_start_is_one_line(
-    world_size: str, says: str, command_line: Callable[..., Any], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_options_or_of_the_start_is_one_line(world_size, says, command_line, capfd):
     command_line("", raises(ValueError("--pretrain m: no such folder.")), ("0", "0", world_size, "1"))
     with pytest.raises(SystemExit) as ended:
         run_command(TrainPPOConfig, "the:job")
@@ -288,8 +280,8 @@ def test_an_error_of_options_or_of_the_start_is_one_line(
     ],
 )
 def test_the_first_rank_of_each_host_says_what_is_wrong_and_others_wait_for_it(
-    rank: str, local_rank: str, hosts: str, who: str, monkeypatch: Any, command_line: Callable[..., Any], capsys: Any
-) -> None:
+    rank, local_rank, hosts, who, monkeypatch, command_line, capsys
+):
     monkeypatch.setattr("socket.gethostname", lambda: "gpu02")
     for flags in ("--gamma high", "--gama 1"):
         slept = command_line(flags, raises(AssertionError("built")), (rank, local_rank, "4", hosts))
@@ -304,9 +296,7 @@ def test_the_first_rank_of_each_host_says_what_is_wrong_and_others_wait_for_it(
     assert len(slept) == (0 if local_rank == "0" else 2)
 
 
-def test_an_error_of_ours_and_an_error_while_running_keep_their_tracebacks(
-    command_line: Callable[..., Any], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_ours_and_an_error_while_running_keep_their_tracebacks(command_line, capfd):
     running = SimpleNamespace(fit=raises(ValueError("while running")))
     for build, error in ((raises(KeyError("ours")), KeyError), (lambda config: running, ValueError)):
         command_line("", build)

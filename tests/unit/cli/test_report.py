@@ -24,9 +24,7 @@ def run_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     return run
 
 
-def test_the_page_lies_beside_the_logs_of_one_run_or_where_it_is_told_to(
-    run_report: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_lies_beside_the_logs_of_one_run_or_where_it_is_told_to(run_report, tmp_path, capsys):
     for arguments, place in (
         (["a"], "a/logs/report.html"),
         (["b/logs"], "b/logs/report.html"),
@@ -49,9 +47,7 @@ def test_the_page_lies_beside_the_logs_of_one_run_or_where_it_is_told_to(
         (["a", "--ouput", "x"], "unknown flag --ouput; did you mean --output?"),
     ],
 )
-def test_bad_input_is_one_line(
-    run_report: Callable[..., None], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_bad_input_is_one_line(run_report, capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
         run_report(*arguments)
     assert ended.value.code == 2

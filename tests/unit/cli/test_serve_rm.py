@@ -43,7 +43,7 @@ def score_alone(model: Path, text: str) -> float:
     return (score - 0.5) / 0.25
 
 
-def test_a_server_scores_as_the_model_alone_for_our_client_too(model: Path, tmp_path: Path) -> None:
+def test_a_server_scores_as_the_model_alone_for_our_client_too(model, tmp_path):
     (tmp_path / "token").write_text("open sesame\n")
     flags = f"--reward_pretrain {model} --port 0 --token_file {tmp_path}/token --max_batch_size 2 --max_len 20"
     process = subprocess.Popen(

@@ -27,7 +27,7 @@ def openppo(*arguments: str, module: str = "openppo", **env: str) -> subprocess.
     )
 
 
-def test_help_lists_every_module_that_runs_with_what_it_is_for() -> None:
+def test_help_lists_every_module_that_runs_with_what_it_is_for():
     runnable = {file.stem: file for file in (REPO / "openppo/cli").glob("*.py") if "__main__" in file.read_text()}
     printed = openppo("--help").stdout
     listed = dict(re.findall(r"^  (\w+) +(\S.*)$", printed, flags=re.MULTILINE))
@@ -47,7 +47,7 @@ UNKNOWN = "error: unknown flag --eps_clipp; did you mean --eps_clip?\n"
         ("openppo.cli.train_ppo --eps_clipp 1", UNKNOWN),
     ],
 )
-def test_a_command_gets_its_flags_and_an_unknown_one_the_nearest_name(line: str, says: str) -> None:
+def test_a_command_gets_its_flags_and_an_unknown_one_the_nearest_name(line, says):
     module, *arguments = line.split()
     done = openppo(*arguments, module=module)
     assert (done.returncode, done.stderr, done.stdout) == (2, says, "")
@@ -56,7 +56,7 @@ def test_a_command_gets_its_flags_and_an_unknown_one_the_nearest_name(line: str,
 @pytest.mark.parametrize(
     "arguments", ["openppo --help", "openppo --version", "openppo train_ppo --help", "openppo.cli.report --help"]
 )
-def test_output_that_nobody_reads_ends_a_command_quietly(arguments: str) -> None:
+def test_output_that_nobody_reads_ends_a_command_quietly(arguments):
     """As ``openppo train_ppo --help | head`` does, where head has ended."""
     read, write = os.pipe()
     os.close(read)
@@ -68,7 +68,7 @@ def test_output_that_nobody_reads_ends_a_command_quietly(arguments: str) -> None
 
 
 @pytest.mark.parametrize("module", ["openppo", "openppo.cli.report", "openppo.cli.merge_lora"])
-def test_version_prints_what_a_bug_report_needs_and_no_name_path_or_secret(module: str, tmp_path: Path) -> None:
+def test_version_prints_what_a_bug_report_needs_and_no_name_path_or_secret(module, tmp_path):
     answer, secret = "NVIDIA H200, 143771 MiB, 570.1", "hf_tell_nobody"
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{answer}\n{answer}\n'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -94,7 +94,7 @@ def test_version_prints_what_a_bug_report_needs_and_no_name_path_or_secret(modul
     assert "/" not in done.stdout.replace("GNU/Linux", "")
 
 
-def test_version_answers_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+def test_version_answers_where_torch_cannot_be_imported(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('/home/somebody/libcudart.so: cannot open shared object file')")
     done = openppo("--version", PYTHONPATH=f"{tmp_path}:{REPO}")
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 import logging
 import re
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,9 @@ from openppo.strategy import comm
 from openppo.strategy.comm import InferenceStrategy
 from openppo.strategy.deepspeed import DeepspeedStrategy
 
-RunLine = Callable[[str], Any]
-
 
 @pytest.mark.parametrize("command", ["ppo", "sft", "rm", "prm", "generate", "evaluate", "serve_rm"])
-def test_cudnn_attention_is_off_when_models_are_loaded(command: str, run_line: RunLine) -> None:
+def test_cudnn_attention_is_off_when_models_are_loaded(command, run_line):
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)  # as torch has it at the start of a process
     model = "--reward_pretrain" if command == "serve_rm" else "--pretrain"
@@ -30,9 +27,7 @@ def test_cudnn_attention_is_off_when_models_are_loaded(command: str, run_line: R
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_float32_on_a_gpu_is_named_with_its_remedy(
-    bf16: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_float32_on_a_gpu_is_named_with_its_remedy(bf16, monkeypatch, caplog):
     DeepspeedStrategy(DeepSpeedConfig(bf16=bf16))
     InferenceStrategy(bf16)
     with caplog.at_level(logging.INFO, logger="openppo"):
@@ -47,9 +42,7 @@ def test_float32_on_a_gpu_is_named_with_its_remedy(
     ("line", "heartbeat", "stall", "resumes"),
     [("serve_rm", 45.0, 0.0, False), ("sft --heartbeat_timeout 30", 30.0, 2700.0, True)],
 )
-def test_only_training_can_stall_and_be_resumed(
-    line: str, heartbeat: float, stall: float, resumes: bool, run_line: RunLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_training_can_stall_and_be_resumed(line, heartbeat, stall, resumes, run_line, monkeypatch):
     def watch(limits: RunConfig, where: object, options: object, resume: str) -> None:
         assert (limits.heartbeat_timeout, limits.stall_timeout) == (heartbeat, stall)
         assert ("--load_checkpoint" in resume) is resumes
@@ -60,9 +53,7 @@ def test_only_training_can_stall_and_be_resumed(
 
 
 @pytest.mark.parametrize("line", ["ppo", "sft"])
-def test_out_of_memory_the_watch_can_say_what_each_model_takes(
-    line: str, run_line: RunLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_the_watch_can_say_what_each_model_takes(line, run_line, monkeypatch):
     for trainer in ("ppo.PPOTrainer", "supervised.loop.SupervisedTrainer"):
         monkeypatch.setattr(f"openppo.trainer.{trainer}.fit", lambda self: sys.exit(0))
     watch: Any = SimpleNamespace(explain_memory=list)

@@ -3,9 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -31,9 +29,7 @@ def model(models: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("line", ["ppo", "sft", "rm", "prm --dataset steps.jsonl", "generate", "evaluate"])
-def test_every_command_passes_the_arguments_to_its_template(
-    line: str, run_line: Callable[[str], Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_passes_the_arguments_to_its_template(line, run_line, model, tmp_path, monkeypatch):
     (tmp_path / "steps.jsonl").write_text('{"prompt": "a", "steps": ["b", "c"], "labels": [true, false]}\n' * 4)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *a, **k: sys.exit(0))  # rows are read
     line += f" --pretrain {model} --apply_chat_template"
@@ -43,7 +39,7 @@ def test_every_command_passes_the_arguments_to_its_template(
     assert ended.code == 0, ended.stderr
 
 
-def test_arguments_hold_for_every_rendering_and_are_not_saved(model: Path, tmp_path: Path) -> None:
+def test_arguments_hold_for_every_rendering_and_are_not_saved(model, tmp_path):
     tokenizer = load_tokenizer(str(model), "--pretrain", template_kwargs=json.loads(OFF))
     chat = [{"role": "user", "content": "a"}]
     assert (
@@ -56,7 +52,7 @@ def test_arguments_hold_for_every_rendering_and_are_not_saved(model: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", ["enable_thinkng", "messages"])
-def test_an_argument_without_effect_is_refused(name: str, model: Path) -> None:
+def test_an_argument_without_effect_is_refused(name, model):
     says = f"^--chat_template_kwargs: the chat template of --pretrain .* does not use '{name}'. Correct"
     with pytest.raises(ValueError, match=says):
         load_tokenizer(str(model), "--pretrain", template_kwargs={name: True})

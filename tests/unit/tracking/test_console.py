@@ -4,7 +4,6 @@ import io
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -36,9 +35,7 @@ def logger_as_before() -> Iterator[None]:
         (Terminal(), "\nrole   model\n\x1b[33mwarning: careful\x1b[0m\n"),
     ],
 )
-def test_files_name_the_rank_on_each_line_and_terminals_color_warnings(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, expected: str
-) -> None:
+def test_files_name_the_rank_on_each_line_and_terminals_color_warnings(monkeypatch, stream, expected):
     monkeypatch.setattr(sys, "stderr", stream)
     setup_logging(0)
     log_lines(["", "role   model"])
@@ -49,7 +46,7 @@ def test_files_name_the_rank_on_each_line_and_terminals_color_warnings(
     assert stream.getvalue() == expected + "[openppo rank 3] careful\n"
 
 
-def test_a_full_disk_under_all_output_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_under_all_output_does_not_stop_the_run(tmp_path, monkeypatch):
     """As with ``> run.log 2>&1``: the failure cannot be reported either."""
     monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0.0)
     with open("/dev/full", "wb", buffering=0) as full, io.TextIOWrapper(full, write_through=True) as stream:
@@ -63,7 +60,7 @@ def test_a_full_disk_under_all_output_does_not_stop_the_run(tmp_path: Path, monk
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_table_is_aligned_and_its_last_column_wraps() -> None:
+def test_a_table_is_aligned_and_its_last_column_wraps():
     rows = [("role", "size", "text"), ("a", "1", "word " * 30), ("longer", "1,000", "x" * 200)]
     lines = table_lines(rows, right={1}, indent=2)
     assert lines[0] == "  role     size  text"
@@ -81,15 +78,13 @@ def test_a_table_is_aligned_and_its_last_column_wraps() -> None:
         ("abcdefghij", "abcd ... (+6 characters)"),
     ],
 )
-def test_escaped_text_is_one_harmless_line(text: str, shown: str) -> None:
+def test_escaped_text_is_one_harmless_line(text, shown):
     assert escape_control(text, 4 if len(text) == 10 else None) == shown
     assert escape_control("abcdefghij", 4, keep="end") == "(+6 characters) ... ghij"
 
 
 @pytest.mark.parametrize(("seconds", "shares"), [(0.29, []), (1.0, ["30", "60", "90", "100"])])
-def test_a_file_gets_a_line_every_30_seconds_and_one_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: float, shares: list[str]
-) -> None:
+def test_a_file_gets_a_line_every_30_seconds_and_one_at_the_end(monkeypatch, capsys, seconds, shares):
     clock = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
     for _ in progress_bar(100, "generation", enabled=True):
@@ -107,7 +102,7 @@ def test_a_file_gets_a_line_every_30_seconds_and_one_at_the_end(
     assert "4/8" in line, "the last line comes also after an error"
 
 
-def test_a_terminal_gets_a_bar_that_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_bar_that_vanishes(monkeypatch):
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
     assert list(progress_bar(["a", "b"], "letters", enabled=False)) == ["a", "b"]

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ EXPECTED["sum"] = math.fsum(NUMBERS)
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("reduction", EXPECTED)
-def test_tensor_elements_reduce_alike_for_every_split(split: list[list[list[float]]], reduction: Any) -> None:
+def test_tensor_elements_reduce_alike_for_every_split(split, reduction):
     bags = [Metrics() for _ in split]
     for bag, micro_batches in zip(bags, split, strict=True):
         for numbers in micro_batches:
@@ -37,7 +36,7 @@ def test_tensor_elements_reduce_alike_for_every_split(split: list[list[list[floa
         assert result == dict.fromkeys(("x", "one by one"), pytest.approx(EXPECTED[reduction], rel=1e-12))
 
 
-def test_std_keeps_its_digits_far_from_zero() -> None:
+def test_std_keeps_its_digits_far_from_zero():
     metrics = Metrics()
     for offset in ([0.0, 1.0], [2.0], [3.0, 4.0]):  # sum of squares minus squared sum would give 0 or a NaN here
         metrics.add_tensor("x", torch.tensor(offset, dtype=torch.float64) + 1e9, reduce="std")
@@ -45,7 +44,7 @@ def test_std_keeps_its_digits_far_from_zero() -> None:
 
 
 @pytest.mark.parametrize("reduction", EXPECTED)
-def test_nan_shows_inside_the_mask_only(reduction: Any) -> None:
+def test_nan_shows_inside_the_mask_only(reduction):
     values = torch.tensor([[1.0, math.nan, 4.0], [math.inf, 7.0, math.nan]])
     mask = torch.tensor([[True, False, True], [False, True, False]])
     metrics = Metrics()
@@ -59,7 +58,7 @@ def test_nan_shows_inside_the_mask_only(reduction: Any) -> None:
     assert math.isnan(found["bad"])
 
 
-def test_a_metric_of_nothing_is_left_out_and_numbers_are_exact() -> None:
+def test_a_metric_of_nothing_is_left_out_and_numbers_are_exact():
     metrics, parameter = Metrics(), torch.ones(3, requires_grad=True)
     metrics.add("dummy_forward", math.nan, weight=0)
     metrics.add("loss", math.nan, weight=0)
@@ -74,7 +73,7 @@ def test_a_metric_of_nothing_is_left_out_and_numbers_are_exact() -> None:
         assert metrics.reduced(SingleProcess()) == {"loss": 3.0, "clipped": 0.5, "big": 4099.0, "lr": 1e-6 / 3}
 
 
-def test_ranks_that_lack_names_get_the_same_dict_in_the_same_order() -> None:
+def test_ranks_that_lack_names_get_the_same_dict_in_the_same_order():
     bags = [Metrics(), Metrics(), Metrics()]
     bags[0].add("b", 1.0)
     bags[0].add("a", torch.tensor(2.0), weight=1)
@@ -86,7 +85,7 @@ def test_ranks_that_lack_names_get_the_same_dict_in_the_same_order() -> None:
             add()
 
 
-def test_histogram_counts_are_those_of_numpy_whatever_the_ranks() -> None:
+def test_histogram_counts_are_those_of_numpy_whatever_the_ranks():
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     made = histogram(values.reshape(10, 100), SingleProcess(), bins=16)
     assert made is not None
@@ -108,7 +107,7 @@ def test_histogram_counts_are_those_of_numpy_whatever_the_ranks() -> None:
         *(([value] * 5, [0, 5]) for value in (0.0, -7.0, 1e6)),  # one value alone gets a bar around it
     ],
 )
-def test_a_histogram_is_of_finite_values(values: list[float], counts: list[int] | None) -> None:
+def test_a_histogram_is_of_finite_values(values, counts):
     made = histogram(torch.tensor(values), SingleProcess(), bins=2)
     assert (None if made is None else made.counts) == counts
     if made is not None:
@@ -119,7 +118,7 @@ def test_a_histogram_is_of_finite_values(values: list[float], counts: list[int] 
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_moments_of_parts_merge_into_those_of_all(split: list[list[list[float]]]) -> None:
+def test_moments_of_parts_merge_into_those_of_all(split):
     whole = Moments()
     for numbers in [numbers for of_rank in split for numbers in [*of_rank, []]]:
         whole.merge(Moments.of(torch.tensor(numbers), SingleProcess()))

@@ -50,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_phases_accumulate_and_an_outer_phase_contains_its_inner_ones(clock: list[float]) -> None:
+def test_phases_accumulate_and_an_outer_phase_contains_its_inner_ones(clock):
     timer = PhaseTimer()
     with timer.phase("step"):
         for seconds in (1.0, 2.0):
@@ -71,7 +71,7 @@ def test_phases_accumulate_and_an_outer_phase_contains_its_inner_ones(clock: lis
         pass
 
 
-def test_each_phase_has_its_own_peak_beside_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_phase_has_its_own_peak_beside_the_estimate(monkeypatch):
     cuda = FakeCUDA()
     monkeypatch.setattr(phase.torch, "cuda", cuda)
     timer, other = PhaseTimer(estimated={"generation": 3 << 30, "step": 9 << 29, "loading": 1 << 30}), PhaseTimer()
@@ -97,7 +97,7 @@ def test_each_phase_has_its_own_peak_beside_the_estimate(monkeypatch: pytest.Mon
     assert cuda.max_memory_allocated() == 70 << 30, "for the report"
 
 
-def test_the_innermost_phase_is_current_and_all_that_happens_is_progress() -> None:
+def test_the_innermost_phase_is_current_and_all_that_happens_is_progress():
     timer, seen = PhaseTimer(), []
     current.on_progress = lambda: seen.append((current.phase, current.step))
     with timer.step(7):
@@ -133,9 +133,7 @@ def work(timer: PhaseTimer, steps: int, loops: int, clock: list[float]) -> None:
                         clock[0] += 1.0
 
 
-def test_of_a_long_phase_the_first_seconds_are_recorded_and_its_name_spans_it_all(
-    tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_long_phase_the_first_seconds_are_recorded_and_its_name_spans_it_all(tmp_path, clock, capfd):
     work(profiled(tmp_path), 1, 500, clock)
     events = events_of(tmp_path)
     multiplied = [event["ts"] for event in events if event["name"] == "aten::mm"]
@@ -146,9 +144,7 @@ def test_of_a_long_phase_the_first_seconds_are_recorded_and_its_name_spans_it_al
     assert [line for line in capfd.readouterr().err.splitlines() if not line.startswith("[openppo]")] == []
 
 
-def test_nothing_is_left_running_after_an_error_or_on_a_full_disk(
-    tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_left_running_after_an_error_or_on_a_full_disk(tmp_path, clock, caplog):
     timer = profiled(tmp_path)
     current.step = 1
     with pytest.raises(KeyError), timer.phase("step"), timer.phase("generation"):

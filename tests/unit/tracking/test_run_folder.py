@@ -23,7 +23,7 @@ from openppo.types import FinishReason
 from tests.ranks import on_ranks
 
 
-def test_config_yaml_reads_back_in_order_with_tuples_as_lists(tmp_path: Path) -> None:
+def test_config_yaml_reads_back_in_order_with_tuples_as_lists(tmp_path):
     options = flat_dict(from_options(TrainPPOConfig, pretrain="\u00fcbung", reward_fn="r.py", prompt_data="p.jsonl"))
     given = options | {"path": Path("a/b"), "color": FinishReason.STOP, "rate": 1e-6, "b": 5e-05}
     save_run(tmp_path / "new" / "run", given, {})
@@ -34,9 +34,7 @@ def test_config_yaml_reads_back_in_order_with_tuples_as_lists(tmp_path: Path) ->
     assert all(read[name] == (list(value) if isinstance(value, tuple) else value) for name, value in options.items())
 
 
-def test_environment_names_versions_and_the_device_of_each_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_names_versions_and_the_device_of_each_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "PACKAGES", ("torch", "no-such-package"))
     save_run(tmp_path / "logs", {}, on_ranks(2, environment)[0])
     found = json.loads((tmp_path / "logs" / "environment.json").read_text())
@@ -47,7 +45,7 @@ def test_environment_names_versions_and_the_device_of_each_rank(
     assert all("CPU" in rank["device"] for rank in found["ranks"]) or torch.cuda.is_available()
 
 
-def test_a_second_run_in_the_same_folder_keeps_the_logs_of_the_first(tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_folder_keeps_the_logs_of_the_first(tmp_path):
     logs = tmp_path / "logs"
     for run in ("first", "second", "third"):
         set_aside_logs(logs)
@@ -65,7 +63,7 @@ OWN = "".join(f"{line}\n" for line in ('{"note": "mine"}', "no JSON", '{"step": 
     ("text", "kept"),
     [(LINES + '{"step": 3}\n{"step": 1, "cut', LINES), (OWN + LINES + '{"step": 13}\n', OWN + LINES), ("", "")],
 )
-def test_logs_of_a_resumed_run_end_at_its_checkpoint(tmp_path: Path, text: str, kept: str) -> None:
+def test_logs_of_a_resumed_run_end_at_its_checkpoint(tmp_path, text, kept):
     """Whatever characters their texts have that end a line elsewhere."""
     (tmp_path / "metrics.jsonl").write_text(text)
     (tmp_path / "config.yaml").write_text("a: 1")

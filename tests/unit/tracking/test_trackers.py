@@ -43,7 +43,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def test_jsonl_lines_hold_any_text_and_value_in_order(tmp_path: Path) -> None:
+def test_jsonl_lines_hold_any_text_and_value_in_order(tmp_path):
     logs, before = tmp_path / "new" / "logs", time.time()
     JSONLTracker(logs).log(1, {"reward": 0.5, "kl": -0.01})
     JSONLTracker(logs).log(2, {"reward": math.nan, "kl": math.inf, "lr": 1e-6})  # appends to an earlier run
@@ -59,7 +59,7 @@ def test_jsonl_lines_hold_any_text_and_value_in_order(tmp_path: Path) -> None:
     assert "\u00fc" in (logs / "samples.jsonl").read_text(encoding="utf-8")
 
 
-def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
+def test_tensorboard_reads_back_what_was_logged(tmp_path):
     tracker = TensorBoardTracker(tmp_path / "tb")
     tracker.log(1, {"policy/loss": 0.5, "reward": 1.0})
     tracker.log(2, {"policy/loss": 0.25, "reward": math.nan})
@@ -77,7 +77,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     assert [event.step, shown.num, shown.sum_squares, *shown.bucket_limit, *shown.bucket] == [7, 3, 6.75, 1, 3, 2, 1]
 
 
-def test_console_prints_one_line_with_the_headline_in_its_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_prints_one_line_with_the_headline_in_its_order(capsys):
     tracker = ConsoleTracker(["reward", "kl", "absent", "length", "time/step_s"], total_steps=20)
     tracker.log(3, {"time/step_s": 2.149, "kl": 0.01234, "other": 1.0, "reward": 0.41, "length": 1234.5})
     tracker.log(4, {"reward": math.nan})
@@ -94,7 +94,7 @@ def test_console_prints_one_line_with_the_headline_in_its_order(capsys: pytest.C
     assert captured.err == ""
 
 
-def test_samples_come_every_so_many_steps_short_and_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_come_every_so_many_steps_short_and_escaped(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     tracker = ConsoleTracker(["reward"], total_steps=20, samples_every=5)
@@ -118,9 +118,7 @@ def test_samples_come_every_so_many_steps_short_and_escaped(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("failure", "what"), [(OSError(28, "Disk full"), "OSError: [Errno 28] Disk full"), (EOFError(), "EOFError")]
 )
-def test_a_failing_tracker_warns_once_and_the_others_continue(
-    failure: Exception, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_tracker_warns_once_and_the_others_continue(failure, what, caplog):
     bad, good = Recorder(good=1, failure=failure), Recorder()
     both = Trackers([bad, good])
     for step in range(3):
@@ -134,14 +132,14 @@ def test_a_failing_tracker_warns_once_and_the_others_continue(
     assert (bad.closed, good.closed) == (1, 1)
 
 
-def test_trackers_are_closed_also_where_a_run_fails_and_bugs_are_raised() -> None:
+def test_trackers_are_closed_also_where_a_run_fails_and_bugs_are_raised():
     recorder = Recorder(good=0, failure=KeyError("bug"))
     with pytest.raises(KeyError, match="bug"), Trackers([recorder]) as failing:
         failing.log(1, {})
     assert recorder.closed == 1
 
 
-def test_rank_0_gets_all_trackers_and_the_others_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_gets_all_trackers_and_the_others_none(tmp_path, capsys):
     path, options = str(tmp_path / "ckpt"), TrackingConfig(use_tensorboard=str(tmp_path / "tb"))
     other = SingleProcess()
     other.rank, other.world_size = 1, 2
@@ -155,7 +153,7 @@ def test_rank_0_gets_all_trackers_and_the_others_none(tmp_path: Path, capsys: py
     assert capsys.readouterr().out == "step 1/2 | reward 1\n"
 
 
-def test_runs_that_share_a_tensorboard_folder_show_each_step_once(tmp_path: Path) -> None:
+def test_runs_that_share_a_tensorboard_folder_show_each_step_once(tmp_path):
     def start(run: str, *steps: int, resumed_after: int | None = None, name: str | None = None) -> None:
         options = TrackingConfig(use_tensorboard=str(tmp_path / "tb"), wandb_run_name=name)
         with trackers.make_trackers(str(tmp_path / run), options, {}, SingleProcess(), [], 2, resumed_after) as made:
@@ -177,7 +175,7 @@ def test_runs_that_share_a_tensorboard_folder_show_each_step_once(tmp_path: Path
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_a_missing_package_is_an_error_before_anything_is_loaded(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_before_anything_is_loaded(package, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
     trackers.check_trackers(TrackingConfig())
     with pytest.raises(ValueError, match=f"^--use_{package} needs the package {package}: run 'pip install {package}'"):

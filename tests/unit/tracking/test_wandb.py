@@ -72,7 +72,7 @@ def history_of(folder: Path) -> list[dict[str, Any]]:
     return [{item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in line} for line in lines]
 
 
-def test_an_offline_run_holds_what_was_logged(tmp_path: Path) -> None:
+def test_an_offline_run_holds_what_was_logged(tmp_path):
     tracker = tracker_in(tmp_path / "ppo", wandb_project="p", wandb_group="g", wandb_org="us")
     tracker.log(1, {"reward": 0.5, "time/step_s": 2.0})
     tracker.log_histograms(1, {"reward": Histogram([0.0, 1.0, 2.0], [2, 1], 2.5, 3.0)})
@@ -92,7 +92,7 @@ def test_an_offline_run_holds_what_was_logged(tmp_path: Path) -> None:
     assert {item.key: item.value_json for item in run.config.update}["seed"] == "7"
 
 
-def test_a_resumed_run_has_the_id_of_the_first_and_its_step_as_axis(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_id_of_the_first_and_its_step_as_axis(tmp_path):
     for resumes, steps in ((False, (1, 2, 3)), (True, (3, 4))):
         with suppress(RuntimeError), Trackers([tracker_in(tmp_path, resumes)]) as trackers:
             for step in steps:
@@ -120,9 +120,7 @@ URL = "http://user:swordfish@host:5000/r?key=swordfish"
         ("swordfish", ["--remote_rm_url", URL], ["--remote_rm_url", "http://***@host:5000/r?***"], {}),
     ],
 )
-def test_secrets_of_the_command_line_are_in_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str, words: list[str], shown: list[str], options: Any
-) -> None:
+def test_secrets_of_the_command_line_are_in_no_file(tmp_path, monkeypatch, secret, words, shown, options):
     monkeypatch.setattr(sys, "argv", [sys.argv[0], *words])
     tracker_in(tmp_path, **options).close()
     assert sys.argv[1:] == words
@@ -133,6 +131,6 @@ def test_secrets_of_the_command_line_are_in_no_file(
     assert [file for file in files if secret.encode() in file.read_bytes()] == []
 
 
-def test_without_a_key_an_online_run_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_without_a_key_an_online_run_is_refused_at_the_start(tmp_path):
     with pytest.raises(ValueError, match="^--use_wandb cannot start a run .*--wandb_mode offline"):
         tracker_in(tmp_path, wandb_mode="online")
