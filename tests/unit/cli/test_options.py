@@ -257,8 +257,7 @@ def raises(error: Exception) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "says"),
-    [("1", "--pretrain m: no such folder."), ("3", "--train_batch_size 128 does not divide")],
+    ("world_size", "says"), [("1", "--pretrain m: no such folder."), ("3", "--train_batch_size 128 does not divide")]
 )
 def test_an_error_of_options_or_of_the_start_is_one_line(world_size, says, command_line, capfd):
     command_line("", raises(ValueError("--pretrain m: no such folder.")), ("0", "0", world_size, "1"))

@@ -156,11 +156,7 @@ def chat_prompt(*roles):
     ("roles", "template", "message"),
     [
         (["user"], None, "the tokenizer has no chat template"),
-        (
-            ["user"],
-            "{% for i in range(10 ** 9) %}a{% endfor %}",
-            "user, assistant, user, assistant: Range too big",
-        ),
+        (["user"], "{% for i in range(10 ** 9) %}a{% endfor %}", "user, assistant, user, assistant: Range too big"),
         (["system", "user"], TEMPLATE, "with the roles system, user, assistant: .*no system"),
         (["user"], "{{ messages[0]['content'] }}", "it leaves the assistant's turn out"),
     ],

@@ -12,13 +12,7 @@ import yaml
 
 from openppo import __version__
 from openppo.config import TrainPPOConfig, flat_dict, from_options
-from openppo.tracking import (
-    cut_logs,
-    environment,
-    run_folder,
-    save_run,
-    set_aside_logs,
-)
+from openppo.tracking import cut_logs, environment, run_folder, save_run, set_aside_logs
 from openppo.types import FinishReason
 from tests.ranks import on_ranks
 
