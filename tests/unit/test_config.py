@@ -263,10 +263,12 @@ def test_options_at_the_edge_of_what_works_are_accepted(line):
 # Values
 
 
-def test_weights_are_numbers_by_name_and_shares_sum_to_one():
+def test_weights_have_names_shares_sum_to_one_and_steps_have_ranges():
     assert RewardConfig(reward_weights=("right=1", "a=b=-.5")).weights() == {"right": 1.0, "a=b": -0.5}
     assert parse_probs("a, b", "3,1", "prompt_data") == [("a", 0.75), ("b", 0.25)]
     assert parse_probs("a,b", None, "prompt_data") == [("a", None), ("b", None)]
+    for given, steps in (("3", {3}), ("2-4,7", {2, 3, 4, 7}), (" 1 , 1-2 ", {1, 2}), (None, set())):
+        assert TrackingConfig(profile_steps=given).profiled_steps() == steps
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -296,13 +298,6 @@ def test_secrets_are_masked_where_options_are_written(text, masked):
     config = config_of("ppo", remote_rm_url=text, use_wandb="5ecre7")
     assert (flat_dict(config)["remote_rm_url"], config.rewards.remote_rm_url) == (masked, text)
     assert (flat_dict(config)["use_wandb"], config.tracking.use_wandb) == ("True", "5ecre7")
-
-
-@pytest.mark.parametrize(
-    ("given", "steps"), [("3", {3}), ("2-4,7", {2, 3, 4, 7}), (" 1 , 1-2 ", {1, 2}), (None, set())]
-)
-def test_profiled_steps_are_those_that_are_named(given, steps):
-    assert TrackingConfig(profile_steps=given).profiled_steps() == steps
 
 
 def test_what_stands_for_a_value_of_an_option_becomes_it():

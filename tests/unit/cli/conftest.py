@@ -124,9 +124,7 @@ class CallsWhenUnpickled:
 
 
 @pytest.fixture
-def run_in_process(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> Iterator[RunCommand]:
+def run_in_process(monkeypatch, capfd, tmp_path: Path) -> Iterator[RunCommand]:
     """Runs a command as ``python -m openppo.cli.NAME ARGUMENTS`` would, away from the repository, until it exits.
 
     What a command changes in its process is put back, but for the process group of one rank, which stays.

@@ -92,13 +92,12 @@ serve_rm --port TAKEN | --host 127.0.0.1 --port TAKEN ... cannot listen ... Choo
 
 "=" is the last option as it stands in the command.
 """
-OWN_CODE = {
-    "ppo": ("pretrain", "reward_pretrain", "critic_pretrain", "prm_pretrain"),
-    **dict.fromkeys(("sft", "rm", "prm", "generate"), ("pretrain",)),
-    "evaluate": ("pretrain", "reward_pretrain", "prm_pretrain"),
-    "serve_rm": ("reward_pretrain",),
-    "merge_lora": ("lora_path",),
-}
+OWN_CODE = [
+    *(("ppo", flag) for flag in ("pretrain", "reward_pretrain", "critic_pretrain", "prm_pretrain")),
+    *((command, "pretrain") for command in ("sft", "rm", "prm", "generate")),
+    *(("evaluate", flag) for flag in ("pretrain", "reward_pretrain", "prm_pretrain")),
+    *(("serve_rm", "reward_pretrain"), ("merge_lora", "lora_path")),
+]
 
 
 def check(line: str, says: str, code: int, stderr: str, status: int = 2) -> None:
@@ -126,18 +125,14 @@ def test_a_mistake_ends_in_one_line_with_flag_and_remedy(row, run_line, put, mon
 def test_a_file_or_row_that_cannot_be_read_is_named_with_the_flag(command, flag, good, run_line, put, tmp_path):
     row = json.loads(Path(put(good)).read_text().splitlines()[0])
     bad, file = row | {next(iter(row)): 3}, tmp_path / "rows.jsonl"
-    for last, says in (
-        ("{", f"--{flag} {file}, line 3: not valid JSON"),
-        (json.dumps(bad), f"--{flag}, row 2 of {file}"),
-    ):
+    bad_lines = {"{": f"--{flag} {file}, line 3: not valid JSON", json.dumps(bad): f"--{flag}, row 2 of {file}"}
+    for last, says in bad_lines.items():
         file.write_text(f"{json.dumps(row)}\n\n{last}\n")
         ended = run_line(f"{command} --{flag} {file}")
         check(f"{command} {flag}", says, ended.code, ended.stderr)
 
 
-@pytest.mark.parametrize(
-    ("command", "flag"), [(command, flag) for command, flags in OWN_CODE.items() for flag in flags]
-)
+@pytest.mark.parametrize(("command", "flag"), OWN_CODE)
 def test_code_of_a_model_runs_only_where_it_is_trusted(command, flag, run_line, put):
     model = f"M/{'own_adapters' if command == 'merge_lora' else 'own_code'}"
     refused = "it brings Python code of its own (auto_map in its config)"

@@ -71,6 +71,10 @@ def test_a_merged_language_model_equals_base_and_adapters_wherever_the_base_is(m
     ours, theirs = (AutoTokenizer.from_pretrained(folder).get_vocab() for folder in (out, folders / "actor"))
     assert ours == theirs
     assert not list(out.glob("adapter_*"))
+    rounded = AutoModelForCausalLM.from_pretrained(merge("--lora_path", str(lora_path), *given, "--bf16"))
+    for name, weight in rounded.state_dict().items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, found.state_dict()[name].bfloat16()), "the sum is rounded once"
 
 
 def test_a_merged_reward_model_has_its_head_and_its_own_config(merge, folders, tmp_path, models):
@@ -82,14 +86,6 @@ def test_a_merged_reward_model_has_its_head_and_its_own_config(merge, folders, t
     expected = AutoPeftModelForSequenceClassification.from_pretrained(lora_path, num_labels=1)
     torch.testing.assert_close(logits(found), logits(expected), rtol=0, atol=1e-5)
     assert (found.config.num_labels, found.config.mean, found.config.pad_token_id) == (1, 0.25, 2)
-
-
-def test_the_sum_is_rounded_once_for_bfloat16(merge, folders):
-    exact = AutoModelForCausalLM.from_pretrained(merge("--lora_path", str(folders / "actor"))).state_dict()
-    rounded = AutoModelForCausalLM.from_pretrained(merge("--lora_path", str(folders / "actor"), "--bf16")).state_dict()
-    for name, weight in rounded.items():
-        assert weight.dtype == torch.bfloat16
-        assert torch.equal(weight, exact[name].bfloat16()), name
 
 
 def test_what_cannot_be_merged_is_said_in_one_line(run_in_process, folders, models, tmp_path):

@@ -42,12 +42,9 @@ REFUSED = {
     "use_ms": "--pretrain",
     "vllm_num_engines 4": "it is of OpenRLHF's train_ppo_ray",
 }
-DEFAULTS_THAT_DIFFER = set(  # each is explained in the document; that of --target_modules only in form: a tuple here
-    """
-    ckpt_path input_key max_samples pretrain pretrain_data_probs prompt_data prompt_data_probs target_modules
-    wandb_project wandb_run_name
-    """.split()
-)
+# each is explained in the document; that of --target_modules only in form: a tuple here
+DEFAULTS_THAT_DIFFER = {"ckpt_path", "input_key", "max_samples", "pretrain", "pretrain_data_probs", "prompt_data"}
+DEFAULTS_THAT_DIFFER |= {"prompt_data_probs", "target_modules", "wandb_project", "wandb_run_name"}
 # examples/scripts/train_ppo_llama.sh of OpenRLHF 0.6.1
 LLAMA = """
     --pretrain OpenRLHF/Llama-3-8b-sft-mixture --reward_pretrain OpenRLHF/Llama-3-8b-rm-mixture

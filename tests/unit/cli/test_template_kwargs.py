@@ -42,9 +42,8 @@ def test_every_command_passes_the_arguments_to_its_template(line, run_line, mode
 def test_arguments_hold_for_every_rendering_and_are_not_saved(model, tmp_path):
     tokenizer = load_tokenizer(str(model), "--pretrain", template_kwargs=json.loads(OFF))
     chat = [{"role": "user", "content": "a"}]
-    assert (
-        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == "<user>a<eos><assistant>no"
-    )
+    asked = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert asked == "<user>a<eos><assistant>no"
     tokenizer.save_pretrained(tmp_path / "saved")
     saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert saved.chat_template == TEMPLATE

@@ -3,14 +3,8 @@
 from itertools import groupby
 
 from openppo.config import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
-from openppo.datasets import (
-    load_documents,
-    load_preferences,
-    load_process_examples,
-    load_prompts,
-    load_sft_examples,
-    number_rows,
-)
+from openppo.datasets import load_documents, load_preferences, load_process_examples, load_prompts, load_sft_examples
+from openppo.datasets.sources import number_rows
 
 SUPERVISED = {
     "sft": (load_sft_examples, SFTDataConfig),

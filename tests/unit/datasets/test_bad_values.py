@@ -60,6 +60,7 @@ def test_any_value_in_any_column_is_read_or_an_error_naming_flag_and_row(task, c
 
 
 HI, GOOD, WITH_TEMPLATE = turns(user="hi"), turns(assistant="b"), {"input_template": "Q{}"}
+CALLS_3 = {**GOOD[0], "tool_calls": [{"function": {"name": 3}}]}
 WHOLE = {"prompt": "x", "chosen": HI + GOOD, "rejected": HI + GOOD}
 
 
@@ -76,12 +77,7 @@ WHOLE = {"prompt": "x", "chosen": HI + GOOD, "rejected": HI + GOOD}
         ("documents", {"text": "smile \ud83d"}, {}, ".*surrogates not allowed"),
         ("prompts", {"messages": turns(user="\ud83d")}, WITH_CHAT, ".*surrogates not allowed"),
         ("sft", {"messages": [{"role": "user", "content": None}]}, WITH_CHAT, "not a chat message"),
-        (
-            "sft",
-            {"messages": [{**GOOD[0], "tool_calls": [{"function": {"name": 3}}]}]},
-            WITH_CHAT,
-            "not a chat message",
-        ),
+        ("sft", {"messages": [CALLS_3]}, WITH_CHAT, "not a chat message"),
         ("sft", {"messages": [{**GOOD[0], "content": [{"type": "image"}]}]}, WITH_CHAT, "not a chat message with a te"),
         ("prompts", {"input": HI}, {}, "a list of chat messages needs --apply_chat_template"),
         ("prompts", {"input": HI}, WITH_CHAT | WITH_TEMPLATE, "--input_template goes around a text"),

@@ -88,9 +88,8 @@ def test_sharegpt_chats_are_cut_where_generation_starts_and_pairs_are_whole(chat
     pairs = load("pairs", rows[-60:], chat_tokenizer, **WITH_CHAT)
     assert len(pairs) == 60
     for row, pair in zip(rows[-60:], pairs, strict=True):
-        assert pair.rejected_ids == whole_of(
-            as_openai([*row.row["conversations"], row.row["rejected"]]), chat_tokenizer
-        )
+        rejected = as_openai([*row.row["conversations"], row.row["rejected"]])
+        assert pair.rejected_ids == whole_of(rejected, chat_tokenizer)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2.5"])

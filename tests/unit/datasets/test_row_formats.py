@@ -20,6 +20,7 @@ def read(row, task, data_format="auto", chat=True, keys=None):
 CHAT = RowFields(prompt=[USER], response=[GOOD], label="a", conversation=[USER, GOOD])
 PAIR = RowFields(prompt=[USER], response=[GOOD], chosen=[GOOD], rejected=[BAD])
 MARKED = {"input": "s1 ки s2 ки", "label": "s1 + s2 -"}
+JUDGED = {"prompt": "q", "completions": ["s", "t"], "labels": [True, False]}
 WRONG_AT_2 = {"model_output_steps": ["s", "t", "u"], "model_output_solution_first_error_step": 2}
 READINGS = [
     ({"input": "q", "output": "a"}, "plain", RowFields(prompt="q", response="a", label="a")),
@@ -39,10 +40,7 @@ READINGS = [
     ({"chosen": [USER, GOOD], "rejected": [USER, BAD], "prompt": "q"}, "preference", PAIR),
     ({"chosen": Q_A, "rejected": Q_B}, "hh", PAIR),
     (MARKED, "math_shepherd", RowFields(response=MARKED["input"], label=MARKED["label"])),
-    (
-        *({"prompt": "q", "completions": ["s", "t"], "labels": [True, False]}, "steps"),
-        RowFields("q", ["s", "t"], label=[True, False]),
-    ),
+    (JUDGED, "steps", RowFields("q", ["s", "t"], label=[True, False])),
     ({"question": "q", **WRONG_AT_2}, "steps", RowFields("q", ["s", "t"], label=[True, False])),
     ({"question": "q", "steps": ["s"], "first_wrong_step": None}, "steps", RowFields("q", ["s"], label=[True])),
 ]
@@ -68,7 +66,7 @@ def test_a_named_column_goes_before_recognition():
         read(row, "sft", data_format="alpaca", keys=keys)
 
 
-def test_transcripts_part_where_they_first_differ_before_an_answer():
+def test_transcripts_part_where_they_first_differ_and_texts_are_kept_to_the_letter():
     row = {"chosen": Q_A + "\n\nHuman: r\n\nAssistant: a", "rejected": Q_A + "\n\nHuman: s\n\nAssistant: b"}
     parts = read(row, "pairs")
     assert parts.prompt == [USER]
@@ -78,9 +76,6 @@ def test_transcripts_part_where_they_first_differ_before_an_answer():
     row = {"chosen": Q_A, "rejected": R_A}  # which have no prompt
     assert read(row, "pairs") == RowFields(response=[USER, GOOD], chosen=[USER, GOOD], rejected=[MORE, GOOD])
     assert read(row, "pairs", chat=False).chosen == Q_A
-
-
-def test_a_transcript_as_text_is_kept_to_the_letter():
     parts = read({"chosen": "\n\nHuman: q\n\nAssistant:  a ", "rejected": Q_B}, "pairs", chat=False)
     assert (parts.prompt, parts.chosen, parts.rejected) == ("\n\nHuman: q\n\nAssistant:", "  a ", " b")
 

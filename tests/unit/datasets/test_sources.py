@@ -193,8 +193,6 @@ def test_a_date_that_python_cannot_hold_is_an_error(tmp_path):
             load(tmp_path / source)
 
 
-# Several sources
-
 SIZES = {"a": 40, "b": 30, "c": 700}
 
 

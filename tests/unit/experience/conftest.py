@@ -1,23 +1,15 @@
 """Trajectories by hand."""
 
-from collections.abc import Callable
-
 import pytest
 
 from openppo.types import FinishReason, Prompt, Trajectory
 
 
 @pytest.fixture
-def trajectory() -> Callable[..., Trajectory]:
+def trajectory():
     """Builds a trajectory from prompt ids, response ids and, unless all of the response is, what is an action."""
 
-    def make(
-        prompt: list[int],
-        response: list[int],
-        actions: list[int] | None = None,
-        reason: FinishReason = FinishReason.STOP,
-        **scores: float,
-    ) -> Trajectory:
+    def make(prompt, response, actions=None, reason=FinishReason.STOP, **scores):
         mask = [False] * len(prompt) + [bool(a) for a in (actions or [1] * len(response))]
         return Trajectory(
             token_ids=prompt + response,

@@ -241,9 +241,6 @@ def test_dicts_are_named_rewards(function, scorer_of, two):
     assert scores == [Score({"length": 2.0, "style": 0.5}), Score({"length": 0.0, "style": 0.5})]
 
 
-# Where it runs
-
-
 def test_async_calls_of_samples_run_at_the_same_time_in_one_loop_for_the_whole_run(scorer_of, two):
     loops = []
 
@@ -273,9 +270,6 @@ def test_a_function_always_runs_on_one_thread_with_the_gpu_of_the_rank(scorer_of
     assert numbers(scorer.score(two)) == numbers(start_scoring(scorer, two)()) == [3, 3]
     assert len(chosen) == 1
     assert threading.main_thread() not in chosen
-
-
-# Rewards of tokens and steps
 
 
 @pytest.fixture
@@ -310,9 +304,6 @@ def test_a_list_of_another_length_is_an_error_with_all_counts(n, scorer_of, step
     counts = rf"returned {n} numbers for prompt 'ask', .* 8 tokens and 3 steps .*--step_separator 'z'"
     with pytest.raises(ValueError, match=counts):
         scorer_of(lambda response: [0.0] * n, step_separator="z").score([steps])
-
-
-# Exceptions
 
 
 def picky(prompt):

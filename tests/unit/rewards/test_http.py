@@ -90,9 +90,6 @@ def free_url():
         return f"http://127.0.0.1:{probe.getsockname()[1]}/get_reward"
 
 
-# Good answers
-
-
 def test_a_request_is_what_openrlhf_sends(start_server, scorer_of, two, make_trajectory):
     server = start_server()
     assert not scorer_of(server).collective
@@ -130,9 +127,6 @@ def test_load_is_spread_over_servers_and_bounded(start_server, scorer_of, many):
     assert scorer_of(*servers, batch_size=1).score(many) == EXPECTED
     assert sum(len(server.requests) for server in servers) == 20
     assert 1 < most <= 2 * http._REQUESTS_PER_SERVER
-
-
-# Failures that may pass
 
 
 class CutOff(web.StreamResponse):
@@ -209,9 +203,6 @@ def test_the_default_attempts_last_longer_than_a_server_is_away():
     assert shortest <= sum(pauses) <= 2 * shortest
 
 
-# Answers that are wrong
-
-
 HTML = "<html><body>Welcome to the proxy</body></html>"
 
 
@@ -245,9 +236,6 @@ def test_a_wrong_answer_ends_the_run_at_once_naming_server_and_answer(
     assert message in str(error.value)
     assert len(str(error.value)) < 500
     assert len(server.requests) == 1
-
-
-# Addresses and secrets
 
 
 @pytest.mark.parametrize("path", ["user:password@HOST/get_reward", "HOST/get_reward?api_key=password"])

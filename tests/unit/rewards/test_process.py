@@ -71,7 +71,7 @@ def says(probabilities):
 
 
 @pytest.mark.parametrize(("aggregate", "reward"), [("min", 0.2), ("mean", 0.5), ("last", 0.4), ("product", 0.072)])
-def test_steps_become_one_reward(make_tokenizer, aggregate, reward, trajectory):
+def test_steps_become_one_reward_and_no_number_is_an_error(make_tokenizer, aggregate, reward, trajectory):
     tokenizer = make_tokenizer()
     scorer = scorer_of(says([0.9, 0.2, 0.4]), tokenizer, prm_aggregate=aggregate)
     [score] = scorer.score([trajectory("ablcld")])
@@ -79,10 +79,6 @@ def test_steps_become_one_reward(make_tokenizer, aggregate, reward, trajectory):
     assert score.rewards == {"prm": pytest.approx(reward)}
     [blank] = scorer_of(says([]), tokenizer, prm_aggregate=aggregate).score([trajectory("ll")])
     assert blank.rewards == {"prm": 0.0}
-
-
-def test_a_judgement_that_is_no_number_names_its_source_and_sample(make_tokenizer, trajectory):
-    tokenizer = make_tokenizer()
     with pytest.raises(ValueError, match="--prm_pretrain judge returned nan for prompt 'hi'"):
         scorer_of(says([float("nan")]), tokenizer).score([trajectory("a")])
 
@@ -113,8 +109,6 @@ def test_batches_hold_no_more_tokens_than_the_budget_and_are_as_many_on_every_ra
     assert equal_batches([], MicroBatchSize(2), SingleProcess()) == []
     assert equal_batches([30, 9, 10, 0, 8], MicroBatchSize(8, 30), SingleProcess()) == [[0], [2, 1, 4]]
 
-
-# From options
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz#+-\n "
 CHAT = (

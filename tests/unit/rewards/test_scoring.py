@@ -86,9 +86,8 @@ def test_token_rewards_of_several_sources_are_summed(two):
 
 def test_two_sources_of_one_name_are_an_error_naming_them(two):
     combined = CombinedScorer([Source(GOOD, name="--reward_fn f.py"), Source(GOOD, name="--remote_rm_url")])
-    with pytest.raises(
-        ValueError, match="^--reward_fn f.py and --remote_rm_url: two of them give a reward named 'good'"
-    ):
+    says = "^--reward_fn f.py and --remote_rm_url: two of them give a reward named 'good'"
+    with pytest.raises(ValueError, match=says):
         combined.score(two)
 
 
@@ -103,19 +102,10 @@ def test_a_bad_score_is_named_with_source_shortened_prompt_and_row(make_trajecto
 TEXT = "Add two.\n\nThen ✓🙂 halve.\n\nDone."
 
 
-@pytest.mark.parametrize(
-    ("text", "ends"),
-    [
-        ("ab", [1]),
-        ("abXcdXe", [1, 4, 6]),
-        ("XabXXcd", [2, 6]),
-        ("abX", [1]),
-        ("X", []),
-        ("", []),
-        ("XXX", []),
-        ("ab cd ", [4]),
-    ],
-)
+ENDS = {"ab": [1], "abXcdXe": [1, 4, 6], "XabXXcd": [2, 6], "abX": [1], "X": [], "": [], "XXX": [], "ab cd ": [4]}
+
+
+@pytest.mark.parametrize(("text", "ends"), ENDS.items())
 def test_blank_steps_and_blanks_at_the_end_do_not_count(text, ends, tmp_path):
     tokenizer = save_tokenizer(tmp_path, "abcdeX ")
     assert step_ends([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], tokenizer, "X") == ends

@@ -29,9 +29,6 @@ def verify_of(verifier, **options):
     return make_verify(verifier, RewardConfig(verifiable_reward=(verifier,), **options), prompts=[])
 
 
-# Exact match
-
-
 @pytest.mark.parametrize(
     ("label", "right", "wrong"),
     [
@@ -51,9 +48,6 @@ def verify_of(verifier, **options):
 def test_exact_match_compares_final_answers_and_numbers_however_they_are_written(label, right, wrong, judge):
     for reward, responses in ((1.0, right), (0.0, wrong)):
         assert [judge(verify_of("exact_match"), response, label) for response in responses] == [reward] * len(responses)
-
-
-# Regular expressions
 
 
 @pytest.mark.parametrize(
@@ -91,16 +85,10 @@ def test_an_expression_with_several_groups_is_an_error():
         verify_of("regex", verify_regex="(a)(b)")
 
 
-# Length
-
-
 @pytest.mark.parametrize(("n", "reward"), [(4, 1.0), (3, 0.75), (6, 0.5), (8, 0.0), (12, -1.0)])
 def test_length_counts_response_tokens(n, reward, make_trajectory):
     verify = verify_of("length", verify_length=4)
     assert verify("", make_trajectory([4, 4], [5] * n)) == reward
-
-
-# Mathematics
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +162,6 @@ def test_gsm8k_answers_are_right_as_they_stand_and_wrong_for_the_next_question(a
         assert others == [float(a == b) for a, b in pairwise(finals)]
 
 
-# Labels
-
-
 @pytest.mark.parametrize("label", [None, " ", "####", ["72"], {"a": 1}, math.nan])
 @pytest.mark.parametrize("verifier", ["exact_match", "math", "regex"])
 def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier, label):
@@ -189,7 +174,5 @@ def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier, label):
 
 
 def test_verifiers_count_and_read_the_actions(game, make_tokenizer):
-    (score,) = VerifiableScorer(length_reward(6), make_tokenizer()).score([game])
-    assert score.rewards == {"reward": 1.0}
-    (score,) = VerifiableScorer(lambda response, t: float(response == t.prompt.label), make_tokenizer()).score([game])
-    assert score.rewards == {"reward": 1.0}
+    for verify in (length_reward(6), lambda response, t: float(response == t.prompt.label)):
+        assert VerifiableScorer(verify, make_tokenizer()).score([game]) == [Score({"reward": 1.0})]

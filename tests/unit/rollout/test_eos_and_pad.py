@@ -132,9 +132,6 @@ def test_ends_masks_texts_scores_and_returns_are_those_worked_out_by_hand(name, 
         assert one_step[row].tolist() == before + [-1.0] * (n - 1) + [score - 2.0] + after
 
 
-# Which ids end a response, and which one fills
-
-
 @pytest.mark.parametrize(
     ("in_generation", "in_config", "eos", "expected"),
     [

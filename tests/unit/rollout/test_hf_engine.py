@@ -89,7 +89,10 @@ def test_a_response_does_not_depend_on_batch_size_or_padding_id(model, prompts, 
     assert_same(sampled(engine_of(model, pad=pad, batch=batch), prompts), sampled(engine_of(model, pad=1), prompts))
 
 
-def test_logits_that_are_not_finite_are_an_error(models):
+def test_an_empty_prompt_and_logits_that_are_not_finite_are_errors(models):
+    with pytest.raises(ValueError, match="at least one token"):
+        sampled(engine_of(models["llama"]), [[1], []])
+    assert sampled(engine_of(models["llama"]), []) == [], "no prompts, no completions"
     broken = copy.deepcopy(models["llama"])
     broken.lm_head.weight.data[3] = torch.nan
     with pytest.raises(FloatingPointError, match="logits are not finite"):
@@ -123,12 +126,6 @@ def test_models_without_keys_of_their_own_in_each_layer_are_refused_by_name(kind
     with pytest.raises(ValueError, match=named):
         check_cache(config)
     check_cache(AutoConfig.for_model("gemma3_text"))
-
-
-def test_an_empty_prompt_is_an_error_and_no_prompts_give_no_completions(models):
-    with pytest.raises(ValueError, match="at least one token"):
-        sampled(engine_of(models["llama"]), [[1], []])
-    assert sampled(engine_of(models["llama"]), []) == []
 
 
 def test_the_model_keeps_its_gradients_and_mode(models, prompts):

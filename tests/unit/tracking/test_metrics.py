@@ -36,13 +36,6 @@ def test_tensor_elements_reduce_alike_for_every_split(split, reduction):
         assert result == dict.fromkeys(("x", "one by one"), pytest.approx(EXPECTED[reduction], rel=1e-12))
 
 
-def test_std_keeps_its_digits_far_from_zero():
-    metrics = Metrics()
-    for offset in ([0.0, 1.0], [2.0], [3.0, 4.0]):  # sum of squares minus squared sum would give 0 or a NaN here
-        metrics.add_tensor("x", torch.tensor(offset, dtype=torch.float64) + 1e9, reduce="std")
-    assert metrics.reduced(SingleProcess())["x"] == pytest.approx(math.sqrt(2.0), rel=1e-9)
-
-
 @pytest.mark.parametrize("reduction", EXPECTED)
 def test_nan_shows_inside_the_mask_only(reduction):
     values = torch.tensor([[1.0, math.nan, 4.0], [math.inf, 7.0, math.nan]])
@@ -68,9 +61,14 @@ def test_a_metric_of_nothing_is_left_out_and_numbers_are_exact():
     metrics.add_tensor("clipped", torch.tensor([True, False, False, True]))
     metrics.add_tensor("big", torch.full((4099,), 1.0, dtype=torch.bfloat16), reduce="sum")
     metrics.add("lr", 1e-6 / 3)
+    for offset in ([0.0, 1.0], [2.0], [3.0, 4.0]):  # sum of squares minus squared sum would give 0 or a NaN here
+        metrics.add_tensor("far", torch.tensor(offset, dtype=torch.float64) + 1e9, reduce="std")
+    expected = {"loss": 3.0, "clipped": 0.5, "big": 4099.0, "lr": 1e-6 / 3}
     assert not any(piece.requires_grad for pieces in metrics._pieces.values() for piece in pieces)
     for _ in range(2):
-        assert metrics.reduced(SingleProcess()) == {"loss": 3.0, "clipped": 0.5, "big": 4099.0, "lr": 1e-6 / 3}
+        found = metrics.reduced(SingleProcess())
+        assert found.pop("far") == pytest.approx(math.sqrt(2.0), rel=1e-9), "digits are kept far from zero"
+        assert found == expected
 
 
 def test_ranks_that_lack_names_get_the_same_dict_in_the_same_order():

@@ -36,7 +36,7 @@ class FakeCUDA:
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     """Restores the current phase of this process."""
-    before = dict(vars(current))
+    before, current.phase = dict(vars(current)), "starting"
     yield
     vars(current).update(before)
 

@@ -98,13 +98,9 @@ def test_samples_come_every_so_many_steps_short_and_escaped(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     tracker = ConsoleTracker(["reward"], total_steps=20, samples_every=5)
-    sample = {
-        "prompt": "a" * 400 + "THE END",
-        "response": "\x1b[2J\r\x07\u202e\n\ud83d\u4f60" + "x" * 1000,
-        "reward": 0.25,
-    }
+    sample = {"prompt": "a" * 400 + "THE END", "response": "\x1b[2J\r\x07\u202e\n\ud83d\u4f60" + "x" * 1000}
     for step in range(1, 10):
-        tracker.log_samples(step, [{**sample, "label": "\x1b]0;t\x07"}])
+        tracker.log_samples(step, [{**sample, "reward": 0.25, "label": "\x1b]0;t\x07"}])
     tracker.log_samples(10, [])
     stream.seek(0)
     shown = stream.read()
