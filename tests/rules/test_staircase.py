@@ -8,14 +8,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "openppo"
 
 LEVEL_0 = {"config", "types", "user_code", "lazy"}
 STAIRCASE: dict[str, set[str]] = {
-    "config": set(),
-    "types": set(),
-    "user_code": set(),
-    "lazy": set(),
-    "tracking": LEVEL_0,
-    "models": LEVEL_0,
-    "strategy": LEVEL_0,
-    "datasets": LEVEL_0,
+    **{name: set() for name in LEVEL_0},
+    **dict.fromkeys(("tracking", "models", "strategy", "datasets"), LEVEL_0),
     "rollout": LEVEL_0 | {"models", "tracking"},
     "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},
     "experience": LEVEL_0 | {"models", "tracking", "rollout"},
@@ -59,12 +53,8 @@ def test_every_module_stands_on_a_step_and_imports_go_down():
 
 
 def test_imports_of_openppo_stand_at_the_top_of_files():
-    functions = [
-        (path, node)
-        for path, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and owner(path) != "cli"
-    ]
+    nodes = [(path, node) for path, tree in TREES.items() if owner(path) != "cli" for node in ast.walk(tree)]
+    functions = [(path, node) for path, node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     inner = [(path, name) for path, function in functions for node in ast.walk(function) for name in imported(node)]
     assert [f"{path} imports {name}" for path, name in inner if name.startswith("openppo")] == []
 

@@ -58,9 +58,6 @@ def validate(line: str) -> None:
     config_of(command, **{name: None if value == "None" else value for name, value in values.items()}).validate(ranks)
 
 
-# Defaults
-
-
 def test_defaults_of_supervised_training_are_the_published_ones():
     """Of OpenRLHF 0.6.1, but for --max_len; those of train_ppo are in tests/unit/cli/test_openrlhf.py."""
     common = {"train_batch_size": 128, "max_epochs": 1, "learning_rate": 5e-6, "l2": 0.0, "lr_warmup_ratio": 0.03}
@@ -89,9 +86,6 @@ def test_every_option_is_explained_in_sentences():
     for field, text in options:
         assert isinstance(text, ast.Expr), ast.unparse(field)
         assert re.fullmatch(r"[A-Z].*\.", ast.literal_eval(text.value), re.DOTALL), ast.unparse(field)
-
-
-# Errors
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -258,9 +252,6 @@ serve host=0.0.0.0 token_file=t
 @pytest.mark.parametrize("line", EDGES.strip().splitlines())
 def test_options_at_the_edge_of_what_works_are_accepted(line):
     validate(line)
-
-
-# Values
 
 
 def test_weights_have_names_shares_sum_to_one_and_steps_have_ranges():

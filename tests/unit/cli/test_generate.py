@@ -68,17 +68,10 @@ def test_greedy_responses_are_those_of_plain_transformers(generate, policy, tmp_
     assert [line["prompt"] for line in lines] == PROMPTS
     for i, line in enumerate(lines):
         ids, log_prob = by_transformers(policy, line["prompt"])
-        assert line == {
-            "source": str(tmp_path / "prompts.jsonl"),
-            "row": i,
-            "sample": 0,
-            "prompt": PROMPTS[i],
-            "response": tokenizer.decode(ids, skip_special_tokens=True),
-            "finish_reason": "stop" if ids[-1] == tokenizer.eos_token_id else "length",
-            "n_tokens": len(ids),
-            "label": i,
-            "mean_log_prob": pytest.approx(log_prob, abs=1e-5),
-        }
+        expected = {"source": str(tmp_path / "prompts.jsonl"), "row": i, "sample": 0, "prompt": PROMPTS[i], "label": i}
+        expected |= {"response": tokenizer.decode(ids, skip_special_tokens=True), "n_tokens": len(ids)}
+        expected["finish_reason"] = "stop" if ids[-1] == tokenizer.eos_token_id else "length"
+        assert line == expected | {"mean_log_prob": pytest.approx(log_prob, abs=1e-5)}
     assert {line["finish_reason"] for line in lines} == {"stop", "length"}, "both are tested"
 
 

@@ -70,9 +70,6 @@ def other_values(command: Any) -> dict[str, Any]:
     return found | ({"use_wandb": "True"} if "use_wandb" in found else {})  # a key is masked
 
 
-# Flags
-
-
 @COMMANDS
 def test_every_flag_reaches_the_field_of_its_name(command):
     values = other_values(command)
@@ -149,9 +146,6 @@ def test_a_value_that_does_not_fit_or_is_missing_is_named(line, named, capsys, t
     assert (ended.value.code, named in capsys.readouterr().err) == (2, True)
 
 
-# YAML files
-
-
 @pytest.fixture
 def from_file(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Options of a train_ppo command line that names a file with this text."""
@@ -225,9 +219,6 @@ def test_any_text_survives_the_file(text, tmp_path):
     assert config.data.input_template == text
     save_run(tmp_path, flat_dict(config), {})
     assert parse_options(TrainPPOConfig, ["--config", str(tmp_path / "config.yaml")]) == config
-
-
-# Running
 
 
 @pytest.fixture

@@ -22,9 +22,8 @@ REPO = Path(__file__).parents[3]
 def openppo(*arguments: str, module: str = "openppo", **env: str) -> subprocess.CompletedProcess[str]:
     """What ``python -m openppo ARGUMENTS`` does."""
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"} | env
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments], env=environment, cwd="/", capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
 
 
 def test_help_lists_every_module_that_runs_with_what_it_is_for():

@@ -22,9 +22,8 @@ ROWS = [
 
 
 def load(source, split="train", max_samples=None):
-    return [
-        row.row for row in sources.load_rows(str(source), flag="--prompt_data", split=split, max_samples=max_samples)
-    ]
+    rows = sources.load_rows(str(source), flag="--prompt_data", split=split, max_samples=max_samples)
+    return [row.row for row in rows]
 
 
 def write_jsonl(path: Path, rows=ROWS) -> Path:

@@ -17,9 +17,8 @@ MASK = torch.tensor(
         [1, 1, 1, 1, 1, 1, 1, 1],
     ]
 ).bool()
-VALUES, REWARDS = torch.where(
-    MASK, torch.randn(2, *MASK.shape, generator=torch.Generator().manual_seed(11), dtype=torch.float64), 0.0
-)
+DRAWN = torch.randn(2, *MASK.shape, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+VALUES, REWARDS = torch.where(MASK, DRAWN, 0.0)
 
 
 def naive_returns(rewards, discount):

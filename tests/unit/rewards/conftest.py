@@ -48,6 +48,5 @@ def game():
     """Prompt "ab", action "cd", environment "ef", action "czd" and <eos>; z separates steps."""
     ids = [4, 5, 6, 7, 8, 9, 6, 29, 7, 1]
     mask = [False, False, True, True, False, False, True, True, True, True]
-    return Trajectory(
-        ids, mask, [0.0] * 10, [0] * 10, FinishReason.STOP, Prompt("ab", [4, 5], label="cd\nczd"), group=0
-    )
+    prompt = Prompt("ab", [4, 5], label="cd\nczd")
+    return Trajectory(ids, mask, [0.0] * 10, [0] * 10, FinishReason.STOP, prompt, group=0)

@@ -29,9 +29,8 @@ def folder(tmp_path_factory):
 
     def config(n_letters, **options):
         sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        return LlamaConfig(
-            vocab_size=3 + n_letters, initializer_range=0.5, max_position_embeddings=32, **sizes, **options
-        )
+        sizes |= {"vocab_size": 3 + n_letters, "max_position_embeddings": 32}
+        return LlamaConfig(initializer_range=0.5, **sizes, **options)
 
     LlamaForCausalLM(config(27)).save_pretrained(root / "actor")
     save_tokenizer(root / "actor", LETTERS)
@@ -89,24 +88,14 @@ def test_a_single_source_gives_a_reward_named_reward(build, trajectory):
 
 
 def test_several_sources_are_named_by_their_kind(build, trajectory):
-    scorer = build(
-        reward_fn="M/f.py",
-        remote_rm_url="M/openrlhf.py",
-        verifiable_reward=("exact_match", "length"),
-        verify_length=4,
-        reward_pretrain="M/same",
-    )
+    files = {"reward_fn": "M/f.py", "remote_rm_url": "M/openrlhf.py", "reward_pretrain": "M/same"}
+    scorer = build(**files, verifiable_reward=("exact_match", "length"), verify_length=4)
     assert isinstance(scorer, CombinedScorer)
     assert scorer.collective
     (score,) = scorer.score([trajectory("c")])
     alone = build(reward_pretrain="M/same").score([trajectory("c")])[0].rewards["reward"]
-    assert score.rewards == {
-        "reward_fn": 1.0,
-        "remote": len("abc<eos>"),
-        "exact_match": 1.0,
-        "length": 0.5,
-        "reward_model": pytest.approx(alone),
-    }
+    expected = {"reward_fn": 1.0, "remote": len("abc<eos>"), "exact_match": 1.0, "length": 0.5}
+    assert score.rewards == expected | {"reward_model": pytest.approx(alone)}
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,6 @@ def test_the_file_is_a_module_like_any_other(tmp_path):
     assert load_callable(str(tmp_path / "math.py"), "--reward_fn", "reward_fn")(["a", "b"]) == [3, 3]
 
 
-# What it is called with
-
-
 @pytest.fixture
 def call(two, make_tokenizer):
     """Calls a function with the samples of ``two``, or the first of them, and returns what it returns."""
@@ -138,9 +135,6 @@ def test_what_a_function_changes_in_one_sample_no_other_sees(scorer_of, make_tra
         assert numbers(scorer_of(function).score(samples)) == [2.0, 2.0, 2.0]
     assert shared == before
     assert [sample.token_ids for sample in samples] == [[4, 5, 1]] * 3
-
-
-# What it may return
 
 
 @pytest.fixture

@@ -66,17 +66,14 @@ def test_neighbours_in_length_share_a_forward_and_scores_keep_their_order(size, 
     model = CountingModel()
     assert scores_of(model_scorer(model, size, name="reward_model"), samples) == [407.0, 205.0, 710.0, 306.0, 710.0]
     assert model.shapes == shapes
+    with pytest.raises(ValueError, match="the reward model returned nan for prompt 'ask'"):
+        model_scorer(lambda sequences, _: torch.full((len(sequences),), math.nan), size).score(samples)
 
 
 @pytest.mark.parametrize("pad", [0, 1, 9])
 def test_a_reward_model_is_read_at_the_last_real_token_whatever_fills_the_padding(pad, samples, classifier):
     scores = scores_of(model_scorer(ScalarHeadModel(classifier, "reward"), 3, pad=pad), samples)
     np.testing.assert_allclose(scores, [score_by_transformers(classifier, t.token_ids) for t in samples], atol=1e-5)
-
-
-def test_a_reward_model_that_gives_nan_is_an_error_naming_it(samples):
-    with pytest.raises(ValueError, match="the reward model returned nan for prompt 'ask'"):
-        model_scorer(lambda sequences, _: torch.full((len(sequences),), math.nan)).score(samples)
 
 
 # A tokenizer and a chat template of its own

@@ -71,9 +71,8 @@ def test_texts_of_all_clients_share_forwards_and_are_answered_before_the_end():
         score.go_on.clear()
         first = asyncio.create_task(post(session, {"query": ["a"]}))
         await until(lambda: len(score.batches) == 1)  # the others wait behind it
-        bodies = [
-            ({"query": ["bb"] * n, "prompts": ["x"] * n}, path) for n, path in ((2, "/"), (1, "/get_reward"), (4, "/"))
-        ]
+        sizes = (2, "/"), (1, "/get_reward"), (4, "/")
+        bodies = [({"query": ["bb"] * n, "prompts": ["x"] * n}, path) for n, path in sizes]
         others = [asyncio.create_task(post(session, *body)) for body in bodies]
         await until(lambda: server._waiting.qsize() == 7)
         gone = asyncio.create_task(post(session, {"query": ["gone"]}))

@@ -128,9 +128,8 @@ def test_math_compares_values(label, right, wrong, math_reward, judge):
 def test_math_works_in_the_background(math_reward, make_trajectory, make_tokenizer):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([f" {n}" for n in range(3)])
-    trajectories = [
-        make_trajectory([4], [*tokenizer.convert_tokens_to_ids([f" {n}"]), 1], label="#### 1") for n in range(3)
-    ]
+    ids = tokenizer.convert_tokens_to_ids([f" {n}" for n in range(3)])
+    trajectories = [make_trajectory([4], [n, 1], label="#### 1") for n in ids]
     scores = start_scoring(VerifiableScorer(math_reward, tokenizer, "math"), trajectories)()
     assert scores == [Score({"math": 0.0}), Score({"math": 1.0}), Score({"math": 0.0})]
 

@@ -148,9 +148,8 @@ def test_all_eos_ids_of_generation_config_model_config_and_tokenizer_end_a_respo
     config = SimpleNamespace(eos_token_id=in_config, vocab_size=40, get_text_config=lambda: config)
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=in_generation), config=config)
     assert eos_token_ids(model, make_tokenizer(eos=eos)) == expected
-    of_images = SimpleNamespace(
-        generation_config=SimpleNamespace(eos_token_id=106), config=Gemma3Config(text_config={"eos_token_id": [1, 7]})
-    )
+    config = Gemma3Config(text_config={"eos_token_id": [1, 7]})
+    of_images = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=106), config=config)
     assert eos_token_ids(of_images) == [1, 7, 106], "its text part may be the only one that has them"
 
 

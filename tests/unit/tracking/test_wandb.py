@@ -83,10 +83,8 @@ def test_an_offline_run_holds_what_was_logged(tmp_path):
     assert second["histograms/reward._type"] == "histogram"
     assert (second["histograms/reward.values"], second["histograms/reward.bins"]) == ([2, 1], [0.0, 1.0, 2.0])
     table = tmp_path / "ppo" / "logs" / "wandb" / "latest-run" / "files" / third["samples.path"]
-    assert json.loads(table.read_text()) == {
-        "columns": ["step", "prompt", "response", "reward", "label"],
-        "data": [[1, "2 + 2 =", "4", 1.0, 4]],
-    }
+    columns = ["step", "prompt", "response", "reward", "label"]
+    assert json.loads(table.read_text()) == {"columns": columns, "data": [[1, "2 + 2 =", "4", 1.0, 4]]}
     (run,) = [record.run for record in records_of(tmp_path / "ppo") if record.HasField("run")]
     assert (run.project, run.run_group, run.entity, run.display_name) == ("p", "g", "us", "ppo")
     assert {item.key: item.value_json for item in run.config.update}["seed"] == "7"

@@ -86,9 +86,8 @@ def test_a_page_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
 
 def test_a_curve_has_a_point_for_each_report_or_the_mean_of_several(monkeypatch):
-    rows = [
-        {"step": s, "time": 3600.0 * s, "a": s / 7, "ratio_max": s % 3, "b": None, "eval_b": 1.0} for s in range(10)
-    ]
+    same = {"b": None, "eval_b": 1.0}
+    rows = [{"step": s, "time": 3600.0 * s, "a": s / 7, "ratio_max": s % 3, **same} for s in range(10)]
     made = curves(rows[1:6], 100, evaluation=False)
     assert (made["every"], made["steps"], made["hours"]) == (1, [1, 2, 3, 4, 5], [0, 1, 2, 3, 4])
     assert made["values"]["a"] == [0.14286, 0.28571, 0.42857, 0.57143, 0.71429]
