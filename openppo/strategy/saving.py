@@ -22,7 +22,9 @@ def save_model(model: Any, folder: Path, is_main: bool) -> None:
         return
     if is_peft:
         model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
-        _save_config(model, folder)
+        config = copy.deepcopy(model.config)  # which may add to its base's: the PAD id, a reward model's mean and std
+        vars(config).pop("quantization_config", None)  # how the frozen weights were kept while training
+        config.to_json_file(folder / _CONFIG_BESIDE_ADAPTERS)
     else:
         model.save_pretrained(folder, state_dict=weights)
     for file in folder.glob("adapter_model.safetensors" if is_peft else "model*.safetensors"):
@@ -61,11 +63,3 @@ def _of_adapters(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     wanted = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
     ids = {id(tensor) for tensor in wanted.values()}
     return {name: tensor for name, tensor in tensors.items() if id(tensor) in ids}
-
-
-def _save_config(model: Any, folder: Path) -> None:
-    """Write the model's own config, which may add to its base's: the PAD id, a reward model's mean and std."""
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):  # how the frozen weights were kept while training
-        del config.quantization_config
-    config.to_json_file(folder / _CONFIG_BESIDE_ADAPTERS)

@@ -91,8 +91,10 @@ def check_models(
     model, estimator = config.model, config.advantage.advantage_estimator
     trust = model.trust_remote_code
     check_estimator(estimator, config.ppo.n_samples_per_prompt)
-    if critic_start(config) is None:
-        _refuse_critic_options(config)
+    given, without = given_options(config), f"--advantage_estimator {estimator} has none"
+    for name, declared in declared_options(TrainPPOConfig).items() if critic_start(config) is None else ():
+        if rules_of(declared).of_critic and given[name] != declared.default:
+            raise ValueError(f"--{name} is about a critic, and {without}: leave it out.")
     actor_config = collective(strategy.comm, lambda: check_model(model.pretrain, "--pretrain", trust))
     load_options(config.deepspeed.bf16, model.flash_attn, config.lora.load_in_4bit)  # what they need is installed
     if samples and config.generation.cuda_graphs:
@@ -115,15 +117,6 @@ def check_models(
                 f"token ids that are not its own: {other}."
             )
     return tokenizer, actor_config
-
-
-def _refuse_critic_options(config: TrainPPOConfig) -> None:
-    """``ValueError`` for options about a critic, of an estimator without one."""
-    given, estimator = given_options(config), config.advantage.advantage_estimator
-    for name, declared in declared_options(TrainPPOConfig).items():
-        if rules_of(declared).of_critic and given[name] != declared.default:
-            without = f"--advantage_estimator {estimator} has none"
-            raise ValueError(f"--{name} is about a critic, and {without}: leave it out.")
 
 
 def critic_start(config: TrainPPOConfig) -> tuple[str, str] | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,12 @@ def load_model_state(model: TrainableModel, reader: FragmentReader, numbers: dic
     for name, fragment in model_fragments(model).items():
         reader.read_into(name, fragment)
     _write_parameters(model)
-    _set_schedule(model, numbers["schedule_steps"])
+    # The rate follows the current options, so that a changed one has its effect.
+    schedule, steps = cast(Any, model.scheduler), numbers["schedule_steps"]
+    rates = [base * rate(steps) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    schedule.last_epoch, schedule._step_count, schedule._last_lr = steps, steps + 1, rates
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _parts(model: TrainableModel) -> Iterator[_Part]:
@@ -159,12 +164,3 @@ def _write_parameters(model: TrainableModel) -> None:
             parameters[part.name].ds_tensor.data[: part.numel].copy_(fragment.values)
         optimizer.checkpoint_event_prologue()  # drops what DeepSpeed keeps gathered of the old values
         optimizer.checkpoint_event_epilogue()
-
-
-def _set_schedule(model: TrainableModel, steps: int) -> None:
-    """Set position and rate; the rate follows the current options, so that a changed one has its effect."""
-    schedule: Any = model.scheduler
-    rates = [base * rate(steps) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    schedule.last_epoch, schedule._step_count, schedule._last_lr = steps, steps + 1, rates
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
