@@ -1,7 +1,7 @@
 """The loop that all supervised training shares: epochs, exact accumulation, evaluation, reports."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -64,10 +64,12 @@ class SupervisedTrainer(ABC, Generic[Example]):
         self.skipped = SkippedSteps(config.run, self.comm)
         self.unreported: dict[str, float] | None = None  # metrics of a step that ``report`` has not seen through
         self.stopping, self.should_stop = StopWhen(config.run.stop_conditions), False
-        self.explain_memory: Callable[[], list[str]] = components.estimate.table if components.estimate else list
-        """The memory estimate, for a report."""
         self.traced = StepProfiler(config.run.save_path, config.tracking, self.comm.rank).phase
         self._shows_next = config.tracking.self_check and self.comm.rank == 0
+
+    def explain_memory(self) -> list[str]:
+        """The memory estimate, for a report."""
+        return self.components.estimate.table() if self.components.estimate else []
 
     @staticmethod
     def rows_of(example: Any) -> list[list[int]]:
