@@ -5,9 +5,9 @@ Writes ``OUT/kills.json``: for each kill whom it hit, when, and what it hit in.
 """
 
 import json
+import multiprocessing
 import os
 import random
-import signal
 import socket
 import sys
 import time
@@ -19,6 +19,9 @@ from openppo.cli.options import parse_options
 from openppo.config import TrainPPOConfig
 from openppo.strategy import DeepspeedStrategy
 from openppo.trainer.build import build_ppo_trainer
+
+FORK = multiprocessing.get_context("fork")
+Ranks = list[multiprocessing.context.ForkProcess]
 
 
 def session(rank: int, port: int, arguments: list[str], started: int) -> None:
@@ -32,53 +35,38 @@ def session(rank: int, port: int, arguments: list[str], started: int) -> None:
     trainer.close()
 
 
-def start(arguments: list[str]) -> tuple[list[int], int]:
-    """Process ids of a new session, and a pipe that says when its ranks train."""
+def start(arguments: list[str]) -> tuple[Ranks, int]:
+    """The processes of a new session, and a pipe that says when its ranks train."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     read, write = os.pipe()
-    pids = []
-    for rank in (0, 1):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                session(rank, port, arguments, write)
-                status = 0
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        pids.append(pid)
+    ranks = [FORK.Process(target=session, args=(rank, port, arguments, write)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
     os.close(write)
-    return pids, read
+    return ranks, read
 
 
-def wait_for(checkpoints: Path, pattern: str, n_new: int, pids: list[int]) -> None:
+def wait_for(checkpoints: Path, pattern: str, n_new: int, ranks: Ranks) -> None:
     """Until so many folders have come, a rank has ended, or a minute is over."""
     seen = before = set(checkpoints.glob(pattern))
-    limit, flags = time.monotonic() + 60, os.WEXITED | os.WNOHANG | os.WNOWAIT
-    while len(seen - before) < n_new and time.monotonic() < limit:
-        if any(os.waitid(os.P_PID, pid, flags) is not None for pid in pids):
-            return
+    limit = time.monotonic() + 60
+    while len(seen - before) < n_new and time.monotonic() < limit and all(rank.is_alive() for rank in ranks):
         seen = seen | set(checkpoints.glob(pattern))
         time.sleep(0.0005)
 
 
-def end(pids: list[int], killed: list[int]) -> list[int]:
+def end(ranks: Ranks, killed: Ranks) -> list[int | None]:
     """Kill some ranks; the others notice, or are killed after a while. Returns the exit statuses of all."""
-    for pid in killed:
-        os.kill(pid, signal.SIGKILL)
-    deadline, statuses = time.monotonic() + (20 if killed else 600), {}
-    while len(statuses) < len(pids):
-        for pid in set(pids) - statuses.keys():
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                statuses[pid] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    return [statuses[pid] for pid in pids]
+    for rank in killed:
+        rank.kill()
+    deadline = time.monotonic() + (20 if killed else 600)
+    for rank in ranks:
+        rank.join(deadline - time.monotonic())
+        rank.kill()
+        rank.join()
+    return [rank.exitcode for rank in ranks]
 
 
 def main() -> None:
@@ -88,26 +76,26 @@ def main() -> None:
     kinds = ["random"] * int(sys.argv[3]) + ["while saving"] * int(sys.argv[4])
     rng.shuffle(kinds)
     for kind in kinds:
-        pids, started = start(arguments)
+        ranks, started = start(arguments)
         heard = b""
         while len(heard) < 2 and (more := os.read(started, 2 - len(heard))):  # until all train, or are gone
             heard += more
         if kind == "random":  # counted in steps: a fast machine has as many kills in its run as a slow one
-            wait_for(checkpoints, "step_*", rng.choice([0, 1, 2]), pids)
+            wait_for(checkpoints, "step_*", rng.choice([0, 1, 2]), ranks)
             time.sleep(rng.uniform(0, 0.1))
         for _ in range(10 * (kind == "while saving")):  # until a save outlasts the wait
-            wait_for(checkpoints, ".step_*.partial", 1, pids)
+            wait_for(checkpoints, ".step_*.partial", 1, ranks)
             time.sleep(rng.uniform(0, 0.02))
             if list(checkpoints.glob(".step_*.partial")):
                 break
         half = [path.name for path in checkpoints.glob(".step_*.partial")]
-        statuses = end(pids, rng.choice([pids, pids[:1], pids[1:]]))
+        statuses = end(ranks, rng.choice([ranks, ranks[:1], ranks[1:]]))
         os.close(started)
         found = sorted(path.name for path in checkpoints.glob("step_*"))
         kills.append({"kind": kind, "statuses": statuses, "half": half, "found": found})
         print(kills[-1], flush=True)
-    pids, _ = start(arguments)
-    (out / "kills.json").write_text(json.dumps({"kills": kills, "last": end(pids, [])}))
+    ranks, _ = start(arguments)
+    (out / "kills.json").write_text(json.dumps({"kills": kills, "last": end(ranks, [])}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """Tiny causal models with weights large enough that every token and position matters."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 VOCAB = 40
@@ -44,3 +48,18 @@ def llama_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     make_llama().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """Copies the folder of a model or of adapters with other weights, and another config."""
+
+    def edit(source, change=dict, **config):
+        folder = shutil.copytree(source, tmp_path / "edited", dirs_exist_ok=True)
+        (weights,), (described,) = folder.glob("*.safetensors"), folder.glob("*config.json")
+        changed = {name: w.contiguous() for name, w in change(load_file(weights)).items()}
+        save_file(changed, weights, metadata={"format": "pt"})
+        described.write_text(json.dumps({**json.loads(described.read_text()), **config}))
+        return str(folder)
+
+    return edit

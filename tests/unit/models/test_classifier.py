@@ -129,12 +129,6 @@ def test_a_checkpoint_of_images_and_text_gives_a_critic_too(kind, tmp_path):
     check_critic(critic, AutoModelForCausalLM.from_pretrained(tmp_path / "hub").eval(), tmp_path / "out")
 
 
-def test_a_family_with_a_classifier_keeps_that_of_transformers(llama_folder):
-    critic = get_llm_for_sequence_regression(str(llama_folder), "critic")
-    assert critic.classifier.__class__.__module__ == "transformers.models.llama.modeling_llama"
-    assert "causal" not in vars(type(critic.classifier))
-
-
 WIDTHS = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = [
     LlamaConfig(vocab_size=96, num_key_value_heads=2, **WIDTHS),

@@ -168,7 +168,12 @@ def test_clipped_says_which_tokens_reached_a_bound(loss, expected):
     assert loss.clipped(ratios.log(), torch.zeros(1, 4), mask)[0].tolist() == expected
 
 
-def test_options_reach_the_losses():
+def test_options_reach_the_losses_and_a_wide_clip_range_of_gspo_is_pointed_out(caplog):
+    with caplog.at_level(logging.WARNING, logger="openppo"):
+        policy_loss(LossConfig(policy_loss_type="gspo", eps_clip=3e-4, eps_clip_high=4e-4))
+        assert caplog.text == ""
+        policy_loss(LossConfig(policy_loss_type="gspo"))
+    assert "--eps_clip 0.2 clips next to nothing" in caplog.text
     assert set(POLICY_LOSSES) == set(get_args(PolicyLossType))
     clips = {"eps_clip": 0.1, "eps_clip_high": 0.3, "dual_clip": 4.0, "cispo_eps_max": 7.0}
     clipped = {"clip_eps": 0.1, "clip_eps_high": 0.3, "dual_clip": 4.0, "reduction": "none"}
@@ -180,14 +185,6 @@ def test_options_reach_the_losses():
         loss = policy_loss(LossConfig(policy_loss_type=name, **clips))
         assert type(loss) is kind
         assert vars(loss).items() >= expected.items()
-
-
-def test_a_clip_range_that_is_too_wide_for_gspo_is_pointed_out(caplog):
-    with caplog.at_level(logging.WARNING, logger="openppo"):
-        policy_loss(LossConfig(policy_loss_type="gspo", eps_clip=3e-4, eps_clip_high=4e-4))
-        assert caplog.text == ""
-        policy_loss(LossConfig(policy_loss_type="gspo"))
-    assert "--eps_clip 0.2 clips next to nothing" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -234,11 +231,8 @@ def test_weights_by_hand_without_gradient_or_what_lies_outside_the_mask(method, 
     found = rollout_correction(log_probs, torch.where(CORRECTED, ROLLOUT, math.inf), CORRECTED, method, low, high)
     assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
     assert not found.requires_grad
-
-
-def test_a_huge_ratio_is_a_finite_weight_and_an_unknown_method_is_refused():
     far = torch.tensor([[900.0]])
-    assert rollout_correction(far, torch.zeros(1, 1), torch.ones(1, 1).bool(), "tis").item() == 2.0
+    assert rollout_correction(far, torch.zeros(1, 1), torch.ones(1, 1).bool(), "tis").item() == 2.0, "finite"
     with pytest.raises(ValueError, match="none, tis, mis, icepop, got 'clip'"):
         rollout_correction(LOG_PROBS, ROLLOUT, CORRECTED, "clip")  # type: ignore[arg-type]
 

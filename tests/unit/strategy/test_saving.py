@@ -14,9 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -28,13 +26,7 @@ from openppo.models.merge_lora import LoRAMerge
 from openppo.strategy import DeepspeedStrategy
 from openppo.strategy.saving import save_model, save_tokenizer
 from openppo.strategy.trainable_model import merged_weights
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=12, **sizes)).save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+from tests.unit.models.conftest import make_gpt2, make_llama
 
 
 @pytest.mark.parametrize("config_type", [LlamaConfig, GPT2Config])
@@ -68,9 +60,7 @@ def test_a_frozen_model_in_bfloat16_keeps_what_is_packed_as_integers() -> None:
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["weights", "adapters"])
-def test_a_saved_folder_is_whole_and_as_open_as_the_umask_says(
-    base: Path, tmp_path: Path, lora: dict[str, Any]
-) -> None:
+def test_a_saved_folder_is_whole_and_as_open_as_the_umask_says(tmp_path: Path, lora: dict[str, Any]) -> None:
     core = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
     folder = tmp_path / "out"
@@ -78,7 +68,7 @@ def test_a_saved_folder_is_whole_and_as_open_as_the_umask_says(
     folder.chmod(0o2775)
     before = os.umask(0o027)
     try:
-        save_model(Actor(str(base), **lora).model, folder, is_main=True)
+        save_model(Actor(make_llama(), **lora).model, folder, is_main=True)
         save_tokenizer(tokenizer, folder)
     finally:
         os.umask(before)
@@ -87,7 +77,7 @@ def test_a_saved_folder_is_whole_and_as_open_as_the_umask_says(
     assert len(modes) >= 4
     assert set(modes.values()) == {0o640}
     assert AutoTokenizer.from_pretrained(folder).unk_token == "<unk>"
-    model: Any = Actor(str(base), **lora).model
+    model: Any = Actor(make_llama(), **lora).model
     for parameter in (p for p in model.parameters() if p.requires_grad):
         parameter.data = torch.empty(0)  # as ZeRO-3 leaves them where they are not gathered
     with pytest.raises(AssertionError, match="has no elements"):
@@ -98,18 +88,8 @@ def test_a_saved_folder_is_whole_and_as_open_as_the_umask_says(
         save_tokenizer(tokenizer, tmp_path / "file")
 
 
-SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def llama(**changes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes}))
-
-
-def gpt2() -> GPT2LMHeadModel:
-    """Its layers keep their weights transposed, and its head is tied."""
-    torch.manual_seed(1)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4))
+MODELS = [make_llama(), make_llama(tie_word_embeddings=True), make_llama(attention_bias=True), make_gpt2()]
+"""GPT-2's layers keep their weights transposed, and its head is tied."""
 
 
 def adapted(model: PreTrainedModel, **lora: Any) -> Any:
@@ -122,7 +102,7 @@ def adapted(model: PreTrainedModel, **lora: Any) -> Any:
     return policy
 
 
-@pytest.mark.parametrize("model", [llama(), llama(tie_word_embeddings=True), llama(attention_bias=True), gpt2()])
+@pytest.mark.parametrize("model", MODELS)
 def test_weights_are_the_models_with_adapters_added_as_peft_merges_them(model: PreTrainedModel) -> None:
     names = [name for name, _ in model.named_parameters()]
     plain = dict(merged_weights(model))
@@ -138,7 +118,7 @@ def test_weights_are_the_models_with_adapters_added_as_peft_merges_them(model: P
 
 
 def test_in_bfloat16_the_sum_is_rounded_once() -> None:
-    policy = adapted(llama().bfloat16(), target_modules=["q_proj"])
+    policy = adapted(make_llama().bfloat16(), target_modules=["q_proj"])
     exact = dict(copy.deepcopy(policy).float().merge_and_unload().named_parameters())
     for name, weight in merged_weights(policy):
         assert weight.dtype is torch.bfloat16
