@@ -106,7 +106,7 @@ def assert_critic_is(model: Any, run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ("unequal", "unequal in lockstep"))
-def test_zero_3_ends_when_one_rank_samples_much_longer_than_the_other(runs: dict[str, Run], name: str) -> None:
+def test_zero_3_ends_when_one_rank_samples_much_longer_than_the_other(runs, name):
     run = runs[name]
     assert len(run["logged"]) == len(run["samples"]) == 3
     for samples in run["samples"]:
@@ -116,7 +116,7 @@ def test_zero_3_ends_when_one_rank_samples_much_longer_than_the_other(runs: dict
     assert all(line["truncated_fraction"] == 0.5 for line in run["logged"])
 
 
-def test_an_odd_number_of_prompts_trains_all_of_them_and_plain_models_are_saved(runs: dict[str, Run]) -> None:
+def test_an_odd_number_of_prompts_trains_all_of_them_and_plain_models_are_saved(runs):
     run = runs["odd"]
     assert [len(samples) for samples in run["samples"]] == [4, 1, 4, 1]  # a rank has no prompt in every second step
     assert [line["step"] for line in run["logged"]] == [1, 2, 3, 4]
@@ -130,7 +130,7 @@ def test_an_odd_number_of_prompts_trains_all_of_them_and_plain_models_are_saved(
     assert ids.shape[1] > 3
 
 
-def test_the_reference_of_lora_is_no_model_of_its_own_and_starts_equal(runs: dict[str, Run]) -> None:
+def test_the_reference_of_lora_is_no_model_of_its_own_and_starts_equal(runs):
     run = runs["lora"]
     assert set(run["shares"]) == {"actor", "critic", "reward"}
     assert all(share < 0.52 for share in run["shares"].values())
@@ -143,7 +143,7 @@ def test_the_reference_of_lora_is_no_model_of_its_own_and_starts_equal(runs: dic
 
 @pytest.mark.parametrize("name", ("reference", "reference of LoRA"))
 @torch.no_grad()
-def test_the_penalty_is_measured_from_the_given_reference(runs: dict[str, Run], tiny: Path, name: str) -> None:
+def test_the_penalty_is_measured_from_the_given_reference(runs, tiny, name):
     run, gaps = runs[name], []
     models = [AutoModelForCausalLM.from_pretrained(path) for path in (tiny / "actor", run["folder"].parent / "other")]
     for sample in run["samples"][0]:
@@ -155,7 +155,7 @@ def test_the_penalty_is_measured_from_the_given_reference(runs: dict[str, Run], 
     assert run["metrics"][0]["kl"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_only_the_critic_learns_in_the_first_steps(runs: dict[str, Run], tiny: Path) -> None:
+def test_only_the_critic_learns_in_the_first_steps(runs, tiny):
     frozen, thawed = runs["frozen"], runs["thawed"]
     assert torch.equal(vector(tiny / "actor"), vector(frozen["folder"] / "model"))
     assert not torch.equal(vector(tiny / "actor"), vector(thawed["folder"] / "model"))
@@ -167,7 +167,7 @@ def test_only_the_critic_learns_in_the_first_steps(runs: dict[str, Run], tiny: P
     assert_critic_is(critic, frozen)
 
 
-def test_dynamic_sampling_trains_on_groups_with_different_rewards_only(runs: dict[str, Run]) -> None:
+def test_dynamic_sampling_trains_on_groups_with_different_rewards_only(runs):
     one, two = runs["one batch"], runs["dynamic"]
     assert len(one["samples"]) == 4
     assert len(two["samples"]) == 2  # each step asked for a second batch of prompts
@@ -187,7 +187,7 @@ def test_dynamic_sampling_trains_on_groups_with_different_rewards_only(runs: dic
         assert line["sampled_reward"] != line["reward"]
 
 
-def test_several_rewards_are_weighted(runs: dict[str, Run]) -> None:
+def test_several_rewards_are_weighted(runs):
     for line in runs["several"]["logged"]:
         names = {name for name in line if name.startswith("reward/")}
         assert names == {"reward/even", "reward/long", "reward/length", "reward/reward_model"}

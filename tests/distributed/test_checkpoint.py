@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., st
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_resumes_with_another_number_of_ranks_and_another_stage(folder: Path, name: str) -> None:
+def test_a_checkpoint_resumes_with_another_number_of_ranks_and_another_stage(folder, name):
     whole, resumed = (left_by(folder / kind / "model") for kind in ("whole", name))
     assert [line["step"] for line in resumed.metrics] == [line["step"] for line in whole.metrics] == [1, 2, 3, 4, 5, 6]
     for found, expected in zip(resumed.metrics, whole.metrics, strict=True):
@@ -58,9 +58,7 @@ def test_a_checkpoint_resumes_with_another_number_of_ranks_and_another_stage(fol
 
 
 @pytest.mark.parametrize(("numbers", "episodes"), [((3, 2), 6), pytest.param((12, 8), 12, marks=pytest.mark.slow)])
-def test_kills_at_random_moments_change_nothing(
-    numbers: tuple[int, int], episodes: int, tiny: Path, tmp_path: Path, run_cases: Launch, launch: Launch
-) -> None:
+def test_kills_at_random_moments_change_nothing(numbers, episodes, tiny, tmp_path, run_cases, launch):
     flags = f"""{PPO} --num_episodes {episodes} --rollout_batch_size 4 --generate_max_len 4 --zero_stage 2
         --save_steps 1 --max_ckpt_num 2"""
     save_path = tmp_path / "killed" / "model"
@@ -106,9 +104,7 @@ def reward_fn(prompts, responses):
 """
 
 
-def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(
-    tiny: Path, tmp_path: Path, small_disk: Path, launch: Launch
-) -> None:
+def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(tiny, tmp_path, small_disk, launch):
     checkpoints, model = small_disk / "c", tmp_path / "model"
     more = f"--reward_fn {tmp_path}/fills.py --num_episodes 9 --save_steps 1"
     words = command(tiny, f"{COMMON} {more}", "--save_path", model, "--ckpt_path", checkpoints)
@@ -120,9 +116,7 @@ def test_a_full_disk_stops_the_run_with_a_message_and_keeps_what_was_saved(
     assert f"--ckpt_path {checkpoints}: a checkpoint takes 0.00 GiB and 0.00 GiB are free there: make room" in output
 
 
-def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_trained(
-    tiny: Path, tmp_path: Path, small_disk: Path, launch: Launch
-) -> None:
+def test_a_disk_that_is_full_at_the_end_loses_nothing_that_was_trained(tiny, tmp_path, small_disk, launch):
     words = command(tiny, f"{COMMON} --save_steps 0 --reward_fn {tmp_path}/fills.py --ckpt_path {tmp_path}/c")
     output = launch(2, *words, "--save_path", small_disk / "model", status=1)
     kept = tmp_path / "c" / "step_00000003"
@@ -152,7 +146,7 @@ def reward_fn(prompts, responses):
 """
 
 
-def test_one_rank_whose_reward_function_hangs_saves_upon_a_signal_and_ends(tiny: Path, tmp_path: Path) -> None:
+def test_one_rank_whose_reward_function_hangs_saves_upon_a_signal_and_ends(tiny, tmp_path):
     (tmp_path / "hangs.py").write_text(HANGS)
     words = [sys.executable, *command(tiny, f"{COMMON} --reward_fn hangs.py --save_path model")]
     ended = watch(words, tmp_path, lambda line, process: process.terminate() if line == "hangs\n" else None)

@@ -41,7 +41,7 @@ def ppo_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory, launch: Launch
     return folder
 
 
-def test_train_ppo_logs_every_metric_at_every_step_also_for_tensorboard(ppo_run: Path) -> None:
+def test_train_ppo_logs_every_metric_at_every_step_also_for_tensorboard(ppo_run):
     lines = rows(ppo_run / "model/logs/metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
@@ -57,7 +57,7 @@ def test_train_ppo_logs_every_metric_at_every_step_also_for_tensorboard(ppo_run:
     assert all({"prompt", "response", "finish_reason", "reward"} <= sample.keys() for sample in samples)
 
 
-def test_the_saved_options_repeat_the_run_exactly(ppo_run: Path, launch: Launch) -> None:
+def test_the_saved_options_repeat_the_run_exactly(ppo_run, launch):
     again = "-m openppo.cli.train_ppo --config model/logs/config.yaml --save_path again --use_tensorboard others"
     launch(2, *again.split(), cwd=ppo_run)
     first, second = (yaml.safe_load((ppo_run / f"{run}/logs/config.yaml").read_text()) for run in ("model", "again"))
@@ -78,7 +78,7 @@ def count_a(prompts, responses, labels):
 """
 
 
-def test_train_ppo_works_without_torchrun_and_with_a_python_reward(tiny: Path, tmp_path: Path, launch: Launch) -> None:
+def test_train_ppo_works_without_torchrun_and_with_a_python_reward(tiny, tmp_path, launch):
     (tmp_path / "reward.py").write_text(REWARD_FILE)
     flags = """--reward_fn reward.py:count_a --label_key label --input_template x{}y --rollout_batch_size 12
         --train_batch_size 12 --init_kl_coef 0 --n_samples_per_prompt 2"""
@@ -93,7 +93,7 @@ def test_train_ppo_works_without_torchrun_and_with_a_python_reward(tiny: Path, t
     assert lines[0]["reward"] == pytest.approx(sum(response.count("a") for _, response, _ in calls[:24]) / 24)
 
 
-def test_stop_when_ends_all_ranks_after_the_step_and_says_why(tiny: Path, tmp_path: Path, launch: Launch) -> None:
+def test_stop_when_ends_all_ranks_after_the_step_and_says_why(tiny, tmp_path, launch):
     words = command(tiny, "--verifiable_reward length --verify_length 3 --advantage_estimator reinforce")
     said = launch(2, *words, "--stop_when", "reward > 99", "response_length > 0.5", cwd=tmp_path)
     assert said.count("--stop_when response_length > 0.5: response_length is") == 1
@@ -107,7 +107,7 @@ def test_stop_when_ends_all_ranks_after_the_step_and_says_why(tiny: Path, tmp_pa
     assert [line["step"] for line in logged(tmp_path / "model")] == [1, 2, 3]
 
 
-def test_ppo_is_rewarded_for_each_step_by_a_process_reward_model(tiny: Path, tmp_path: Path, launch: Launch) -> None:
+def test_ppo_is_rewarded_for_each_step_by_a_process_reward_model(tiny, tmp_path, launch):
     flags = """--prm_pretrain {tiny}/actor --prm_placeholder_token h --prm_reward_tokens a b --step_separator d
         --input_template c{}e --rollout_batch_size 24 --train_batch_size 24 --generate_max_len 12 --zero_stage 3"""
     launch(2, *command(tiny, flags), cwd=tmp_path)
@@ -131,7 +131,7 @@ SAMPLED = """--pretrain {tiny}/actor --n_samples_per_prompt 2 --temperature 0.9 
 
 
 @pytest.mark.parametrize("name", ["generate", "evaluate"])
-def test_two_ranks_write_the_lines_and_the_table_of_one(name: str, tiny: Path, tmp_path: Path, launch: Launch) -> None:
+def test_two_ranks_write_the_lines_and_the_table_of_one(name, tiny, tmp_path, launch):
     (tmp_path / "more.jsonl").write_text('{"input": "cdc", "label": 3}\n')
     measured = f",{tmp_path}/more.jsonl --reward_pretrain {tiny}/reward --pass_reward 0 --micro_batch_size 3"
     flags = f"{SAMPLED.replace('{tiny}', str(tiny))}{measured if name == 'evaluate' else ''} --max_samples 6"

@@ -38,7 +38,7 @@ def export(checkpoint: Path, folder: Path, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_exported_model_is_what_the_run_saved(name: str, tiny: Path, tmp_path: Path, launch: Launch) -> None:
+def test_an_exported_model_is_what_the_run_saved(name, tiny, tmp_path, launch):
     arguments = f"{PPO} {RUNS[name]}".replace("{tiny}", str(tiny)).split()
     launch(2, *arguments, "--save_path", tmp_path / "model")
     checkpoints = tmp_path / "model" / "checkpoints_ppo"
@@ -69,7 +69,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_an_exported_model_is_what_supervision_saved(kind: str, tiny: Path, tmp_path: Path, launch: Launch) -> None:
+def test_an_exported_model_is_what_supervision_saved(kind, tiny, tmp_path, launch):
     steps = [{"input": f"{letter}hch", "labels": ["a", "b"]} for letter in "cdefg" * 5]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     flags = f"{SUPERVISED} {COMMANDS[kind]} --save_path model".replace("{tiny}", str(tiny))

@@ -111,7 +111,7 @@ def fail(tiny: Path, tmp_path: Path, launcher: Launcher) -> Fail:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_is_reported_with_rank_phase_and_step(fail: Fail, name: str) -> None:
+def test_a_fault_is_reported_with_rank_phase_and_step(fail, name):
     case = CASES[name]
     ended = fail(case)
     assert f"rank {case.rank} {case.what}" in ended.row("fault")
@@ -128,7 +128,7 @@ def test_a_fault_is_reported_with_rank_phase_and_step(fail: Fail, name: str) -> 
         assert "--zero_stage 3" not in ended.row("try"), "the run has it already"
 
 
-def test_a_lone_rank_that_holds_the_gil_ends_with_its_position(fail: Fail) -> None:
+def test_a_lone_rank_that_holds_the_gil_ends_with_its_position(fail):
     ended = fail(Case("hold", 0, "experience", 1, "", SILENT), ranks=0)
     assert ended.output.count("Timeout (0:00:10.8") == 1
     assert "OpenPPO rank 0: phase experience, step 1" in ended.output
@@ -136,7 +136,7 @@ def test_a_lone_rank_that_holds_the_gil_ends_with_its_position(fail: Fail) -> No
 
 
 @pytest.mark.slow
-def test_the_store_may_end_with_rank_0(tiny: Path, tmp_path: Path) -> None:
+def test_the_store_may_end_with_rank_0(tiny, tmp_path):
     """DeepSpeed's launcher hosts no store."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -150,7 +150,7 @@ def test_the_store_may_end_with_rank_0(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_end_or_silence_of_the_launcher_ends_the_ranks(tiny: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_the_end_or_silence_of_the_launcher_ends_the_ranks(tiny, tmp_path, number):
     def disturb(line: str, process: "subprocess.Popen[str]") -> None:
         if line.startswith("fault at"):
             process.send_signal(number)

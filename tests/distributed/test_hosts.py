@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -48,9 +48,7 @@ def train(ranks: int, folders: Sequence[Path], flags: Sequence[str], status: int
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
-def test_two_hosts_train_and_resume_like_one(
-    folders: list[Path], tmp_path: Path, launch: Callable[..., str], ranks: int, stage: int
-) -> None:
+def test_two_hosts_train_and_resume_like_one(folders, tmp_path, launch, ranks, stage):
     """Bit for bit, with a folder of checkpoints that they share; models and logs are on the first host."""
     flags = f"{PPO} --zero_stage {stage} --save_path model --ckpt_path {tmp_path}/checkpoints --save_steps 1"
     before = set(folders[1].rglob("*"))
@@ -87,9 +85,7 @@ HOST = r"on rank 1 \(\S+\)"
     ],
     ids=["missing data", "other data", "other options", "no shared folder"],
 )
-def test_hosts_that_differ_end_with_the_reason(
-    folders: list[Path], prompts: str | None, more: str, message: str
-) -> None:
+def test_hosts_that_differ_end_with_the_reason(folders, prompts, more, message):
     file = folders[1] / "prompts.jsonl"
     first, *others = file.read_text().splitlines(keepends=True)
     if prompts == "turned":

@@ -233,9 +233,7 @@ class NaiveLoop:
 
 @pytest.mark.parametrize("case", ADAPTED)
 @ROLES
-def test_training_equals_a_naive_loop_and_peft_alone_reads_what_is_saved(
-    found: Found, tiny: Path, case: str, role: str
-) -> None:
+def test_training_equals_a_naive_loop_and_peft_alone_reads_what_is_saved(found, tiny, case, role):
     """Although the reference, which is the base model all along, runs in between."""
     folder, result = found[0] / f"adapted {case}", found[1][f"adapted {case}"]
     dtype, atol = (torch.bfloat16, 0.05) if "bf16" in case else (torch.float32, 1e-5)
@@ -256,9 +254,7 @@ def test_training_equals_a_naive_loop_and_peft_alone_reads_what_is_saved(
 
 
 @ROLES
-def test_training_on_4_bits_equals_a_naive_loop_with_plain_bitsandbytes(
-    tmp_path: Path, launch: Callable[..., str], role: str
-) -> None:
+def test_training_on_4_bits_equals_a_naive_loop_with_plain_bitsandbytes(tmp_path, launch, role):
     """The models are as wide as a block of 4-bit weights is long."""
     pytest.importorskip("bitsandbytes", reason="--load_in_4bit needs bitsandbytes")
     torch.manual_seed(5)
@@ -279,7 +275,7 @@ def test_training_on_4_bits_equals_a_naive_loop_with_plain_bitsandbytes(
 
 
 @pytest.mark.parametrize("case", AVERAGED)
-def test_the_average_equals_a_naive_loop_in_float64_is_saved_and_leaves_the_weights(found: Found, case: str) -> None:
+def test_the_average_equals_a_naive_loop_in_float64_is_saved_and_leaves_the_weights(found, case):
     result = found[1][f"averaged {case}"]
     first, *later = result["weights"]
     assert all(("lora_" in name) == ("lora" in case) for name in first)

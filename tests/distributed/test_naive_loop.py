@@ -4,7 +4,6 @@ The loop takes over the sampled tokens; everything after that it computes by its
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,7 +131,7 @@ class NaiveLoop:
         return norm
 
 
-def test_two_global_steps_equal_a_naive_loop(tiny: Path, tmp_path: Path, run_cases: Callable[..., str]) -> None:
+def test_two_global_steps_equal_a_naive_loop(tiny, tmp_path, run_cases):
     run_cases(2, tmp_path, {"ppo": {"arguments": OPTIONS, "n_rows": N_PROMPTS, "n_steps": N_STEPS}})
     result = outcome(tmp_path / "ppo")
 

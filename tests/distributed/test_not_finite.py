@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -43,13 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., st
 
 
 @pytest.mark.parametrize(("setup", "how"), TRIED)
-def test_the_step_is_as_if_it_had_not_been_tried(folder: Any, setup: str, how: str) -> None:
+def test_the_step_is_as_if_it_had_not_been_tried(folder, setup, how):
     spoiled, left_out = (left_by(folder[0] / f"{setup}-{kind}" / "model") for kind in (how, "left out"))
     assert spoiled == left_out
     assert [line["skipped_steps"] for line in spoiled.metrics] in ([0.0, 1.0], [1.0, 1.0])
 
 
-def test_the_batch_of_a_skipped_step_is_kept_by_each_rank(folder: Any) -> None:
+def test_the_batch_of_a_skipped_step_is_kept_by_each_rank(folder):
     files = sorted((folder[0] / "zero2-nan" / "model" / "skipped").iterdir())
     assert [file.name for file in files] == [
         f"global_step_2_optimizer_step_1_actor_rank{rank}.safetensors" for rank in (0, 1)
@@ -59,7 +58,7 @@ def test_the_batch_of_a_skipped_step_is_kept_by_each_rank(folder: Any) -> None:
     assert {"documents/0/sequences", "documents/0/loss_mask"} <= tensors.keys(), "the gradient is of both"
 
 
-def test_a_step_of_supervised_training_leaves_the_weights_on_all_ranks(folder: Any) -> None:
+def test_a_step_of_supervised_training_leaves_the_weights_on_all_ranks(folder):
     path, output = folder
     one, spoiled = (load_file(path / name / "model" / "model.safetensors") for name in ("sft one step", "sft"))
     assert all(spoiled[name].equal(tensor) for name, tensor in one.items())
@@ -69,9 +68,7 @@ def test_a_step_of_supervised_training_leaves_the_weights_on_all_ranks(folder: A
     assert kept == [f"step_2_model_rank{rank}.safetensors" for rank in (0, 1)]
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(
-    tmp_path: Path, run_cases: Callable[..., str]
-) -> None:
+def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(tmp_path, run_cases):
     spoiled = {"role": "critic", "calls": [1, 3, 4], "rank": 0, "how": "nan"}
     case = {"arguments": f"{PPO} --max_skipped_steps 2", "poison": spoiled}
     output = run_cases(2, tmp_path, {"case": case}, "whole", status=1)

@@ -1,7 +1,6 @@
 """Programs of users: trajectories of their own, callbacks, and single steps, which run through few files."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.distributed.runs import left_by
@@ -56,9 +55,7 @@ trainer.close()
 """
 
 
-def test_a_source_from_a_list_trains_checkpoints_and_resumes(
-    tiny: Path, tmp_path: Path, launch: Callable[..., str]
-) -> None:
+def test_a_source_from_a_list_trains_checkpoints_and_resumes(tiny, tmp_path, launch):
     (tmp_path / "program.py").write_text(OWN_SOURCE)
 
     def run(name: str, source_steps: object, *more: str, status: int = 0) -> str:
@@ -124,9 +121,7 @@ trainer.close()
 """
 
 
-def test_callbacks_see_every_point_of_a_run_alike_on_all_ranks_and_end_it(
-    tiny: Path, tmp_path: Path, launch: Callable[..., str]
-) -> None:
+def test_callbacks_see_every_point_of_a_run_alike_on_all_ranks_and_end_it(tiny, tmp_path, launch):
     """The policy stays as it is, so evaluation finds no gain."""
     (tmp_path / "program.py").write_text(CALLBACKS)
     arguments = f"""--pretrain {tiny}/actor --prompt_data {tiny}/prompts.jsonl --input_key input --generate_max_len 6
@@ -176,9 +171,7 @@ print(*(name for name in files if "/openppo/" in name), sep="\\n")
 """
 
 
-def test_a_default_step_runs_through_few_and_short_files(
-    tiny: Path, tmp_path: Path, launch: Callable[..., str]
-) -> None:
+def test_a_default_step_runs_through_few_and_short_files(tiny, tmp_path, launch):
     printed = launch(0, "-c", TWO_STEPS, tiny, cwd=tmp_path).splitlines()
     files = {name: Path(name).read_text() for name in sorted(printed) if name.startswith(f"{REPO}/openppo/")}
     sizes = {name.removeprefix(f"{REPO}/"): len(text.splitlines()) for name, text in files.items()}

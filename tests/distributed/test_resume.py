@@ -122,9 +122,7 @@ def runs(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_resumed_run_is_the_run_that_never_stopped(
-    runs: tuple[int, Path], case: Case, pytestconfig: pytest.Config
-) -> None:
+def test_a_resumed_run_is_the_run_that_never_stopped(runs, case, pytestconfig):
     ranks, folder = runs
     if ranks not in case.ranks or (ranks in case.slow and not pytestconfig.getoption("slow")):
         pytest.skip(f"not on {ranks} ranks, or with --slow only")

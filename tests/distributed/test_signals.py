@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,9 +48,7 @@ def once_both_work(signals: dict[str, signal.Signals], again: str = "") -> OnLin
         (signal.SIGTERM, ["torchrun", "rank 0", "rank 1"], 1),  # as Slurm
     ],
 )
-def test_a_signal_to_any_process_reaches_all_ranks(
-    tmp_path: Path, number: signal.Signals, to: list[str], status: int
-) -> None:
+def test_a_signal_to_any_process_reaches_all_ranks(tmp_path, number, to, status):
     ended = torchrun("run_signals.py", 3, cwd=tmp_path, on_line=once_both_work(dict.fromkeys(to, number)))
     for rank in (0, 1):
         assert re.search(rf"^rank {rank} \d+ was asked by {number.name}", ended.output, flags=re.MULTILINE)
@@ -61,7 +58,7 @@ def test_a_signal_to_any_process_reaches_all_ranks(
     assert ended.status == status, "torchrun that got the signal itself ends with 1"
 
 
-def test_a_second_signal_ends_all_ranks_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_all_ranks_at_once(tmp_path):
     on_line = once_both_work({"rank 0": signal.SIGTERM}, again="rank 0")
     ended = torchrun("run_signals.py", 100_000, cwd=tmp_path, on_line=on_line)
     assert ended.output.count("SIGTERM: a second signal, ended at once in phase training") == 1
@@ -70,7 +67,7 @@ def test_a_second_signal_ends_all_ranks_at_once(tmp_path: Path) -> None:
     assert "exitcode  : 143" in ended.output
 
 
-def test_a_signal_while_loading_ends_the_run_with_one_line(tiny: Path, tmp_path: Path) -> None:
+def test_a_signal_while_loading_ends_the_run_with_one_line(tiny, tmp_path):
     def send(line: str, process: "subprocess.Popen[str]") -> None:
         if line.startswith("fault at"):
             process.terminate()
@@ -81,7 +78,7 @@ def test_a_signal_while_loading_ends_the_run_with_one_line(tiny: Path, tmp_path:
     assert REPORT not in ended.output
 
 
-def test_a_run_that_is_stopped_for_a_moment_continues(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_for_a_moment_continues(tiny, tmp_path):
     """As by Ctrl-Z and ``fg``: torchrun and all ranks."""
 
     def freeze(line: str, process: "subprocess.Popen[str]") -> None:
@@ -98,7 +95,7 @@ def test_a_run_that_is_stopped_for_a_moment_continues(tiny: Path, tmp_path: Path
     assert "step 3/3" in ended.output
 
 
-def test_a_lost_terminal_ends_the_run_with_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
+def test_a_lost_terminal_ends_the_run_with_a_checkpoint(tiny, tmp_path):
     flags = f"""--pretrain {tiny}/actor --dataset {tiny}/sft.jsonl --train_batch_size 2 --micro_train_batch_size 2
         --max_epochs 100000 --save_steps 0 --save_path {tmp_path}/model"""
     pid, terminal = pty.fork()
@@ -120,7 +117,7 @@ def test_a_lost_terminal_ends_the_run_with_a_checkpoint(tiny: Path, tmp_path: Pa
     assert state["step"] >= 3
 
 
-def test_the_elastic_script_resumes_from_its_newest_checkpoint(tiny: Path, tmp_path: Path) -> None:
+def test_the_elastic_script_resumes_from_its_newest_checkpoint(tiny, tmp_path):
     killed: list[int] = []
 
     def kill_rank_1(line: str, process: "subprocess.Popen[str]") -> None:
@@ -143,7 +140,7 @@ def test_the_elastic_script_resumes_from_its_newest_checkpoint(tiny: Path, tmp_p
     assert vector(tmp_path / "disturbed").equal(vector(tmp_path / "undisturbed"))
 
 
-def test_a_signal_saves_and_the_same_command_resumes(tiny: Path, tmp_path: Path, launch: Callable[..., str]) -> None:
+def test_a_signal_saves_and_the_same_command_resumes(tiny, tmp_path, launch):
     def send(line: str, process: "subprocess.Popen[str]") -> None:
         if line.startswith("step 1/"):
             os.kill(rank_process(process.pid, 1), signal.SIGTERM)

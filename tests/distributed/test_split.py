@@ -271,7 +271,7 @@ def distance(first: Tensor, second: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("ranks", "case"), table(FLOAT32))
-def test_the_split_never_matters(get: Get, tiny: Path, ranks: int, case: Case) -> None:
+def test_the_split_never_matters(get, tiny, ranks, case):
     got, want = get(ranks, case), get(1, reference(case))
     assert tokens(got) == tokens(want)
     for role, start in starts(case).items():
@@ -291,7 +291,7 @@ def test_the_split_never_matters(get: Get, tiny: Path, ranks: int, case: Case) -
 
 
 @pytest.mark.parametrize(("ranks", "case"), table(BF16))
-def test_ranks_and_stages_never_matter_in_bfloat16(get: Get, tiny: Path, ranks: int, case: Case) -> None:
+def test_ranks_and_stages_never_matter_in_bfloat16(get, tiny, ranks, case):
     """Where forwards are the same; other micro-batches are another rounding."""
     got, same_stage, other_stage = get(ranks, case), get(1, replace(case, lockstep=False)), get(1, reference(case))
     across_stages = BF16_LORA_STAGE_3_TOLERANCE if LORA in case.more and case.zero_stage == 3 else BF16_TOLERANCE
@@ -306,7 +306,7 @@ def test_ranks_and_stages_never_matter_in_bfloat16(get: Get, tiny: Path, ranks: 
         assert got["updates"][role].norm() > 1e-3 * vector(tiny / start).norm(), "too small to tell"
 
 
-def test_prompts_and_steps_have_responses_of_their_own(get: Get) -> None:
+def test_prompts_and_steps_have_responses_of_their_own(get):
     first, second = get(1, Case("samples"))["samples"]
     assert [sample["group"] for sample in first] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert [sample["group"] for sample in second] == [5, 5, 6, 6, 7, 7, 8, 8, 9, 9]

@@ -55,7 +55,7 @@ def encode(tokenizer: Any, text: str) -> Tensor:
 
 @LORA
 @torch.no_grad()
-def test_sft(tiny: Path, run: Run, lora: str) -> None:
+def test_sft(tiny, run, lora):
     data = rows(tiny / "sft.jsonl")
     folder, lines = run("train_sft", "--zero_stage 3 --gradient_checkpointing", lora, data, real=not lora)
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6, 9]  # 26 rows: 10, 10 and 6, three times
@@ -72,7 +72,7 @@ def test_sft(tiny: Path, run: Run, lora: str) -> None:
 
 @LORA
 @torch.no_grad()
-def test_rm(tiny: Path, run: Run, lora: str) -> None:
+def test_rm(tiny, run, lora):
     data = rows(tiny / "preference.jsonl")
     more = f"--zero_stage {3 if lora else 2} --prompt_key prompt --margin_key margin --max_epochs 8"
     folder, lines = run("train_rm", more, lora, data)
@@ -92,7 +92,7 @@ def test_rm(tiny: Path, run: Run, lora: str) -> None:
 
 @LORA
 @torch.no_grad()
-def test_prm(run: Run, lora: str) -> None:
+def test_prm(run, lora):
     data = [{"input": "cdhefhgh", "label": ["a", "b", "a"]}, {"input": "gchdh", "label": ["b", "b"]}] * 8
     more = "--zero_stage 2 --placeholder_token h --reward_tokens a b --input_key input"
     folder, lines = run("train_prm", more, lora, data)
@@ -108,9 +108,7 @@ def test_prm(run: Run, lora: str) -> None:
         assert lines[-1]["eval_loss"] == pytest.approx(fmean(losses), rel=1e-4)
 
 
-def test_an_architecture_without_classifier_and_with_tied_embeddings_trains(
-    tiny: Path, tmp_path: Path, launch: Launch
-) -> None:
+def test_an_architecture_without_classifier_and_with_tied_embeddings_trains(tiny, tmp_path, launch):
     """Granite, as reward model, whose run is resumed, and as policy and critic."""
     tokenizer = AutoTokenizer.from_pretrained(tiny / "actor")
     torch.manual_seed(7)

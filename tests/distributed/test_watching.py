@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, run_cases: Callable[..., str]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_batch_arithmetic_is_what_the_run_did(runs: Runs, name: str) -> None:
+def test_the_batch_arithmetic_is_what_the_run_did(runs, name):
     text = "\n".join(runs[name]["lines"])
     steps, optimizer_steps = map(int, re.findall(r"(\d+) steps, (\d+) optimizer steps", text)[0])
     assert (steps, optimizer_steps) == (len(runs[name]["logged"]), runs[name]["optimizer_steps"])
@@ -55,7 +54,7 @@ def test_the_batch_arithmetic_is_what_the_run_did(runs: Runs, name: str) -> None
 
 
 @pytest.mark.parametrize("pair", [("watched", "unwatched"), ("check on", "check off")])
-def test_looking_changes_nothing(runs: Runs, pair: tuple[str, str]) -> None:
+def test_looking_changes_nothing(runs, pair):
     """Self-check, histograms, profiler and samples on the console: every number and every weight stays, bit for bit."""
     watched, unwatched = (left_by(runs[name]["folder"] / "model") for name in pair)
     assert watched == unwatched
@@ -70,7 +69,7 @@ def roles(lines: list[str]) -> dict[str, list[str]]:
     return {name: rest for name, _, *rest in table}
 
 
-def test_parameters_are_counted_as_the_checkpoints_have_them(runs: Runs, tiny: Path) -> None:
+def test_parameters_are_counted_as_the_checkpoints_have_them(runs, tiny):
     """An adapter of rank 3 on a layer of (out, in) has 3 (out + in) elements; partitioned weights count whole."""
     actor, reward = (f"{len(vector(tiny / name)):,}" for name in ("actor", "reward"))
     assert roles(runs["watched"]["lines"]) == {
@@ -89,7 +88,7 @@ def test_parameters_are_counted_as_the_checkpoints_have_them(runs: Runs, tiny: P
     }
 
 
-def test_each_rank_writes_traces_of_chosen_steps_with_all_phases_in_order(runs: Runs) -> None:
+def test_each_rank_writes_traces_of_chosen_steps_with_all_phases_in_order(runs):
     for name, steps in (("watched", [2]), ("lora", [1, 2]), ("unwatched", [])):
         found = sorted(file.name for file in (runs[name]["folder"] / "model/logs").rglob("*.json.gz"))
         parts = [f"{rank}{part}" for rank in (0, 1) for part in ("", "_part_2")]  # of the rollout, of training on it
@@ -103,7 +102,7 @@ def test_each_rank_writes_traces_of_chosen_steps_with_all_phases_in_order(runs: 
     assert {"aten::addmm", "aten::mm"} & {event.get("name") for event in trace["traceEvents"]}
 
 
-def test_tensorboard_has_histograms_of_all_ranks_at_every_step(runs: Runs) -> None:
+def test_tensorboard_has_histograms_of_all_ranks_at_every_step(runs):
     run = runs["watched"]
     events = EventAccumulator(str(run["folder"].parent / "tb" / "model"), {"histograms": 0}).Reload()
     names = ["advantages", "kl", "response_length", "returns", "reward", "values"]

@@ -25,7 +25,7 @@ HOST = socket.gethostname()
         (2, {0, 1}, "saving: no such file."),
     ],
 )
-def test_an_error_of_one_rank_is_translated_and_raised_on_all(ranks: int, failing: set[int], message: str) -> None:
+def test_an_error_of_one_rank_is_translated_and_raised_on_all(ranks, failing, message):
     def work(comm: ThreadComm) -> Any:
         def read() -> str:
             if comm.rank in failing:
@@ -39,7 +39,7 @@ def test_an_error_of_one_rank_is_translated_and_raised_on_all(ranks: int, failin
     assert on_ranks(ranks, work) == [f"rows of {rank}" for rank in range(ranks)]
 
 
-def test_more_ranks_than_gpus_is_an_error_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_is_an_error_with_their_number(monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -48,7 +48,7 @@ def test_more_ranks_than_gpus_is_an_error_with_their_number(monkeypatch: pytest.
         init_process_group(timedelta(seconds=1))
 
 
-def test_a_single_process_makes_no_ranks_of_its_subprocesses() -> None:
+def test_a_single_process_makes_no_ranks_of_its_subprocesses():
     program = """
 import os
 from datetime import timedelta
@@ -62,7 +62,7 @@ print(TorchComm().all_gather_object("here"), sorted(os.environ.keys() - before.k
     assert done.stdout == "['here'] ['LOCAL_RANK']\n", done.stderr
 
 
-def test_missing_ranks_and_a_missing_first_host_are_named() -> None:
+def test_missing_ranks_and_a_missing_first_host_are_named():
     def start_joining(rank: str, port: int) -> "subprocess.Popen[str]":
         """A process that joins a group of three on this machine, for up to three seconds."""
         program = "from openppo.strategy.comm import *; init_process_group(timedelta(seconds=3))"

@@ -28,7 +28,7 @@ WHERE = Heartbeat(rank=0, phase="training", step=3, idle=0)
         (OSError(errno.ENOSPC, "No space left"), False, False),
     ],
 )
-def test_lack_of_memory_and_closed_connections_are_recognized(error: Exception, memory: bool, connection: bool) -> None:
+def test_lack_of_memory_and_closed_connections_are_recognized(error, memory, connection):
     outer = RuntimeError("scoring failed")  # as of a reward function
     outer.__cause__ = error
     for raised in (error, outer):
@@ -36,7 +36,7 @@ def test_lack_of_memory_and_closed_connections_are_recognized(error: Exception, 
         assert fault_report.is_broken_connection(raised) is connection
 
 
-def test_only_a_report_of_memory_has_sizes_models_and_remedies() -> None:
+def test_only_a_report_of_memory_has_sizes_models_and_remedies():
     given = {"pretrain": "m", "prompt_data": "d", "reward_fn": "r.py", "micro_train_batch_size": 3}
     options = flat_dict(from_options(TrainPPOConfig, **given))
     lacking, other = (
@@ -51,7 +51,7 @@ def test_only_a_report_of_memory_has_sizes_models_and_remedies() -> None:
     assert "try:" not in other
 
 
-def test_credentials_are_masked() -> None:
+def test_credentials_are_masked():
     report = fault_report.raised(RuntimeError("POST https://me:secret@host/?key=k1"), WHERE, {}, list).render([], "")
     assert "secret" not in report
     assert "k1" not in report

@@ -2,7 +2,6 @@
 
 import copy
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     LlamaConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -32,9 +30,7 @@ from tests.unit.models.conftest import make_gpt2, make_llama
 @pytest.mark.parametrize("config_type", [LlamaConfig, GPT2Config])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 2, "target_modules": ["q_proj", "c_attn"]}], ids=["full", "merged"])
-def test_a_file_has_the_tensors_that_transformers_would_write(
-    config_type: type[PreTrainedConfig], tied: bool, lora: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_file_has_the_tensors_that_transformers_would_write(config_type, tied, lora, tmp_path):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = AutoModelForCausalLM.from_config(config_type(vocab_size=12, tie_word_embeddings=tied, **sizes))
     model.save_pretrained(tmp_path / "theirs")
@@ -52,7 +48,7 @@ def test_a_file_has_the_tensors_that_transformers_would_write(
     assert (again.lm_head.weight is again.get_input_embeddings().weight) is tied
 
 
-def test_a_frozen_model_in_bfloat16_keeps_what_is_packed_as_integers() -> None:
+def test_a_frozen_model_in_bfloat16_keeps_what_is_packed_as_integers():
     module = nn.Linear(4, 4)
     module.packed = nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)
     DeepspeedStrategy(DeepSpeedConfig(bf16=True)).prepare_frozen(module)
@@ -60,7 +56,7 @@ def test_a_frozen_model_in_bfloat16_keeps_what_is_packed_as_integers() -> None:
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["weights", "adapters"])
-def test_a_saved_folder_is_whole_and_as_open_as_the_umask_says(tmp_path: Path, lora: dict[str, Any]) -> None:
+def test_a_saved_folder_is_whole_and_as_open_as_the_umask_says(tmp_path, lora):
     core = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
     folder = tmp_path / "out"
@@ -103,7 +99,7 @@ def adapted(model: PreTrainedModel, **lora: Any) -> Any:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_weights_are_the_models_with_adapters_added_as_peft_merges_them(model: PreTrainedModel) -> None:
+def test_weights_are_the_models_with_adapters_added_as_peft_merges_them(model):
     names = [name for name, _ in model.named_parameters()]
     plain = dict(merged_weights(model))
     assert list(plain) == names
@@ -117,7 +113,7 @@ def test_weights_are_the_models_with_adapters_added_as_peft_merges_them(model: P
         torch.testing.assert_close(found[name], tensor, msg=name)
 
 
-def test_in_bfloat16_the_sum_is_rounded_once() -> None:
+def test_in_bfloat16_the_sum_is_rounded_once():
     policy = adapted(make_llama().bfloat16(), target_modules=["q_proj"])
     exact = dict(copy.deepcopy(policy).float().merge_and_unload().named_parameters())
     for name, weight in merged_weights(policy):

@@ -24,7 +24,7 @@ def installed() -> Iterator[None]:
     assert [signal.getsignal(number) for number in HANDLED] == before
 
 
-def test_a_signal_arrives_while_the_main_thread_is_inside_c(installed: None) -> None:
+def test_a_signal_arrives_while_the_main_thread_is_inside_c(installed):
     arrived: list[tuple[list[str], float]] = []
     thread = threading.Thread(target=lambda: arrived.append((signals.receive(60), time.monotonic())))
     thread.start()
@@ -43,7 +43,7 @@ def test_a_signal_arrives_while_the_main_thread_is_inside_c(installed: None) -> 
     assert signals.receive(60) == [], "another thread can end a wait"
 
 
-def test_an_ignored_hangup_stays_ignored_unless_torchrun_passes_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ignored_hangup_stays_ignored_unless_torchrun_passes_it_on(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
     try:
         for by_torchrun, expected in (("SIGTERM,SIGINT", []), ("SIGTERM,SIGHUP", ["SIGHUP"])):
@@ -57,7 +57,7 @@ def test_an_ignored_hangup_stays_ignored_unless_torchrun_passes_it_on(monkeypatc
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_first_request_counts_until_the_next_install(installed: None) -> None:
+def test_the_first_request_counts_until_the_next_install(installed):
     assert signals.requested() is None
     signals.request("SIGTERM")
     signals.request("SIGINT")
@@ -68,7 +68,7 @@ def test_the_first_request_counts_until_the_next_install(installed: None) -> Non
     assert signals.requested() is None
 
 
-def test_a_child_ends_by_its_own_signals(installed: None) -> None:
+def test_a_child_ends_by_its_own_signals(installed):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         pool.map(abs, [1, 2])
         pool.terminate()  # with SIGTERM

@@ -41,14 +41,14 @@ def trained_for(steps: int, stage: int, bf16: bool, offloads: bool) -> list[torc
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_offloaded_moments_free_memory_and_change_no_bit(stage: int, bf16: bool) -> None:
+def test_offloaded_moments_free_memory_and_change_no_bit(stage, bf16):
     plain, offloaded = (trained_for(4, stage, bf16, offloads) for offloads in (False, True))
     assert all(map(torch.equal, plain, offloaded))
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bf16_gradients_of_a_single_rank_are_added_in_float32(stage: int, offloaded: bool) -> None:
+def test_bf16_gradients_of_a_single_rank_are_added_in_float32(stage, offloaded):
     """1 and eight times 1/1024: in bfloat16 the sum would stay 1. On two ranks: tests/distributed/test_engine.py."""
     strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=stage, bf16=True, adam_offload=offloaded and stage > 0))
     module = nn.Linear(1, 2, bias=False).bfloat16()
@@ -60,7 +60,7 @@ def test_bf16_gradients_of_a_single_rank_are_added_in_float32(stage: int, offloa
     assert trained.step() == pytest.approx(2**0.5 * (1 + 8 * 2.0**-10), rel=1e-6)
 
 
-def test_frozen_models_need_no_gradient_and_no_forward_waits_for_deepspeeds_timer() -> None:
+def test_frozen_models_need_no_gradient_and_no_forward_waits_for_deepspeeds_timer():
     strategy = DeepspeedStrategy(DeepSpeedConfig(zero_stage=3))
     trained = strategy.prepare(nn.Linear(2, 2), AdamConfig(), learning_rate=1e-3, total_steps=10)
     frozen: Any = strategy.prepare_frozen(nn.Linear(2, 2))
@@ -68,7 +68,7 @@ def test_frozen_models_need_no_gradient_and_no_forward_waits_for_deepspeeds_time
     assert not any(parameter.requires_grad for parameter in frozen.module.parameters())
 
 
-def test_flags_and_overrides_reach_deepspeed_which_scales_nothing() -> None:
+def test_flags_and_overrides_reach_deepspeed_which_scales_nothing():
     options: dict[str, Any] = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     merged = merge(options, {"zero_optimization": {"cpu_offload": 0}})
     assert merged == {"zero_optimization": {"stage": 3, "cpu_offload": 0}, "bf16": {"enabled": True}}
@@ -107,20 +107,20 @@ def rates(name: Any, ratio: float, total: int = TOTAL) -> list[float]:
 
 
 @pytest.mark.parametrize("name", list(FALLS))
-def test_rates_rise_in_equal_steps_above_zero_and_then_fall(name: str) -> None:
+def test_rates_rise_in_equal_steps_above_zero_and_then_fall(name):
     up = [PEAK * (step + 1) / WARM_UP for step in range(WARM_UP)]
     down = [PEAK * FALLS[name]((step - WARM_UP) / (TOTAL - WARM_UP)) for step in range(WARM_UP, TOTAL)]
     assert rates(name, 0.2) == pytest.approx(up + down)
 
 
-def test_the_first_step_changes_weights_whatever_the_options() -> None:
+def test_the_first_step_changes_weights_whatever_the_options():
     assert set(get_args(get_type_hints(AdamConfig)["lr_scheduler"])) == {*FALLS, "constant"}
     assert rates("constant", 0.5) == [PEAK] * TOTAL
     for name in FALLS:
         assert all(rates(name, *case)[0] > 0 for case in ((0.0, 5), (0.03, 34), (0.5, 2), (1.0, 3)))
 
 
-def test_only_trained_parameters_are_averaged_and_come_back_after_an_error() -> None:
+def test_only_trained_parameters_are_averaged_and_come_back_after_an_error():
     module: Any = nn.Sequential(nn.Linear(1, 1), nn.Linear(3, 1).requires_grad_(False))
     engine = DeepspeedStrategy(DeepSpeedConfig(zero_stage=0)).prepare(module, AdamConfig(), 1e-3, total_steps=1)
     ema, weight = ParameterAverage(engine, beta=0.75), module[0].weight
@@ -134,9 +134,7 @@ def test_only_trained_parameters_are_averaged_and_come_back_after_an_error() -> 
     assert weight.item() == 8.0
 
 
-def test_compiling_is_announced_and_needs_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_compiling_is_announced_and_needs_a_compiler(monkeypatch, caplog):
     def compile_adam(*parameters: Any, **options: Any) -> None:
         assert "--adam_offload: compiling DeepSpeed's CPU Adam, about 100 seconds" in caplog.text
 

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from tests.fork_server import Launcher
-
 START = """
 import sys, time
 from openppo.config import RunConfig
@@ -47,7 +45,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_lone_process_ends_with_what_is_known(case: str, launcher: Launcher) -> None:
+def test_a_lone_process_ends_with_what_is_known(case, launcher):
     program, status, says = CASES[case]
     done = launcher.run(["-c", START + program], timeout=120)
     assert done.returncode == status, done.stdout
@@ -61,7 +59,7 @@ with Watchdog(RunConfig(), current, {{}}):
 """
 
 
-def test_a_log_that_nobody_reads_keeps_no_process_alive() -> None:
+def test_a_log_that_nobody_reads_keeps_no_process_alive():
     words = ["timeout", "60", sys.executable, "-c", WAITS]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -80,7 +78,7 @@ with Watchdog(RunConfig(), current, {{}}):
 
 
 @pytest.mark.parametrize("stdout", [">&-", ">/dev/full", "| cat"])
-def test_a_failure_is_reported_whatever_stdout_is(stdout: str) -> None:
+def test_a_failure_is_reported_whatever_stdout_is(stdout):
     shell = f'set -o pipefail; unset PYTHONUNBUFFERED; "$0" -c "$1" {stdout}'
     words = ["bash", "-c", shell, sys.executable, FAILS]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120)

@@ -40,7 +40,7 @@ def names(path: Path) -> list[str]:
     return sorted({entry.name for entry in path.iterdir()} - {".lock"})
 
 
-def test_only_the_newest_and_the_best_are_kept_and_found(tmp_path: Path) -> None:
+def test_only_the_newest_and_the_best_are_kept_and_found(tmp_path):
     folder = folder_of(tmp_path, keep=2)
     for step in (7, 3):
         folder.save_best(step, write(str(step)))
@@ -55,7 +55,7 @@ def test_only_the_newest_and_the_best_are_kept_and_found(tmp_path: Path) -> None
     assert folder_of(tmp_path / "copy").newest() == tmp_path / "copy" / "step_100000001"
 
 
-def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path):
     def work(comm: ThreadComm) -> None:
         folder = CheckpointFolder(tmp_path, comm, keep=1)
         folder.save(1, write("one", f"{comm.rank}.txt"))
@@ -97,9 +97,7 @@ DAMAGE: list[Callable[[Path], object]] = [
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_damaged_checkpoint_is_set_aside_for_the_previous(
-    tmp_path: Path, damage: Callable[[Path], object], ranks: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_set_aside_for_the_previous(tmp_path, damage, ranks, caplog):
     folder_of(tmp_path, 2, write=write_both)
     damage(tmp_path / STEP(2))
     with caplog.at_level(logging.WARNING, "openppo"):
@@ -131,9 +129,7 @@ UNREADABLE = "format {} is of another version of OpenPPO; this one reads 3"
         (lambda folder: write("edited", "config.json")(folder / STEP(2) / "model"), None),
     ],
 )
-def test_without_a_whole_checkpoint_nothing_is_moved(
-    tmp_path: Path, change: Callable[[Path], object], message: str | None
-) -> None:
+def test_without_a_whole_checkpoint_nothing_is_moved(tmp_path, change, message):
     folder = folder_of(tmp_path, 2, write=write_both)
     change(tmp_path)
     for _ in range(2):  # torchrun --max_restarts starts again with the same command
@@ -144,9 +140,7 @@ def test_without_a_whole_checkpoint_nothing_is_moved(
 
 @pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), OSError(errno.ESTALE, "Stale")])
 @pytest.mark.parametrize("name", ["manifest.json", "a.txt"])
-def test_an_unreadable_checkpoint_is_not_taken_for_damaged(
-    tmp_path: Path, name: str, error: OSError, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_checkpoint_is_not_taken_for_damaged(tmp_path, name, error, monkeypatch):
     folder, real = folder_of(tmp_path, 2), io.open
 
     def open_or_fail(file: Any, *arguments: Any, **options: Any) -> Any:
@@ -163,9 +157,7 @@ def test_an_unreadable_checkpoint_is_not_taken_for_damaged(
 
 
 @pytest.mark.parametrize("has_steps", [True, False])
-def test_only_what_an_earlier_run_saved_is_set_aside(
-    tmp_path: Path, has_steps: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_what_an_earlier_run_saved_is_set_aside(tmp_path, has_steps, caplog):
     """With --ckpt_path at or above --save_path models, logs and data are there too."""
     folder = folder_of(tmp_path / "c")
     folder.set_aside()
@@ -183,7 +175,7 @@ def test_only_what_an_earlier_run_saved_is_set_aside(
     assert ("--load_checkpoint would have resumed from them" in caplog.text) is has_steps
 
 
-def test_a_folder_that_cannot_be_used_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_an_error_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     errors = on_ranks(2, lambda comm: CheckpointFolder(tmp_path / "file" / "x", comm, keep=1))
     assert all("--ckpt_path" in str(error) and "choose another folder" in str(error) for error in errors)
@@ -206,7 +198,7 @@ time.sleep(300)
 """
 
 
-def test_a_second_run_in_the_folder_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+def test_a_second_run_in_the_folder_is_refused_until_the_first_ends(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None and other.stdout.readline() == "holds it\n"

@@ -30,7 +30,7 @@ def written(folder: Path, parts: list[dict[str, Fragment]]) -> list[Path]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (2, 1), (4, 3), (5, 2), (5, 4)])
-def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path, before: int, after: int) -> None:
+def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, before, after):
     files = written(tmp_path, split(TENSORS, before))
     own = {name: torch.full_like(tensor, -1) for name, tensor in TENSORS.items()}
     with FragmentReader(files) as reader:
@@ -40,7 +40,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path, before: 
     assert all(own[name].equal(TENSORS[name]) for name in TENSORS)
 
 
-def test_missing_elements_are_counted_in_the_error(tmp_path: Path) -> None:
+def test_missing_elements_are_counted_in_the_error(tmp_path):
     files = written(tmp_path, split(TENSORS, 2))[:1]
     with FragmentReader(files) as reader, pytest.raises(ValueError, match="8 of 17 elements of a.weight are not in"):
         reader.read_into("a.weight", Fragment(0, torch.zeros(17)))
