@@ -164,9 +164,11 @@ def check_token_ids(
     n_embeddings = config.get_text_config().vocab_size
     largest = max([pad_token_id(tokenizer), *(max(row, default=0) for row in rows)])
     if largest >= n_embeddings:
-        token = f"token {tokenizer.convert_ids_to_tokens(largest)!r} has the id {largest}"
-        has = f"the model has embeddings of {n_embeddings} ids; its tokenizer knows {len(tokenizer)} tokens"
-        raise ValueError(f"{model}: {token}, and {has}. Use resize_token_embeddings, or leave that token out.")
+        token, n_tokens = tokenizer.convert_ids_to_tokens(largest), len(tokenizer)
+        raise ValueError(
+            f"{model}: token {token!r} has the id {largest}, and the model has embeddings of {n_embeddings} ids; its "
+            f"tokenizer knows {n_tokens} tokens. Use resize_token_embeddings, or leave that token out."
+        )
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
