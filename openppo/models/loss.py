@@ -228,7 +228,7 @@ class ValueLoss(nn.Module):
 class PolicyLossEntry(NamedTuple):
     """Builds a loss of tokens, which add up by ``loss_agg`` (None: as the estimator wants) unless an option says."""
 
-    make: Callable[[LossConfig], PolicyLoss | CISPOLoss]
+    make: Callable[[LossConfig], Any]  # a module that is called as ``PolicyLoss`` is and has its ``clipped``
     loss_agg: LossAggregation | None = None
 
 
@@ -247,6 +247,6 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
 """By the names of ``--policy_loss_type``."""
 
 
-def policy_loss(config: LossConfig) -> PolicyLoss | CISPOLoss:
-    """The loss that ``--policy_loss_type`` names."""
+def policy_loss(config: LossConfig) -> Any:
+    """The loss that ``--policy_loss_type`` names: called as ``PolicyLoss`` is, with its ``clipped``."""
     return POLICY_LOSSES[config.policy_loss_type].make(config)
