@@ -38,6 +38,34 @@ class FinishReason(str, Enum):
         return self in (FinishReason.STOP, FinishReason.TOOL_CALL)
 
 
+class Ending(str, Enum):
+    """How an agent's episode ended; each has a metric of its own."""
+
+    COMPLETED = "completed"
+    """The agent returned, or the environment terminated."""
+    MAX_TURNS = "max_turns"
+    """The model had all its turns."""
+    EPISODE_LENGTH = "episode_length"
+    """The limit on tokens was reached."""
+    CONTEXT_FULL = "context_full"
+    """The model's context was full."""
+    ENV_TRUNCATED = "env_truncated"
+    """The environment truncated it."""
+    TIMEOUT = "timeout"
+    """It took too long."""
+    AGENT_ERROR = "agent_error"
+    """The agent raised, left with an error, or nothing gave a reward."""
+    TOOL_ERROR = "tool_error"
+    """A tool raised outside of a call: when it was created, released or asked for its reward."""
+    CANCELLED = "cancelled"
+    """The run gave it up."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is trained on: what its environment did wrong says nothing about the policy."""
+        return self not in (Ending.TIMEOUT, Ending.AGENT_ERROR, Ending.TOOL_ERROR, Ending.CANCELLED)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample a response. ``temperature`` 0 takes the likeliest token.
@@ -74,11 +102,29 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """Equally long lists of what an engine sampled for one prompt."""
+    """Equally long lists of what an engine sampled for one prompt.
+
+    ``parked`` is a handle of the keys and values that the engine kept of both, if it was asked to.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
+    parked: int | None = None
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What an agent did: shared by the trajectories of its parts.
+
+    ``messages`` is the whole conversation. ``error`` says what went wrong, ``output`` are a program's last lines.
+    """
+
+    messages: list[dict[str, Any]]
+    ending: Ending
+    n_turns: int
+    error: str = ""
+    output: str = ""
 
 
 @dataclass
@@ -91,7 +137,8 @@ class Trajectory:
     scales the share of the losses, and only that: parts of one episode share 1, and all else counts each part.
     ``scores`` are rewards of the whole trajectory by name, ``token_rewards`` of single tokens, as long as ``token_ids``
     (None: there are none), ``step_ends`` the tokens that have one because a step ends there (None: every action).
-    ``greedy`` is the greedy response to the same prompt, for estimators whose baseline is its reward.
+    ``greedy`` is the greedy response to the same prompt, for estimators whose baseline is its reward. ``episode`` is
+    what an agent did, of which this is (a part of) the tokens.
     """
 
     token_ids: list[int]
@@ -106,6 +153,7 @@ class Trajectory:
     token_rewards: list[float] | None = None
     step_ends: list[bool] | None = None
     greedy: Trajectory | None = None
+    episode: Episode | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}

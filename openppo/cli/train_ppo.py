@@ -1,11 +1,24 @@
 """PPO: improve a language model against a reward."""
 
 from functools import partial
+from typing import Any
 
 from openppo.cli.options import run_command
 from openppo.config import TrainPPOConfig
 
-main = partial(run_command, TrainPPOConfig, "openppo.trainer.build:build_ppo_trainer")
+
+def build(config: TrainPPOConfig) -> Any:
+    """A trainer on responses to prompts, or on episodes of the agent that options ask for."""
+    from openppo.trainer.build import build_ppo_trainer  # seconds of imports
+
+    if config.agents.form is None:
+        return build_ppo_trainer(config)
+    from openppo.agents.build import agent_source
+
+    return build_ppo_trainer(config, source=agent_source(config.agents))
+
+
+main = partial(run_command, TrainPPOConfig, "openppo.cli.train_ppo:build")
 
 if __name__ == "__main__":
     main()

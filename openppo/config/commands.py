@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from openppo.config.agents import AgentConfig
 from openppo.config.data import PPODataConfig, PreferenceConfig, ProcessConfig, SFTDataConfig, SupervisedConfig
 from openppo.config.fields import Options, Rules, declared_options, given_options, raise_first, rules_of
 from openppo.config.models import LoRAConfig, PPOModelConfig, refuse_overwriting
@@ -37,19 +38,22 @@ class TrainingConfig(Options):
         """Folders that receive models, by flag."""
         return {"--save_path": self.run.save_path}
 
-    def validate(self, world_size: int = 1, own_source: bool = False) -> None:
-        """As of ``Options``; with ``own_source`` the caller's source gives prompts and rewards and evaluates."""
+    def validate(self, world_size: int = 1, own_source: bool = False, own_rewards: bool = False) -> None:
+        """As of ``Options``; with ``own_source`` the caller's source gives prompts and rewards and evaluates.
+
+        With ``own_rewards`` the caller's agent gives rewards.
+        """
         super().validate()
         raise_first(self.problems_on(self.run.dry_run_ranks or world_size))
         refuse_overwriting(self.input_models, self.output_models)
         if not own_source:
-            raise_first(self.missing_inputs())
+            raise_first(self.missing_inputs(own_rewards))
 
-    def missing_inputs(self) -> Iterator[str]:
+    def missing_inputs(self, own_rewards: bool = False) -> Iterator[str]:
         """Messages about data that other options need."""
         options = given_options(self)
         flag = "eval_data" if "eval_data" in options else "eval_dataset"
-        missing, best = options[flag] is None, self.checkpoint.keep_best
+        missing, best = options[flag] is None and not options.get("eval_n_envs"), self.checkpoint.keep_best
         if missing and best is not None:
             yield f"--keep_best {best} compares evaluations: give held-out data with --{flag}."
         for condition in self.run.stop_conditions:
@@ -78,18 +82,28 @@ class TrainPPOConfig(TrainingConfig):
     loss: LossConfig = field(default_factory=LossConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    agents: AgentConfig = field(default_factory=AgentConfig)
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts, or seeds of an environment, of one global step over all ranks."""
+        return self.agents.n_envs or self.ppo.rollout_batch_size
 
     @property
     def output_models(self) -> dict[str, str]:
         critic = {"--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"}
         return super().output_models | (critic if self.model.save_value_network else {})
 
-    def missing_inputs(self) -> Iterator[str]:
-        if self.evaluation.eval_data is None and self.evaluation.eval_before_training:
+    def missing_inputs(self, own_rewards: bool = False) -> Iterator[str]:
+        nothing_held_out = self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
+        if nothing_held_out and self.evaluation.eval_before_training:
             yield "--eval_before_training needs --eval_data."
-        if self.data.prompt_data == "":
+        plays = self.agents.environment is not None
+        if self.data.prompt_data == "" and not plays:
             yield "No prompts are given: pass --prompt_data FILE."
-        if not self.rewards.names():
+        if self.data.prompt_data == "" and plays and (self.agents.n_envs is None or self.ppo.max_steps is None):
+            yield "--environment without --prompt_data has no rows to count: give --n_envs and --max_steps."
+        if not (self.rewards.names() or own_rewards or self.agents.form):
             yield NO_REWARD
         yield from super().missing_inputs()
 
@@ -105,12 +119,15 @@ class TrainPPOConfig(TrainingConfig):
             yield "--offload_idle: --adam_offload has all of Adam on the host already; leave one of them out."
         if self.model.ref_pretrain is not None and self.kl.init_kl_coef == 0:
             yield "--ref_pretrain: --init_kl_coef 0 uses no reference model; leave one of them out."
-        batch, prompts, n = self.batch.train_batch_size, self.ppo.rollout_batch_size, self.ppo.n_samples_per_prompt
+        batch, prompts, n = self.batch.train_batch_size, self.prompts_per_step, self.ppo.n_samples_per_prompt
+        flag = "--rollout_batch_size" if self.agents.n_envs is None else "--n_envs"
+        if self.agents.n_envs is not None and self.ppo.rollout_batch_size != PPOConfig.rollout_batch_size:
+            yield "--n_envs says how many seeds a step has, and so does --rollout_batch_size: leave one of them out."
         if prompts % ranks != 0:
-            yield f"--rollout_batch_size {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
+            yield f"{flag} {prompts} does not divide among {ranks} ranks: use a multiple of {ranks}."
         if prompts * n % batch != 0:
             yield (
-                f"--rollout_batch_size {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide "
+                f"{flag} {prompts} x --n_samples_per_prompt {n} = {prompts * n} samples do not divide "
                 f"into optimizer steps of --train_batch_size {batch}: make it a divisor of that number."
             )
         if self.kl.kl_target is not None and 5 * self.kl.kl_horizon <= prompts * n:

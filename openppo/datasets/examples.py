@@ -47,6 +47,26 @@ def load_prompts(
     return reader.examples(render, ("--prompt_max_len", options.prompt_max_len), show)
 
 
+def load_tasks(
+    rows: Sequence[SourceRow],
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptDataConfig,
+    show: ShowRows = iter,
+) -> list[Prompt]:
+    """Prompts as of ``load_prompts``; rows of no known format become prompts without text, for agents to read."""
+    if options.input_key is None:
+        try:
+            RowReader(rows, "prompts", options)
+        except ValueError as error:
+            logger.info("%s Its rows are given to the agent as they are.", error)
+            label = options.label_key
+            return [
+                Prompt("", [], None if label is None else row.row.get(label), row.row, None, row.source, row.number - 1)
+                for row in rows
+            ]
+    return load_prompts(rows, tokenizer, options, show)
+
+
 def load_sft_examples(
     rows: Sequence[SourceRow],
     tokenizer: PreTrainedTokenizerBase,

@@ -183,10 +183,16 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[i
     return [(start, place) for place, (token, (start, _)) in pairs if token in added]
 
 
-def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, for_generation: bool = False) -> str:
+def render_chat(
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    for_generation: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
     """The conversation, BOS included, in the tokenizer's chat template; ``for_generation`` opens the assistant's turn.
 
-    Raises ``ValueError`` if there is no template or it refuses the messages.
+    ``tools`` are offered in it, in OpenAI's form. Raises ``ValueError`` if there is no template or it refuses the messages.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -194,7 +200,8 @@ def render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, 
             "tokenizer has one."
         )
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=for_generation))
+        given = {"tokenize": False, "add_generation_prompt": for_generation, "tools": tools}
+        text = str(tokenizer.apply_chat_template(messages, **given))
     except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error

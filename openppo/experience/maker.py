@@ -224,7 +224,7 @@ def old_log_probs_from(config: TrainPPOConfig, single_update: bool, by_engine: b
         return "recompute"
     if not config.deepspeed.bf16:
         return "rollout"
-    samples = ppo.rollout_batch_size * ppo.n_samples_per_prompt
+    samples = config.prompts_per_step * ppo.n_samples_per_prompt
     always = samples <= batch.train_batch_size and batch.max_epochs == 1  # with several epochs ``entropy`` would change
     return "training" if single_update and always and config.lora.lora_dropout == 0 else "recompute"
 

@@ -30,14 +30,19 @@ class Engine(ABC):
     ``collect`` hands out what has ended. ``generate`` runs that loop for a batch; ``stop`` makes it raise
     ``Interrupted``. ``version`` counts the policy's updates; the owner of the weights sets it. Stop strings are looked
     for in the text that ``decode`` makes of ids; its owner sets it. All of it takes place inside ``with_weights``.
+
+    ``read_tokens`` counts prompt tokens of all requests so far, ``reused_tokens`` those whose keys and values were kept.
     """
 
     decode: Decode | None = None
+    in_lockstep = False
+    """Whether all ranks take equally many steps."""
 
     def __init__(self, show_progress: bool = False, stop: StopCheck | None = None) -> None:
         self.show_progress = show_progress
         self.stop = stop or StopCheck()
         self.version = 0
+        self.read_tokens = self.reused_tokens = 0
         self._numbers = count()
         self._ended: dict[int, Completion] = {}
 
@@ -47,8 +52,24 @@ class Engine(ABC):
         """True while a request waits or is being decoded."""
 
     @abstractmethod
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> int:
-        """Queue a request and return its number. The response depends on ``seed``, not on its neighbours."""
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        park: bool = False,
+        resume: int | None = None,
+    ) -> int:
+        """Queue a request and return its number. The response depends on ``seed``, not on its neighbours.
+
+        With ``park`` keys and values of prompt and response are kept, while memory allows it and until the weights
+        change; ``Completion.parked`` is their handle. ``resume`` is the handle of tokens that the prompt begins with,
+        which are then not read again.
+        """
+
+    @abstractmethod
+    def cancel(self, number: int) -> None:
+        """Drop a request and free its row; nothing happens if it has ended."""
 
     @abstractmethod
     def step(self) -> None:

@@ -72,6 +72,7 @@ class HFEngine(Engine):
         self.pad_token_id = pad_token_id
         self.max_batch_size = max_batch_size or (ROWS_ON_CPU if self._device.type == "cpu" else ROWS_ON_GPU)
         self.any_rank_busy = any_rank_busy
+        self.in_lockstep = any_rank_busy is not None
         self.new_recorder = new_recorder
         self._sizes_itself = max_batch_size is None
         self._filling = False
@@ -85,13 +86,25 @@ class HFEngine(Engine):
     def busy(self) -> bool:
         return bool(self._running or self._waiting)
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> int:
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        park: bool = False,
+        resume: int | None = None,
+    ) -> int:
         """Queue a request and return its number."""
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
         uniforms = request_uniforms(seed, params.max_new_tokens).tolist()
         self._waiting.append(_Request(next(self._numbers), tuple(prompt_ids), params, uniforms))
         return self._waiting[-1].number
+
+    def cancel(self, number: int) -> None:
+        """Drop a request and free its row; nothing happens if it has ended."""
+        self._waiting = [request for request in self._waiting if request.number != number]
+        self._let_go([row for row, request in enumerate(self._running) if request.number == number])
 
     @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
     def step(self) -> None:
@@ -214,10 +227,15 @@ class HFEngine(Engine):
             if reason is not None:
                 self._ended[request.number] = Completion(request.token_ids, request.log_probs, reason)
                 ended.append(row)
-        if ended:
-            for source, target in self._cache.leave(ended):
+        self._let_go(ended)
+
+    def _let_go(self, rows: list[int]) -> None:
+        """Free ``rows``; the last rows take their places."""
+        if rows:
+            assert self._cache is not None
+            for source, target in self._cache.leave(rows):
                 self._running[target] = self._running[source]
-            del self._running[len(self._running) - len(ended) :]
+            del self._running[len(self._running) - len(rows) :]
 
     @property
     def _device(self) -> torch.device:

@@ -1,10 +1,13 @@
 """Prompts to trajectories: several samples of each prompt, each with a seed of its own."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from openppo.rollout.engine import Engine
 from openppo.tracking import Metrics
@@ -14,6 +17,92 @@ from openppo.types import Comm, Completion, Interrupted, Prompt, SamplingParams,
 def sample_seed(seed: int, number: int) -> int:
     """A seed for the ``number``-th sample of a run: the same whatever the ranks and batches it falls into."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)
+
+
+@dataclass(frozen=True)
+class SamplerParts:
+    """What a sampler works with. ``longest`` is the most tokens that a prompt and its response may have.
+
+    ``any_rank`` combines a flag over ranks that decode in lockstep (None: each decodes by itself). ``has_rewards``
+    tells whether sources of rewards score what is sampled.
+    """
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: Sequence[int]
+    comm: Comm
+    stop: StopCheck
+    longest: int
+    context: int | None = None
+    any_rank: Callable[[bool], bool] | None = None
+    has_rewards: bool = True
+
+
+class Sampler(Protocol):
+    """How prompts become trajectories without scores. All ranks call every method together."""
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        n_samples: int,
+        seed: int,
+        first_group: int,
+        metrics: Metrics,
+        evaluation: bool = False,
+    ) -> list[Trajectory]:
+        """This rank's share, those of one prompt beside each other; see ``sample_trajectories``."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+
+
+class SamplerMaker(ABC):
+    """Makes a sampler of a kind of its own, from parts that a trainer or an evaluation has loaded.
+
+    ``gives_rewards``: no source of rewards is needed. ``needs_prompts``: rows must have a prompt.
+    """
+
+    gives_rewards = False
+    needs_prompts = True
+
+    @abstractmethod
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """``ValueError`` naming the option for what cannot work, before any model is loaded."""
+
+    @abstractmethod
+    def make(self, parts: SamplerParts) -> Sampler:
+        """The sampler."""
+
+
+@dataclass(frozen=True)
+class EngineSampler:
+    """One response of the engine to each sample of a prompt."""
+
+    engine: Engine
+    comm: Comm
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        n_samples: int,
+        seed: int,
+        first_group: int,
+        metrics: Metrics,
+        evaluation: bool = False,
+    ) -> list[Trajectory]:
+        """This rank's share."""
+        return sample_trajectories(self.engine, prompts, params, n_samples, seed, first_group, self.comm)
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+def rank_share(prompts: Sequence[Prompt], first_group: int, comm: Comm) -> tuple[Sequence[Prompt], int]:
+    """This rank's share of ``prompts``, and the group of its first."""
+    start, end = (rank * len(prompts) // comm.world_size for rank in (comm.rank, comm.rank + 1))
+    return prompts[start:end], first_group + start
 
 
 def sample_trajectories(
@@ -31,8 +120,7 @@ def sample_trajectories(
     response does not depend on the number of ranks.
     """
     if comm is not None:
-        start, end = (rank * len(prompts) // comm.world_size for rank in (comm.rank, comm.rank + 1))
-        prompts, first_group = prompts[start:end], first_group + start
+        prompts, first_group = rank_share(prompts, first_group, comm)
     repeated = [(prompt, first_group + i) for i, prompt in enumerate(prompts) for _ in range(n_samples)]
     seeds = [sample_seed(seed, first_group * n_samples + i) for i in range(len(repeated))]
     completions = engine.generate([prompt.token_ids for prompt, _ in repeated], params, seeds)
@@ -55,13 +143,18 @@ def make_trajectory(prompt: Prompt, completion: Completion, group: int, version:
 
 
 def write_scores(trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
-    """Add each score to its trajectory. Token rewards outside the action mask become 0."""
+    """Add each score to its trajectory. Token rewards outside the action mask become 0; those of turns are added."""
     for trajectory, score in zip(trajectories, scores, strict=True):
         trajectory.scores.update(score.rewards)
         if score.token_rewards is not None:
             rewards = zip(score.token_rewards, trajectory.action_mask, strict=True)
-            trajectory.token_rewards = [reward if is_action else 0.0 for reward, is_action in rewards]
-            trajectory.step_ends = score.step_ends
+            given = [reward if is_action else 0.0 for reward, is_action in rewards]
+            if trajectory.token_rewards is None or trajectory.step_ends is None:
+                trajectory.token_rewards, trajectory.step_ends = given, score.step_ends
+                continue
+            trajectory.token_rewards = list(map(sum, zip(given, trajectory.token_rewards, strict=True)))
+            ends = trajectory.action_mask if score.step_ends is None else score.step_ends
+            trajectory.step_ends = list(map(any, zip(ends, trajectory.step_ends, strict=True)))
 
 
 def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:

@@ -60,8 +60,18 @@ class VLLMEngine(Engine):
     def busy(self) -> bool:
         return bool(self._under_way)
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> int:
-        """Queue a request and return its number. ``ValueError`` if prompt and response may not fit."""
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        park: bool = False,
+        resume: int | None = None,
+    ) -> int:
+        """Queue a request and return its number. ``ValueError`` if prompt and response may not fit.
+
+        vLLM finds kept keys and values itself: ``park`` and ``resume`` have no effect.
+        """
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
         if len(prompt_ids) + params.max_new_tokens > self.max_tokens:  # vLLM would end such a response early
@@ -76,6 +86,11 @@ class VLLMEngine(Engine):
         self._llm.llm_engine.add_request(str(number), prompt, self._sampling_params(params, seed))
         self._under_way[str(number)] = params
         return number
+
+    def cancel(self, number: int) -> None:
+        """Drop a request and free its row; nothing happens if it has ended."""
+        if self._under_way.pop(str(number), None) is not None:
+            self._llm.llm_engine.abort_request([str(number)])
 
     def step(self) -> None:
         """One forward pass of vLLM: decode one token per row, prefill waiting requests, or both."""

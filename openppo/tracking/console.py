@@ -120,12 +120,12 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
             dynamic_ncols=True,
             bar_format=_BAR if total else None,
         )
-        self._done = 0
+        self.done = 0
         self._start = self._last_line = time.monotonic()
 
     def update(self, n: int = 1, total: int | None = None) -> None:
         """Count ``n`` more as done, of ``total`` if that has changed."""
-        self._done += n
+        self.done += n
         if total is not None:
             self._total = self._bar.total = total
         current.progress()
@@ -137,7 +137,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         if not self._lines or now - since < SECONDS_BETWEEN_LINES:
             return
         self._last_line = now
-        line = tqdm.format_meter(self._done, self._total or 0, now - self._start, ncols=0, prefix=self._description)
+        line = tqdm.format_meter(self.done, self._total or 0, now - self._start, ncols=0, prefix=self._description)
         with suppress(OSError, ValueError):  # a full disk or a closed pipe ends no training
             print(line.strip(), file=sys.stderr, flush=True)
 

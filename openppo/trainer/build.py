@@ -19,6 +19,7 @@ from openppo.rewards.build import ScorerSetup
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
+from openppo.rollout.rollout import EngineSampler, Sampler, SamplerMaker, SamplerParts
 from openppo.rollout.sampling import decoder
 from openppo.rollout.vllm_engine import VLLMEngine
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -49,21 +50,29 @@ def build_ppo_trainer(
     config: TrainPPOConfig,
     strategy: DeepspeedStrategy | None = None,
     callbacks: Sequence[Callback] = (),
-    source: RolloutSource | None = None,
+    source: RolloutSource | SamplerMaker | None = None,
 ) -> PPOTrainer:
-    """A trainer, of ``source`` in place of ``--prompt_data``. ``ValueError`` names the flag of whatever cannot work."""
+    """A trainer. ``source`` gives trajectories in place of prompts, or says how prompts become trajectories.
+
+    ``ValueError`` names the flag of whatever cannot work.
+    """
+    maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
     strategy, samples = strategy or DeepspeedStrategy(config.deepspeed), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
-    check_options(config, comm, own_source=not samples)
+    if samples and maker is None and config.agents.form is not None:
+        raise ValueError(f"--{config.agents.form} needs source=agent_source(config), of openppo.agents.")
+    check_options(config, comm, own_source=not samples, own_rewards=maker is not None and maker.gives_rewards)
     tokenizer, actor_config = check_models(config, strategy, samples)
-    data = load_ppo_data(config, tokenizer, actor_config, comm, prompts=samples)
+    if maker is not None:
+        maker.check(tokenizer)
+    data = load_ppo_data(config, tokenizer, actor_config, comm, samples, maker)
     setup = _scorer_setup(config, tokenizer, strategy, data)
     if run.dry_run and samples:
         setup.check()
     estimate = log_ppo_memory(config, data, strategy) if samples or run.dry_run else None
     plan = batch_plan(config, comm.world_size, len(data.prompts), source)
     checkpointer = Checkpointer(config, strategy, "ppo", data.fingerprints)
-    scorer = setup.build() if samples else None  # before the large models
+    scorer = setup.build() if samples and config.rewards.names() else None  # before the large models
     critic = None if critic_start(config) is None else _prepared(config, strategy, "critic", plan.optimizer_steps())
     actor = _prepared(config, strategy, "actor", plan.optimizer_steps(without=config.ppo.frozen_actor_steps))
     reference = _reference(config, strategy, actor)
@@ -97,10 +106,35 @@ def build_ppo_trainer(
         estimate=estimate,
     )
     callbacks = [*callbacks, StopWhen(run.stop_conditions)] if run.stop_when else callbacks
-    trainer = PPOTrainer(config, components, source or PromptSource(config, components), callbacks)
+    if source is None:
+        source = PromptSource(config, components, _sampler(maker, components, config, actor_config))
+    trainer = PPOTrainer(config, components, source, callbacks)
     checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, plan)
     return trainer
+
+
+def _sampler(
+    maker: SamplerMaker | None, components: PPOComponents, config: TrainPPOConfig, actor_config: PreTrainedConfig
+) -> Sampler:
+    """What makes trajectories of prompts: the engine alone, or what ``maker`` makes around it."""
+    engine, strategy = components.engine, components.strategy
+    assert engine is not None
+    if maker is None:
+        return EngineSampler(engine, strategy.comm)
+    return maker.make(
+        SamplerParts(
+            engine,
+            components.tokenizer,
+            eos_token_ids(components.actor.module.model, components.tokenizer),
+            strategy.comm,
+            components.stop,
+            components.data.longest,
+            context_length(actor_config),
+            strategy.any_rank if engine.in_lockstep else None,
+            components.scorer is not None,
+        )
+    )
 
 
 def _scorer_setup(
@@ -186,7 +220,8 @@ def _engine(
     engine: VLLMEngine | HFEngine
     checked: dict[str, Engine]
     if generation.rollout_engine == "vllm":
-        longest = max(config.data.prompt_max_len + generation.generate_max_len, LONGEST)
+        episode = config.agents.episode_max_len or 0
+        longest = max(config.data.prompt_max_len + generation.generate_max_len, episode, LONGEST)
         max_tokens = min(longest, context_length(actor_config) or longest)
         engine = VLLMEngine(base_model_of(config.model.pretrain), config, max_tokens, eos, **common)
         checked = {"": engine}

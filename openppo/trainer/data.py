@@ -6,12 +6,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
-from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts
+from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.models.loading import load_options
-from openppo.models.pretrained import check_model, check_token_ids
+from openppo.models.pretrained import check_model, check_token_ids, context_length
 from openppo.rewards.build import own_tokenizer
 from openppo.rollout.decode_graphs import check_layers
+from openppo.rollout.rollout import SamplerMaker
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.vllm_engine import check_vllm
 from openppo.strategy.comm import check_same, collective
@@ -25,7 +26,8 @@ from openppo.types import Comm, Prompt
 class PPOData:
     """``held_out`` is empty without ``--eval_data``, ``documents`` without ``--pretrain_data``.
 
-    ``longest`` is the most tokens that a prompt and its response can have; documents are cut there. ``fingerprints``
+    ``longest`` is the most tokens that a prompt and its response, or an episode, can have; documents are cut there.
+    ``fingerprints``
     by flag are of what they were before, so that a run may resume with another ``--generate_max_len``.
     """
 
@@ -42,43 +44,60 @@ def load_ppo_data(
     actor_config: PreTrainedConfig,
     comm: Comm,
     prompts: bool = True,
+    agent: SamplerMaker | None = None,
 ) -> PPOData:
     """Everything that the run reads, the same on all ranks; without ``prompts`` only documents.
 
-    ``ValueError`` names the flag and the row of what cannot be used, and the ranks if only some cannot.
+    With ``agent`` rows are its tasks, of which an environment needs none. ``ValueError`` names the flag and the row of what cannot be used, and the ranks if only some cannot.
     """
     options, evaluation, new_tokens = config.data, config.evaluation, config.generation.generate_max_len
     model, seed, show = f"--pretrain {config.model.pretrain}", config.deepspeed.seed, tokenizing(comm)
 
     def load(flag: str, source: str | None, probs: str | None, split: str) -> list[Prompt]:
-        if source is None or not prompts:
+        if not source or not prompts:
             return []
         rows = load_mixed_rows(options, source, probs, flag=flag, split=split, seed=seed)
-        return load_prompts(rows, tokenizer, options, show)
+        load_rows = load_prompts if agent is None or agent.needs_prompts else load_tasks
+        return load_rows(rows, tokenizer, options, show)
 
     def load_all() -> PPOData:
         read = load("--prompt_data", options.prompt_data, options.prompt_data_probs, options.prompt_split)
+        prints = {"--prompt_data": examples_fingerprint(map(_content, read))} if read else {}
         held_out = load("--eval_data", evaluation.eval_data, None, evaluation.eval_split)
+        read = read or _seeds(config.agents.n_envs or 0)
+        held_out = held_out or _seeds(config.agents.eval_n_envs)
         ids = [prompt.token_ids for prompt in [*read, *held_out]]
-        longest = max(map(len, ids), default=options.prompt_max_len)
+        longest = max(map(len, ids), default=options.prompt_max_len) + new_tokens
+        if agent is not None:  # how long its prompts are is not known, and its episodes end where the context does
+            longest = config.agents.episode_max_len or options.prompt_max_len + new_tokens
+            longest = min(longest, context_length(actor_config) or longest)
         for flag, name in [("--pretrain", config.model.pretrain)] * prompts + _other_models(config):
             model_config = check_model(name, flag, config.model.trust_remote_code)
-            check_context(model_config, f"{flag} {name}", longest, new_tokens)
+            check_context(model_config, f"{flag} {name}", longest - new_tokens, new_tokens)
         documents: list[TokenExample] = []
-        prints = {"--prompt_data": examples_fingerprint([p.token_ids, repr(p.label)] for p in read)} if read else {}
         if options.pretrain_data is not None and config.ppo.ptx_coef > 0:
             given, split = (options.pretrain_data, options.pretrain_data_probs), options.pretrain_split
             rows = load_mixed_rows(options, *given, flag="--pretrain_data", split=split, seed=seed)
             key = options.pretrain_key or options.input_key
-            documents = load_documents(rows, tokenizer, key, longest + new_tokens, show)
+            documents = load_documents(rows, tokenizer, key, longest, show)
             prints["--pretrain_data"] = examples_fingerprint(row.row if key is None else row.row[key] for row in rows)
         check_token_ids(actor_config, model, tokenizer, ids + [document.token_ids for document in documents])
-        return PPOData(read, held_out, documents, prints, longest + new_tokens)
+        return PPOData(read, held_out, documents, prints, longest)
 
     data = collective(comm, load_all)
-    prompt_ids, held_out_ids = ([(p.token_ids, p.label) for p in each] for each in (data.prompts, data.held_out))
+    prompt_ids, held_out_ids = (list(map(_content, each)) for each in (data.prompts, data.held_out))
     check_same(comm, {"--prompt_data": prompt_ids, "--eval_data": held_out_ids, "--pretrain_data": data.documents})
     return data
+
+
+def _content(prompt: Prompt) -> list[object]:
+    """What a prompt is, or of a task without one its row."""
+    return [prompt.token_ids or repr(prompt.row), repr(prompt.label)]
+
+
+def _seeds(n: int) -> list[Prompt]:
+    """Prompts without text that stand for seeds of an environment."""
+    return [Prompt("", [], index=i) for i in range(n)]
 
 
 def check_models(

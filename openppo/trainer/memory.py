@@ -170,7 +170,7 @@ class Lengths(NamedTuple):
 def estimate_ppo(config: TrainPPOConfig, lengths: Lengths, sizes: dict[str, ModelSize], machine: Machine) -> Estimate:
     """Memory of a train_ppo run; ``sizes`` has its models by role in the order of loading."""
     ppo, batch, loras = config.ppo, config.batch, {"critic": critic_lora(config), "actor": config.lora}
-    samples = machine.share(ppo.rollout_batch_size) * ppo.n_samples_per_prompt
+    samples = machine.share(config.prompts_per_step) * ppo.n_samples_per_prompt
     longest = lengths.longest_prompt + config.generation.generate_max_len
     scored, length = longest - lengths.shortest_prompt, max(longest, lengths.document)
     rows = min(samples, forward_size(config).rows_of(longest))
@@ -247,7 +247,7 @@ def log_ppo_memory(config: TrainPPOConfig, data: PPOData, strategy: DeepspeedStr
     prompts = [len(prompt.token_ids) for prompt in data.prompts] or [config.data.prompt_max_len]
     documents = [len(document.token_ids) for document in data.documents]
     document = max(min(PACKED_ROW, data.longest), *documents) if documents else 0
-    lengths = Lengths(min(prompts), max(prompts), document)
+    lengths = Lengths(min(prompts), data.longest - config.generation.generate_max_len, document)
     return log_memory(partial(estimate_ppo, config, lengths), models, config, strategy)
 
 

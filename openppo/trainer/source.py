@@ -14,7 +14,7 @@ from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.token_rewards import one_reward_groups
-from openppo.rollout.rollout import Rollout, sample_trajectories, wait_for_scores
+from openppo.rollout.rollout import Rollout, Sampler, wait_for_scores
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
@@ -23,28 +23,29 @@ from openppo.types import Prompt, Trajectory
 
 
 class PromptSource:
-    """Samples responses to batches of prompts and scores them in the background. Collective in every method."""
+    """Samples trajectories for batches of prompts and scores them in the background. Collective in every method."""
 
-    def __init__(self, config: TrainPPOConfig, components: PPOComponents) -> None:
+    def __init__(self, config: TrainPPOConfig, components: PPOComponents, sampler: Sampler) -> None:
         assert components.engine is not None
-        assert components.scorer is not None
         self.config = config
+        self.sampled_by = sampler
         self.components = components
         self.engine = components.engine
         self.scorer = components.scorer
         self.timer = components.maker.hooks.timer
         self.comm = components.strategy.comm
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
-        self.sampler = BatchSampler(len(components.data.prompts), config.ppo.rollout_batch_size, config.deepspeed.seed)
+        self.sampler = BatchSampler(len(components.data.prompts), config.prompts_per_step, config.deepspeed.seed)
         self.reward_weights = config.rewards.weights()
+        passes = config.ppo.num_episodes if config.data.prompt_data else config.ppo.max_steps
+        self.n_batches = (passes or 0) * len(self.sampler)
         self.consumed_batches = 0  # of all episodes
         self.consumed_prompts = 0  # sampled so far; groups and seeds follow from it
 
     @property
     def steps(self) -> int:
         """Global steps, at most: a batch of prompts each, or several with dynamic sampling."""
-        left = self.config.ppo.num_episodes * len(self.sampler) - self.consumed_batches
-        return self.components.state.global_step + left
+        return self.components.state.global_step + self.n_batches - self.consumed_batches
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         return map(self.rollout, self.prompt_batches())
@@ -72,8 +73,8 @@ class PromptSource:
         options, seed = self.config.evaluation, self.config.deepspeed.seed
         sampling = sampling_params(self.config.generation, options.eval_temperature), options.eval_n_samples_per_prompt
         with self.components.weights_to_save(), self.with_weights():
-            held_out = self.components.data.held_out
-            responses = sample_trajectories(self.engine, held_out, *sampling, seed, comm=self.comm)
+            held_out, metrics = self.components.data.held_out, Metrics()
+            responses = self.sampled_by.sample(held_out, *sampling, seed, 0, metrics, evaluation=True)
         rollout = begin_scoring(self.scorer, responses, self.reward_weights, self.components.stop, prefix="eval_")
         wait_for_scores(rollout, self.components.stop)
         return rollout
@@ -87,7 +88,8 @@ class PromptSource:
         self.consumed_batches, self.consumed_prompts = state["consumed_batches"], state["consumed_prompts"]
 
     def close(self) -> None:
-        """Hold nothing."""
+        """End the sampler."""
+        self.sampled_by.close()
 
     def with_weights(self) -> AbstractContextManager[None]:
         """Inside, the engine may decode, with the actor's weights of now."""
@@ -95,7 +97,7 @@ class PromptSource:
         return self.engine.with_weights(self.components.actor)
 
     def _next_prompts(self) -> list[Prompt] | None:
-        if self.consumed_batches >= self.config.ppo.num_episodes * len(self.sampler):
+        if self.consumed_batches >= self.n_batches:
             return None
         episode, start = divmod(self.consumed_batches, len(self.sampler))
         self.consumed_batches += 1
@@ -105,24 +107,27 @@ class PromptSource:
         """Responses to this rank's share of ``prompts``, those of one prompt in a row, on which scoring has begun."""
         ready = [as_prompt(prompt, self.components.tokenizer, self.config.data) for prompt in prompts]
         seed, n_samples, first = self.config.deepspeed.seed, self.config.ppo.n_samples_per_prompt, self.consumed_prompts
-        params = sampling_params(self.config.generation)
+        params, metrics = sampling_params(self.config.generation), Metrics()
         with self.timer.phase("generation"), self.with_weights():
-            sampled = sample_trajectories(self.engine, ready, params, n_samples, seed, first, self.comm)
+            sampled = self.sampled_by.sample(ready, params, n_samples, seed, first, metrics)
             if self.estimator.needs_greedy:
                 params = dataclasses.replace(params, temperature=0.0)
-                greedy = sample_trajectories(self.engine, ready, params, 1, seed, first, self.comm)
-                for i, trajectory in enumerate(sampled):
-                    trajectory.greedy = greedy[i // n_samples]
+                greedy = self.sampled_by.sample(ready, params, 1, seed, first, Metrics())
+                of_group = {trajectory.group: trajectory for trajectory in greedy}
+                sampled = [trajectory for trajectory in sampled if trajectory.group in of_group]
+                for trajectory in sampled:
+                    trajectory.greedy = of_group[trajectory.group]
         self.timer.count_tokens("generation", sum(sum(t.action_mask) for t in sampled))
         self.consumed_prompts += len(ready)
         with self.timer.phase("scoring"):
             rollout = begin_scoring(self.scorer, sampled, self.reward_weights, self.components.stop)
+        rollout.metrics.merge(metrics)
         self.timer.count_tokens("scoring", sum(len(t.token_ids) for t in sampled))
         return rollout
 
     def _filtered(self, prompts: Sequence[str | Prompt]) -> Rollout:
         """Groups with different rewards, sampled until they fill a rollout batch or a bound is reached."""
-        wanted, bound = self.config.ppo.rollout_batch_size, self.config.ppo.dynamic_sampling_max_batches
+        wanted, bound = self.config.prompts_per_step, self.config.ppo.dynamic_sampling_max_batches
         metrics, kept, n_groups, n_batches = Metrics(), [], 0, 0
         batch: Sequence[str | Prompt] | None = prompts
         while batch is not None:
@@ -152,9 +157,9 @@ class PromptSource:
         return [t for t, drop in zip(trajectories, same.tolist(), strict=True) if not drop]
 
     def _first_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The first ``rollout_batch_size`` of all ranks' groups, dealt out as a rollout deals prompts."""
+        """The first groups of all ranks' groups, dealt out as a rollout deals prompts."""
         everyones = [t for rank in self.comm.all_gather_object(list(trajectories)) for t in rank]
-        groups = sorted({t.group for t in everyones})[: self.config.ppo.rollout_batch_size]
+        groups = sorted({t.group for t in everyones})[: self.config.prompts_per_step]
         if not groups and self.comm.rank == 0:
             logger.warning("no prompt's responses got different rewards: nothing to train on")
         mine = set(shard(groups, self.comm.rank, self.comm.world_size))

@@ -61,7 +61,7 @@ class BatchPlan:
 
 def batch_plan(config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None) -> BatchPlan:
     """Plan for ``n_prompts`` prompts, or full batches of a ``source`` of the caller's; it must say how many."""
-    full = config.ppo.rollout_batch_size
+    full = config.prompts_per_step
     if source is not None:
         if not (n_steps := config.ppo.max_steps if source.steps is None else source.steps):
             raise ValueError("--max_steps is missing: the source of trajectories does not say how many steps it has.")

@@ -27,26 +27,43 @@ def pass_ks(n: int) -> list[int]:
 
 
 def begin_scoring(
-    scorer: Scorer, trajectories: list[Trajectory], weights: Mapping[str, float], stop: StopCheck, prefix: str = ""
+    scorer: Scorer | None,
+    trajectories: list[Trajectory],
+    weights: Mapping[str, float],
+    stop: StopCheck,
+    prefix: str = "",
 ) -> Rollout:
     """A rollout of ``trajectories`` on which scoring has begun, and on the greedy responses beside them.
 
-    Its metric ``reward_errors``, with ``prefix`` only if there are any, counts those on which the reward function
+    An episode is scored once, by its last trajectory, unless it failed or has a reward of the whole already. Its metric ``reward_errors``, with ``prefix`` only if there are any, counts those on which the reward function
     raises. Reading raises ``ValueError`` if ``weights`` names no reward.
     """
     greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
-    everything, metrics = [*trajectories, *greedy], Metrics()
-    wait_for = start_scoring(scorer, everything, stop)
+    metrics, parts = Metrics(), parts_to_score([*trajectories, *greedy])
+    scored = [of_episode[-1] for of_episode in parts]
+    wait_for = start_scoring(scorer, scored, stop) if scorer is not None else list
 
     def write() -> None:
         scores = wait_for()
-        write_scores(everything, scores)
-        check_weights(everything, weights)
+        for score, of_episode in zip(scores, parts, strict=scorer is not None):
+            write_scores(of_episode[-1:], [score])
+            for other in of_episode[:-1]:
+                other.scores.update(score.rewards)
+        check_weights(scored, weights)
         n_failed = sum(score.failed for score in scores)
         if n_failed or not prefix:
             metrics.add(f"{prefix}reward_errors", n_failed, reduce="sum")
 
     return Rollout(trajectories, metrics, write)
+
+
+def parts_to_score(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """Trajectories by their episode; without those that need no score."""
+    parts: dict[int, list[Trajectory]] = {}
+    for t in trajectories:
+        if t.episode is None or (t.episode.ending.is_trained and not t.scores):
+            parts.setdefault(id(t if t.episode is None else t.episode), []).append(t)
+    return list(parts.values())
 
 
 @dataclass(frozen=True)

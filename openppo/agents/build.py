@@ -1,0 +1,81 @@
+"""From options, or an agent of one's own, to what ``build_ppo_trainer(config, source=...)`` samples with."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+
+from transformers import PreTrainedTokenizerBase
+
+from openppo import logger
+from openppo.agents.environment import EnvironmentAgent
+from openppo.agents.episodes import Agent
+from openppo.agents.openrlhf import OpenRLHFAgent, is_openrlhf
+from openppo.agents.parsers import choose_parser
+from openppo.agents.program import ProgramAgent
+from openppo.agents.sampler import AgentSampler
+from openppo.agents.session import Session, Task
+from openppo.agents.tool_agent import ToolAgent
+from openppo.agents.tools import load_tools
+from openppo.config.agents import AgentConfig
+from openppo.rollout.rollout import SamplerMaker, SamplerParts
+from openppo.user_code import load_callable
+
+Solve = Callable[[Task, Session], Awaitable[float | Mapping[str, float] | None]]
+
+
+class FunctionAgent(Agent):
+    """A coroutine ``solve(task, session)``."""
+
+    def __init__(self, solve: Solve, source: str) -> None:
+        if not inspect.iscoroutinefunction(solve):
+            raise ValueError(f"{source} is no coroutine: write 'async def solve(task, session)'.")
+        n = len(inspect.signature(solve).parameters)
+        if n != 2:
+            raise ValueError(f"{source} takes {n} arguments: write 'async def solve(task, session)'.")
+        self.solve = solve
+
+    async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
+        """Play an episode."""
+        return await self.solve(task, session)
+
+
+class AgentSource(SamplerMaker):
+    """Episodes of ``agent``, a coroutine ``solve(task, session)`` or an ``Agent``, in place of single responses."""
+
+    def __init__(self, agent: Agent | Solve, options: AgentConfig | None = None) -> None:
+        self.agent = agent if isinstance(agent, Agent) else FunctionAgent(agent, getattr(agent, "__name__", "agent"))
+        self.options = options or AgentConfig()
+        self.parser = self.options.tool_parser
+        self.gives_rewards = not isinstance(agent, ToolAgent) or agent.gives_rewards
+        self.needs_prompts = isinstance(agent, ToolAgent)
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """``ValueError`` if the tokenizer has no chat template; chooses the parser of tool calls."""
+        if isinstance(self.agent, OpenRLHFAgent):  # its texts have their own role marks
+            return
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"--{self.options.form or 'pretrain'}: the tokenizer has no chat template, which conversations are "
+                "rendered with. Use a chat model, or set chat_template in its tokenizer_config.json."
+            )
+        if self.parser == "auto":
+            self.parser = choose_parser(str(tokenizer.chat_template))
+            logger.info("--tool_parser auto: tool calls are read as %s, by the chat template", self.parser)
+
+    def make(self, parts: SamplerParts) -> AgentSampler:
+        """The sampler."""
+        return AgentSampler(self.agent, self.options, "json" if self.parser == "auto" else self.parser, parts)
+
+
+def agent_source(options: AgentConfig) -> AgentSource | None:
+    """The source that options ask for; None without any. ``ValueError`` names the option of what cannot be loaded."""
+    if options.tools is not None:
+        return AgentSource(ToolAgent(load_tools(options.tools), options), options)
+    if options.environment is not None:
+        return AgentSource(EnvironmentAgent(load_callable(options.environment, "--environment"), options), options)
+    if options.agent_command is not None:
+        return AgentSource(ProgramAgent(options), options)
+    if options.agent is not None:
+        if is_openrlhf(options.agent):
+            return AgentSource(OpenRLHFAgent(options.agent), options)
+        return AgentSource(FunctionAgent(load_callable(options.agent, "--agent"), f"--agent {options.agent}"), options)
+    return None

@@ -1,0 +1,139 @@
+"""An engine for coroutines: they wait in an event loop on a thread of its own, the engine steps on the caller's."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from openppo.rollout.engine import Engine
+from openppo.tracking.phase import current
+from openppo.types import Completion, Interrupted, SamplingParams, StopCheck
+
+T = TypeVar("T")
+
+LONGEST_WAIT = 0.02
+"""Seconds that the engine waits for requests before ranks agree again on whether anything runs anywhere."""
+
+
+@dataclass(eq=False)
+class _Request:
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+    resume: int | None
+    answer: asyncio.Future[Completion]
+    number: int | None = None  # of the engine, once it is submitted
+
+
+class EngineDriver:
+    """Coroutines of ``loop`` await ``generate``; ``drive`` runs the engine until their work is done.
+
+    The engine's steps consume requests and cancellations from one queue and hand completions to the loop. ``drive``
+    waits for requests at most ``LONGEST_WAIT`` at a time. ``any_rank`` (None: each rank by itself) combines a flag over
+    ranks in lockstep, which take equally many steps: a rank whose coroutines all wait for tools runs along.
+    """
+
+    def __init__(
+        self, engine: Engine, any_rank: Callable[[bool], bool] | None = None, stop: StopCheck | None = None
+    ) -> None:
+        self.engine = engine
+        self.any_rank = any_rank or (lambda flag: flag)
+        self.stop = stop or StopCheck()
+        self.loop = asyncio.new_event_loop()
+        self.steps = 0
+        self._inbox: SimpleQueue[_Request] = SimpleQueue()
+        self._under_way: dict[int, _Request] = {}
+        self._thread = threading.Thread(target=self.loop.run_forever, name="agents", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, resume: int | None = None
+    ) -> Completion:
+        """Sample one completion; of a coroutine of ``loop``. Cancelling it frees the row within one step."""
+        request = _Request(prompt_ids, params, seed, resume, self.loop.create_future())
+        self._inbox.put(request)
+        try:
+            return await request.answer
+        except asyncio.CancelledError:
+            self._inbox.put(request)  # its answer is cancelled, which the engine's thread sees
+            raise
+
+    def drive(self, work: Coroutine[Any, Any, T], show: Callable[[], None] = current.progress) -> T:
+        """The result of ``work``, which runs in the loop, while this thread steps the engine; all ranks together.
+
+        ``show`` is called between steps. ``Interrupted`` on all ranks upon a signal: the work is cancelled.
+        """
+        done = asyncio.run_coroutine_threadsafe(work, self.loop)
+        done.add_done_callback(lambda _: self._inbox.put(_WAKE))
+        while True:
+            self._take_in()
+            if self.stop.requested() and not done.done():
+                done.cancel()
+            if self.any_rank(self.engine.busy):
+                self.engine.step()
+                self.steps += 1
+                self._hand_out()
+            elif self.any_rank(not done.done()):
+                self._take_in(LONGEST_WAIT)
+            else:
+                break
+            show()
+        return self._result(done)
+
+    def close(self) -> None:
+        """End the loop and its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def _result(self, done: "Future[T]") -> T:
+        self.stop()
+        if done.cancelled():
+            raise Interrupted("a signal")
+        return done.result()
+
+    def _take_in(self, wait: float = 0.0) -> None:
+        """Submit and cancel what is in the queue; with ``wait`` seconds block for the first."""
+        try:
+            while True:
+                request = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
+                wait = 0.0
+                if request is _WAKE:
+                    continue
+                if request.answer.cancelled():
+                    if request.number is not None and self._under_way.pop(request.number, None):
+                        self.engine.cancel(request.number)
+                else:
+                    self._submit(request)
+        except Empty:
+            pass
+
+    def _submit(self, request: _Request) -> None:
+        try:
+            number = self.engine.submit(request.prompt_ids, request.params, request.seed, True, request.resume)
+        except ValueError as error:  # a prompt that the engine cannot read
+            self._answer(request, error)
+            return
+        request.number = number
+        self._under_way[number] = request
+
+    def _hand_out(self) -> None:
+        for number, completion in self.engine.collect().items():
+            if request := self._under_way.pop(number, None):
+                self._answer(request, completion)
+
+    def _answer(self, request: _Request, outcome: Completion | ValueError) -> None:
+        def tell() -> None:
+            if not request.answer.done():
+                if isinstance(outcome, Completion):
+                    request.answer.set_result(outcome)
+                else:
+                    request.answer.set_exception(outcome)
+
+        self.loop.call_soon_threadsafe(tell)
+
+
+_WAKE: Any = object()

@@ -1,0 +1,187 @@
+"""Playing one episode: it ends exactly once, and its turns become the trajectories that are trained on."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task, Turn
+from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
+
+_SECONDS_TO_END = 5.0
+"""For an agent that was cancelled to clean up."""
+
+
+class Agent(ABC):
+    """What acts in episodes, many at a time: ``run`` keeps what belongs to one in local variables."""
+
+    @abstractmethod
+    async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
+        """Play an episode; the reward of the whole, or rewards by name, or None."""
+
+    async def start(self) -> None:
+        """Get ready, in the event loop of all episodes, before the first."""
+
+    async def stop(self) -> None:
+        """Release what ``start`` took."""
+
+
+class ToolFailure(Exception):
+    """A tool raised outside of a call."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode that has ended: its trajectories, none for one without turns, and what is counted of it."""
+
+    episode: Episode
+    session: Session
+    trajectories: list[Trajectory]
+    counts: Counter[str]
+
+
+async def play(agent: Agent, task: Task, setup: SessionSetup, group: int, needs_reward: bool) -> Played:
+    """Play ``task`` to one of its ends. With ``needs_reward`` an episode that nothing rewards is an error."""
+    session = Session(setup, task)
+    work = asyncio.ensure_future(_run(agent, task, session))
+    try:
+        await asyncio.wait([work], timeout=setup.options.agent_timeout)
+    finally:
+        ended_in_time = work.done()
+        if not ended_in_time:
+            session.close(Ending.TIMEOUT)
+            work.cancel()
+            await asyncio.wait([work], timeout=_SECONDS_TO_END)
+    error = ""
+    if not ended_in_time:
+        error = f"no end within {setup.options.agent_timeout:g} s"
+    elif (raised := work.exception()) is None:
+        session.close(Ending.COMPLETED)
+    elif isinstance(raised, EpisodeEnded):
+        session.close(raised.ending)
+        error = str(raised) if str(raised) != raised.ending.value else ""
+    else:
+        session.close(Ending.TOOL_ERROR if isinstance(raised, ToolFailure) else Ending.AGENT_ERROR)
+        error = f"{type(raised).__name__}: {raised}"
+    return _played(session, group, error, needs_reward)
+
+
+async def _run(agent: Agent, task: Task, session: Session) -> None:
+    """Run the agent and keep the rewards that it returns."""
+    try:
+        result = await agent.run(task, session)
+    except SystemExit as error:  # it would end the event loop of all episodes
+        raise RuntimeError("the agent called sys.exit()") from error
+    named = result if isinstance(result, Mapping) else {} if result is None else {"reward": result}
+    for name, value in named.items():
+        session.reward(float(value), name=str(name))
+
+
+def _played(session: Session, group: int, error: str, needs_reward: bool) -> Played:
+    assert session.ending is not None
+    ending, turns = session.ending, session.turns
+    rewarded = bool(session.rewards) or any(turn.reward for turn in turns)
+    if ending.is_trained and not turns:
+        ending, error = Ending.AGENT_ERROR, error or "the agent never asked the model"
+    elif ending.is_trained and needs_reward and not rewarded:
+        ending, error = Ending.AGENT_ERROR, error or "nothing gave a reward"
+    mismatch = None
+    if ending.is_trained and session.setup.options.check_rendering != "off":
+        mismatch = first_difference(session)
+        session.counts["rerender_mismatch"] = int(mismatch is not None)
+        if mismatch is not None and session.setup.options.check_rendering == "strict":
+            ending, error = Ending.AGENT_ERROR, mismatch
+    messages = [*turns[-1].messages, turns[-1].message] if turns else list(session.task.messages)
+    episode = Episode(messages, ending, len(turns), error or mismatch or "", session.output)
+    counts = Counter(session.counts)
+    counts["tool_calls"] += sum(len(turn.tool_calls) for turn in turns)
+    counts["sampled_tokens"] = sum(len(turn.completion.token_ids) for turn in turns)
+    return Played(episode, session, segments(session, episode, group), counts)
+
+
+def segments(session: Session, episode: Episode, group: int) -> list[Trajectory]:
+    """Trajectories of an episode: one for each turn that nothing continues, with the turns that lead to it.
+
+    A turn of several of them is trained on in the first. They share the weight 1 by their numbers of action tokens,
+    and all have the episode's rewards; a turn's reward lies on its last action.
+    """
+    parents = {id(turn.parent) for turn in session.turns if turn.parent is not None}
+    taken: set[int] = set()
+    made = []
+    for leaf in (turn for turn in session.turns if id(turn) not in parents):
+        path = _path(leaf)
+        fresh = [turn for turn in path if id(turn) not in taken and turn.trained and turn.completion.token_ids]
+        if fresh:
+            taken.update(map(id, path))
+            made.append(_trajectory(session, episode, group, path, fresh))
+    total = sum(sum(trajectory.action_mask) for trajectory in made)
+    for trajectory in made:
+        trajectory.weight = sum(trajectory.action_mask) / total
+    return made
+
+
+def _path(leaf: Turn) -> list[Turn]:
+    path = [leaf]
+    while path[0].parent is not None:
+        path.insert(0, path[0].parent)
+    return path
+
+
+def _trajectory(
+    session: Session, episode: Episode, group: int, path: Sequence[Turn], fresh: Sequence[Turn]
+) -> Trajectory:
+    leaf, first = path[-1], path[0]
+    ids = leaf.token_ids
+    mask, versions = [False] * len(ids), [-1] * len(ids)
+    log_probs, rewards, ends = [0.0] * len(ids), [0.0] * len(ids), [False] * len(ids)
+    for turn in fresh:
+        start, n = len(turn.prompt_ids), len(turn.completion.token_ids)
+        span = slice(start, start + n)
+        mask[span], versions[span], log_probs[span] = [True] * n, [turn.version] * n, turn.completion.log_probs
+        rewards[start + n - 1], ends[start + n - 1] = turn.reward, True
+    has_rewards = any(turn.reward for turn in session.turns)
+    return Trajectory(
+        token_ids=ids,
+        action_mask=mask,
+        log_probs=log_probs,
+        versions=versions,
+        finish_reason=_finish(episode.ending, leaf),
+        prompt=replace(session.task.prompt, token_ids=first.prompt_ids),
+        group=group,
+        scores=dict(session.rewards),
+        token_rewards=rewards if has_rewards else None,
+        step_ends=ends if has_rewards else None,
+        episode=episode,
+    )
+
+
+def _finish(ending: Ending, leaf: Turn) -> FinishReason:
+    """Of a trajectory; an episode that a limit on tokens or turns ended is cut off."""
+    if ending in (Ending.EPISODE_LENGTH, Ending.CONTEXT_FULL, Ending.MAX_TURNS):
+        return FinishReason.LENGTH
+    return leaf.finish_reason
+
+
+def failed(played: Played, group: int) -> Trajectory:
+    """A trajectory without actions, of reward 0, that stands for an episode that failed in an evaluation."""
+    prompt: Prompt = played.session.task.prompt
+    ids = list(prompt.token_ids) or [0]
+    empty = [False] * len(ids), [0.0] * len(ids), [-1] * len(ids)
+    return Trajectory(ids, *empty, FinishReason.ABORT, prompt, group, scores={"reward": 0.0}, episode=played.episode)
+
+
+def first_difference(session: Session) -> str | None:
+    """Where the recorded tokens of a conversation differ from its rendering as a whole; None where none does."""
+    renderer = session.setup.renderer
+    parents = {id(turn.parent) for turn in session.turns if turn.parent is not None}
+    for leaf in (turn for turn in session.turns if id(turn) not in parents):
+        whole = renderer.rendered([*leaf.messages, leaf.message], leaf.tools, for_generation=False)
+        recorded, rendered = leaf.token_ids, renderer.encode(whole)
+        if rendered[: len(recorded)] != recorded:
+            pairs = enumerate(zip(recorded, rendered, strict=False))
+            place = next((i for i, (a, b) in pairs if a != b), min(len(recorded), len(rendered)))
+            ours, theirs = (renderer.decode(ids[place : place + 12]) for ids in (recorded, rendered))
+            before = renderer.decode(recorded[max(0, place - 12) : place])
+            return f"recorded and rendered tokens differ from token {place} on, after {before!r}: {ours!r}, {theirs!r}"
+    return None

@@ -1,0 +1,70 @@
+"""Options of agents: what acts over many turns, what its turns and episodes may cost, how its history is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from openppo.config.fields import Options, at_least, not_empty, not_negative, option, positive
+
+FORMS = ("tools", "environment", "agent_command", "agent")
+"""Options of which one makes a run an agent's."""
+
+ToolParser = Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "deepseek", "json"]
+
+
+@dataclass(frozen=True)
+class AgentConfig(Options):
+    """What acts, in four forms; without one of them a prompt gets one response."""
+
+    tools: str | None = option(None, place=True, resume="must match", measures=True)
+    """Tools that the model may call: a Python file (BaseTool classes, @tool functions) or verl's YAML."""
+    environment: str | None = option(None, place=True, resume="must match", measures=True)
+    """An environment with gymnasium's reset and step, path.py:name."""
+    agent_command: str | None = option(None, resume="must match", measures=True)
+    """A program that talks to the OpenAI-compatible address in OPENAI_BASE_URL; {column} is the row's value."""
+    agent: str | None = option(None, place=True, resume="must match", measures=True)
+    """A coroutine solve(task, session), path.py:name, or an agent file of OpenRLHF, path.py."""
+    max_turns: int = option(16, at_least(1), measures=True)
+    """Turns of the model in one episode."""
+    episode_max_len: int | None = option(None, at_least(1), measures=True)
+    """Tokens of one episode, prompt and all turns (default: --prompt_max_len + --generate_max_len)."""
+    agent_timeout: float = option(600.0, positive)
+    """Seconds for one episode."""
+    history: Literal["verbatim", "template"] = option("verbatim", measures=True)
+    """Earlier turns as they were sampled, or as the chat template renders them in deployment (earlier thoughts cut)."""
+    check_rendering: Literal["off", "warn", "strict"] = "off"
+    """Render each conversation at its end, compare it with the recorded tokens, and warn or drop the episode."""
+    tool_parser: ToolParser = option("auto", measures=True)
+    """Format of the model's tool calls; auto recognizes it in the chat template."""
+    max_tool_response_tokens: int = option(1024, at_least(1), measures=True)
+    """Results of tools are cut to this many tokens."""
+    tool_timeout: float = option(60.0, positive)
+    """Seconds for one call of a tool."""
+    n_envs: int | None = option(None, at_least(1), resume="must match")
+    """Seeds of the environment in one global step, each played --n_samples_per_prompt times (default: its rows)."""
+    format_penalty: float = option(0.1, not_negative)
+    """Subtracted when an environment's action cannot be parsed."""
+    eval_n_envs: int = option(0, not_negative, measures=True)
+    """Seeds of the environment that are played in an evaluation."""
+    eval_seed: int = option(1_000_003, not_negative, measures=True)
+    """First of these seeds."""
+    agent_env: tuple[str, ...] = option((), not_empty)
+    """Environment variables that --agent_command gets besides the usual ones."""
+    agent_concurrency: int | None = option(None, at_least(1))
+    """Programs that run at the same time on one rank (default: 4 for each core)."""
+
+    @property
+    def form(self) -> str | None:
+        """The option that says what acts; None without agents."""
+        return next((name for name in FORMS if vars(self)[name] is not None), None)
+
+    def problems(self) -> Iterator[str]:
+        given = [f"--{name}" for name in FORMS if vars(self)[name] is not None]
+        if len(given) > 1:
+            yield f"{' and '.join(given)} each say what acts: leave all but one out."
+        if self.environment is None and (self.n_envs is not None or self.eval_n_envs > 0):
+            yield "--n_envs and --eval_n_envs are about an --environment: give one, or leave them out."
+        if self.agent_env and self.agent_command is None:
+            yield "--agent_env has no effect without --agent_command: leave it out."
