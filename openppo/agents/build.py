@@ -44,7 +44,7 @@ class AgentSource(SamplerMaker):
     def __init__(self, agent: Agent | Solve, options: AgentConfig | None = None) -> None:
         self.agent = agent if isinstance(agent, Agent) else FunctionAgent(agent, getattr(agent, "__name__", "agent"))
         self.options = options or AgentConfig()
-        self.parser = self.options.tool_parser
+        self.parser: str = self.options.tool_parser
         self.gives_rewards = not isinstance(agent, ToolAgent) or agent.gives_rewards
         self.needs_prompts = isinstance(agent, ToolAgent)
 

@@ -104,7 +104,7 @@ class EngineDriver:
                 if request is _WAKE:
                     continue
                 if request.answer.cancelled():
-                    if request.number is not None and self._under_way.pop(request.number, None):
+                    if request.number is not None and self._under_way.pop(request.number, None) is not None:
                         self.engine.cancel(request.number)
                 else:
                     self._submit(request)

@@ -20,14 +20,14 @@ class Agent(ABC):
     async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
         """Play an episode; the reward of the whole, or rewards by name, or None."""
 
-    async def start(self) -> None:
+    async def start(self) -> None:  # noqa: B027 (most need nothing)
         """Get ready, in the event loop of all episodes, before the first."""
 
-    async def stop(self) -> None:
+    async def stop(self) -> None:  # noqa: B027
         """Release what ``start`` took."""
 
 
-class ToolFailure(Exception):
+class ToolError(Exception):
     """A tool raised outside of a call."""
 
 
@@ -62,7 +62,7 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, group: int, needs_
         session.close(raised.ending)
         error = str(raised) if str(raised) != raised.ending.value else ""
     else:
-        session.close(Ending.TOOL_ERROR if isinstance(raised, ToolFailure) else Ending.AGENT_ERROR)
+        session.close(Ending.TOOL_ERROR if isinstance(raised, ToolError) else Ending.AGENT_ERROR)
         error = f"{type(raised).__name__}: {raised}"
     return _played(session, group, error, needs_reward)
 

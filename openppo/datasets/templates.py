@@ -192,7 +192,8 @@ def render_chat(
 ) -> str:
     """The conversation, BOS included, in the tokenizer's chat template; ``for_generation`` opens the assistant's turn.
 
-    ``tools`` are offered in it, in OpenAI's form. Raises ``ValueError`` if there is no template or it refuses the messages.
+    ``tools`` are offered in it, in OpenAI's form. Raises ``ValueError`` if there is no template or it refuses the
+    messages.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -200,7 +201,7 @@ def render_chat(
             "tokenizer has one."
         )
     try:
-        given = {"tokenize": False, "add_generation_prompt": for_generation, "tools": tools}
+        given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": for_generation, "tools": tools}
         text = str(tokenizer.apply_chat_template(messages, **given))
     except TEMPLATE_ERRORS as error:
         roles = ", ".join(message["role"] for message in messages)

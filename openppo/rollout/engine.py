@@ -31,7 +31,8 @@ class Engine(ABC):
     ``Interrupted``. ``version`` counts the policy's updates; the owner of the weights sets it. Stop strings are looked
     for in the text that ``decode`` makes of ids; its owner sets it. All of it takes place inside ``with_weights``.
 
-    ``read_tokens`` counts prompt tokens of all requests so far, ``reused_tokens`` those whose keys and values were kept.
+    ``read_tokens`` counts prompt tokens of all requests so far, ``reused_tokens`` those of which keys and values were
+    kept.
     """
 
     decode: Decode | None = None

@@ -48,7 +48,8 @@ def load_ppo_data(
 ) -> PPOData:
     """Everything that the run reads, the same on all ranks; without ``prompts`` only documents.
 
-    With ``agent`` rows are its tasks, of which an environment needs none. ``ValueError`` names the flag and the row of what cannot be used, and the ranks if only some cannot.
+    With ``agent`` rows are its tasks, of which an environment needs none. ``ValueError`` names the flag and the row of
+    what cannot be used, and the ranks if only some cannot.
     """
     options, evaluation, new_tokens = config.data, config.evaluation, config.generation.generate_max_len
     model, seed, show = f"--pretrain {config.model.pretrain}", config.deepspeed.seed, tokenizing(comm)

@@ -35,8 +35,9 @@ def begin_scoring(
 ) -> Rollout:
     """A rollout of ``trajectories`` on which scoring has begun, and on the greedy responses beside them.
 
-    An episode is scored once, by its last trajectory, unless it failed or has a reward of the whole already. Its metric ``reward_errors``, with ``prefix`` only if there are any, counts those on which the reward function
-    raises. Reading raises ``ValueError`` if ``weights`` names no reward.
+    An episode is scored once, by its last trajectory, unless it failed or has a reward of the whole already. The metric
+    ``reward_errors``, with ``prefix`` only if there are any, counts those on which the reward function raises. Reading
+    raises ``ValueError`` if ``weights`` names no reward.
     """
     greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
     metrics, parts = Metrics(), parts_to_score([*trajectories, *greedy])
