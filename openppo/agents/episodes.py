@@ -84,8 +84,10 @@ def _played(session: Session, group: int, error: str, needs_reward: bool) -> Pla
     rewarded = bool(session.rewards) or any(turn.reward for turn in turns)
     if ending.is_trained and not turns:
         ending, error = Ending.AGENT_ERROR, error or "the agent never asked the model"
+    elif ending is Ending.COMPLETED and needs_reward and not rewarded:
+        ending, error = Ending.AGENT_ERROR, "nothing gave a reward"
     elif ending.is_trained and needs_reward and not rewarded:
-        ending, error = Ending.AGENT_ERROR, error or "nothing gave a reward"
+        session.reward(0.0)  # a limit ended it before its agent could give one
     mismatch = None
     if ending.is_trained and session.setup.options.check_rendering != "off":
         mismatch = first_difference(session)

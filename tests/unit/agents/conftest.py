@@ -1,0 +1,134 @@
+"""A chat tokenizer of single characters, an engine with a script and a journal, and a sampler over both."""
+
+import string
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from openppo.agents import AgentSource
+from openppo.agents.sampler import AgentSampler
+from openppo.config.agents import AgentConfig
+from openppo.rollout.engine import Engine
+from openppo.rollout.rollout import SamplerParts
+from openppo.rollout.sampling import decoder
+from openppo.types import Completion, FinishReason, SamplingParams, SingleProcess, StopCheck
+
+CHATML = """
+{%- if tools %}<|im_start|>system
+# Tools
+You may call functions by <tool_call>{"name": ..., "arguments": ...}</tool_call>: {{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ (message.content or '').split('</think>')[-1].lstrip('\\n') }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Like Qwen's: tools in Hermes' format; thoughts of earlier turns are cut."""
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character; <pad>, <unk>, <|im_start|> and <|im_end|> (EOS) are special."""
+    special = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
+    core = Tokenizer(WordLevel({t: i for i, t in enumerate([*special, *string.printable])}, unk_token="<unk>"))
+    core.add_special_tokens(special)
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<|im_end|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHATML, **names)
+
+
+class ScriptedEngine(Engine):
+    """Answers each request with the ids of ``script(text of the prompt)`` and EOS, one token a step.
+
+    ``journal`` holds prompt and sampled ids of every request that ended.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, script: Callable[[str], str]) -> None:
+        super().__init__()
+        self.decode = decoder(tokenizer)
+        self.tokenizer, self.script = tokenizer, script
+        self.journal: list[tuple[list[int], list[int]]] = []
+        self.running: dict[int, tuple[list[int], list[int], list[int]]] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running)
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        park: bool = False,
+        resume: int | None = None,
+    ) -> int:
+        number, ids = next(self._numbers), list(prompt_ids)
+        answer = self.tokenizer(self.script(self.tokenizer.decode(ids)), add_special_tokens=False)["input_ids"]
+        self.running[number] = (ids, [*answer, self.tokenizer.eos_token_id][: params.max_new_tokens], [])
+        self.read_tokens += len(ids)
+        return number
+
+    def cancel(self, number: int) -> None:
+        self.running.pop(number, None)
+
+    def step(self) -> None:
+        for number, (prompt, answer, sampled) in list(self.running.items()):
+            sampled.append(answer[len(sampled)])
+            if len(sampled) == len(answer):
+                ended = sampled[-1] == self.tokenizer.eos_token_id
+                reason = FinishReason.STOP if ended else FinishReason.LENGTH
+                self._ended[number] = Completion(sampled, [-0.5] * len(sampled), reason)
+                self.journal.append((prompt, sampled))
+                del self.running[number]
+
+    def with_weights(self, weights: Any) -> Any:
+        raise NotImplementedError
+
+    def _drop_all(self) -> None:
+        self.running.clear()
+
+
+MakeSampler = Callable[..., AgentSampler]
+
+
+@pytest.fixture
+def make_sampler(chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[MakeSampler]:
+    """``make_sampler(agent, script, **options of AgentConfig)``; its engine is ``sampler.parts.engine``."""
+    made: list[AgentSampler] = []
+
+    def make(
+        agent: Agent | Callable, script: Callable[[str], str], longest: int = 4000, **options: Any
+    ) -> AgentSampler:
+        source = AgentSource(agent, AgentConfig(**options))
+        source.check(chat_tokenizer)
+        parts = SamplerParts(
+            engine=ScriptedEngine(chat_tokenizer, script),
+            tokenizer=chat_tokenizer,
+            eos_token_ids=[chat_tokenizer.eos_token_id],
+            comm=SingleProcess(),
+            stop=StopCheck(),
+            longest=longest,
+            has_rewards=False,
+        )
+        made.append(source.make(parts))
+        return made[-1]
+
+    yield make
+    for sampler in made:
+        sampler.close()
