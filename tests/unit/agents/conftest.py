@@ -112,9 +112,7 @@ def make_sampler(chat_tokenizer: PreTrainedTokenizerFast) -> Iterator[MakeSample
     """``make_sampler(agent, script, **options of AgentConfig)``; its engine is ``sampler.parts.engine``."""
     made: list[AgentSampler] = []
 
-    def make(
-        agent: Agent | Callable, script: Callable[[str], str], longest: int = 4000, **options: Any
-    ) -> AgentSampler:
+    def make(agent: Any, script: Callable[[str], str], longest: int = 4000, **options: Any) -> AgentSampler:
         source = AgentSource(agent, AgentConfig(**options))
         source.check(chat_tokenizer)
         parts = SamplerParts(
