@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from openppo.agents.parsers import PARSERS
-from openppo.datasets.templates import Message, encode_bare, render_chat, text_of
+from openppo.datasets.templates import Message, encode_bare, render_conversation, text_of
 from openppo.types import Completion, FinishReason
 
 _MARK = "Zq7markqZ"
@@ -40,15 +40,9 @@ class Renderer:
     def rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), for_generation: bool = True
     ) -> str:
-        """Text of a conversation; arguments of calls are objects, or JSON where the template wants that."""
-        if not any(message.get("tool_calls") for message in messages):
-            return self._render(messages, tools, for_generation)
-        try:
-            return self._render(
-                [_with_arguments(message, as_text=False) for message in messages], tools, for_generation
-            )
-        except ValueError:
-            return self._render([_with_arguments(message, as_text=True) for message in messages], tools, for_generation)
+        """Text of a conversation; ``ValueError`` if the template refuses it."""
+        offered = [dict(tool) for tool in tools] or None
+        return render_conversation(messages, self.tokenizer, for_generation=for_generation, tools=offered)
 
     def bridge(
         self,
@@ -121,10 +115,6 @@ class Renderer:
         ids = completion.token_ids
         return self.decode(ids[:-1] if ids and ids[-1] in self.eos_token_ids else ids)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], for_generation: bool) -> str:
-        offered = [dict(tool) for tool in tools] or None
-        return render_chat(list(messages), self.tokenizer, for_generation=for_generation, tools=offered)
-
     def _token_text(self, token_id: int) -> str:
         return str(self.tokenizer.convert_ids_to_tokens(token_id))
 
@@ -166,24 +156,3 @@ def _shows(text: str, message: Message) -> bool:
     """Whether a rendering has all of a message's text, as it is or in JSON."""
     said = text_of(message.get("content")).strip()
     return any(form in text for form in (said, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1]))
-
-
-def _with_arguments(message: Message, as_text: bool) -> Message:
-    """Calls of a message with arguments as JSON text or as an object."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    return {**message, "tool_calls": [_call(call, as_text) for call in calls]}
-
-
-def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    try:
-        if not as_text and isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        elif as_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-    except (ValueError, RecursionError):
-        pass  # a text that is no JSON stays one
-    return {**call, "function": {**function, "arguments": arguments}}
