@@ -12,6 +12,7 @@ STAIRCASE: dict[str, set[str]] = {
     **dict.fromkeys(("tracking", "models", "strategy", "datasets"), LEVEL_0),
     "rollout": LEVEL_0 | {"models", "tracking"},
     "rewards": LEVEL_0 | {"models", "tracking", "datasets", "strategy"},
+    "agents": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards"},
     "experience": LEVEL_0 | {"models", "tracking", "rollout"},
     "trainer": LEVEL_0 | {"tracking", "models", "strategy", "datasets", "rollout", "rewards", "experience"},
 }
