@@ -19,7 +19,7 @@ from openppo.rewards.build import ScorerSetup
 from openppo.rollout.decode_graphs import CUDARecorder
 from openppo.rollout.engine import Engine
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rollout import EngineSampler, Sampler, SamplerMaker, SamplerParts
+from openppo.rollout.rollout import SamplerMaker, SamplerParts
 from openppo.rollout.sampling import decoder
 from openppo.rollout.vllm_engine import VLLMEngine
 from openppo.strategy.deepspeed import DeepspeedStrategy
@@ -106,34 +106,27 @@ def build_ppo_trainer(
         estimate=estimate,
     )
     callbacks = [*callbacks, StopWhen(run.stop_conditions)] if run.stop_when else callbacks
-    if source is None:
-        source = PromptSource(config, components, _sampler(maker, components, config, actor_config))
-    trainer = PPOTrainer(config, components, source, callbacks)
+    sampler = None if maker is None else maker.make(_parts(components, actor_config))
+    trainer = PPOTrainer(config, components, source or PromptSource(config, components, sampler), callbacks)
     checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, plan)
     return trainer
 
 
-def _sampler(
-    maker: SamplerMaker | None, components: PPOComponents, config: TrainPPOConfig, actor_config: PreTrainedConfig
-) -> Sampler:
-    """What makes trajectories of prompts: the engine alone, or what ``maker`` makes around it."""
+def _parts(components: PPOComponents, actor_config: PreTrainedConfig) -> SamplerParts:
+    """What a sampler of a kind of its own works with."""
     engine, strategy = components.engine, components.strategy
     assert engine is not None
-    if maker is None:
-        return EngineSampler(engine, strategy.comm)
-    return maker.make(
-        SamplerParts(
-            engine,
-            components.tokenizer,
-            eos_token_ids(components.actor.module.model, components.tokenizer),
-            strategy.comm,
-            components.stop,
-            components.data.longest,
-            context_length(actor_config),
-            strategy.any_rank if engine.in_lockstep else None,
-            components.scorer is not None,
-        )
+    return SamplerParts(
+        engine,
+        components.tokenizer,
+        eos_token_ids(components.actor.module.model, components.tokenizer),
+        strategy.comm,
+        components.stop,
+        components.data.longest,
+        context_length(actor_config),
+        strategy.any_rank if engine.in_lockstep else None,
+        components.scorer is not None,
     )
 
 

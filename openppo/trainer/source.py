@@ -14,7 +14,7 @@ from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.token_rewards import one_reward_groups
-from openppo.rollout.rollout import Rollout, Sampler, wait_for_scores
+from openppo.rollout.rollout import EngineSampler, Rollout, Sampler, wait_for_scores
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
@@ -25,20 +25,21 @@ from openppo.types import Prompt, Trajectory
 class PromptSource:
     """Samples trajectories for batches of prompts and scores them in the background. Collective in every method."""
 
-    def __init__(self, config: TrainPPOConfig, components: PPOComponents, sampler: Sampler) -> None:
+    def __init__(self, config: TrainPPOConfig, components: PPOComponents, sampler: Sampler | None = None) -> None:
         assert components.engine is not None
         self.config = config
-        self.sampled_by = sampler
         self.components = components
         self.engine = components.engine
+        self.sampled_by = sampler or EngineSampler(components.engine, components.strategy.comm)
         self.scorer = components.scorer
         self.timer = components.maker.hooks.timer
         self.comm = components.strategy.comm
         self.estimator = ESTIMATORS[config.advantage.advantage_estimator]
         self.sampler = BatchSampler(len(components.data.prompts), config.prompts_per_step, config.deepspeed.seed)
         self.reward_weights = config.rewards.weights()
-        passes = config.ppo.num_episodes if config.data.prompt_data else config.ppo.max_steps
-        self.n_batches = (passes or 0) * len(self.sampler)
+        self.n_batches = config.ppo.num_episodes * len(self.sampler)
+        if config.agents.environment is not None and not config.data.prompt_data:
+            self.n_batches = config.ppo.max_steps or 0  # seeds have no end
         self.consumed_batches = 0  # of all episodes
         self.consumed_prompts = 0  # sampled so far; groups and seeds follow from it
 
