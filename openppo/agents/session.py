@@ -2,9 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import count
 from typing import Any, Protocol
 
 from openppo.agents.renderer import Renderer
@@ -120,7 +121,8 @@ class Session:
     ending: Ending | None = None
     output: str = ""
     """Last lines of a program, for people."""
-    _begun: int = 0
+    _begun: int = 0  # turns, those that were cancelled not counted
+    _numbers: Iterator[int] = field(default_factory=count)
     _recorded: dict[str, list[Turn]] = field(default_factory=dict)
 
     async def chat(
@@ -211,7 +213,7 @@ class Session:
         stop: tuple[str, ...] = (),
     ) -> Turn:
         setup, params = self.setup, self._limited(len(prompt_ids), max_tokens, stop)
-        number = self._begun
+        number = next(self._numbers)
         self._begun += 1
         resume, seed = None if parent is None else parent.completion.parked, sample_seed(self.task.seed, number)
         try:
