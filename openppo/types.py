@@ -23,14 +23,10 @@ class Interrupted(Exception):  # noqa: N818 (nothing went wrong)
 class FinishReason(str, Enum):
     """Why a completion or trajectory ended."""
 
-    STOP = "stop"
-    """The policy sampled EOS or a stop, which ends the action tokens."""
-    LENGTH = "length"
-    """The limit on new tokens was reached; no EOS was forced in."""
-    TOOL_CALL = "tool_call"
-    """The policy ended its turn with a call of a tool."""
-    ABORT = "abort"
-    """Generation was given up: by its caller, or for new weights."""
+    STOP = "stop"  # the policy sampled EOS or a stop, which ends the action tokens
+    LENGTH = "length"  # the limit on new tokens was reached; no EOS was forced in
+    TOOL_CALL = "tool_call"  # the policy ended its turn with a call of a tool
+    ABORT = "abort"  # generation was given up: by its caller, or for new weights
 
     @property
     def is_complete(self) -> bool:
@@ -41,28 +37,19 @@ class FinishReason(str, Enum):
 class Ending(str, Enum):
     """How an agent's episode ended; each has a metric of its own."""
 
-    COMPLETED = "completed"
-    """The agent returned, or the environment terminated."""
-    MAX_TURNS = "max_turns"
-    """The model had all its turns."""
-    EPISODE_LENGTH = "episode_length"
-    """The limit on tokens was reached."""
-    CONTEXT_FULL = "context_full"
-    """The model's context was full."""
-    ENV_TRUNCATED = "env_truncated"
-    """The environment truncated it."""
-    TIMEOUT = "timeout"
-    """It took too long."""
-    AGENT_ERROR = "agent_error"
-    """The agent raised, left with an error, or nothing gave a reward."""
-    TOOL_ERROR = "tool_error"
-    """A tool raised outside of a call: when it was created, released or asked for its reward."""
-    CANCELLED = "cancelled"
-    """The run gave it up."""
+    COMPLETED = "completed"  # the agent returned, or the environment terminated
+    MAX_TURNS = "max_turns"  # the model had all its turns
+    EPISODE_LENGTH = "episode_length"  # the limit on tokens was reached
+    CONTEXT_FULL = "context_full"  # the model's context was full
+    ENV_TRUNCATED = "env_truncated"  # the environment cut it off
+    TIMEOUT = "timeout"  # it took too long
+    AGENT_ERROR = "agent_error"  # the agent raised, left with an error, or nothing gave a reward
+    TOOL_ERROR = "tool_error"  # a tool raised when it was created, released or asked for its reward
+    CANCELLED = "cancelled"  # the run gave it up
 
     @property
     def is_trained(self) -> bool:
-        """Whether it is trained on: what its environment did wrong says nothing about the policy."""
+        """Whether it is trained on: what went wrong around the policy says nothing about it."""
         return self not in (Ending.TIMEOUT, Ending.AGENT_ERROR, Ending.TOOL_ERROR, Ending.CANCELLED)
 
 
@@ -102,29 +89,23 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """Equally long lists of what an engine sampled for one prompt.
-
-    ``parked`` is a handle of the keys and values that the engine kept of both, if it was asked to.
-    """
+    """Equally long lists of what an engine sampled for one prompt."""
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
-    parked: int | None = None
+    parked: int | None = None  # handle of the keys and values that the engine keeps of both, if it was asked to
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What an agent did: shared by the trajectories of its parts.
+    """What an agent did: shared by the trajectories of its parts."""
 
-    ``messages`` is the whole conversation. ``error`` says what went wrong, ``output`` are a program's last lines.
-    """
-
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]]  # the whole conversation
     ending: Ending
     n_turns: int
-    error: str = ""
-    output: str = ""
+    error: str = ""  # what went wrong
+    output: str = ""  # a program's last lines
 
 
 @dataclass
@@ -137,8 +118,7 @@ class Trajectory:
     scales the share of the losses, and only that: parts of one episode share 1, and all else counts each part.
     ``scores`` are rewards of the whole trajectory by name, ``token_rewards`` of single tokens, as long as ``token_ids``
     (None: there are none), ``step_ends`` the tokens that have one because a step ends there (None: every action).
-    ``greedy`` is the greedy response to the same prompt, for estimators whose baseline is its reward. ``episode`` is
-    what an agent did, of which this is (a part of) the tokens.
+    ``greedy`` is the greedy response to the same prompt, for estimators whose baseline is its reward.
     """
 
     token_ids: list[int]
@@ -153,12 +133,11 @@ class Trajectory:
     token_rewards: list[float] | None = None
     step_ends: list[bool] | None = None
     greedy: Trajectory | None = None
-    episode: Episode | None = None
+    episode: Episode | None = None  # of an agent
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.log_probs), len(self.versions)}
-        assert len(lengths) == 1, f"lists of unequal length {lengths}"
-        assert self.weight >= 0, f"negative weight {self.weight}"
+        assert len(lengths) == 1 and self.weight >= 0, f"unequal lengths {lengths} or negative weight {self.weight}"
 
     @property
     def spans(self) -> list[tuple[int, int]]:

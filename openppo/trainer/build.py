@@ -59,13 +59,7 @@ def build_ppo_trainer(
     maker, source = (source, None) if isinstance(source, SamplerMaker) else (None, source)
     strategy, samples = strategy or DeepspeedStrategy(config.deepspeed), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
-    if samples and maker is None and config.agents.form is not None:
-        raise ValueError(f"--{config.agents.form} needs source=agent_source(config), of openppo.agents.")
-    check_options(config, comm, own_source=not samples, own_rewards=maker is not None and maker.gives_rewards)
-    tokenizer, actor_config = check_models(config, strategy, samples)
-    if maker is not None:
-        maker.check(tokenizer)
-    data = load_ppo_data(config, tokenizer, actor_config, comm, samples, maker)
+    tokenizer, actor_config, data = _checked(config, strategy, samples, maker)
     setup = _scorer_setup(config, tokenizer, strategy, data)
     if run.dry_run and samples:
         setup.check()
@@ -111,6 +105,20 @@ def build_ppo_trainer(
     checkpointer.begin(trainer.load_checkpoint)
     log_ppo_start(config, components, plan)
     return trainer
+
+
+def _checked(
+    config: TrainPPOConfig, strategy: DeepspeedStrategy, samples: bool, maker: SamplerMaker | None
+) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig, PPOData]:
+    """Tokenizer, the actor's config, and data, once everything has been checked that needs no weights."""
+    if samples and maker is None and config.agents.form is not None:
+        raise ValueError(f"--{config.agents.form}: pass source=agent_source(config.agents), of openppo.agents.")
+    own_rewards = maker is not None and maker.gives_rewards
+    check_options(config, strategy.comm, own_source=not samples, own_rewards=own_rewards)
+    tokenizer, actor_config = check_models(config, strategy, samples)
+    if maker is not None:
+        maker.check(tokenizer)
+    return tokenizer, actor_config, load_ppo_data(config, tokenizer, actor_config, strategy.comm, samples, maker)
 
 
 def _parts(components: PPOComponents, actor_config: PreTrainedConfig) -> SamplerParts:

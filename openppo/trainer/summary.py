@@ -60,10 +60,11 @@ class BatchPlan:
 
 
 def batch_plan(config: TrainPPOConfig, n_ranks: int, n_prompts: int, source: RolloutSource | None) -> BatchPlan:
-    """Plan for ``n_prompts`` prompts, or full batches of a ``source`` of the caller's; it must say how many."""
-    full = config.prompts_per_step
-    if source is not None:
-        if not (n_steps := config.ppo.max_steps if source.steps is None else source.steps):
+    """Plan for ``n_prompts`` prompts, or full batches of a ``source`` or environment that says how many."""
+    full, has_no_end = config.prompts_per_step, config.agents.environment is not None and not config.data.prompt_data
+    if source is not None or has_no_end:
+        steps = None if source is None else source.steps
+        if not (n_steps := config.ppo.max_steps if steps is None else steps):
             raise ValueError("--max_steps is missing: the source of trajectories does not say how many steps it has.")
         return BatchPlan(config, n_ranks, [full] * n_steps, episodes=1)
     rest = [n_prompts % full] if n_prompts % full else []
