@@ -1,7 +1,7 @@
 """From options, or an agent of one's own, to what ``build_ppo_trainer(config, source=...)`` samples with."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +17,7 @@ from openppo.agents.tool_agent import ToolAgent
 from openppo.agents.tools import load_tools
 from openppo.config.agents import AgentConfig
 from openppo.rollout.rollout import SamplerMaker, SamplerParts
+from openppo.types import Prompt
 from openppo.user_code import load_callable
 
 Solve = Callable[[Task, Session], Awaitable[float | Mapping[str, float] | None]]
@@ -60,6 +61,10 @@ class AgentSource(SamplerMaker):
         if self.parser == "auto":
             self.parser = choose_parser(str(tokenizer.chat_template))
             logger.info("--tool_parser auto: tool calls are read as %s, by the chat template", self.parser)
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """``ValueError`` for rows that the agent cannot play."""
+        self.agent.check(prompts)
 
     def make(self, parts: SamplerParts) -> AgentSampler:
         """The sampler."""

@@ -4,6 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from openppo.agents.session import EpisodeEnded, Session, SessionSetup, Task, Turn
@@ -20,7 +21,14 @@ class Agent(ABC):
     async def run(self, task: Task, session: Session) -> float | Mapping[str, float] | None:
         """Play an episode; the reward of the whole, or rewards by name, or None."""
 
-    async def start(self) -> None:  # noqa: B027 (most need nothing)
+    def check(self, prompts: Sequence[Prompt]) -> None:  # noqa: B027 (most need nothing)
+        """``ValueError`` for rows that cannot be played, before any model is loaded."""
+
+    def slot(self) -> AbstractAsyncContextManager[None]:
+        """Held while an episode is played; its time limit begins inside."""
+        return nullcontext()
+
+    async def start(self) -> None:  # noqa: B027
         """Get ready, in the event loop of all episodes, before the first."""
 
     async def stop(self) -> None:  # noqa: B027
@@ -44,18 +52,21 @@ class Played:
 async def play(agent: Agent, task: Task, setup: SessionSetup, group: int, needs_reward: bool) -> Played:
     """Play ``task`` to one of its ends. With ``needs_reward`` an episode that nothing rewards is an error."""
     session = Session(setup, task)
-    work = asyncio.ensure_future(_run(agent, task, session))
-    try:
-        await asyncio.wait([work], timeout=setup.options.agent_timeout)
-    finally:
-        ended_in_time = work.done()
-        if not ended_in_time:
-            session.close(Ending.TIMEOUT)
-            work.cancel()
-            await asyncio.wait([work], timeout=_SECONDS_TO_END)
+    async with agent.slot():
+        work = asyncio.ensure_future(_run(agent, task, session))
+        try:
+            await asyncio.wait([work], timeout=setup.options.agent_timeout)
+        finally:
+            ended_in_time = work.done()
+            if not ended_in_time:
+                session.close(Ending.TIMEOUT)
+                work.cancel()
+                await asyncio.wait([work], timeout=_SECONDS_TO_END)
     error = ""
     if not ended_in_time:
         error = f"no end within {setup.options.agent_timeout:g} s"
+    elif work.cancelled():  # by a library that it uses: tasks of their own have nobody else to cancel them
+        session.close(Ending.CANCELLED)
     elif (raised := work.exception()) is None:
         session.close(Ending.COMPLETED)
     elif isinstance(raised, EpisodeEnded):

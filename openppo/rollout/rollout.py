@@ -70,6 +70,9 @@ class SamplerMaker(ABC):
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """``ValueError`` naming the option for what cannot work, before any model is loaded."""
 
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:  # noqa: B027 (most take any)
+        """``ValueError`` for rows that cannot be used, before any model is loaded."""
+
     @abstractmethod
     def make(self, parts: SamplerParts) -> Sampler:
         """The sampler."""

@@ -70,6 +70,7 @@ def load_ppo_data(
         ids = [prompt.token_ids for prompt in [*read, *held_out]]
         longest = max(map(len, ids), default=options.prompt_max_len) + new_tokens
         if agent is not None:  # how long its prompts are is not known, and its episodes end where the context does
+            agent.check_prompts([*read, *held_out])
             longest = config.agents.episode_max_len or options.prompt_max_len + new_tokens
             longest = min(longest, context_length(actor_config) or longest)
         for flag, name in [("--pretrain", config.model.pretrain)] * prompts + _other_models(config):
