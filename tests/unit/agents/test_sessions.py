@@ -1,26 +1,43 @@
-"""Episodes over recorded token ids."""
+"""Episodes over recorded token ids: turns, branches, segments, rewards, endings."""
 
+import asyncio
+import sys
 from typing import Any
 
 import pytest
 
+from openppo.agents import EpisodeEnded
 from openppo.tracking import Metrics
-from openppo.types import Ending, Prompt, SamplingParams, SingleProcess
+from openppo.types import Ending, FinishReason, Prompt, SamplingParams, SingleProcess
+
+ENDINGS = {ending.value for ending in Ending}
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
 
 
-def play(sampler: Any, n_prompts: int = 1, n_samples: int = 1, **more: Any) -> tuple[list[Any], dict[str, float]]:
+def play(sampler: Any, n_prompts: int = 1, n_samples: int = 1, max_new_tokens: int = 64, **more: Any) -> Any:
+    """Trajectories and metrics of one rollout."""
     metrics = Metrics()
     prompts = [Prompt(f"task {i}", [5, 6], row={"number": i}) for i in range(n_prompts)]
-    params = SamplingParams(more.pop("max_new_tokens", 64))
-    sampled = sampler.sample(prompts, params, n_samples, 1, 0, metrics, **more)
+    sampled = sampler.sample(prompts, SamplingParams(max_new_tokens), n_samples, 1, 0, metrics, **more)
     return sampled, metrics.reduced(SingleProcess())
+
+
+def ending_of(metrics: dict[str, float]) -> str:
+    """The ending that all episodes had."""
+    shares = {name.removeprefix("agent/"): value for name, value in metrics.items()}
+    [ending] = [name for name in ENDINGS if shares[name] == 1]
+    assert sum(shares[name] for name in ENDINGS) == 1
+    return ending
+
+
+def follow_up(messages: list, turn: Any, text: str) -> list:
+    return [*messages, turn.message, {"role": "user", "content": text}]
 
 
 async def three_turns(task: Any, session: Any) -> float:
     messages = list(task.messages)
     for i in range(3):
-        turn = await session.chat(messages)
-        messages += [turn.message, {"role": "user", "content": f"more {i}"}]
+        messages = follow_up(messages, await session.chat(messages), f"more {i}")
     return 1.0
 
 
@@ -30,40 +47,181 @@ def test_each_turn_continues_recorded_ids(make_sampler, chat_tokenizer):
     journal = sampler.parts.engine.journal
     assert [trajectory.token_ids[start:stop] for start, stop in trajectory.spans] == [ids for _, ids in journal]
     assert trajectory.token_ids == journal[-1][0] + journal[-1][1]
-    assert metrics["agent/bridged_turns"] == 2 and metrics["agent/rerendered_turns"] == 0
-    conversation = trajectory.episode.messages
-    rendered = chat_tokenizer.apply_chat_template(conversation, tokenize=False)
-    assert rendered.count("<think>") == 0 and chat_tokenizer.decode(trajectory.token_ids).count("<think>") == 3
+    assert (metrics["agent/bridged_turns"], metrics["agent/rerendered_turns"]) == (2, 0)
+    rendered = chat_tokenizer.apply_chat_template(trajectory.episode.messages, tokenize=False)
+    assert (rendered.count("<think>"), chat_tokenizer.decode(trajectory.token_ids).count("<think>")) == (0, 3)
 
 
 def test_history_as_the_template_has_it_makes_segments(make_sampler):
     sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes", history="template")
     trajectories, metrics = play(sampler)
-    assert len(trajectories) == 3 and metrics["agent/rerendered_turns"] == 2
-    assert sum(trajectory.weight for trajectory in trajectories) == pytest.approx(1)
+    journal = sampler.parts.engine.journal
+    assert (len(trajectories), metrics["agent/rerendered_turns"]) == (3, 2)
+    assert all(t.token_ids == prompt + ids for t, (prompt, ids) in zip(trajectories, journal, strict=True))
+    same, metrics = play(make_sampler(three_turns, lambda prompt: "yes", history="template"))
+    assert (len(same), metrics["agent/rerendered_turns"]) == (1, 0)  # nothing was cut: the rendering is the record
+
+
+@pytest.mark.parametrize("n_branches", [1, 2, 5])
+def test_branches_share_the_weight_of_their_episode(make_sampler, n_branches):
+    async def branch_out(task: Any, session: Any) -> float:
+        first = await session.chat(task.messages)
+        texts = [f"branch {i}" for i in range(n_branches)]
+        await asyncio.gather(*(session.chat(follow_up(task.messages, first, text)) for text in texts))
+        return 1.0
+
+    sampler = make_sampler(branch_out, lambda prompt: "yes" if "branch" in prompt else "well")
+    trajectories, _ = play(sampler)
+    assert len(trajectories) == n_branches
+    assert sum(t.weight for t in trajectories) == pytest.approx(1)
+    assert [len(t.spans) for t in trajectories] == [2] + [1] * (n_branches - 1)  # the shared turn is trained on once
+    journal = sampler.parts.engine.journal
+    assert sum(sum(t.action_mask) for t in trajectories) == sum(len(ids) for _, ids in journal)
+
+
+def test_a_turn_reward_lies_on_its_last_action(make_sampler):
+    async def reward_turns(task: Any, session: Any) -> dict[str, float]:
+        first = await session.chat(task.messages)
+        second = await session.chat(follow_up(task.messages, first, "more"))
+        session.reward(0.25, first)
+        session.reward(2.0, second)
+        return {"whole": 3.0}
+
+    [trajectory], _ = play(make_sampler(reward_turns, lambda prompt: "yes"))
+    expected = [0.0] * len(trajectory.token_ids)
+    for (_, stop), reward in zip(trajectory.spans, (0.25, 2.0), strict=True):
+        expected[stop - 1] = reward
+    assert (trajectory.token_rewards, trajectory.scores) == (expected, {"whole": 3.0})
+    assert trajectory.total_reward({}) == 5.25
+
+
+def test_other_tools_or_an_edited_answer_begin_a_segment(make_sampler):
+    async def edit(task: Any, session: Any) -> float:
+        first = await session.chat(task.messages, TOOLS)
+        await session.chat(follow_up(task.messages, first, "more"))
+        edited = first.message | {"content": "no"}
+        await session.chat([*task.messages, edited, {"role": "user", "content": "more"}], TOOLS)
+        await session.chat(follow_up(task.messages, first, "more"), TOOLS)
+        return 1.0
+
+    trajectories, metrics = play(make_sampler(edit, lambda prompt: "yes"))
+    assert (metrics["agent/rerendered_turns"], metrics["agent/bridged_turns"], len(trajectories)) == (2, 1, 3)
+
+
+def test_a_cut_answer_is_closed_as_context(make_sampler, chat_tokenizer):
+    sampler = make_sampler(three_turns, lambda prompt: "a long answer")
+    [trajectory], metrics = play(sampler, max_new_tokens=4)
+    eos = chat_tokenizer.eos_token_id
+    assert metrics["agent/bridged_turns"] == 2 and trajectory.finish_reason is FinishReason.LENGTH
+    ends = [(trajectory.token_ids[stop], trajectory.action_mask[stop]) for _, stop in trajectory.spans[:-1]]
+    assert ends == [(eos, False)] * 2
+
+
+@pytest.mark.parametrize(("mode", "ending"), [("off", "completed"), ("warn", "completed"), ("strict", "agent_error")])
+def test_rendering_is_checked_at_the_end(make_sampler, mode, ending):
+    sampler = make_sampler(three_turns, lambda prompt: "<think>hm</think>yes", check_rendering=mode)
+    trajectories, metrics = play(sampler)
+    assert ending_of(metrics) == ending
+    assert metrics.get("agent/rerender_mismatch") == (None if mode == "off" else 1)
+    if mode == "warn":
+        assert "<think>" in trajectories[0].episode.error
+
+
+async def ask_forever(task: Any, session: Any) -> None:
+    messages = list(task.messages)
+    while True:
+        messages = follow_up(messages, await session.chat(messages), "more")
+
+
+def raising(error: BaseException) -> Any:
+    async def act(task: Any, session: Any) -> float:
+        await session.chat(task.messages)
+        raise error
+
+    return act
+
+
+async def hang(task: Any, session: Any) -> None:
+    await session.chat(task.messages)
+    await asyncio.Event().wait()
+
+
+async def never_ask(task: Any, session: Any) -> float:
+    return 1.0
+
+
+async def no_reward(task: Any, session: Any) -> None:
+    await session.chat(task.messages)
 
 
 @pytest.mark.parametrize(
-    ("ending", "options", "agent_does"),
+    ("agent", "ending", "options"),
     [
-        (Ending.MAX_TURNS, {"max_turns": 2}, three_turns),
-        (Ending.EPISODE_LENGTH, {"episode_max_len": 60}, three_turns),
-        (Ending.AGENT_ERROR, {}, "raise"),
-        (Ending.TIMEOUT, {"agent_timeout": 0.05}, "hang"),
+        (three_turns, "completed", {}),
+        (ask_forever, "max_turns", {"max_turns": 2}),
+        (ask_forever, "episode_length", {"episode_max_len": 120}),
+        (raising(RuntimeError("broken")), "agent_error", {}),
+        (raising(SystemExit(3)), "agent_error", {}),
+        (raising(EpisodeEnded(Ending.ENV_TRUNCATED)), "env_truncated", {}),
+        (hang, "timeout", {"agent_timeout": 0.05}),
+        (never_ask, "agent_error", {}),
+        (no_reward, "agent_error", {}),
     ],
 )
-def test_an_episode_ends_once(make_sampler, ending, options, agent_does):
-    import asyncio
+def test_an_episode_ends_once_and_as_what_it_was(make_sampler, agent, ending, options):
+    trajectories, metrics = play(make_sampler(agent, lambda prompt: "yes", **options), n_prompts=3)
+    assert ending_of(metrics) == ending
+    assert [t.group for t in trajectories] == ([0, 1, 2] if Ending(ending).is_trained else [])
+    assert {t.total_reward({}) for t in trajectories} <= {0.0, 1.0}
 
-    async def act(task: Any, session: Any) -> float:
-        await session.chat(list(task.messages))
-        if agent_does == "raise":
+
+def test_failed_episodes_leave_their_group_and_count_in_evaluations(make_sampler):
+    seen: list[int] = []
+
+    async def fail_some(task: Any, session: Any) -> float:
+        seen.append(task["number"])
+        fails = seen.count(task["number"]) <= task["number"]  # the first of row 1, the first two of row 2
+        await session.chat(task.messages)
+        if fails:
             raise RuntimeError("broken")
-        await asyncio.sleep(60)
         return 1.0
 
-    agent = act if isinstance(agent_does, str) else agent_does
-    sampled, metrics = play(make_sampler(agent, lambda prompt: "yes", **options), n_prompts=2)
-    assert metrics[f"agent/{ending.value}"] == 1
-    assert sum(value for name, value in metrics.items() if name.removeprefix("agent/") in list(Ending)) == 1
-    assert bool(sampled) == ending.is_trained or ending in (Ending.MAX_TURNS, Ending.EPISODE_LENGTH)
+    sampler = make_sampler(fail_some, lambda prompt: "yes")
+    trajectories, metrics = play(sampler, n_prompts=3, n_samples=3)
+    assert [t.group for t in trajectories] == [0, 0, 0, 1, 1]  # of group 2 one is left, which teaches nothing
+    assert metrics["agent/agent_error"] == pytest.approx(3 / 9)
+    seen.clear()
+    evaluated, _ = play(sampler, n_prompts=3, n_samples=3, evaluation=True)
+    assert [t.total_reward({}) for t in evaluated] == [1, 1, 1, 0, 1, 1, 0, 0, 1]
+
+
+def test_a_cancelled_request_frees_its_row_and_leaves_no_turn(make_sampler):
+    async def give_up(task: Any, session: Any) -> float:
+        request = asyncio.ensure_future(session.chat(task.messages))
+        await asyncio.sleep(0.02)
+        request.cancel()
+        await asyncio.wait([request])
+        turn = await session.chat([{"role": "user", "content": "short"}])
+        assert session.turns == [turn]
+        return 1.0
+
+    sampler = make_sampler(give_up, lambda prompt: "yes" if "short" in prompt else "y" * 10**6)
+    trajectories, metrics = play(sampler, max_new_tokens=10**6)
+    assert len(trajectories) == 1 and metrics["agent/completed"] == 1
+    assert len(sampler.parts.engine.journal) == 1 and not sampler.parts.engine.busy
+
+
+def test_samples_of_a_row_have_one_environment_seed_and_seeds_of_their_own(make_sampler):
+    async def tell(task: Any, session: Any) -> float:
+        seeds.append((task["number"], task.env_seed, task.seed))
+        await session.chat(task.messages)
+        return 1.0
+
+    seeds: list[tuple[int, int, int]] = []
+    sampler = make_sampler(tell, lambda prompt: "yes")
+    play(sampler, n_prompts=2, n_samples=3)
+    assert len({(row, env) for row, env, _ in seeds}) == len({env for _, env, _ in seeds}) == 2
+    assert len({seed for *_, seed in seeds}) == 6 and max(env for _, env, _ in seeds) < sys.maxsize
+    first, seeds = seeds, []
+    play(sampler, n_prompts=2, n_samples=3)
+    assert sorted(seeds) == sorted(first)
