@@ -46,6 +46,7 @@ class ScorerSetup:
     a module that is only evaluated to the device, partitioned if need be. ``prompts`` are all that will be scored:
     their columns, labels and chats are checked. ``size`` is that of a forward. ``loading`` holds ``bf16``,
     ``flash_attn`` and ``trust_remote_code`` for models. ``normalize`` uses the reward model's stored mean and std.
+    ``episodes``: whole conversations are scored.
     """
 
     source: RewardConfig
@@ -60,6 +61,7 @@ class ScorerSetup:
     value_head_prefix: str = "score"
     normalize: bool = False
     input_template: str | None = None
+    episodes: bool = False
 
     def build(self) -> Scorer:
         """Scorer of all sources that are given; ``ValueError`` names the flag of whatever cannot work.
@@ -134,7 +136,7 @@ class ScorerSetup:
         encode: Callable[[Trajectory], list[int]] = partial(policy_tokens, self.tokenizer)
         if own is not None:
             encode = text = RewardModelText(self.tokenizer, own, named)
-            text.check(self.prompts)
+            text.check(self.prompts, self.episodes)
         tokenizer = own or self.tokenizer
         check_token_ids(config, named, tokenizer, [] if own is None else [[own.eos_token_id]])  # and PAD
         return config, own, partial(read_tokens, encode, config, named, tokenizer)

@@ -12,7 +12,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openppo import logger
-from openppo.rewards.scoring import check_number, name_sample, policy_text, score_of_steps, step_tokens
+from openppo.datasets.templates import text_of
+from openppo.rewards.scoring import (
+    answer_text,
+    check_number,
+    episode_messages,
+    name_sample,
+    score_of_steps,
+    step_tokens,
+    turn_texts,
+)
 from openppo.types import Score, Trajectory
 
 Sample = dict[str, Any]
@@ -20,9 +29,10 @@ Sample = dict[str, Any]
 
 prompt, response and completion (the response again) are texts, of the response without special tokens; query is the
 text of all tokens, special ones included, as OpenRLHF gives it; row holds the data columns; messages is None without a
-chat template; token_ids are those that the policy sampled.
+chat template; token_ids are those that the policy sampled. Of an episode, response is the policy's last message,
+messages the whole conversation, turns the texts of the policy's messages, tool_results those of the tools'.
 """
-_IN_BOTH_FORMS = {"messages": "messages", "token_ids": "token_ids"}
+_IN_BOTH_FORMS = {name: name for name in ("messages", "token_ids", "turns", "tool_results")}
 BATCH_NAMES = {
     **{"prompts": "prompt", "responses": "response", "completions": "completion", "labels": "label"},
     **{"queries": "query", "rows": "row", **_IN_BOTH_FORMS},
@@ -34,7 +44,7 @@ SINGLE_NAMES = {name: name for name in BATCH_NAMES.values()}
 
 def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """One sample per trajectory, decoded with the policy's tokenizer."""
-    responses = [policy_text(trajectory, tokenizer) for trajectory in trajectories]
+    responses = [answer_text(trajectory, tokenizer) for trajectory in trajectories]
     return [
         {
             "prompt": t.prompt.text,
@@ -43,8 +53,10 @@ def make_samples(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokeni
             "label": t.prompt.label,
             "query": tokenizer.decode(t.token_ids, skip_special_tokens=False),
             "row": t.prompt.row,
-            "messages": t.prompt.messages,
+            "messages": t.prompt.messages if t.episode is None else t.episode.messages,
             "token_ids": t.action_ids,
+            "turns": turn_texts(t, tokenizer),
+            "tool_results": [text_of(m.get("content")) for m in episode_messages(t) if m["role"] == "tool"],
         }
         for t, response in zip(trajectories, responses, strict=True)
     ]

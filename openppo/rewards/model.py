@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo import logger
 from openppo.config import RewardConfig
-from openppo.datasets.templates import encode_start, end_with_eos, render_chat
+from openppo.datasets.templates import Message, encode_start, end_with_eos, render_conversation, text_of
 from openppo.models.padding import MicroBatchSize, equal_batches, pad_right
 from openppo.models.pretrained import check_token_ids, context_length
 from openppo.rewards.scoring import check_number, check_scores, name_sample, score_of_steps, span_texts, step_tokens
@@ -36,8 +36,10 @@ def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) ->
     if not trajectory.finish_reason.is_complete or ids[-1] == eos or eos is None:
         return ids
     behind: list[int] = []  # what follows the token at which sampling ended
-    if trajectory.prompt.messages is not None:
-        _, _, text = _render(tokenizer, trajectory.prompt, _CUT).partition(_CUT)
+    prompt = trajectory.prompt
+    asked = prompt.messages or ([{"role": "user", "content": prompt.text}] if trajectory.episode else None)
+    if asked is not None:
+        _, _, text = render_conversation([*asked, _answer(_CUT)], tokenizer).partition(_CUT)
         end = tokenizer(text, add_special_tokens=False)["input_ids"]
         behind = end[end.index(ids[-1]) + 1 :] if ids[-1] in end else []
     return [*ids, *end_with_eos(tokenizer, behind)]
@@ -46,10 +48,10 @@ def policy_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) ->
 class RewardModelText:
     """Trajectories as token ids of the reward model.
 
-    A chat is rendered with the reward model's own chat template, all that follows the prompt as the assistant's last
-    turn; any other text is the prompt's followed by the response's. A response that the policy ended itself ends with
-    the reward model's EOS; nothing follows one that was cut off. ``source`` is the flag and name of the reward model,
-    for messages.
+    An episode's messages, or a chat with all that follows the prompt as the assistant's last turn, are rendered with
+    the reward model's own chat template; any other text is the prompt's followed by the response's. A response that the
+    policy ended itself ends with the reward model's EOS; nothing follows one that was cut off. ``source`` is the flag
+    and name of the reward model, for messages.
     """
 
     def __init__(self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, source: str) -> None:
@@ -61,25 +63,39 @@ class RewardModelText:
 
     def __call__(self, trajectory: Trajectory) -> list[int]:
         """Token ids of prompt and response. ``ValueError`` if the chat template refuses them."""
+        if trajectory.episode is not None:
+            messages = trajectory.episode.messages
+            ended = trajectory.finish_reason.is_complete or bool(messages[-1].get("tool_calls"))
+            return self._encode_chat(messages, ended)
         start = trajectory.spans[0][0] if trajectory.spans else len(trajectory.token_ids)
         response = str(self.policy.decode(trajectory.token_ids[start:], skip_special_tokens=True))
         return self._encode(trajectory.prompt, response, trajectory.finish_reason.is_complete)
 
-    def check(self, prompts: Iterable[Prompt]) -> None:
-        """``check_chats`` with answers that end and that are cut off."""
+    def check(self, prompts: Iterable[Prompt], episodes: bool = False) -> None:
+        """``check_chats`` with answers that end and that are cut off; ``episodes`` need a chat template."""
+        if episodes and not self.own.chat_template:
+            raise ValueError(
+                f"{self.source}: its tokenizer has no chat template, which episodes are rendered with. Use a reward "
+                "model with the policy's vocabulary, or one of a chat model."
+            )
         for ended in (True, False):
             encode = partial(self._encode, response="a", ended=ended)
             check_chats(prompts, self.source, "--apply_chat_template", encode)
 
     def _encode(self, prompt: Prompt, response: str, ended: bool) -> list[int]:
-        if prompt.messages is None:
-            ids = encode_start(self.own, prompt.text + response)
-        else:
-            # Of a response that was cut off, the rendering ends where it does: no closing tag, no EOS.
-            text, cut, _ = _render(self.own, prompt, response + ("" if ended else _CUT)).partition(_CUT)
-            if not ended and not cut:
-                raise ValueError("it leaves the assistant's turn out")
-            ids = self.own(text, add_special_tokens=False)["input_ids"]
+        if prompt.messages is not None:
+            return self._encode_chat([*prompt.messages, _answer(response)], ended)
+        ids = encode_start(self.own, prompt.text + response)
+        return end_with_eos(self.own, ids) if ended else ids
+
+    def _encode_chat(self, messages: Sequence[Message], ended: bool) -> list[int]:
+        *before, last = messages
+        if not ended:  # the rendering ends where the response was cut off: no closing tag, no EOS
+            last = {**last, "content": text_of(last.get("content")) + _CUT}
+        text, cut, _ = render_conversation([*before, last], self.own).partition(_CUT)
+        if not ended and not cut:
+            raise ValueError("it leaves the assistant's turn out")
+        ids: list[int] = self.own(text, add_special_tokens=False)["input_ids"]
         return end_with_eos(self.own, ids) if ended else ids
 
 
@@ -92,8 +108,8 @@ def check_chats(prompts: Iterable[Prompt], source: str, flag: str, encode: Calla
             raise ValueError(f"{source}: {error} (leave {flag} out)") from error
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answer: str) -> str:
-    return render_chat([*(prompt.messages or ()), {"role": "assistant", "content": answer}], tokenizer)
+def _answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}
 
 
 def read_tokens(

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from openppo.datasets.templates import shortened
+from openppo.datasets.templates import Message, shortened, text_of
 from openppo.types import Interrupted, Score, StopCheck, Trajectory
 
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -107,9 +107,32 @@ def check_number(score: Any, trajectory: Trajectory, source: str) -> float:
     return float(number)
 
 
-def policy_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text that the policy wrote, without special tokens; a line break between spans of actions."""
-    return "\n".join(span_texts(trajectory, tokenizer))
+def episode_messages(trajectory: Trajectory) -> list[Message]:
+    """Messages of an episode after those of its prompt; none without an episode."""
+    if trajectory.episode is None:
+        return []
+    asked, messages = trajectory.prompt.messages or [], trajectory.episode.messages
+    return messages[len(asked) :] if messages[: len(asked)] == asked else messages
+
+
+def turn_texts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the policy said in each turn: the assistant's messages of an episode, else the text of each span."""
+    if trajectory.episode is None:
+        return span_texts(trajectory, tokenizer)
+    said = [message for message in episode_messages(trajectory) if message["role"] == "assistant"]
+    return [text_of(message.get("content")) for message in said]
+
+
+def answer_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What rewards of single responses read: all that the policy wrote, of an episode its last message."""
+    texts = turn_texts(trajectory, tokenizer)
+    return "\n".join(texts if trajectory.episode is None else texts[-1:])
+
+
+def answer_length(trajectory: Trajectory) -> int:
+    """Number of tokens of it."""
+    spans = trajectory.spans if trajectory.episode is None else trajectory.spans[-1:]
+    return sum(stop - start for start, stop in spans)
 
 
 def span_texts(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from openppo import logger
 from openppo.config import RewardConfig, Verifier
 from openppo.rewards.answer_process import AnswerProcess
-from openppo.rewards.scoring import name_sample, policy_text
+from openppo.rewards.scoring import answer_length, answer_text, name_sample
 from openppo.types import Prompt, Score, Trajectory
 
 Verify = Callable[[str, Trajectory], float]
-"""The reward of a response's text, special tokens left out."""
+"""The reward of a response's text, special tokens left out; of an episode, of the policy's last message."""
 
 _ANSWER_MARK = "####"
 _LATEX = re.compile(r"(?<!\\)\$.+(?<!\\)\$|\\boxed|\\\(|\\\[", re.DOTALL)  # an escaped dollar is money
@@ -37,7 +37,7 @@ class VerifiableScorer:
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory."""
-        return [Score({self.name: self.verify(policy_text(t, self.tokenizer), t)}) for t in trajectories]
+        return [Score({self.name: self.verify(answer_text(t, self.tokenizer), t)}) for t in trajectories]
 
 
 def make_verify(verifier: Verifier, source: RewardConfig, prompts: Iterable[Prompt]) -> Verify:
@@ -84,7 +84,7 @@ def _plain(answer: str) -> str:
 
 def length_reward(target: int) -> Verify:
     """``1 - |n - target| / target`` for a response of n tokens."""
-    return lambda response, trajectory: 1.0 - abs(sum(trajectory.action_mask) - target) / target
+    return lambda response, trajectory: 1.0 - abs(answer_length(trajectory) - target) / target
 
 
 class RegexReward:

@@ -60,7 +60,7 @@ def build_ppo_trainer(
     strategy, samples = strategy or DeepspeedStrategy(config.deepspeed), source is None
     comm, device, run = strategy.comm, strategy.device, config.run
     tokenizer, actor_config, data = _checked(config, strategy, samples, maker)
-    setup = _scorer_setup(config, tokenizer, strategy, data)
+    setup = _scorer_setup(config, tokenizer, strategy, data, maker is not None)
     if run.dry_run and samples:
         setup.check()
     estimate = log_ppo_memory(config, data, strategy) if samples or run.dry_run else None
@@ -139,7 +139,11 @@ def _parts(components: PPOComponents, actor_config: PreTrainedConfig) -> Sampler
 
 
 def _scorer_setup(
-    config: TrainPPOConfig, tokenizer: PreTrainedTokenizerBase, strategy: DeepspeedStrategy, data: PPOData
+    config: TrainPPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    strategy: DeepspeedStrategy,
+    data: PPOData,
+    episodes: bool,
 ) -> ScorerSetup:
     model, shaping = config.model, config.shaping
     return ScorerSetup(
@@ -155,6 +159,7 @@ def _scorer_setup(
         value_head_prefix=model.value_head_prefix,
         normalize=shaping.normalize_reward and shaping.reward_normalizer == "model",
         input_template=config.data.input_template,
+        episodes=episodes,
     )
 
 

@@ -1,9 +1,11 @@
 """Trajectories in one call; only their tokens, texts and labels matter to rewards."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from openppo.types import FinishReason, Prompt, Trajectory
+from openppo.types import Ending, Episode, FinishReason, Prompt, Trajectory
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +52,17 @@ def game():
     mask = [False, False, True, True, False, False, True, True, True, True]
     prompt = Prompt("ab", [4, 5], label="cd\nczd")
     return Trajectory(ids, mask, [0.0] * 10, [0] * 10, FinishReason.STOP, prompt, group=0)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "e"}'}}
+
+
+@pytest.fixture
+def episode(game):
+    """``game`` as an agent's: the prompt is a chat that has an answer, "cd" calls a tool, whose result is "ef"."""
+    asked = [{"role": "assistant", "content": "h"}, {"role": "user", "content": "ab"}]
+    called = {"role": "assistant", "content": "cd", "tool_calls": [CALL]}
+    rest = [{"role": "tool", "content": "ef"}, {"role": "assistant", "content": "czd"}]
+    played = Episode([*asked, called, *rest], Ending.COMPLETED, n_turns=2)
+    prompt = dataclasses.replace(game.prompt, messages=asked, label="czd")
+    return dataclasses.replace(game, prompt=prompt, episode=played)

@@ -60,8 +60,13 @@ BATCH = {
     "rows": [{"question": "ab", "answer": "4"}, {"question": "a", "answer": "5"}],
     "messages": [None, None],
     "token_ids": [[6, 7, 1], [1]],
+    "turns": [["cd"], [""]],
+    "tool_results": [[], []],
 }
-NAMES_OF_ONE = ("prompt", "response", "completion", "label", "query", "row", "messages", "token_ids")
+NAMES_OF_ONE = (
+    *("prompt", "response", "completion", "label", "query", "row"),
+    *("messages", "token_ids", "turns", "tool_results"),
+)
 SINGLE = {name: values[0] for name, values in zip(NAMES_OF_ONE, BATCH.values(), strict=True)}
 
 
@@ -75,9 +80,9 @@ class Judge:
 def test_a_function_gets_what_its_parameters_name(call):
     queries, rows, *others = list(BATCH.values())[4:]
     assert call(lambda queries, prompts, labels: (prompts, labels, queries)) == (["ab", "a"], BATCH["labels"], queries)
-    assert call(lambda rows, *, messages, token_ids: [rows, messages, token_ids]) == [rows, *others]
-    given = call(lambda query, row, messages, token_ids: [query, row, messages, token_ids], 1)
-    assert given == list(SINGLE.values())[4:]
+    assert call(lambda rows, *, messages, token_ids: [rows, messages, token_ids]) == [rows, *others[:2]]
+    given = call(lambda query, row, messages, token_ids, turns: [query, row, messages, token_ids, turns], 1)
+    assert given == list(SINGLE.values())[4:-1]
     assert call(lambda completions, answer: (completions, answer)) == (["cd", ""], ["4", "5"])
     assert call(Judge(), 1) == ("cd", "4")
     assert call(functools.partial(Judge(), answer="6"), 1) == ("cd", "4"), "the data wins over a default"
@@ -372,3 +377,14 @@ def test_a_function_reads_and_rewards_the_actions(scorer_of, game):
         assert score.token_rewards == expected
     assert score.step_ends == [reward > 0 for reward in expected]
     assert seen == [("cd\nczd", [6, 7, 6, 29, 7, 1], "abcdefczd<eos>")] * 2
+
+
+def test_a_function_gets_an_episode_whole_or_its_last_answer(episode, make_tokenizer):
+    [sample] = make_samples([episode], make_tokenizer())
+    expected = {"prompt": "ab", "response": "czd", "completion": "czd", "turns": ["cd", "czd"], "tool_results": ["ef"]}
+    assert {name: sample[name] for name in expected} == expected
+    assert (sample["messages"], sample["query"]) == (episode.episode.messages, "abcdefczd<eos>")
+    old = RewardFunction(lambda queries, prompts, labels: [queries, prompts, labels], "f", ())
+    assert old([sample]) == [["abcdefczd<eos>"], ["ab"], ["czd"]]
+    new = RewardFunction(lambda turns, tool_results, response: (len(turns), tool_results, response), "f", ())
+    assert new([sample]) == (2, ["ef"], "czd")

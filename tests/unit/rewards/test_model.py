@@ -1,5 +1,6 @@
 """Reward models in process: what they read, where they are read, and how scores are normalized."""
 
+import dataclasses
 import math
 import string
 
@@ -17,7 +18,7 @@ from openppo.models.padding import MicroBatchSize
 from openppo.models.scalar_head import ScalarHeadModel
 from openppo.rewards import ModelScorer
 from openppo.rewards.model import RewardModelText, policy_tokens
-from openppo.types import Prompt, SingleProcess
+from openppo.types import FinishReason, Prompt, SingleProcess
 from tests.unit.rewards.conftest import score_by_transformers
 
 
@@ -214,3 +215,21 @@ def test_real_tokenizers_end_a_finished_response_as_training_does_and_a_cut_one_
 def test_reward_models_read_the_whole_episode(game, make_tokenizer):
     assert policy_tokens(make_tokenizer(), game) == game.token_ids
     assert RewardModelText(make_tokenizer(), make_tokenizer(), "m")(game) == game.token_ids
+
+
+def test_an_episode_is_rendered_with_the_templates_of_the_reward_model(episode, own, make_tokenizer):
+    own.chat_template = (
+        "{% for m in messages %}{{ '<' ~ m.role[0] ~ '>' ~ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.at }}{% endfor %}"
+        "{% if m.role == 'assistant' %}{{ '</s>' }}{% endif %}{% endfor %}"
+    )
+    text = RewardModelText(make_tokenizer(), own, "--reward_pretrain m")
+    whole = "<a>h</s><u>ab<a>cde</s><t>ef<a>czd</s>"
+    assert text(episode) == own(whole, add_special_tokens=False)["input_ids"]
+    cut = dataclasses.replace(episode, finish_reason=FinishReason.LENGTH)
+    assert text(cut) == text(episode)[:-1], "nothing follows what was cut off"
+    assert policy_tokens(make_tokenizer(), episode) == episode.token_ids
+    own.chat_template = None
+    text.check([])
+    with pytest.raises(ValueError, match="no chat template, which episodes are rendered with. Use a reward model"):
+        text.check([], episodes=True)

@@ -175,3 +175,14 @@ def test_a_label_that_is_no_answer_is_an_error_before_the_run(verifier, label):
 def test_verifiers_count_and_read_the_actions(game, make_tokenizer):
     for verify in (length_reward(6), lambda response, t: float(response == t.prompt.label)):
         assert VerifiableScorer(verify, make_tokenizer()).score([game]) == [Score({"reward": 1.0})]
+
+
+def test_verifiers_read_the_last_answer_of_an_episode(episode, game, make_tokenizer):
+    tokenizer = make_tokenizer()
+    for verify, reward in (
+        (verify_of("exact_match"), 1.0),
+        (verify_of("regex", verify_regex="^czd$"), 1.0),
+        (verify_of("length", verify_length=4), 1.0),  # of "czd<eos>"
+    ):
+        assert VerifiableScorer(verify, tokenizer).score([episode]) == [Score({"reward": reward})]
+    assert VerifiableScorer(verify_of("length", verify_length=4), tokenizer).score([game]) == [Score({"reward": 0.5})]
