@@ -105,7 +105,7 @@ class Episode:
     ending: Ending
     n_turns: int
     error: str = ""  # what went wrong
-    output: str = ""  # a program's last lines
+    output: str = ""  # what followed the last turn: a program's last lines, an environment's last words
 
 
 @dataclass

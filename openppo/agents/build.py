@@ -47,11 +47,13 @@ class AgentSource(SamplerMaker):
         self.options = options or AgentConfig()
         self.parser: str = self.options.tool_parser
         self.gives_rewards = not isinstance(agent, ToolAgent) or agent.gives_rewards
-        self.needs_prompts = isinstance(agent, ToolAgent)
+        self.needs_prompts = isinstance(agent, ToolAgent | OpenRLHFAgent)
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """``ValueError`` if the tokenizer has no chat template; chooses the parser of tool calls."""
         if isinstance(self.agent, OpenRLHFAgent):  # its texts have their own role marks
+            if self.options.check_rendering != "off":
+                raise ValueError("--check_rendering: an agent file of OpenRLHF uses no chat template: leave it out.")
             return
         if not tokenizer.chat_template:
             raise ValueError(

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -14,7 +14,7 @@ from openppo.agents.episodes import Agent
 from openppo.agents.session import Session, Task
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, text_of
-from openppo.types import Ending
+from openppo.types import Ending, Prompt
 
 RESET = "def reset(self, *, seed=None, options=None): ... return observation, info"
 STEP = "def step(self, action): ... return observation, reward, terminated, truncated, info"
@@ -31,9 +31,9 @@ class EnvironmentAgent(Agent):
     def __init__(self, make: Callable[[], Any], options: AgentConfig) -> None:
         self.make, self.options = make, options
 
-    def check(self, task: Task) -> None:
+    def check(self, prompts: Sequence[Prompt]) -> None:
         """Make, reset and close one environment, and step it if any text is an action; ``ValueError`` if it fails."""
-        asyncio.run(self._try(task))
+        asyncio.run(self._try(Task(prompts[0], 0)))
 
     async def run(self, task: Task, session: Session) -> float:
         """Play to the environment's end. Its rewards are those of turns; a single one, of the last step, the whole's.
@@ -82,8 +82,9 @@ class EnvironmentAgent(Agent):
             raise error
         if isinstance(error, BaseException):
             raise ValueError(
-                f"--environment: {type(error).__name__} when it was made, reset, and stepped with '-': {error}. A model "
-                "may write anything: accept any text, or add 'def parse(self, text)', which gives an action or None."
+                f"--environment: {type(error).__name__} when it was made, reset, and stepped with '-': {error}. A "
+                "model may write anything: take any text, or add 'def parse(self, text)', which gives an action or "
+                "None."
             ) from error
 
 
@@ -177,8 +178,8 @@ def messages_of(observation: Any, where: str) -> list[Message]:
     if isinstance(messages, list) and messages and all(isinstance(m, Mapping) and "role" in m for m in messages):
         return [dict(message) for message in messages]
     raise FormError(
-        f"--environment: {where} gave the observation {_shape(observation)}, which a model cannot read: return a text or "
-        "a list of chat messages. gymnasium.ObservationWrapper makes a text of another observation."
+        f"--environment: {where} gave the observation {_shape(observation)}, which a model cannot read: return a text "
+        "or a list of chat messages. gymnasium.ObservationWrapper makes a text of another observation."
     )
 
 

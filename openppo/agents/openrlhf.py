@@ -97,12 +97,10 @@ class OpenRLHFAgent(Agent):
                 return
             text += turn.text + feedback
             sampling = made.get("sampling_params") or sampling
-            kept = _of_vllm(session.setup.params)
-            session.counts["sampling_overridden"] += any(
-                getattr(sampling, name) != getattr(kept, name) for name in ("temperature", "top_p", "top_k")
-            )
-            said = {"role": "user", "content": feedback}
-            turn = await session.extend(turn, encode(feedback), said, sampling.max_tokens, sampling.stop)
+            ours, distribution = _of_vllm(session.setup.params), ("temperature", "top_p", "top_k")
+            session.counts["sampling_overridden"] += any(getattr(sampling, n) != getattr(ours, n) for n in distribution)
+            said, most, stop = {"role": "user", "content": feedback}, sampling.max_tokens, sampling.stop or ()
+            turn = await session.extend(turn, encode(feedback), said, max_tokens=most, stop=stop)
 
 
 def _of_vllm(params: SamplingParams) -> SimpleNamespace:

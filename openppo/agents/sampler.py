@@ -111,15 +111,19 @@ class AgentSampler:
             )
 
 
+_ALWAYS = ("tool_calls", "tool_errors", "malformed_calls", "bridged_turns", "rerendered_turns")
+"""Counts that are logged where they are 0 too."""
+
+
 def measure(played: Sequence[Played], metrics: Metrics) -> None:
     """Metrics of episodes: the share of each ending, and what their turns were like."""
     for each in played:
         for ending in Ending:
             metrics.add(f"agent/{ending.value}", each.episode.ending is ending)
         metrics.add("agent/turns", each.episode.n_turns)
-        for name in ("tool_calls", "tool_errors", "malformed_calls", "bridged_turns", "rerendered_turns"):
-            metrics.add(f"agent/{name}", each.counts[name])
-        for name in sorted(set(each.counts) & {"rerender_mismatch", "sampling_overridden", "retries"}):
-            metrics.add(f"agent/{name}", each.counts[name])
+        counts = {**dict.fromkeys(_ALWAYS, 0), **each.counts}
+        n_tokens = counts.pop("sampled_tokens")
+        for name, value in {**counts, **each.session.metrics}.items():
+            metrics.add(f"agent/{name}", value)
         if each.episode.n_turns:
-            metrics.add("agent/tokens_per_turn", each.counts["sampled_tokens"] / each.episode.n_turns)
+            metrics.add("agent/tokens_per_turn", n_tokens / each.episode.n_turns)

@@ -120,7 +120,9 @@ class Session:
     """Of the whole episode, by name."""
     ending: Ending | None = None
     output: str = ""
-    """Last lines of a program, for people."""
+    """Last lines of a program, or what an environment said last, for people."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that an agent measures, by name."""
     _begun: int = 0  # turns, those that were cancelled not counted
     _numbers: Iterator[int] = field(default_factory=count)
     _recorded: dict[str, list[Turn]] = field(default_factory=dict)
@@ -141,10 +143,18 @@ class Session:
         prompt_ids, parent = self._prompt(asked, offered)
         return await self._sample(prompt_ids, parent, asked, offered, max_tokens, tuple(stop))
 
-    async def extend(self, turn: Turn, token_ids: Sequence[int], message: Message) -> Turn:
+    async def extend(
+        self,
+        turn: Turn,
+        token_ids: Sequence[int],
+        message: Message,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Turn:
         """The model's answer after ``token_ids``, the tokens of ``message``, are appended to a recorded turn."""
         messages = [*turn.messages, turn.message, message]
-        return await self._sample(turn.token_ids + list(token_ids), turn, messages, turn.tools)
+        return await self._sample(turn.token_ids + list(token_ids), turn, messages, turn.tools, max_tokens, tuple(stop))
 
     async def begin(self, token_ids: Sequence[int], messages: Sequence[Message]) -> Turn:
         """The model's answer to a prompt that is tokenized already."""

@@ -134,7 +134,9 @@ class ExperienceMaker:
         self, given: Sequence[Trajectory], unscored: Sequence[Trajectory], n_done: int, version: int
     ) -> OldLogProbsFrom:
         """Source of the old policy's log-probs, the same on all ranks."""
-        foreign = not isinstance(given, Rollout)  # not sampled by this run's engine
+        # Not sampled by this run's engine, or by an agent: its requests come when they come, so what the engine decodes
+        # beside each other, and with it the last bits of log-probs, differs from run to run.
+        foreign = not isinstance(given, Rollout) or any(t.episode is not None for t in unscored)
         stale = any({*t.versions} - {version, -1} for t in unscored)
         counts = self.comm.all_reduce(torch.tensor([len(unscored), int(foreign), int(stale)]))
         n_samples, n_foreign, n_stale = counts.tolist()

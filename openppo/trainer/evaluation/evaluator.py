@@ -107,6 +107,9 @@ class Grading:
         for reward in rewards:
             metrics.add(f"{prefix}reward", reward)
             metrics.add(f"{prefix}reward_std", reward, reduce="std")
+            if any(response.episode is not None for response in responses):
+                metrics.add(f"{prefix}reward_max", reward, reduce="max")
+                metrics.add(f"{prefix}reward_min", reward, reduce="min")
         n_passed = sum(map(self.passes, rewards))
         for k in pass_ks(len(responses)) if self.pass_reward is not None else []:
             metrics.add(f"{prefix}pass@{k}", pass_at_k(len(responses), n_passed, k))
