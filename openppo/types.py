@@ -112,13 +112,13 @@ class Episode:
 class Trajectory:
     """Tokens of one episode, or of a part of one, and what is known of each.
 
-    Any number of turns: ``action_mask`` is set on tokens that the policy sampled, not on those of prompts, tools and
-    environments. The first four lists are equally long: ``log_probs`` of the distribution sampled from, ``versions`` of
-    the policy that sampled each token (0.0 and -1 outside ``action_mask``). ``group`` identifies the prompt. ``weight``
-    scales the share of the losses, and only that: parts of one episode share 1, and all else counts each part.
-    ``scores`` are rewards of the whole trajectory by name, ``token_rewards`` of single tokens, as long as ``token_ids``
-    (None: there are none), ``step_ends`` the tokens that have one because a step ends there (None: every action).
-    ``greedy`` is the greedy response to the same prompt, for estimators whose baseline is its reward.
+    Equally long lists: ``action_mask`` is set on tokens that the policy sampled, not on those of prompts, tools and
+    environments; ``log_probs`` of the distribution sampled from and ``versions`` of the policy that sampled are 0.0 and
+    -1 outside. ``group`` identifies the prompt. ``weight`` scales the losses, and only that. ``share`` is a part's
+    share of its episode's actions: rewards and groups count an episode once, losses of sequences by shares, all else
+    each part. ``scores`` are rewards of the whole by name, ``token_rewards`` of single tokens (None: there are none),
+    ``step_ends`` the tokens that have one because a step ends there (None: every action). ``greedy`` is the greedy
+    response to the same prompt, for estimators whose baseline is its reward.
     """
 
     token_ids: list[int]
@@ -129,6 +129,7 @@ class Trajectory:
     prompt: Prompt
     group: int
     weight: float = 1.0
+    share: float = 1.0
     scores: dict[str, float] = field(default_factory=dict)
     token_rewards: list[float] | None = None
     step_ends: list[bool] | None = None
@@ -161,8 +162,7 @@ class Trajectory:
         """Rewards of the steps in order; of the actions where no steps are known."""
         if self.token_rewards is None:
             return []
-        ends = self.action_mask if self.step_ends is None else self.step_ends
-        rows = zip(self.token_rewards, ends, self.action_mask, strict=True)
+        rows = zip(self.token_rewards, self.step_ends or self.action_mask, self.action_mask, strict=True)
         return [reward for reward, end, action in rows if end and action]
 
     def total_score(self, weights: Mapping[str, float]) -> float:
@@ -178,8 +178,7 @@ class Trajectory:
 class Score:
     """What a reward source gives one trajectory.
 
-    ``rewards`` of the whole by name; ``token_rewards`` and ``step_ends`` as in ``Trajectory``, of which tokens outside
-    its ``action_mask`` do not count. ``failed``: not scored, so a reward chosen beforehand stands in.
+    Names as in ``Trajectory``; only actions have rewards. ``failed``: not scored, a reward chosen beforehand stands in.
     """
 
     rewards: dict[str, float] = field(default_factory=dict)
@@ -192,9 +191,9 @@ class Score:
 class Experience:
     """A batch of trajectories as tensors. Each stage returns a new object with more fields; none mutates.
 
-    ``sequences`` int64 (B, L), right-padded; ``attention_mask`` bool (B, L): a real token; ``action_mask`` bool (B, L):
-    sampled by the policy and trained on. All others are float32 (B, L) and 0 where it is not set, except ``truncated``
-    bool (B,), ``scores`` (B,), all earned before shaping, and ``weight`` (B,), the share in the losses (None: 1).
+    ``sequences`` int64, right-padded; ``attention_mask`` bool: a real token; ``action_mask`` bool: sampled and trained
+    on. All others are float32 and 0 outside of it. All are (B, L) but ``truncated`` bool, ``scores``, all that was
+    earned before shaping, ``weight`` and ``share`` (None: 1), which are (B,).
     """
 
     sequences: Tensor
@@ -203,6 +202,7 @@ class Experience:
     rollout_log_probs: Tensor
     truncated: Tensor
     weight: Tensor | None = None
+    share: Tensor | None = None
     scores: Tensor | None = None
     log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
@@ -267,15 +267,15 @@ class StopCheck:
         return False
 
     def __call__(self) -> None:
-        """Raise ``Interrupted`` on all ranks if one of them knows of it. All ranks call this together."""
+        """Raise ``Interrupted`` on all ranks if one of them knows of it. Collective."""
 
 
 class RolloutSource(Protocol):
     """Where a trainer's trajectories come from. All ranks call every method together.
 
     Iterating gives this rank's scored trajectories of one global step after the other; all of one group are on one
-    rank. They may be a ``Rollout`` of ``openppo.rollout.rollout``, whose scores are still under way: a source that
-    reads another's first calls ``wait_for_scores`` of that module on all ranks, or a signal would reach one only.
+    rank. In a ``Rollout`` of ``openppo.rollout.rollout`` scores are still under way: a source over another calls
+    ``wait_for_scores`` on all ranks before it reads, or a signal would reach one only.
     """
 
     @property

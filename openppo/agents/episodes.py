@@ -116,7 +116,7 @@ def _played(session: Session, group: int, error: str, needs_reward: bool) -> Pla
 def segments(session: Session, episode: Episode, group: int) -> list[Trajectory]:
     """Trajectories of an episode: one for each turn that nothing continues, with the turns that lead to it.
 
-    A turn of several of them is trained on in the first. They share the weight 1 by their numbers of action tokens,
+    A turn of several of them is trained on in the first. Each has its share of the episode's action tokens,
     and all have the episode's rewards; a turn's reward lies on its last action.
     """
     parents = {id(turn.parent) for turn in session.turns if turn.parent is not None}
@@ -130,7 +130,7 @@ def segments(session: Session, episode: Episode, group: int) -> list[Trajectory]
             made.append(_trajectory(session, episode, group, path, fresh))
     total = sum(sum(trajectory.action_mask) for trajectory in made)
     for trajectory in made:
-        trajectory.weight = sum(trajectory.action_mask) / total
+        trajectory.share = sum(trajectory.action_mask) / total
     return made
 
 

@@ -14,6 +14,7 @@ from openppo.experience.measure import measure_experience, measure_scores, measu
 from openppo.experience.replay_buffer import collate, idle_experience, join_rows, split_rows
 from openppo.experience.token_rewards import (
     AdaptiveKLController,
+    EpisodeParts,
     FixedKLController,
     RunningMoments,
     StepRewards,
@@ -24,7 +25,7 @@ from openppo.experience.token_rewards import (
     shape_scores,
 )
 from openppo.models.padding import MicroBatchSize, equal_batches, split_overhead
-from openppo.rollout.rollout import Rollout, wait_for_scores
+from openppo.rollout.rollout import Rollout, by_episode, wait_for_scores
 from openppo.tracking import Metrics, PhaseTimer, progress_bar
 from openppo.types import Comm, Experience, FinishReason, StopCheck, Trajectory
 
@@ -111,13 +112,13 @@ class ExperienceMaker:
         with timer.phase("experience"):
             if shaping.normalize_reward and shaping.reward_normalizer == "running":
                 steps = torch.tensor([r for t in unscored for r in t.step_rewards])
-                self.moments.update(self._total_scores(unscored), self.comm)
+                self.moments.update(self._total_scores([parts[-1] for parts in by_episode(unscored)]), self.comm)
                 self.step_moments.update(steps, self.comm)
             if not experiences:
                 return None
             measure_scores(unscored, self.weights, metrics)
-            earned = torch.tensor([t.total_reward(self.weights) for t in unscored], device=self.device)
-            return self._add_rewards(join_rows(experiences).with_fields(scores=earned), unscored, metrics)
+            scores = torch.tensor([t.total_reward(self.weights) for t in unscored], device=self.device)
+            return self._add_rewards(join_rows(experiences).with_fields(scores=scores), unscored, metrics)
 
     def _completed(self, batch: Experience | None, metrics: Metrics, n_done: int) -> list[Experience]:
         """The rows of a batch with rewards (and values), with advantages and returns."""
@@ -171,15 +172,17 @@ class ExperienceMaker:
 
     def _add_rewards(self, batch: Experience, trajectories: Sequence[Trajectory], metrics: Metrics) -> Experience:
         """Add token rewards: KL penalty, scores and steps after the baseline."""
-        scores, steps = self._shaped(trajectories)
+        parts = EpisodeParts(trajectories, self.device)
+        scores, steps = parts.join(*self._shaped(trajectories))
         metrics.add_tensor("shaped_reward", steps.added_to(scores))
         greedy = None
         if self.estimator.needs_greedy:
             greedy, greedy_steps = self._shaped([t.greedy for t in trajectories if t.greedy is not None])
             greedy = greedy_steps.added_to(greedy)
             assert len(greedy) == len(trajectories), "each trajectory needs its greedy response"
-        groups = torch.tensor([t.group for t in trajectories], device=self.device)
-        scores, token_rewards = self.estimator.rewards(scores, steps, groups, greedy)
+            greedy = greedy[parts.last]
+        groups = torch.tensor([t.group for t in trajectories], device=self.device)[parts.last]
+        scores, token_rewards = parts.split(*self.estimator.rewards(scores, steps, groups, greedy))
         kl, mask, options = None, batch.action_mask, self.config.kl
         if batch.ref_log_probs is not None:
             kl = kl_penalty(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask, options.kl_estimator)
@@ -207,7 +210,7 @@ class ExperienceMaker:
             normalized = self.step_moments.normalize(steps.rewards, self.moments.variance)
             steps = StepRewards(torch.where(steps.ends, normalized, 0.0), steps.ends)
         truncated = torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories])
-        lengths = torch.tensor([sum(t.action_mask) for t in trajectories])
+        lengths = torch.tensor([max((stop - start for start, stop in t.spans), default=0) for t in trajectories])
         max_len = self.config.generation.generate_max_len
         return shape_scores(scores, truncated, lengths, shaping, max_len).to(self.device), steps
 

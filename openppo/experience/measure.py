@@ -8,6 +8,7 @@ from torch import Tensor
 from openppo.experience.replay_buffer import join_rows
 from openppo.models.log_probs import compute_approx_kl, masked_sum
 from openppo.models.loss import policy_ratio
+from openppo.rollout.rollout import by_episode, episode_reward
 from openppo.tracking import Histogram, Metrics, histogram
 from openppo.types import Comm, Experience, Trajectory
 
@@ -15,13 +16,19 @@ from openppo.types import Comm, Experience, Trajectory
 def measure_scores(
     trajectories: Sequence[Trajectory], weights: Mapping[str, float], metrics: Metrics, prefix: str = ""
 ) -> None:
-    """Each named reward as ``reward/<name>``, before weights; nothing where the total says it all."""
-    for trajectory in trajectories:
-        for name, score in trajectory.scores.items():
+    """All that was earned as ``reward``, and each named part before weights as ``reward/<name>``, of each episode.
+
+    No part where the total says it all.
+    """
+    for parts in by_episode(trajectories):
+        metrics.add(f"{prefix}reward", episode_reward(parts, weights))
+        metrics.add(f"{prefix}reward_std", episode_reward(parts, weights), reduce="std")
+        for name, score in parts[-1].scores.items():
             if name != "reward" or name in weights:
                 metrics.add(f"{prefix}reward/{name}", score)
-        if trajectory.token_rewards is not None and trajectory.scores:
-            metrics.add(f"{prefix}reward/of_tokens", sum(trajectory.token_rewards))
+        rewarded = [part.token_rewards for part in parts if part.token_rewards is not None]
+        if rewarded and parts[-1].scores:
+            metrics.add(f"{prefix}reward/of_tokens", sum(map(sum, rewarded)))
 
 
 def measure_staleness(trajectories: Sequence[Trajectory], policy_version: int, metrics: Metrics) -> None:
@@ -52,9 +59,6 @@ def measure_experience(batch: Experience, metrics: Metrics) -> None:
     Where log-probs were not recomputed, entropy is estimated by minus the mean log-prob of what was sampled.
     """
     mask = batch.action_mask
-    assert batch.scores is not None
-    metrics.add_tensor("reward", batch.scores)
-    metrics.add_tensor("reward_std", batch.scores, reduce="std")
     if batch.ref_log_probs is not None:
         for name, estimator in (("kl", "k1"), ("kl_k3", "k3")):
             kl = compute_approx_kl(batch.old_or_rollout_log_probs, batch.ref_log_probs, mask, estimator)  # type: ignore[arg-type]

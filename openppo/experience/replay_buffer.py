@@ -14,7 +14,7 @@ from openppo.models.padding import MicroBatchSize, micro_batches, pad_right, spl
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, Experience, FinishReason, SingleProcess, Trajectory
 
-PER_ROW_FIELDS = ("scores", "truncated", "weight")
+PER_ROW_FIELDS = ("scores", "truncated", "weight", "share")
 """Fields of shape (B,); all others are (B, L)."""
 
 
@@ -30,6 +30,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> Experience
         rollout_log_probs=torch.where(action_mask.bool(), log_probs, 0.0),
         truncated=torch.tensor([t.finish_reason is FinishReason.LENGTH for t in trajectories]),
         weight=torch.tensor([t.weight for t in trajectories]),
+        share=torch.tensor([t.share for t in trajectories]),
     )
 
 
@@ -65,8 +66,8 @@ class MiniBatch:
     """One rank's share of an optimizer step.
 
     ``micro_batches`` are equally many on all ranks, idle ones of one row without any action. ``n_tokens`` counts the
-    action tokens of the whole step, ``n_sequences`` its samples with any action, over all ranks, each times its
-    sample's weight. ``places`` are those of each micro-batch's samples among the samples of all ranks.
+    action tokens of the whole step, ``n_sequences`` its samples with any action (of a part of one its share), over all
+    ranks, each times its sample's weight. ``places`` are those of each micro-batch's samples among all ranks' samples.
     """
 
     micro_batches: list[Experience]
@@ -155,10 +156,14 @@ class ReplayBuffer:
         joined = [join_rows([step[place] for place in places]) for places in mine]
         n_idle = max(map(len, plans)) - len(joined)
         joined += [idle_experience().to(step[ordered[0]].sequences.device) for _ in range(n_idle)]
-        weighted = [(1.0 if x.weight is None else float(x.weight), int(x.action_mask.sum())) for x in step.values()]
-        n_tokens = sum(weight * n for weight, n in weighted)
-        n_sequences = sum(weight for weight, n in weighted if n > 0)
+        counts = [(_one(x.weight), _one(x.share), int(x.action_mask.sum())) for x in step.values()]
+        n_tokens = sum(weight * n for weight, _, n in counts)
+        n_sequences = sum(weight * share for weight, share, n in counts if n > 0)
         return MiniBatch(joined, n_tokens, n_sequences, places=mine + [[]] * n_idle)
+
+
+def _one(of_row: Tensor | None) -> float:
+    return 1.0 if of_row is None else float(of_row)
 
 
 def mini_batches(buffer: ReplayBuffer, config: TrainPPOConfig, n_done: int) -> Iterator[MiniBatch]:

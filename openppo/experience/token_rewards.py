@@ -1,6 +1,7 @@
 """From scores to one reward per token: shaped scores on the last action, less a KL penalty on every one."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from openppo.config import RewardShapingConfig
 from openppo.models.log_probs import KLEstimator, compute_approx_kl
+from openppo.rollout.rollout import episode_numbers
 from openppo.tracking.metrics import Moments
 from openppo.types import Comm, Trajectory
 
@@ -38,6 +40,39 @@ def collect_step_rewards(trajectories: Sequence[Trajectory], device: torch.devic
             rewarded = torch.tensor(t.action_mask if t.step_ends is None else t.step_ends)
             ends[row, : len(t.action_mask)] = rewarded & torch.tensor(t.action_mask)
     return StepRewards(torch.where(ends, rewards, 0.0).to(device), ends.to(device))
+
+
+class EpisodeParts:
+    """Rows (B,) as parts of episodes (E,), which baselines and groups count once."""
+
+    def __init__(self, trajectories: Sequence[Trajectory], device: torch.device) -> None:
+        episodes, rows = episode_numbers(trajectories), defaultdict[int, list[int]](list)
+        places = []
+        for row, episode in enumerate(episodes):
+            places.append(len(rows[episode]))
+            rows[episode].append(row)
+        self.most = 1 + max(places)
+        self.last = torch.tensor([of_one[-1] for of_one in rows.values()], device=device)
+        """Row of each episode's last part (E,)."""
+        self.places = torch.tensor(episodes, device=device), torch.tensor(places, device=device)
+
+    def join(self, scores: Tensor, steps: StepRewards) -> tuple[Tensor, StepRewards]:
+        """Scores (E,), and rewards of steps of all parts beside each other, (E, parts * L)."""
+        rewards, ends = (self._beside(each) for each in (steps.rewards, steps.ends))
+        return scores[self.last], StepRewards(rewards, ends)
+
+    def split(self, scores: Tensor, rewards: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The same of the parts, (B,) and (B, L). What later parts earn by steps is earned at the end of a part too."""
+        episodes, places = self.places
+        if rewards is None:
+            return scores[episodes], None
+        of_parts = rewards.view(len(self.last), self.most, -1)
+        later = of_parts.sum(-1).flip(-1).cumsum(-1).flip(-1) - of_parts.sum(-1)
+        return scores[episodes] + later[episodes, places], of_parts[episodes, places]
+
+    def _beside(self, of_rows: Tensor) -> Tensor:
+        placed = of_rows.new_zeros(len(self.last), self.most, of_rows.shape[-1])
+        return placed.index_put(self.places, of_rows).flatten(1)
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tensor, kl_estimator: KLEstimator) -> Tensor:

@@ -30,23 +30,26 @@ def token_weights(
     n_sequences: float,
     max_len: int,
     weight: Tensor | None = None,
+    share: Tensor | None = None,
 ) -> Tensor:
     """Weights (B, L) with which losses of tokens add up over an optimizer step, 0 outside ``action_mask``.
 
     ``n_tokens`` and ``n_sequences`` count the action tokens, and the rows that have any, of the whole step, each times
     its row's ``weight`` (B,) (None: 1). (loss * weights).sum() over the step is for "token_mean" the mean over tokens,
     for "sequence_mean" that of each sequence's mean, for "constant" the sum over n_sequences * ``max_len``
-    (arXiv 2503.20783). Float32, or the dtype of ``weight``.
+    (arXiv 2503.20783). A row may be a part of a sequence: ``share`` (B,) of its tokens (None: 1), which counts as so
+    much of one in ``n_sequences``. Float32, or the dtype of ``weight``.
     """
     mask = action_mask.bool()
-    share = mask.float() if weight is None else mask * weight[:, None]  # (B, L)
+    weighted = mask.float() if weight is None else mask * weight[:, None]  # (B, L)
     n_tokens, n_sequences = float(n_tokens) or 1.0, float(n_sequences) or 1.0
     if loss_agg == "token_mean":
-        return share / n_tokens
+        return weighted / n_tokens
     if loss_agg == "sequence_mean":
-        return share / (mask.sum(-1, keepdim=True).clamp(min=1) * n_sequences)
+        part: Tensor | float = 1.0 if share is None else share[:, None]
+        return weighted * part / (mask.sum(-1, keepdim=True).clamp(min=1) * n_sequences)
     if loss_agg == "constant":
-        return share / (n_sequences * max_len)
+        return weighted / (n_sequences * max_len)
     raise ValueError(f"loss_agg must be token_mean, sequence_mean or constant, got {loss_agg!r}")
 
 

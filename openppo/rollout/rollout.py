@@ -1,7 +1,7 @@
 """Prompts to trajectories: several samples of each prompt, each with a seed of its own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -158,6 +158,26 @@ def write_scores(trajectories: Sequence[Trajectory], scores: Sequence[Score]) ->
             trajectory.token_rewards = list(map(sum, zip(given, trajectory.token_rewards, strict=True)))
             ends = trajectory.action_mask if score.step_ends is None else score.step_ends
             trajectory.step_ends = list(map(any, zip(ends, trajectory.step_ends, strict=True)))
+
+
+def episode_numbers(trajectories: Iterable[Trajectory]) -> list[int]:
+    """The number of each trajectory's episode, counted from 0 in their order; one that is of none is alone."""
+    numbers: dict[tuple[str, int], int] = {}
+    keys = [("row", i) if t.episode is None else ("episode", id(t.episode)) for i, t in enumerate(trajectories)]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def by_episode(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """The parts of each episode, both in order."""
+    parts: dict[int, list[Trajectory]] = {}
+    for number, trajectory in zip(episode_numbers(trajectories), trajectories, strict=True):
+        parts.setdefault(number, []).append(trajectory)
+    return list(parts.values())
+
+
+def episode_reward(parts: Sequence[Trajectory], weights: Mapping[str, float]) -> float:
+    """All that an episode earned: its score, which each of its ``parts`` has, and the rewards of all their tokens."""
+    return parts[-1].total_score(weights) + sum(sum(part.token_rewards or []) for part in parts)
 
 
 def check_weights(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> None:

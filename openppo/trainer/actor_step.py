@@ -79,7 +79,8 @@ class ActorStep:
         if entropy is not None:
             loss = loss - entropy_coef * entropy
         max_len = self.config.generation.generate_max_len
-        weights = token_weights(mask, self.loss_agg, batch.n_tokens, batch.n_sequences, max_len, micro.weight)
+        counts = batch.n_tokens, batch.n_sequences, max_len
+        weights = token_weights(mask, self.loss_agg, *counts, micro.weight, micro.share)
         return (loss * weights).sum()
 
     def _correction(self, micro: Experience, metrics: Metrics) -> Tensor | float:

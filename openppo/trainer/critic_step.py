@@ -52,7 +52,7 @@ class CriticStep:
             assert micro.values is not None and micro.returns is not None
             loss = value_loss(values, micro.values, micro.returns, micro.action_mask)  # (B, L)
             metrics.add_tensor("value_loss", loss, micro.action_mask)
-            weights = token_weights(micro.action_mask, self.loss_agg, *counts, micro.weight)
+            weights = token_weights(micro.action_mask, self.loss_agg, *counts, micro.weight, micro.share)
             mean = (loss * weights).sum() * self.comm.world_size
             self.model.backward(mean, last=i == len(batch.micro_batches) - 1)
         metrics.add("critic_learning_rate", self.model.learning_rate, reduce="max")

@@ -14,7 +14,7 @@ from openppo.datasets import BatchSampler, load_prompts, shard
 from openppo.datasets.sources import SourceRow
 from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.token_rewards import one_reward_groups
-from openppo.rollout.rollout import EngineSampler, Rollout, Sampler, wait_for_scores
+from openppo.rollout.rollout import EngineSampler, Rollout, Sampler, by_episode, episode_reward, wait_for_scores
 from openppo.rollout.sampling import sampling_params
 from openppo.tracking import Metrics
 from openppo.trainer.components import PPOComponents
@@ -137,8 +137,8 @@ class PromptSource:
             with self.timer.phase("scoring"):
                 wait_for_scores(sampled, self.components.stop)
             metrics.merge(sampled.metrics)
-            for trajectory in sampled:
-                metrics.add("sampled_reward", trajectory.total_reward(self.reward_weights))
+            for parts in by_episode(sampled):
+                metrics.add("sampled_reward", episode_reward(parts, self.reward_weights))
             kept += self.filter_groups(sampled)
             n_groups = int(self.comm.all_reduce(torch.tensor(len({t.group for t in kept}))))
             batch = None if n_groups >= wanted or n_batches == bound else self._next_prompts()
@@ -150,12 +150,14 @@ class PromptSource:
         """Trajectories whose group has different rewards: the others teach nothing (arXiv 2503.14476)."""
         if not trajectories:
             return []
-        rewards = [t.total_reward(self.reward_weights) for t in trajectories]
+        episodes = by_episode(trajectories)
+        rewards = [episode_reward(parts, self.reward_weights) for parts in episodes]
         if self.estimator.compares_steps:  # unequal steps teach something even if their sums are equal
-            earned = [(t.total_score(self.reward_weights), *t.step_rewards) for t in trajectories]
+            steps = [[reward for part in parts for reward in part.step_rewards] for parts in episodes]
+            earned = [(parts[-1].total_score(self.reward_weights), *steps[i]) for i, parts in enumerate(episodes)]
             rewards = [earned.index(each) for each in earned]
-        same = one_reward_groups(torch.tensor(rewards), torch.tensor([t.group for t in trajectories]))
-        return [t for t, drop in zip(trajectories, same.tolist(), strict=True) if not drop]
+        same = one_reward_groups(torch.tensor(rewards), torch.tensor([parts[0].group for parts in episodes]))
+        return [t for parts, drop in zip(episodes, same.tolist(), strict=True) if not drop for t in parts]
 
     def _first_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The first groups of all ranks' groups, dealt out as a rollout deals prompts."""

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from openppo.experience.measure import measure_scores
 from openppo.rewards import Scorer, start_scoring
-from openppo.rollout.rollout import Rollout, check_weights, write_scores
+from openppo.rollout.rollout import Rollout, by_episode, check_weights, episode_reward, write_scores
 from openppo.tracking import Metrics
 from openppo.tracking.report.run_data import short_names
 from openppo.types import Comm, FinishReason, StopCheck, Trajectory
@@ -40,7 +40,7 @@ def begin_scoring(
     raises ``ValueError`` if ``weights`` names no reward.
     """
     greedy = list({id(t.greedy): t.greedy for t in trajectories if t.greedy is not None}.values())
-    metrics, parts = Metrics(), parts_to_score([*trajectories, *greedy])
+    metrics, parts = Metrics(), [of_one for of_one in by_episode([*trajectories, *greedy]) if needs_score(of_one[-1])]
     scored = [of_episode[-1] for of_episode in parts]
     wait_for = start_scoring(scorer, scored, stop) if scorer is not None else list
 
@@ -58,13 +58,9 @@ def begin_scoring(
     return Rollout(trajectories, metrics, write)
 
 
-def parts_to_score(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Trajectories by their episode; without those that need no score."""
-    parts: dict[int, list[Trajectory]] = {}
-    for t in trajectories:
-        if t.episode is None or (t.episode.ending.is_trained and not t.scores):
-            parts.setdefault(id(t if t.episode is None else t.episode), []).append(t)
-    return list(parts.values())
+def needs_score(trajectory: Trajectory) -> bool:
+    """Whether sources of rewards score it: not an episode that failed or has a reward of the whole already."""
+    return trajectory.episode is None or (trajectory.episode.ending.is_trained and not trajectory.scores)
 
 
 @dataclass(frozen=True)
@@ -103,16 +99,13 @@ class Grading:
         return reward >= self.pass_reward or math.isclose(reward, self.pass_reward, rel_tol=1e-9)
 
     def _measure_prompt(self, responses: Sequence[Trajectory], metrics: Metrics, prefix: str) -> None:
-        rewards = [response.total_reward(self.reward_weights) for response in responses]
-        for reward in rewards:
-            metrics.add(f"{prefix}reward", reward)
-            metrics.add(f"{prefix}reward_std", reward, reduce="std")
-            if any(response.episode is not None for response in responses):
-                metrics.add(f"{prefix}reward_max", reward, reduce="max")
-                metrics.add(f"{prefix}reward_min", reward, reduce="min")
+        rewards = [episode_reward(parts, self.reward_weights) for parts in by_episode(responses)]
+        for reward in rewards if any(response.episode is not None for response in responses) else []:
+            metrics.add(f"{prefix}reward_max", reward, reduce="max")
+            metrics.add(f"{prefix}reward_min", reward, reduce="min")
         n_passed = sum(map(self.passes, rewards))
-        for k in pass_ks(len(responses)) if self.pass_reward is not None else []:
-            metrics.add(f"{prefix}pass@{k}", pass_at_k(len(responses), n_passed, k))
+        for k in pass_ks(len(rewards)) if self.pass_reward is not None else []:
+            metrics.add(f"{prefix}pass@{k}", pass_at_k(len(rewards), n_passed, k))
         measure_scores(responses, self.reward_weights, metrics, prefix)
         for response in responses:
             metrics.add(f"{prefix}response_length", sum(response.action_mask))

@@ -63,7 +63,7 @@ def test_history_as_the_template_has_it_makes_segments(make_sampler):
 
 
 @pytest.mark.parametrize("n_branches", [1, 2, 5])
-def test_branches_share_the_weight_of_their_episode(make_sampler, n_branches):
+def test_branches_share_their_episode(make_sampler, n_branches):
     async def branch_out(task: Any, session: Any) -> float:
         first = await session.chat(task.messages)
         texts = [f"branch {i}" for i in range(n_branches)]
@@ -73,7 +73,7 @@ def test_branches_share_the_weight_of_their_episode(make_sampler, n_branches):
     sampler = make_sampler(branch_out, lambda prompt: "yes" if "branch" in prompt else "well")
     trajectories, _ = play(sampler)
     assert len(trajectories) == n_branches
-    assert sum(t.weight for t in trajectories) == pytest.approx(1)
+    assert sum(t.share for t in trajectories) == pytest.approx(1)
     assert [len(t.spans) for t in trajectories] == [2] + [1] * (n_branches - 1)  # the shared turn is trained on once
     journal = sampler.parts.engine.journal
     assert sum(sum(t.action_mask) for t in trajectories) == sum(len(ids) for _, ids in journal)

@@ -1,18 +1,22 @@
 """An episode of several turns from scoring to the loss, by hand: nothing but the action mask says what is an action."""
 
+import dataclasses
 import math
+import random
 from typing import Any
 
 import pytest
 import torch
 
-from openppo.experience import ReplayBuffer
+from openppo.config import TrainPPOConfig, from_options
+from openppo.experience import ExperienceMaker, ReplayBuffer
+from openppo.experience.estimators import ESTIMATORS
 from openppo.experience.measure import measure_staleness
-from openppo.experience.replay_buffer import collate
+from openppo.experience.replay_buffer import collate, join_rows
 from openppo.models.loss import PolicyLoss, token_weights
 from openppo.rollout.rollout import write_scores
 from openppo.tracking import Metrics
-from openppo.types import FinishReason, Prompt, Score, SingleProcess, Trajectory
+from openppo.types import Ending, Episode, FinishReason, Prompt, Score, SingleProcess, Trajectory
 
 
 def episode(weight=1.0):
@@ -77,3 +81,110 @@ def test_staleness_is_in_versions_of_action_tokens():
     metrics = Metrics()
     measure_staleness([episode(), single()], 6, metrics)
     assert metrics.reduced(SingleProcess()) == {"staleness": pytest.approx(5 / 6), "staleness_max": 2.0}
+
+
+def by_token_id(ids, *_, scale):
+    """In place of a model: a number for each token, by its id alone."""
+    return torch.sin(scale * ids.float())
+
+
+def made(name, trajectories, coef=0.1, **options):
+    """Experiences of ``trajectories`` by an estimator, joined, and their metrics."""
+    given = {"pretrain": "m", "prompt_data": "d", "reward_fn": "f", "advantage_estimator": name, "init_kl_coef": coef}
+    config = from_options(TrainPPOConfig, **given, n_samples_per_prompt=2, old_log_probs="rollout", **options)
+    reference, critic = (lambda *x: by_token_id(*x, scale=0.3)), (lambda *x: by_token_id(*x, scale=0.7))
+    models: Any = None, critic if ESTIMATORS[name].uses_critic else None, reference if coef else None
+    maker, metrics = ExperienceMaker(*models, config, SingleProcess(), torch.device("cpu"), 0), Metrics()
+    buffer = ReplayBuffer(normalizes=ESTIMATORS[name].normalizes("default"))
+    buffer.fill(maker.make(trajectories, metrics))
+    return join_rows(buffer.items), metrics.reduced(SingleProcess())
+
+
+def episodes_at_random(rng, n=6, n_turns=3):
+    """Episodes of three prompts, with a score and a reward at the end of each turn."""
+    made = []
+    for i in range(n):
+        ids, mask, rewards = [3, 4], [False] * 2, [0.0] * 2
+        for _ in range(n_turns):
+            sampled, read = rng.randint(1, 4), rng.randint(1, 3)
+            ids += [rng.randint(5, 99) for _ in range(sampled + read)]
+            mask += [True] * sampled + [False] * read
+            rewards += [0.0] * (sampled - 1) + [rng.uniform(-1, 1)] + [0.0] * read
+        log_probs = [rng.uniform(-2, -1) * is_action for is_action in mask]
+        lists: Any = ids, mask, log_probs, [0 if is_action else -1 for is_action in mask]
+        t = Trajectory(*lists, FinishReason.STOP, Prompt("", [3, 4]), group=i // 2, scores={"won": rng.uniform(-1, 1)})
+        t.token_rewards, t.step_ends = rewards, [reward != 0 for reward in rewards]
+        t.greedy = dataclasses.replace(t, scores={"won": rng.uniform(-1, 1)})
+        made.append(t)
+    return made
+
+
+def with_masked(t, n, rng):
+    """``t`` with ``n`` tokens of an environment somewhere."""
+    place, lists = rng.randint(0, len(t.token_ids)), ("token_ids", "action_mask", "log_probs", "versions")
+    fills = dict(zip((*lists, "token_rewards", "step_ends"), (77, False, 0.0, -1, 0.0, False), strict=True))
+    return dataclasses.replace(
+        t, **{name: getattr(t, name)[:place] + [x] * n + getattr(t, name)[place:] for name, x in fills.items()}
+    )
+
+
+@pytest.mark.parametrize("n_masked", [1, 7, 500])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_tokens_of_environments_anywhere_change_no_bit_of_an_advantage(name, n_masked):
+    rng = random.Random(n_masked)
+    rows = episodes_at_random(rng)
+    (without, _), (among, _) = made(name, rows), made(name, [with_masked(t, n_masked, rng) for t in rows])
+    for field in ("rewards", "advantages", "returns"):
+        expected, found = without.tensors()[field], among.tensors()[field]
+        assert torch.equal(found[among.action_mask], expected[without.action_mask]), field
+        assert not found[~among.action_mask].any(), field
+    assert without.advantages is not None and without.advantages.any()
+
+
+def forked(t, n_parts):
+    """``t`` as an episode in parts: each has the tokens so far, and is trained on the turns that none before has."""
+    played, total = Episode([], Ending.COMPLETED, n_turns=len(t.spans)), sum(t.action_mask)
+    cuts = [*[stop for _, stop in t.spans[: n_parts - 1]], len(t.token_ids)]
+    parts = []
+    for start, stop in zip([0, *cuts], cuts, strict=False):
+        fresh = [is_action and i >= start for i, is_action in enumerate(t.action_mask[:stop])]
+        lists: Any = t.token_ids[:stop], fresh, t.log_probs[:stop], t.versions[:stop]
+        part = Trajectory(*lists, t.finish_reason, t.prompt, t.group, share=sum(fresh) / total, scores=t.scores)
+        part.token_rewards = [reward * own for reward, own in zip(t.token_rewards, fresh, strict=False)]
+        part.step_ends = [end and own for end, own in zip(t.step_ends, fresh, strict=False)]
+        part.greedy, part.episode = t.greedy, played
+        parts.append(part)
+    return parts
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
+def test_an_episode_in_parts_counts_once_in_its_group(name):
+    rows = episodes_at_random(random.Random(5), n_turns=5)
+    whole, expected = made(name, rows, coef=0)
+    for n_parts in (2, 3, 5):
+        parts = [*rows[:1], *forked(rows[1], n_parts), *rows[2:]]
+        split, metrics = made(name, parts, coef=0)
+        expected_of, found = (x.advantages[x.action_mask] for x in (whole, split))
+        assert found.tolist() == pytest.approx(expected_of.tolist(), abs=1e-6)
+        assert {n: metrics[n] for n in metrics if "reward" in n} == pytest.approx(
+            {n: expected[n] for n in expected if "reward" in n}, abs=1e-6
+        )
+
+
+@pytest.mark.parametrize("loss_agg", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("n_parts", [1, 2, 3, 4, 5])
+def test_each_token_has_the_same_weight_in_the_loss_however_an_episode_is_forked(loss_agg, n_parts):
+    rows = episodes_at_random(random.Random(n_parts), n_turns=5)
+
+    def weights_of(trajectories):
+        buffer = ReplayBuffer()
+        buffer.append(collate(trajectories, 0))
+        [step] = buffer.mini_batches(100, 100, epochs=1, seed=0)
+        batch = collate(trajectories, 0)
+        counts = step.n_tokens, step.n_sequences, 9
+        return token_weights(batch.action_mask, loss_agg, *counts, batch.weight, batch.share)[batch.action_mask]
+
+    expected = weights_of(rows)
+    assert expected.sum().item() == pytest.approx(len(expected) / (6 * 9) if loss_agg == "constant" else 1, abs=1e-6)
+    parts = [part for t in rows for part in forked(t, n_parts)]
+    assert weights_of(parts).tolist() == pytest.approx(expected.tolist(), abs=1e-6)

@@ -201,6 +201,7 @@ def test_fields_by_hand_though_pad_and_end_of_sequence_are_the_same_id(batch):
         "rollout_log_probs": [[0, 0, 0, -0.875, -1, 0, 0], [0, -0.625, *[0] * 5], [0, 0, -0.75, 0, 0, -1.125, -1.25]],
         "truncated": [False, False, True],
         "weight": [1.0] * 3,
+        "share": [1.0] * 3,
         "scores": [1.25, 2.0, 0.0],
     }
     dtypes = {"sequences": torch.int64} | dict.fromkeys(("attention_mask", "action_mask", "truncated"), torch.bool)
