@@ -97,7 +97,7 @@ class AgentSampler:
             good = [each for each in episodes if each.episode.ending.is_trained]
             if evaluation:
                 for each in episodes:
-                    kept += each.trajectories[-1:] if each in good else [failed(each, group)]
+                    kept += each.trajectories if each in good else [failed(each, group)]
             elif len(good) >= min(2, n_samples):
                 kept += [trajectory for each in good for trajectory in each.trajectories]
         return kept

@@ -9,10 +9,21 @@ from itertools import combinations
 
 import pytest
 
-from openppo.rollout.rollout import sample_trajectories
+from openppo.rollout.rollout import episode_reward, sample_trajectories
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.evaluation.evaluator import Grading, begin_scoring, pass_at_k, pass_ks
-from openppo.types import Completion, FinishReason, Prompt, SamplingParams, Score, SingleProcess, StopCheck
+from openppo.types import (
+    Completion,
+    Ending,
+    Episode,
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    Score,
+    SingleProcess,
+    StopCheck,
+    Trajectory,
+)
 from tests.ranks import on_ranks
 from tests.unit.trainer.conftest import Engine, Scorer
 
@@ -128,3 +139,45 @@ def test_metrics_and_responses_do_not_depend_on_the_number_of_ranks(world_size):
     assert together[0][0] == pytest.approx(alone, abs=1e-12)
     assert all(metrics == together[0][0] for metrics, _ in together), "the same numbers to the last bit"
     assert len({tuple(t.response_ids) for t in responses}) > 10, "each sample has random numbers of its own"
+
+
+def parts_of(ending, n, scores=(), of_turn=None, group=0):
+    """The parts of an episode, of one action each, the last of which has the reward ``of_turn``."""
+    played = Episode([{"role": "assistant", "content": ending.value}], ending, n_turns=n)
+    rewards = [[0.0, reward] for reward in [*[0.0] * (n - 1), of_turn]] if of_turn is not None else [None] * n
+    return [
+        Trajectory(
+            *([1, 2 + i], [False, True], [0.0, -1.0], [-1, 0], FinishReason.STOP, Prompt("p", [1]), group),
+            **{"scores": dict(scores), "token_rewards": reward, "step_ends": reward and [False, True]},
+            **{"episode": played, "share": 1 / n},
+        )
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def test_an_episode_is_scored_once_unless_it_failed_or_has_a_reward():
+    seen = []
+
+    def score_of(trajectory):
+        seen.append(trajectory.token_ids)
+        return Score({"good": 2.0, "bad": -0.5}, [9.0, 0.25])
+
+    plain, turns = parts_of(Ending.MAX_TURNS, 3), parts_of(Ending.COMPLETED, 2, of_turn=0.5, group=1)
+    own, lost = parts_of(Ending.COMPLETED, 2, {"reward": 7.0}), parts_of(Ending.TIMEOUT, 1, {"reward": 0.0})
+    rows = [*plain, *own, *turns, *lost]
+    scored = begin_scoring(Scorer(score_of), rows, {}, StopCheck())
+    assert [t.scores for t in scored] == [{"good": 2.0, "bad": -0.5}] * 3 + [{"reward": 7.0}] * 2 + [
+        *[{"good": 2.0, "bad": -0.5}] * 2,
+        {"reward": 0.0},
+    ]
+    assert seen == [plain[-1].token_ids, turns[-1].token_ids], "by the last part"
+    assert [t.token_rewards for t in turns] == [[0.0, 0.0], [0.0, 0.75]], "rewards of turns and of sources add up"
+    assert [episode_reward(parts, {}) for parts in (plain, own, turns)] == [1.75, 7.0, 2.25]
+
+
+def test_metrics_count_an_episode_once_however_many_parts_it_has():
+    rows = [*parts_of(Ending.COMPLETED, 3, {"won": 1.0}, 0.5), *parts_of(Ending.COMPLETED, 1, {"won": 0.0})]
+    metrics = Grading(SingleProcess(), pass_reward=1.5).measure(rows)
+    expected = {"reward": 0.75, "reward_std": 0.75, "reward/won": 0.5, "reward/of_tokens": 0.5, "pass@1": 0.5}
+    assert {name: metrics[f"eval_{name}"] for name in expected} == pytest.approx(expected)
+    assert (metrics["eval_reward_max"], metrics["eval_reward_min"], metrics["eval_pass@2"]) == (1.5, 0.0, 1.0)
