@@ -3,40 +3,20 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import count
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
-from openppo.models.size import cache_elements
 from openppo.rollout.decode_graphs import DecodeGraphs, Recorder, check_layers
 from openppo.rollout.engine import Engine, WeightSource
-from openppo.rollout.row_cache import SLACK_COLUMNS, RowCache, check_cache
+from openppo.rollout.requests import Queue, Request, longest
+from openppo.rollout.row_cache import RowCache, check_cache
 from openppo.rollout.sampling import finish_reason, request_uniforms, sample_rows
 from openppo.types import Completion, SamplingParams, StopCheck
 
-PREFILL_TOKENS = 4096
-"""Prompt tokens of one forward pass, padding included, unless a single prompt has more."""
-_ROOM_TO_REFILL = 1 / 8  # share of the rows that must be free before waiting requests interrupt the others
 ROWS_ON_CPU, ROWS_ON_GPU = 64, 256
-_SHARE_FOR_CACHE = 0.5
-
-
-@dataclass
-class _Request:
-    number: int
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    uniforms: list[float]
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-
-def _longest(requests: Sequence[_Request]) -> int:
-    """Tokens that the longest of these may have."""
-    return max(len(request.prompt_ids) + request.params.max_new_tokens for request in requests)
 
 
 class HFEngine(Engine):
@@ -75,10 +55,8 @@ class HFEngine(Engine):
         self.in_lockstep = any_rank_busy is not None
         self.new_recorder = new_recorder
         self._sizes_itself = max_batch_size is None
-        self._filling = False
-        self._rows = self.max_batch_size
-        self._waiting: list[_Request] = []
-        self._running: list[_Request] = []  # in the order of the cache's rows
+        self._waiting = Queue()
+        self._running: list[Request] = []  # in the order of the cache's rows
         self._cache: RowCache | None = None
         self._graphs: DecodeGraphs | None = None
 
@@ -98,26 +76,29 @@ class HFEngine(Engine):
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
         uniforms = request_uniforms(seed, params.max_new_tokens).tolist()
-        self._waiting.append(_Request(next(self._numbers), tuple(prompt_ids), params, uniforms))
-        return self._waiting[-1].number
+        request = Request(next(self._numbers), tuple(prompt_ids), params, uniforms, park, resume)
+        self._waiting.append(request)
+        if self._cache is not None:
+            self._cache.fit(longest([request]))
+        return request.number
 
     def cancel(self, number: int) -> None:
         """Drop a request and free its row; nothing happens if it has ended."""
-        self._waiting = [request for request in self._waiting if request.number != number]
+        self._waiting[:] = [request for request in self._waiting if request.number != number]
         self._let_go([row for row, request in enumerate(self._running) if request.number == number])
 
     @torch.no_grad()  # not inference mode: under ZeRO-3 it would mark weights that are gathered inside
     def step(self) -> None:
         """One forward pass: read waiting prompts, or decode one token per row, or run along."""
-        entering = self._admit()
-        if entering:
+        if self._cache is not None and self._cache.prefixes.version != self.version:
+            self._forget_parked()
+        if entering := self._admit():
             self._prefill(entering)
         elif self._running:
             self._decode()
         else:
             self.model(input_ids=self._tensor([[self.pad_token_id]]), use_cache=False)
-        if not self.busy:
-            self._cache = self._graphs = None
+        self._release()
 
     @contextmanager
     def with_weights(self, weights: WeightSource) -> Iterator[None]:
@@ -130,6 +111,7 @@ class HFEngine(Engine):
                 yield
             finally:
                 self._graphs = None  # under ZeRO-3 the weights will lie elsewhere
+                self._forget_parked()
                 if chosen == "flash_attention_2":
                     self.model.set_attn_implementation(chosen)
         if self._device.type == "cuda":
@@ -143,52 +125,45 @@ class HFEngine(Engine):
         return busy if self.any_rank_busy is None else self.any_rank_busy(busy)
 
     def _drop_all(self) -> None:
-        self._waiting, self._running, self._cache, self._graphs = [], [], None, None
+        self._waiting, self._running, self._cache, self._graphs = Queue(), [], None, None
 
-    def _admit(self) -> list[_Request]:
-        """Waiting requests whose prompts are read next; none if too little room is free."""
-        if self._cache is None:
-            self._rows = self.max_batch_size
-            if self._sizes_itself and self._waiting and (free := free_memory(self._device)) is not None:
-                columns = _longest(self._waiting) + SLACK_COLUMNS
-                row = columns * cache_elements(self.model.config) * self.model.dtype.itemsize
-                self._rows = rows_that_fit(free, row, self.max_batch_size)
-        free = self._rows - len(self._running)
-        enough = 1 if self._filling else max(1, _ROOM_TO_REFILL * self._rows)
-        self._filling = free >= min(len(self._waiting), enough) > 0
-        if not self._filling:
-            return []
-        taken: list[_Request] = []
-        prompts: set[tuple[int, ...]] = set()
-        width = 0
-        for request in self._waiting[:free]:
-            length = len(request.prompt_ids)
-            n_tokens = len(prompts | {request.prompt_ids}) * max(width, length)
-            wasteful = len(prompts) * width > PREFILL_TOKENS / 4 and not 0.8 * width < length <= width
-            if taken and (n_tokens > PREFILL_TOKENS or wasteful):
-                break
-            prompts.add(request.prompt_ids)
-            width = max(width, length)
-            taken.append(request)
-        return taken
+    def _forget_parked(self) -> None:
+        """Keep nothing that was computed with the weights of before, also of rows under way."""
+        for request in self._running:
+            request.park = False
+        if self._cache is not None:
+            self._cache.prefixes.clear(self.version)
+            self._release()
 
-    def _prefill(self, requests: list[_Request]) -> None:
-        """One forward over the prompts of the first waiting ``requests``, padded on the left."""
+    def _release(self) -> None:
+        """Free the buffers if nothing is under way, nor kept to be resumed."""
+        if not self.busy and self._cache is not None and not self._cache.prefixes:
+            self._cache = self._graphs = None
+
+    def _admit(self) -> list[Request]:
+        """Requests whose prompts are read next, taken from those that wait; none if too little room is free."""
         if self._cache is None:
-            self._cache = RowCache(self.model.config.get_text_config().num_hidden_layers)
-        everyone = self._running + self._waiting
-        if self._cache.reserve(min(self._rows, len(everyone)), _longest(everyone)):
+            if not self._waiting:
+                return []
+            self._cache = RowCache(self.model, self.max_batch_size, self._sizes_itself, self.version)
+            self._cache.fit(longest(self._waiting))
+        return self._waiting.take(len(self._running), self._cache.max_rows, self._cache.prefixes.n_kept)
+
+    def _prefill(self, requests: list[Request]) -> None:
+        """One forward over what is not kept of the prompts of ``requests``."""
+        assert self._cache is not None
+        everyone = [*self._running, *requests, *self._waiting]
+        if self._cache.reserve(len(everyone), longest(everyone)):
             self._graphs = None
-        del self._waiting[: len(requests)]
-        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
-        width = max(map(len, prompts))
-        places = torch.arange(width, device=self._device)
-        mask = places >= self._tensor([width - len(prompt) for prompt in prompts])[:, None]  # (prompts, width)
-        ids = self._tensor([[self.pad_token_id] * (width - len(prompt)) + [*prompt] for prompt in prompts])
-        cache = DynamicCache()
-        logits = self._forward(ids, mask, (mask.long().cumsum(-1) - 1).clamp(min=0), cache)  # (prompts, V)
+        self.read_tokens += sum(len(request.prompt_ids) for request in requests)
+        self.reused_tokens += sum(request.n_kept for request in requests)
+        kept = self._cache.prefixes.states(requests)
+        prompts, width = list(kept), max(request.n_unread for request in requests)
+        mask, positions = self._cache.begin(list(map(len, prompts)), width, list(kept.values()))
+        ids = self._tensor([([self.pad_token_id] * width + [*prompt])[-width:] for prompt in prompts])
+        logits = self._forward(ids, mask, positions, self._cache)  # (prompts, V)
         rows = [prompts.index(request.prompt_ids) for request in requests]
-        self._cache.enter(cache, rows, [len(request.prompt_ids) for request in requests])
+        self._cache.enter(rows, [len(request.prompt_ids) for request in requests])
         first = len(self._running)
         self._running += requests
         self._accept(first, logits[self._tensor(rows)])
@@ -225,7 +200,8 @@ class HFEngine(Engine):
             request.log_probs.append(log_prob)
             reason = finish_reason(request.token_ids, request.params, self.eos_token_ids, self.decode)
             if reason is not None:
-                self._ended[request.number] = Completion(request.token_ids, request.log_probs, reason)
+                parked = self._cache.prefixes.park(request, self._cache.park(row)) if request.park else None
+                self._ended[request.number] = Completion(request.token_ids, request.log_probs, reason, parked)
                 ended.append(row)
         self._let_go(ended)
 
@@ -243,20 +219,3 @@ class HFEngine(Engine):
 
     def _tensor(self, values: list, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Free bytes of a GPU, with what torch's allocator gives back; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
-
-
-def rows_that_fit(free: int, row: int, most: int) -> int:
-    """Rows of ``row`` bytes for which half of ``free`` bytes is enough, at most ``most``; eights of them beyond 8.
-
-    Eights, so that a small difference in free memory does not change how samples are batched.
-    """
-    rows = max(1, min(most, int(_SHARE_FOR_CACHE * free) // row))
-    return rows if rows < 8 or rows == most else rows - rows % 8

@@ -1,39 +1,49 @@
 """Keys and values of rows that are decoded together, in buffers that are written in place.
 
 Rows come and go: all of them end at the same column, and each begins where its prompt does. So a decode step writes
-one column, and a row that enters is copied in as it is.
+one column, and prompts are read into the rows behind those that are decoded, padded on the left.
 """
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from openppo.models.size import cache_elements
+from openppo.rollout.prefixes import Prefixes, States, free_memory
 
 SLACK_COLUMNS = 64
 """Beyond the longest row: so many decode steps pass before rows are moved back to the first column."""
+_SHARE_FOR_ROWS = 0.5  # of free memory
 
 
 @dataclass
 class _Window:
     """What all layers share: ``n_rows`` rows lie in columns ``start`` to ``end``, the last not included.
 
-    With ``fixed`` layers see the first rows and columns of the buffers, so many, and write where the tensor says: (1,)
-    int64 on the buffers' device, so that a forward that is recorded works for other columns too.
+    A forward sees ``rows`` and ``columns`` of the buffers, which have the ``shape`` (rows, columns), and writes the
+    last ``n_new`` of these columns. With ``fixed`` layers see the first rows and columns, so many, and write where the
+    tensor says: (1,) int64 on the buffers' device, so that a forward that is recorded works for other columns too.
     """
 
     n_rows: int = 0
     start: int = 0
     end: int = 0
+    rows: slice = field(default_factory=lambda: slice(0))
+    columns: slice = field(default_factory=lambda: slice(0, 0))
+    n_new: int = 1
+    shape: tuple[int, int] = (0, 0)
     fixed: tuple[int, int, Tensor] | None = None
 
 
 class _Layer(DynamicLayer):
-    """The part of a cache that transformers' attention layers see; ``RowCache`` makes the buffers."""
+    """The part of a cache that transformers' attention layers see."""
 
     keys: Any
     values: Any
@@ -43,21 +53,41 @@ class _Layer(DynamicLayer):
         self.window = window
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one column; returns all columns of all rows, (rows, heads, columns, width) each."""
+        """Write the new columns; returns all columns that the forward sees, (rows, heads, columns, width) each."""
         if self.window.fixed is not None:
-            rows, columns, column = self.window.fixed
-            self.keys[:rows].index_copy_(2, column, key_states)
-            self.values[:rows].index_copy_(2, column, value_states)
-            return self.keys[:rows, :, :columns], self.values[:rows, :, :columns]
-        n, start, end = self.window.n_rows, self.window.start, self.window.end
-        self.keys[:n, :, end : end + 1] = key_states
-        self.values[:n, :, end : end + 1] = value_states
-        return self.keys[:n, :, start : end + 1], self.values[:n, :, start : end + 1]
+            n_rows, n_columns, column = self.window.fixed
+            self.keys[:n_rows].index_copy_(2, column, key_states)
+            self.values[:n_rows].index_copy_(2, column, value_states)
+            return self.keys[:n_rows, :, :n_columns], self.values[:n_rows, :, :n_columns]
+        if not self.is_initialized:
+            shape = self.window.shape
+            self.keys, self.values = _larger(key_states[:0], shape), _larger(value_states[:0], shape)
+            self.is_initialized = True
+        rows, columns = self.window.rows, self.window.columns
+        new = slice(columns.stop - self.window.n_new, columns.stop)
+        self.keys[rows, :, new] = key_states
+        self.values[rows, :, new] = value_states
+        return self.keys[rows, :, columns], self.values[rows, :, columns]
 
     def get_seq_length(self) -> int:
-        """Columns before the one that is being written; of a fixed shape, before the last."""
-        fixed = self.window.fixed
-        return self.window.end - self.window.start if fixed is None else fixed[1] - 1
+        """Columns before those that are being written; of a fixed shape, before the last."""
+        window = self.window
+        if window.fixed is not None:
+            return window.fixed[1] - 1
+        return window.columns.stop - window.columns.start - window.n_new
+
+
+def _larger(tensor: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A copy (rows, heads, columns, width) with room for so many rows and columns, and zeros there.
+
+    Zeros, since what is masked must be finite: 0 x NaN is NaN.
+    """
+    heads, width = tensor.shape[1], tensor.shape[3]
+    made = tensor.new_zeros((shape[0], heads, shape[1], width))
+    rows = tensor[: shape[0]]
+    if len(rows) > 0:
+        made[: len(rows), :, : rows.shape[2]] = rows
+    return made
 
 
 # Layers of these kinds keep keys and values alone, one of each for a token and a head.
@@ -94,45 +124,83 @@ def check_cache(config: PreTrainedConfig) -> None:
 class RowCache(Cache):
     """Keys and values of the rows that are decoded; ``reserve`` says how many and how long they may become.
 
-    ``shape`` are the rows and columns there is room for, ``starts`` the first column of each row.
+    ``starts`` are the first columns of the rows. There are ``max_rows`` at most; with ``measure`` what fits in half of
+    the memory that is free now. ``prefixes`` are what is kept of rows that have left, for weights of ``version``.
     """
 
     layers: list[Any]
 
-    def __init__(self, n_layers: int) -> None:
+    def __init__(self, model: PreTrainedModel, max_rows: int, measure: bool, version: int) -> None:
+        weight = next(model.parameters())
+        self.config, self.dtype, self.device = model.config, weight.dtype, weight.device
+        self.max_rows = max_rows
+        self.free = free_memory(weight.device) if measure else None
+        self.prefixes = Prefixes(version, weight.device)
         self.window = _Window()
+        n_layers = model.config.get_text_config().num_hidden_layers
         super().__init__(layers=[_Layer(self.window) for _ in range(n_layers)])
-        self.shape = (0, 0)
         self.starts: list[int] = []
 
-    def reserve(self, max_rows: int, max_length: int) -> bool:
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns there is room for."""
+        return self.window.shape
+
+    def fit(self, length: int) -> None:
+        """Lower ``max_rows`` to what memory has room for, if rows become this long."""
+        if self.free is not None:
+            row = self._columns_for(length) * cache_elements(self.config) * self.dtype.itemsize
+            self.max_rows = rows_that_fit(self.free, row, self.max_rows)
+
+    def reserve(self, n_rows: int, length: int) -> bool:
         """Make room for so many rows of so many tokens; what is there stays. Returns whether that took new buffers."""
         rows, columns = self.shape
-        if max_rows <= rows and max_length < columns:
+        wanted = n_rows if rows == 0 else rows if n_rows <= rows else max(n_rows, 2 * rows)
+        shape = min(self.max_rows, wanted), self._columns_for(length)
+        if shape[0] <= rows and shape[1] == columns:
             return False
-        self.shape = (max(max_rows, rows), max(max_length + SLACK_COLUMNS, columns))
+        self.window.shape = shape
         for layer in self.layers:
             if layer.is_initialized:
-                layer.keys, layer.values = self._larger(layer.keys), self._larger(layer.values)
+                layer.keys, layer.values = _larger(layer.keys, shape), _larger(layer.values, shape)
         return True
 
-    def enter(self, prompts: DynamicCache, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Add rows: copies of ``rows`` of ``prompts``, of which the last ``lengths`` tokens are real."""
-        window, first, n_new = self.window, self.window.n_rows, len(rows)
-        layers: list[Any] = prompts.layers
-        width = layers[0].keys.shape[2]
+    def begin(self, lengths: Sequence[int], n_new: int, kept: Sequence[States]) -> tuple[Tensor, Tensor]:
+        """For a forward over the last ``n_new`` places of prompts of these ``lengths``, padded on the left.
+
+        ``kept`` are states of each prompt's first tokens, of all that lie before those places at least: where a prompt
+        has more, they are computed again in place of padding, so that each row is in one piece. Returns a bool mask
+        (prompts, longest length) and position ids (prompts, n_new).
+        """
+        window, width, first = self.window, max(lengths), self.window.n_rows
         if width > window.end:
             self._move(width - window.end)
-        indices = torch.tensor(rows, device=layers[0].keys.device)
-        for mine, theirs in zip(self.layers, layers, strict=True):
-            if not mine.is_initialized:
-                mine.keys, mine.values = self._larger(theirs.keys[:0]), self._larger(theirs.values[:0])
-                mine.is_initialized = True
-            for kept, new in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
-                kept[first : first + n_new, :, window.end - width : window.end] = new[indices]
+        end = window.end
+        window.rows, window.columns, window.n_new = slice(first, first + len(lengths)), slice(end - width, end), n_new
+        for row, length, states in zip(count(first), lengths, kept, strict=False):
+            for layer, (keys, values) in zip(self.layers if states else (), states, strict=True):
+                columns = slice(end - length, end - length + keys.shape[1])
+                layer.keys[row, :, columns], layer.values[row, :, columns] = keys, values
+        starts = torch.tensor([[width - length] for length in lengths], device=self.device)
+        places = torch.arange(width, device=self.device) - starts  # (prompts, width)
+        return places >= 0, places[:, -n_new:].clamp(min=0)
+
+    def enter(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Add rows: ``rows`` of the prompts that the last forward read, with ``lengths`` tokens."""
+        window, first, columns = self.window, self.window.n_rows, self.window.columns
+        if list(rows) != list(range(len(rows))):
+            indices = torch.tensor(rows, device=self.device) + first
+            for layer in self.layers:
+                for kept in (layer.keys, layer.values):
+                    kept[first : first + len(rows), :, columns] = kept[indices, :, columns]
         self.starts += [window.end - length for length in lengths]
-        window.n_rows += n_new
+        window.n_rows += len(rows)
         window.start = min(self.starts)
+
+    def park(self, row: int) -> States:
+        """A copy of a row's keys and values."""
+        columns = slice(self.starts[row], self.window.end)
+        return [(layer.keys[row, :, columns].clone(), layer.values[row, :, columns].clone()) for layer in self.layers]
 
     def leave(self, gone: Sequence[int]) -> list[tuple[int, int]]:
         """Drop rows; the last rows take their places. Returns (from, to) of those that moved."""
@@ -156,7 +224,8 @@ class RowCache(Cache):
     def next_column(self) -> tuple[Tensor, Tensor]:
         """For a forward over each row's next token: bool mask (rows, columns so far + 1) and position ids (rows, 1)."""
         self.make_room()
-        window, device = self.window, self.layers[0].keys.device
+        window, device = self.window, self.device
+        window.rows, window.columns, window.n_new = slice(window.n_rows), slice(window.start, window.end + 1), 1
         starts = torch.tensor(self.starts, device=device)[:, None]
         return torch.arange(window.start, window.end + 1, device=device) >= starts, window.end - starts
 
@@ -166,16 +235,10 @@ class RowCache(Cache):
             self._move(-self.window.start)
         assert self.window.end < self.shape[1], "a row is longer than was reserved"
 
-    def _larger(self, tensor: Tensor) -> Tensor:
-        """A copy (rows, heads, columns, width) with room for all rows and columns, and zeros there.
-
-        Zeros, since what is masked must be finite: 0 x NaN is NaN.
-        """
-        rows, heads, columns, width = tensor.shape
-        larger = tensor.new_zeros((self.shape[0], heads, self.shape[1], width))
-        if rows > 0:
-            larger[:rows, :, :columns] = tensor
-        return larger
+    def _columns_for(self, length: int) -> int:
+        """Columns of buffers for rows of so many tokens; at least a quarter more than now where they must grow."""
+        columns = self.shape[1]
+        return columns if length < columns else max(length + SLACK_COLUMNS, columns * 5 // 4)
 
     def _move(self, columns: int) -> None:
         """Shift all rows to the right, or with negative ``columns`` to the left."""
@@ -186,3 +249,12 @@ class RowCache(Cache):
                 buffer[: window.n_rows, :, new] = buffer[: window.n_rows, :, old].clone()
         window.start, window.end = new.start, new.stop
         self.starts = [start + columns for start in self.starts]
+
+
+def rows_that_fit(free: int, row: int, most: int) -> int:
+    """Rows of ``row`` bytes for which half of ``free`` bytes is enough, at most ``most``; eights of them beyond 8.
+
+    Eights, so that a small difference in free memory does not change how samples are batched.
+    """
+    rows = max(1, min(most, int(_SHARE_FOR_ROWS * free) // row))
+    return rows if rows < 8 or rows == most else rows - rows % 8

@@ -21,8 +21,9 @@ from openppo.models.log_probs import CHUNK_ELEMENTS, CHUNK_ELEMENTS_ON_CPU
 from openppo.models.padding import MicroBatchSize
 from openppo.models.pretrained import check_model
 from openppo.models.size import ModelSize, model_size
-from openppo.rollout.hf_engine import PREFILL_TOKENS, ROWS_ON_CPU, ROWS_ON_GPU, rows_that_fit
-from openppo.rollout.row_cache import SLACK_COLUMNS
+from openppo.rollout.hf_engine import ROWS_ON_CPU, ROWS_ON_GPU
+from openppo.rollout.requests import PREFILL_TOKENS
+from openppo.rollout.row_cache import SLACK_COLUMNS, rows_that_fit
 from openppo.strategy.deepspeed import DeepspeedStrategy
 from openppo.strategy.ds_config import LARGEST_BUCKET
 from openppo.tracking.console import table_lines
