@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,22 +28,29 @@ def load_callable(location: str, flag: str, default_name: str | None = None) -> 
     if parts is None or name is None:
         raise ValueError(f"{flag} {location}: give a Python file and a name in it, path.py:name.")
     file = Path(parts[1]).expanduser()
-    if not file.is_file():
-        raise ValueError(f"{flag} {location}: no such file {file}. Check the path.")
-    spec = spec_from_file_location(f"{flag.removeprefix('--')}_{file.stem}", file)
-    assert spec is not None and spec.loader is not None, f"no loader for {file}"
-    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses and pickle look it up there
-    with leaving_no_trace(f"{flag} {location}"):
-        try:
-            spec.loader.exec_module(module)
-        except (ImportError, SyntaxError) as error:
-            raise ValueError(f"{flag} {location}: cannot be imported ({error}). Install what it needs.") from error
+    module = load_module(file, f"{flag} {location}")
     found = vars(module).get(name)
     if not callable(found):
         names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         has = f"{file} has no function {name!r}. It has: {', '.join(names) or 'none'}."
         raise ValueError(f"{flag} {location}: {has} Name one of them as {file}:NAME.")
     return found
+
+
+def load_module(file: Path, source: str) -> ModuleType:
+    """Load a Python file; ``ValueError`` naming ``source``, a flag and its value, if it cannot be imported."""
+    if not file.is_file():
+        raise ValueError(f"{source}: no such file {file}. Check the path.")
+    flag = source.partition(" ")[0].removeprefix("--")
+    spec = spec_from_file_location(f"{flag}_{file.stem}", file)
+    assert spec is not None and spec.loader is not None, f"no loader for {file}"
+    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses and pickle look it up there
+    with leaving_no_trace(source):
+        try:
+            spec.loader.exec_module(module)
+        except (ImportError, SyntaxError) as error:
+            raise ValueError(f"{source}: cannot be imported ({error}). Install what it needs.") from error
+    return module
 
 
 @contextmanager

@@ -73,7 +73,9 @@ async def play(agent: Agent, task: Task, setup: SessionSetup, group: int, needs_
         session.close(raised.ending)
         error = str(raised) if str(raised) != raised.ending.value else ""
     else:
-        session.close(Ending.TOOL_ERROR if isinstance(raised, ToolError) else Ending.AGENT_ERROR)
+        session.close(Ending.AGENT_ERROR)
+        if isinstance(raised, ToolError):
+            session.ending = Ending.TOOL_ERROR  # also after a limit, which tools rewarded
         error = f"{type(raised).__name__}: {raised}"
     return _played(session, group, error, needs_reward)
 
@@ -92,7 +94,7 @@ async def _run(agent: Agent, task: Task, session: Session) -> None:
 def _played(session: Session, group: int, error: str, needs_reward: bool) -> Played:
     assert session.ending is not None
     ending, turns = session.ending, session.turns
-    rewarded = bool(session.rewards) or any(turn.reward for turn in turns)
+    rewarded = bool(session.rewards) or session.counts["rewarded_turns"] > 0
     if ending.is_trained and not turns:
         ending, error = Ending.AGENT_ERROR, error or "the agent never asked the model"
     elif ending is Ending.COMPLETED and needs_reward and not rewarded:
@@ -153,7 +155,7 @@ def _trajectory(
         span = slice(start, start + n)
         mask[span], versions[span], log_probs[span] = [True] * n, [turn.version] * n, turn.completion.log_probs
         rewards[start + n - 1], ends[start + n - 1] = turn.reward, True
-    has_rewards = any(turn.reward for turn in session.turns)
+    has_rewards = session.counts["rewarded_turns"] > 0
     return Trajectory(
         token_ids=ids,
         action_mask=mask,

@@ -166,16 +166,18 @@ class Session:
             self.rewards[name] = float(value)
         else:
             turn.reward = float(value)
+            self.counts["rewarded_turns"] += 1
 
     def close(self, ending: Ending) -> None:
         """End the episode; the first ending stands."""
         if self.ending is None:
             self.ending = ending
 
-    def add_turn_reward(self, value: float) -> None:
-        """Add to the reward of the last turn; without a turn to that of the episode."""
+    def add_turn_reward(self, value: float, turn: Turn | None = None) -> None:
+        """Add to the reward of ``turn``, or of the last one; without a turn to that of the episode."""
         if self.turns:
-            self.turns[-1].reward += float(value)
+            turn = turn or self.turns[-1]
+            self.reward(turn.reward + value, turn)
         else:
             self.rewards["reward"] = self.rewards.get("reward", 0.0) + float(value)
 
