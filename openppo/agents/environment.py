@@ -5,13 +5,13 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from openppo.agents.episodes import Agent
 from openppo.agents.session import Session, Task
+from openppo.agents.threads import settle
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, text_of
 from openppo.types import Ending, Prompt
@@ -156,18 +156,7 @@ class Environment:
 
     def _run_calls(self) -> None:
         while (begun := self._calls.get()) is not None:
-            future, call = begun
-            if future.set_running_or_notify_cancel():
-                with ExitStack() as stack:
-                    stack.push(partial(_hand_over, future))
-                    future.set_result(call())
-
-
-def _hand_over(future: "Future[Any]", kind: Any, error: BaseException | None, trace: Any) -> bool:
-    """Let what a call raises be raised where its outcome is awaited."""
-    if error is not None:
-        future.set_exception(error)
-    return True
+            settle(*begun)
 
 
 def messages_of(observation: Any, where: str) -> list[Message]:

@@ -155,7 +155,7 @@ def _trajectory(
         span = slice(start, start + n)
         mask[span], versions[span], log_probs[span] = [True] * n, [turn.version] * n, turn.completion.log_probs
         rewards[start + n - 1], ends[start + n - 1] = turn.reward, True
-    has_rewards = session.counts["rewarded_turns"] > 0
+    has_rewards = any(turn.reward for turn in session.turns)
     return Trajectory(
         token_ids=ids,
         action_mask=mask,

@@ -13,7 +13,8 @@ from uuid import uuid4
 from openppo import logger
 from openppo.agents.episodes import Agent, ToolError
 from openppo.agents.session import EpisodeEnded, Session, Task, Turn, read_arguments
-from openppo.agents.tools import BaseTool, ToolResponse, call
+from openppo.agents.threads import call
+from openppo.agents.tools import BaseTool, ToolResponse
 from openppo.config.agents import AgentConfig
 from openppo.datasets.templates import Message, shortened
 from openppo.types import Prompt
@@ -141,8 +142,11 @@ class ToolEpisode:
         takes_text = [*signature(self.tools[name].execute).parameters.values()][1].annotation in (str, "str")
         given = json.dumps(parameters, ensure_ascii=False) if takes_text else parameters
         result = await self._use(name, "execute", self.instances[name], given)
-        response, reward, _ = (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
+        response, reward, metrics = (*result, None, None)[:3] if isinstance(result, tuple) else (result, None, None)
         text, value = text_of_response(response), number(reward)
+        for key, measured in (metrics or {}).items():
+            if isinstance(measured, int | float):
+                self.session.metrics[f"{name}/{key}"] = self.session.metrics.get(f"{name}/{key}", 0.0) + measured
         if value is not None:
             self.session.add_turn_reward(value, turn)
         return text

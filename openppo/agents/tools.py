@@ -1,23 +1,20 @@
 """Tools that a model may call: classes and functions of a user's file, or verl's YAML."""
 
-import asyncio
 import importlib
 import inspect
 import json
 import re
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
+from openppo.agents.threads import call
 from openppo.user_code import leaving_no_trace, load_module
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -156,29 +153,6 @@ def function_schema(function: Callable[..., Any]) -> OpenAIFunctionToolSchema:
         schema.update(("description", " ".join(said.split())) for _, named, said in described if named == name)
     made = {"name": function.__name__, "description": about, "parameters": parameters}
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": made})
-
-
-async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Result of a coroutine function, or of a plain one, which runs on a thread of its own."""
-    work = partial(function, *arguments, **named)
-    try:
-        if inspect.iscoroutinefunction(function):
-            return await work()
-        answer: Future[Any] = Future()
-        Thread(
-            target=_settle, args=(answer, work), daemon=True
-        ).start()  # it may hang, and the process end all the same
-        return await asyncio.wrap_future(answer)
-    except SystemExit as error:  # it would end the event loop of all episodes
-        raise RuntimeError("it called sys.exit()") from error
-
-
-def _settle(answer: "Future[Any]", work: Callable[[], Any]) -> None:
-    """Put what ``work`` returns or raises into ``answer``."""
-    answer.set_running_or_notify_cancel()
-    with ExitStack() as stack:
-        stack.push(lambda _, error, __: bool([answer.set_exception(error)] if error else ()))
-        answer.set_result(work())
 
 
 class _Entry(BaseModel):

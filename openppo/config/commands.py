@@ -38,10 +38,10 @@ class TrainingConfig(Options):
         """Folders that receive models, by flag."""
         return {"--save_path": self.run.save_path}
 
-    def validate(self, world_size: int = 1, own_source: bool = False, own_rewards: bool = False) -> None:
+    def validate(self, world_size: int = 1, own_source: bool = False, own_rewards: bool | None = None) -> None:
         """As of ``Options``; with ``own_source`` the caller's source gives prompts and rewards and evaluates.
 
-        With ``own_rewards`` the caller's agent gives rewards.
+        ``own_rewards`` tells whether the agent gives rewards; None: nothing but the options is known yet.
         """
         super().validate()
         raise_first(self.problems_on(self.run.dry_run_ranks or world_size))
@@ -49,7 +49,7 @@ class TrainingConfig(Options):
         if not own_source:
             raise_first(self.missing_inputs(own_rewards))
 
-    def missing_inputs(self, own_rewards: bool = False) -> Iterator[str]:
+    def missing_inputs(self, own_rewards: bool | None = None) -> Iterator[str]:
         """Messages about data that other options need."""
         options = given_options(self)
         flag = "eval_data" if "eval_data" in options else "eval_dataset"
@@ -94,7 +94,7 @@ class TrainPPOConfig(TrainingConfig):
         critic = {"--save_value_network: the critic's folder": f"{os.path.realpath(self.run.save_path)}_critic"}
         return super().output_models | (critic if self.model.save_value_network else {})
 
-    def missing_inputs(self, own_rewards: bool = False) -> Iterator[str]:
+    def missing_inputs(self, own_rewards: bool | None = None) -> Iterator[str]:
         nothing_held_out = self.evaluation.eval_data is None and self.agents.eval_n_envs == 0
         if nothing_held_out and self.evaluation.eval_before_training:
             yield "--eval_before_training needs --eval_data."
@@ -103,8 +103,11 @@ class TrainPPOConfig(TrainingConfig):
             yield "No prompts are given: pass --prompt_data FILE."
         if self.data.prompt_data == "" and plays and (self.agents.n_envs is None or self.ppo.max_steps is None):
             yield "--environment without --prompt_data has no rows to count: give --n_envs and --max_steps."
-        if not (self.rewards.names() or own_rewards or self.agents.form):
-            yield NO_REWARD
+        if own_rewards is None:
+            own_rewards = self.agents.form is not None
+        if not (self.rewards.names() or own_rewards):
+            tools = f"No tool of --tools {self.agents.tools} has a calc_reward. " if self.agents.tools else ""
+            yield tools + NO_REWARD
         yield from super().missing_inputs()
 
     def problems_on(self, ranks: int) -> Iterator[str]:

@@ -12,7 +12,17 @@ from openppo.config.fields import NUMBER, Options, at_least, not_empty, not_nega
 from openppo.config.models import ModelConfig
 
 DataFormat = Literal[
-    "auto", "plain", "messages", "sharegpt", "alpaca", "hh", "preference", "question_answer", "math_shepherd", "steps"
+    "auto",
+    "plain",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "hh",
+    "preference",
+    "question_answer",
+    "verl",
+    "math_shepherd",
+    "steps",
 ]
 
 _PROMPTS = ("prompt_data",)

@@ -183,8 +183,19 @@ def _steps(row: Row, chat: bool) -> RowFields:
     return RowFields(question, steps[:wrong], label=[True] * (wrong - 1) + [False])
 
 
+def _is_verl(row: Row) -> bool:
+    """Other rows may have these columns too, with other values."""
+    rewarded = row.get("reward_model")
+    return isinstance(row["prompt"], list) and (rewarded is None or isinstance(rewarded, dict))
+
+
+def _verl(row: Row, chat: bool) -> RowFields:
+    return RowFields(prompt=row["prompt"], label=(row.get("reward_model") or {}).get("ground_truth"))
+
+
 _CHAT: Columns = (("messages",),)
 _TURNS: Columns = (("conversations",),)
+_VERL: Columns = (("prompt",), ("reward_model", "extra_info"))
 _PAIR: Columns = (("chosen",), ("rejected",))
 _MARKED: Columns = (("input",), ("label",))
 _STEPWISE: Columns = (("prompt", *QUESTION), STEPS, ("labels", *FIRST_WRONG))
@@ -194,6 +205,7 @@ ROW_FORMATS = (
     RowFormat("sharegpt", {"prompts": _TURNS, "sft": _TURNS, "pairs": (*_TURNS, *_PAIR)}, _sharegpt),
     RowFormat("hh", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _hh, fits=_is_transcript),
     RowFormat("preference", dict.fromkeys(("prompts", "sft", "pairs"), _PAIR), _preference),
+    RowFormat("verl", {"prompts": _VERL}, _verl, fits=_is_verl),
     RowFormat("alpaca", {"prompts": (("instruction",),), "sft": (("instruction",), ("output",))}, _alpaca),
     RowFormat("question_answer", {"prompts": (QUESTION,), "sft": (QUESTION, ("solution", "answer"))}, _question_answer),
     RowFormat("steps", {"steps": _STEPWISE}, _steps),

@@ -113,7 +113,7 @@ def _checked(
     """Tokenizer, the actor's config, and data, once everything has been checked that needs no weights."""
     if samples and maker is None and config.agents.form is not None:
         raise ValueError(f"--{config.agents.form}: pass source=agent_source(config.agents), of openppo.agents.")
-    own_rewards = maker is not None and maker.gives_rewards
+    own_rewards = None if maker is None else maker.gives_rewards
     check_options(config, strategy.comm, own_source=not samples, own_rewards=own_rewards)
     tokenizer, actor_config = check_models(config, strategy, samples)
     if maker is not None:

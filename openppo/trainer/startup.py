@@ -49,7 +49,7 @@ def quiet_libraries() -> None:
     transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error instead of a question on stdin
 
 
-def check_options(config: Any, comm: Comm, **given: bool) -> None:
+def check_options(config: Any, comm: Comm, **given: bool | None) -> None:
     """``config.validate()`` with ``given``, and ``ValueError`` if ranks have different options or versions.
 
     Ranks with another seed or batch size would train different models or deadlock.

@@ -17,6 +17,7 @@ def read(row, task, data_format="auto", chat=True, keys=None):
     return RowReader(rows, task, options, keys).read(rows[0])
 
 
+VERL = {"data_source": "d", "prompt": [USER], "reward_model": {"style": "rule", "ground_truth": "1"}}
 CHAT = RowFields(prompt=[USER], response=[GOOD], label="a", conversation=[USER, GOOD])
 PAIR = RowFields(prompt=[USER], response=[GOOD], chosen=[GOOD], rejected=[BAD])
 MARKED = {"input": "s1 ки s2 ки", "label": "s1 + s2 -"}
@@ -57,6 +58,26 @@ def test_a_row_is_recognized_by_its_columns(row, name, fields, caplog):
         (message,) = caplog.messages
         assert f"--dataset: rows are read as {name}, by their columns " in message
         assert read(row, task, data_format=name) == fields
+
+
+@pytest.mark.parametrize(
+    ("row", "label"),
+    [
+        (VERL | {"extra_info": {"index": 3, "tools_kwargs": {"f": None}}}, "1"),
+        (VERL | {"reward_model": {"ground_truth": {"target": ["a", "b"]}}}, {"target": ["a", "b"]}),
+        (VERL | {"reward_model": None}, None),
+        ({"prompt": [USER], "extra_info": None}, None),
+    ],
+)
+def test_rows_of_verl_have_their_label_in_reward_model(row, label, caplog):
+    caplog.set_level("INFO")
+    assert read(row, "prompts") == read(row, "prompts", data_format="verl") == RowFields(prompt=[USER], label=label)
+    assert caplog.messages[0].startswith("--dataset: rows are read as verl, by their columns prompt, ")
+
+
+@pytest.mark.parametrize("row", [VERL | {"prompt": "q"}, VERL | {"reward_model": "rm"}, {"prompt": [USER], "label": 1}])
+def test_other_rows_are_not_taken_for_rows_of_verl(row):
+    assert read(row, "prompts") == RowFields(prompt=row["prompt"], label=row.get("label"))
 
 
 def test_a_named_column_goes_before_recognition():

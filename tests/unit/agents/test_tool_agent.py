@@ -1,0 +1,384 @@
+"""Episodes with tools: their life, what the model reads, what it earns."""
+
+import asyncio
+import json
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from openppo.agents import AgentSource
+from openppo.agents.tool_agent import State, ToolAgent, ToolEpisode
+from openppo.agents.tools import BaseTool, FunctionTool, OpenAIFunctionToolSchema, ToolResponse
+from openppo.config.agents import AgentConfig
+from openppo.tracking import Metrics
+from openppo.types import Ending, Prompt, SamplingParams, SingleProcess, Trajectory
+from tests.unit.agents.verl_tools import JOURNAL, SCHEMA, NewGrader, OldGrader
+
+
+def calls(*made: tuple[str, Any]) -> str:
+    """A model's answer with calls, in Hermes' format."""
+    parts = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in made]
+    return "\n".join(f"<tool_call>\n{part}\n</tool_call>" for part in parts)
+
+
+def then(*answers: str) -> Callable[[str], str]:
+    """A script of one answer after the other, the last one again and again."""
+    return lambda prompt: answers[min(prompt.count("<|im_start|>assistant") - 1, len(answers) - 1)]
+
+
+class Plain(BaseTool):
+    """A tool named ``name`` that journals what happens to it."""
+
+    def __init__(self, name: str = "plain", result: Any = "done") -> None:
+        super().__init__({}, OpenAIFunctionToolSchema(function={"name": name}))
+        self.result, self.seen = result, []
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        self.seen.append("create")
+        return instance_id
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        self.seen.append("execute")
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self.seen.append("release")
+
+
+class Paying(Plain):
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        self.seen.append("calc_reward")
+        return 0.5
+
+
+@pytest.fixture
+def play(make_sampler) -> Callable[..., tuple[list[Trajectory], dict[str, float]]]:
+    """``play(tools, script, rows=..., **options)``: trajectories and metrics of one episode for each row."""
+
+    def run(
+        tools: list[BaseTool], script: Callable[[str], str], **options: Any
+    ) -> tuple[list[Trajectory], dict[str, float]]:
+        rows, metrics = options.pop("rows", [{}]), Metrics()
+        agent = ToolAgent(tools, AgentConfig(tools="tools.py", tool_parser="hermes", **options))
+        sampler = make_sampler(agent, script, tool_parser="hermes", **options)
+        prompts = [Prompt("task", [5, 6], row=row, messages=[{"role": "user", "content": "task"}]) for row in rows]
+        agent.check(prompts)
+        sampled = sampler.sample(prompts, SamplingParams(400), 1, 1, 0, metrics)
+        return sampled, metrics.reduced(SingleProcess())
+
+    return run
+
+
+def results(trajectory: Trajectory) -> list[str]:
+    assert trajectory.episode is not None
+    return [message["content"] for message in trajectory.episode.messages if message["role"] == "tool"]
+
+
+@pytest.fixture(autouse=True)
+def no_journal() -> None:
+    JOURNAL.clear()
+
+
+def row(**tools_kwargs: Any) -> dict[str, Any]:
+    return {"extra_info": {"index": 0, "need_tools_kwargs": True, "tools_kwargs": tools_kwargs}}
+
+
+@pytest.mark.parametrize("form", [OldGrader, NewGrader])
+def test_classes_of_verl_live_through_an_episode(play, form):
+    arguments = {
+        "create_kwargs": {"ground_truth": "7"},
+        "execute_kwargs": {"a": 1},
+        "calc_reward_kwargs": {"b": 2},
+        "release_kwargs": {"c": 3},
+    }
+    script = then(calls(("grade", {"answer": "6"})), calls(("grade", {"answer": "7"})), "It is 7.")
+    [trajectory], metrics = play(
+        [form({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))], script, rows=[row(grade=arguments)]
+    )
+    inner = ("calc_reward", {})
+    assert [
+        ("create", "7"),
+        *(("execute", "6", {"a": 1}), inner, ("execute", "7", {"a": 1}), inner),
+        *(("calc_reward", {"b": 2}), ("release", {"c": 3})),
+    ] == JOURNAL
+    assert results(trajectory) == ["parsed 6, reward 0.0", "parsed 7, reward 1.0"]
+    assert trajectory.step_rewards == [-0.05, 0.0, 1.0]
+    assert metrics["agent/grade/tries"] == 2 and metrics["agent/completed"] == 1
+
+
+def test_rewards_lie_on_the_last_action_of_their_turn(play):
+    script = then(calls(("paying", {}), ("paying", {})), "end")
+    [trajectory], _ = play([Paying("paying", ("ok", 0.25, None))], script)
+    rewards = {t: reward for t, reward in enumerate(trajectory.token_rewards) if reward}
+    assert rewards == {stop - 1: reward for (_, stop), reward in zip(trajectory.spans, [0.5, 0.5], strict=True)}
+    assert trajectory.scores == {}
+
+
+def test_a_reward_of_zero_is_a_reward(play):
+    class Strict(Paying):
+        async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+            return 0.0
+
+    [trajectory], metrics = play([Strict()], then("end"))
+    assert metrics["agent/completed"] == 1 and trajectory.total_reward({}) == 0.0
+
+
+def test_tools_that_reward_nothing_leave_an_error(play):
+    sampled, metrics = play([Plain()], then("end"))
+    assert sampled == [] and metrics["agent/agent_error"] == 1
+
+
+LIFE = "create execute calc_reward release"
+ENDS = [
+    (Ending.COMPLETED, {}, Paying(), LIFE),
+    (Ending.MAX_TURNS, {"max_turns": 1}, Paying(), LIFE),
+    (Ending.EPISODE_LENGTH, {"episode_max_len": 400}, Paying(), LIFE),
+    (Ending.TIMEOUT, {"agent_timeout": 0.3}, Paying(result="hang"), "create execute release"),
+]
+
+
+@pytest.mark.parametrize(("ending", "options", "tool", "life"), ENDS)
+def test_an_instance_is_made_once_and_released_once(play, ending, options, tool, life):
+    if tool.result == "hang":
+
+        async def execute(instance_id: str, parameters: dict[str, Any]) -> None:
+            tool.seen.append("execute")
+            await asyncio.sleep(60)
+
+        tool.execute = execute
+    sampled, metrics = play([tool], then(calls(("plain", {})), "end"), **options)
+    assert metrics[f"agent/{ending.value}"] == 1
+    assert tool.seen == life.split()
+    assert len(sampled) == ending.is_trained
+
+
+@pytest.mark.parametrize("method", ["create", "calc_reward", "release"])
+@pytest.mark.parametrize("options", [{}, {"max_turns": 1}])
+def test_what_raises_outside_of_calls_is_a_tool_error(play, method, options):
+    good, bad = Paying("good"), Paying("bad")
+
+    def fail(*arguments: Any, **named: Any) -> None:
+        bad.seen.append(method)
+        raise KeyError("broken")
+
+    setattr(bad, method, fail)
+    sampled, metrics = play([good, bad], then(calls(("good", {})), "end"), **options)
+    assert metrics["agent/tool_error"] == 1 and sampled == []
+    counts = Counter(good.seen + bad.seen)
+    made = 1 if method == "create" else 2
+    assert counts["create"] == 2 and counts["release"] == made
+    assert counts["calc_reward"] == (0 if method == "create" else 2)
+
+
+@pytest.mark.parametrize(("rewards", "number"), [(float("nan"), None), ("much", None), ([], 0), ([0.25, 0.5], 1)])
+def test_a_reward_is_a_finite_number_or_several(play, rewards, number):
+    class Odd(Paying):
+        async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+            return rewards
+
+    sampled, metrics = play([Odd(), Paying("other")], then("end"))
+    assert metrics["agent/tool_error"] == (number is None)
+    assert [t.step_rewards for t in sampled] == ([] if number is None else [[0.5 + 0.75 * number]])
+
+
+FORMS = [
+    ("a text", "a text"),
+    ({"text": "of a dict"}, "of a dict"),
+    (ToolResponse(text="of a response"), "of a response"),
+    (("alone",), "alone"),
+    (("with a reward", 1.0), "with a reward"),
+    ((ToolResponse(text="and nothing"), None, None), "and nothing"),
+    (ToolResponse(text="seen", image=["p", "q"]), "seen\n(2 image left out)"),
+    ("half \ud800 a pair", "half ? a pair"),
+    (7, "Error: TypeError: 7 is no text, dict with 'text' or ToolResponse"),
+    (("text", "much"), "Error: ValueError: could not convert string to float: 'much'"),
+]
+
+
+@pytest.mark.parametrize(("returned", "read"), FORMS)
+def test_a_result_may_have_several_forms(play, returned, read):
+    [trajectory], metrics = play([Paying(result=returned)], then(calls(("plain", {})), "end"))
+    assert results(trajectory) == [read]
+    assert metrics["agent/tool_errors"] == read.startswith("Error")
+
+
+def test_the_model_reads_what_was_wrong_with_a_call(play, caplog):
+    tools = [
+        Paying("bad", ZeroDivisionError("division by zero")),
+        Paying("exits", SystemExit(3)),
+        Paying("slow"),
+        Paying("good"),
+    ]
+
+    async def sleep(instance_id: str, parameters: dict[str, Any]) -> None:
+        await asyncio.sleep(60)
+
+    tools[2].execute = sleep
+    first = calls(("bad", {}), ("exits", {}), ("slow", {}), ("missing", {}), ("good", {}))
+    [trajectory], metrics = play(tools, then(first, "end"), tool_timeout=0.2)
+    assert results(trajectory) == [
+        "Error: ZeroDivisionError: division by zero",
+        "Error: RuntimeError: it called sys.exit()",
+        "Error: TimeoutError: no result within 0.2 s",
+        "Error: there is no tool 'missing'; there are: bad, exits, slow, good",
+        "done",
+    ]
+    assert metrics["agent/tool_errors"] == 4 and metrics["agent/tool_calls"] == 5
+    assert sum("the tool bad raised ZeroDivisionError" in message for message in caplog.messages) == 1
+
+
+def test_a_malformed_call_is_answered_whether_others_are_good_or_not(play):
+    broken = "<tool_call>\n{'name'\n</tool_call>"
+    script = then(broken, calls(("plain", {})) + broken, "end")
+    [trajectory], metrics = play([Paying()], script)
+    messages = [message for message in trajectory.episode.messages if message["role"] in ("user", "tool")]
+    assert [message["role"] for message in messages] == ["user", "user", "tool"]
+    assert messages[1]["content"].startswith("Error: a tool call could not be read: ")
+    assert messages[2]["content"].startswith("done\nError: a tool call could not be read: ")
+    assert metrics["agent/tool_errors"] == metrics["agent/malformed_calls"] == 2
+
+
+def test_calls_of_a_turn_run_at_the_same_time_in_plain_functions_too(play):
+    both = threading.Barrier(3)
+
+    def wait(instance_id: str, parameters: dict[str, Any]) -> str:
+        both.wait(timeout=60)
+        return "met"
+
+    async def wait_too(instance_id: str, parameters: dict[str, Any]) -> str:
+        return await asyncio.to_thread(wait, instance_id, parameters)
+
+    plain, coroutine = Paying("plain"), Paying("coroutine")
+    plain.execute, coroutine.execute = wait, wait_too
+    [trajectory], _ = play([plain, coroutine], then(calls(("plain", {}), ("coroutine", {}), ("plain", {})), "end"))
+    assert results(trajectory) == ["met"] * 3
+
+
+def test_a_plain_function_that_hangs_keeps_nobody_waiting(play):
+    def hang(instance_id: str, parameters: dict[str, Any]) -> None:
+        time.sleep(600)
+
+    tool, before = Paying(), {*threading.enumerate()}
+    tool.execute = hang
+    [trajectory], _ = play([tool], then(calls(("plain", {})), "end"), tool_timeout=0.1)
+    assert results(trajectory) == ["Error: TimeoutError: no result within 0.1 s"]
+    left = {*threading.enumerate()} - before
+    assert left and all(thread.daemon for thread in left)  # so the process can end
+
+
+@pytest.mark.parametrize(("length", "mark"), [(20, ""), (21, " ... [cut]"), (100_000, " ... [cut]")])
+def test_a_long_result_is_cut_with_a_mark(play, length, mark):
+    [trajectory], _ = play(
+        [Paying(result="x" * length)], then(calls(("plain", {})), "end"), max_tool_response_tokens=20
+    )
+    assert results(trajectory) == ["x" * 20 + mark]
+
+
+def test_what_create_says_follows_the_prompt(play):
+    class Saying(Paying):
+        async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+            return instance_id, ToolResponse(text="The board is empty.")
+
+    [trajectory], _ = play([Saying()], then("end"))
+    assert trajectory.episode.messages[0] == {"role": "user", "content": "task\n\nThe board is empty."}
+
+
+def offered(sampler_prompt: str) -> list[str]:
+    return [tool["function"]["name"] for tool in json.loads(re.search(r"</tool_call>: (\[.*\])<", sampler_prompt)[1])]
+
+
+def test_a_row_offers_the_tools_that_it_names_or_all(play):
+    prompts: list[str] = []
+
+    def script(prompt: str) -> str:
+        prompts.append(prompt)
+        return "end"
+
+    tools = [Paying("a"), Paying("b")]
+    null = row(a=None, b={"create_kwargs": None, "execute_kwargs": {"x": None}})
+    rows = [
+        {},
+        {"extra_info": None},
+        row(),
+        {"extra_info": {"tools_kwargs": None}},
+        row(a=None, b=None),
+        row(a={}),
+        null,
+    ]
+    play(tools, script, rows=rows)
+    assert sorted(offered(prompt) for prompt in prompts) == [["a"], *[["a", "b"]] * 5, ["b"]]
+    assert Counter(tools[0].seen) == {"create": 6, "calc_reward": 6, "release": 6}
+    assert Counter(tools[1].seen) == {"create": 6, "calc_reward": 6, "release": 6}
+
+
+def test_nulls_among_arguments_count_as_absent(play):
+    tool = OldGrader({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))
+    play(
+        [tool],
+        then("end"),
+        rows=[row(grade={"create_kwargs": {"ground_truth": "7", "unknown": None}, "release_kwargs": None})],
+    )
+    assert JOURNAL == [("create", "7"), ("calc_reward", {}), ("release", {})]
+
+
+def test_rows_that_lack_arguments_are_counted_once(caplog):
+    agent = ToolAgent([Plain("a")], AgentConfig(tools="tools.py"))
+    with caplog.at_level(logging.WARNING):
+        agent.check(
+            [Prompt("", [], row=each) for each in [row(), row(a=None), row(a={}), {}, {"extra_info": {"index": 1}}]]
+        )
+    assert [m for m in caplog.messages if "need_tools_kwargs" in m] == [
+        "2 of 5 rows say need_tools_kwargs and have none: their tools are created without arguments"
+    ]
+
+
+def test_a_row_that_names_an_unknown_tool_is_refused():
+    agent = ToolAgent([Plain("a"), Plain("b")], AgentConfig(tools="tools.py"))
+    with pytest.raises(
+        ValueError, match=r"--tools tools.py has no tool 'c', which row 3 of rows.parquet names .* has: a, b"
+    ):
+        agent.check([Prompt("", [], row=row(a={}, c={}), source="rows.parquet", index=2)])
+
+
+def test_only_a_tool_with_a_reward_of_its_own_gives_rewards():
+    options = AgentConfig(tools="tools.py")
+    plain, paying = ToolAgent([Plain()], options), ToolAgent([Plain("a"), Paying()], options)
+    assert (AgentSource(plain, options).gives_rewards, AgentSource(paying, options).gives_rewards) == (False, True)
+
+
+def test_an_episode_goes_through_its_states(play, monkeypatch):
+    seen: list[State] = []
+
+    def note(self: Any, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name == "state":
+            seen.append(value)
+
+    monkeypatch.setattr(ToolEpisode, "__setattr__", note, raising=False)
+    play([Paying()], then(calls(("plain", {})), "end"))
+    assert seen == [State.PENDING, State.RUNNING, State.TOOL_CALLING, State.RUNNING, State.COMPLETED]
+    seen.clear()
+    bad = Paying()
+    bad.create = lambda **named: 1 / 0
+    play([bad], then("end"))
+    assert seen == [State.PENDING, State.FAILED]
+
+
+def test_functions_of_a_file_are_called_with_what_the_model_says(play):
+    def add(a: int, b: int = 2) -> int:
+        """Add numbers."""
+        return a + b
+
+    script = then(calls(("add", {"a": 1}), ("add", {"a": 1, "b": 5}), ("add", {"c": 1})), "end")
+    [trajectory], _ = play([FunctionTool(add), Paying()], script)
+    first, second, third = results(trajectory)
+    assert (first, second) == ("3", "6")
+    assert third.startswith("Error: TypeError: ") and third.endswith("add() got an unexpected keyword argument 'c'")
