@@ -57,6 +57,7 @@ setup(
         "jinja2>=3.1",
         "numpy>=1.26",
         "pyarrow>=15",
+        "pydantic>=2.7",
         "pyyaml>=6.0",
         "safetensors>=0.6",
         "tensorboard>=2.16",

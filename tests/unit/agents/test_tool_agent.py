@@ -140,7 +140,7 @@ LIFE = "create execute calc_reward release"
 ENDS = [
     (Ending.COMPLETED, {}, Paying(), LIFE),
     (Ending.MAX_TURNS, {"max_turns": 1}, Paying(), LIFE),
-    (Ending.EPISODE_LENGTH, {"episode_max_len": 400}, Paying(), LIFE),
+    (Ending.EPISODE_LENGTH, {"episode_max_len": 330}, Paying(), LIFE),
     (Ending.TIMEOUT, {"agent_timeout": 0.3}, Paying(result="hang"), "create execute release"),
 ]
 
