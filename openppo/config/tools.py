@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from openppo.config.agents import AgentConfig
 from openppo.config.data import PromptDataConfig
 from openppo.config.fields import Options, at_least, inside, not_empty, not_negative, option, positive, require
 from openppo.config.models import ModelConfig, refuse_overwriting
@@ -50,6 +51,8 @@ class GenerateConfig(PromptsConfig):
 class EvaluateConfig(PromptsConfig):
     """Options of openppo.cli.evaluate."""
 
+    prompt_data: str = option("", place=True)
+    """Prompts, in any format of train_ppo; several sources with commas. An --environment may do without."""
     pass_reward: float | None = None
     """Reward from which a response passes (default: 1; with a reward model or server none, so pass@k is left out)."""
     value_head_prefix: str = "score"
@@ -57,10 +60,17 @@ class EvaluateConfig(PromptsConfig):
     output_path: str | None = None
     """JSONL file that receives every response with its rewards (default: none is kept)."""
     rewards: RewardConfig = field(default_factory=RewardConfig)
+    agents: AgentConfig = field(default_factory=AgentConfig)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if not self.rewards.names():
+        if self.prompt_data == "" and self.agents.environment is None:
+            yield "No prompts are given: pass --prompt_data FILE."
+        elif self.prompt_data == "" and self.agents.eval_n_envs == 0:
+            yield "--environment without --prompt_data has no rows to count: give --eval_n_envs."
+        if self.agents.n_envs is not None:
+            yield "--n_envs counts the seeds of a training step: give --eval_n_envs instead."
+        if not (self.rewards.names() or self.agents.form):
             yield NO_REWARD
 
 

@@ -67,6 +67,11 @@ def load_tasks(
     return load_prompts(rows, tokenizer, options, show)
 
 
+def seed_prompts(n: int) -> list[Prompt]:
+    """Prompts without text that stand for seeds of an environment."""
+    return [Prompt("", [], index=i) for i in range(n)]
+
+
 def load_sft_examples(
     rows: Sequence[SourceRow],
     tokenizer: PreTrainedTokenizerBase,

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openppo.config import LoRAConfig, TrainPPOConfig
 from openppo.config.fields import declared_options, given_options, rules_of
-from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks
+from openppo.datasets import TokenExample, load_documents, load_mixed_rows, load_prompts, load_tasks, seed_prompts
 from openppo.experience.estimators import ESTIMATORS, check_estimator
 from openppo.models.loading import load_options
 from openppo.models.pretrained import check_model, check_token_ids, context_length
@@ -65,8 +65,8 @@ def load_ppo_data(
         read = load("--prompt_data", options.prompt_data, options.prompt_data_probs, options.prompt_split)
         prints = {"--prompt_data": examples_fingerprint(map(_content, read))} if read else {}
         held_out = load("--eval_data", evaluation.eval_data, None, evaluation.eval_split)
-        read = read or _seeds(config.agents.n_envs or 0)
-        held_out = held_out or _seeds(config.agents.eval_n_envs)
+        read = read or seed_prompts(config.agents.n_envs or 0)
+        held_out = held_out or seed_prompts(config.agents.eval_n_envs)
         ids = [prompt.token_ids for prompt in [*read, *held_out]]
         longest = max(map(len, ids), default=options.prompt_max_len) + new_tokens
         if agent is not None:  # how long its prompts are is not known, and its episodes end where the context does
@@ -95,11 +95,6 @@ def load_ppo_data(
 def _content(prompt: Prompt) -> list[object]:
     """What a prompt is, or of a task without one its row."""
     return [prompt.token_ids or repr(prompt.row), repr(prompt.label)]
-
-
-def _seeds(n: int) -> list[Prompt]:
-    """Prompts without text that stand for seeds of an environment."""
-    return [Prompt("", [], index=i) for i in range(n)]
 
 
 def check_models(

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,3 +152,29 @@ def test_two_ranks_write_the_lines_and_the_table_of_one(name, tiny, tmp_path, la
         assert ["prompts", "7", "1", "6"] in words
         assert {"reward", "reward_std", "pass@1", "pass@2"} <= {row[0] for row in words}
         assert {line["passed"] for line in lines[0]} == {True, False}
+
+
+AGENT = """
+async def solve(task, session):
+    messages = list(task.messages)
+    for _ in range(2):
+        turn = await session.chat(messages)
+        messages += [turn.message, {"role": "user", "content": "ab"}]
+    return float(len(turn.text))
+"""
+
+
+def test_two_ranks_evaluate_the_episodes_of_one(tiny, tmp_path, launch):
+    shutil.copytree(tiny / "actor", tmp_path / "chat")
+    template = "{% for m in messages %}{{ m.role[0] ~ m.content }}{% endfor %}"
+    (tmp_path / "chat/chat_template.jinja").write_text(template)
+    (tmp_path / "agent.py").write_text(AGENT)
+    flags = f"{SAMPLED} --agent {tmp_path}/agent.py:solve --prompt_max_len 50 --max_samples 5"
+    flags, lines = flags.replace("{tiny}/actor", f"{tmp_path}/chat").replace("{tiny}", str(tiny)), []
+    for ranks in (0, 2):
+        out = tmp_path / f"{ranks}.jsonl"
+        printed = launch(ranks, "-m", "openppo.cli.evaluate", *flags.split(), "--output_path", out)
+        assert re.search(r"^agent/completed +1\.0000", printed, flags=re.MULTILINE), printed
+        lines.append(rows(out))
+    assert lines[0] == lines[1] and len(lines[0]) == 10
+    assert {(line["ending"], line["turns"], len(line["messages"])) for line in lines[0]} == {("completed", 2, 4)}

@@ -10,7 +10,7 @@ from openppo.rewards import Scorer, start_scoring
 from openppo.rollout.rollout import Rollout, by_episode, check_weights, episode_reward, write_scores
 from openppo.tracking import Metrics
 from openppo.tracking.report.run_data import short_names
-from openppo.types import Comm, FinishReason, StopCheck, Trajectory
+from openppo.types import Comm, Ending, FinishReason, StopCheck, Trajectory
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -106,6 +106,11 @@ class Grading:
         n_passed = sum(map(self.passes, rewards))
         for k in pass_ks(len(rewards)) if self.pass_reward is not None else []:
             metrics.add(f"{prefix}pass@{k}", pass_at_k(len(rewards), n_passed, k))
+        for episode in [parts[-1].episode for parts in by_episode(responses)]:
+            if episode is not None:
+                metrics.add(f"{prefix}agent/turns", episode.n_turns)
+                for ending in Ending:
+                    metrics.add(f"{prefix}agent/{ending.value}", episode.ending is ending)
         measure_scores(responses, self.reward_weights, metrics, prefix)
         for response in responses:
             metrics.add(f"{prefix}response_length", sum(response.action_mask))

@@ -13,30 +13,40 @@ from typing import Any
 import torch
 
 from openppo.config import EvaluateConfig, GenerateConfig, PromptsConfig
-from openppo.datasets import load_mixed_rows, load_prompts
+from openppo.config.rewards import NO_REWARD
+from openppo.datasets import load_mixed_rows, load_prompts, load_tasks, seed_prompts
 from openppo.models.actor import Actor
 from openppo.models.loading import attention_implementation, model_error_context
 from openppo.models.padding import MicroBatchSize
-from openppo.models.pretrained import check_model, check_token_ids, eos_token_ids, pad_token_id
+from openppo.models.pretrained import check_model, check_token_ids, context_length, eos_token_ids, pad_token_id
 from openppo.rewards.build import ScorerSetup
+from openppo.rewards.scoring import answer_text
 from openppo.rollout.hf_engine import HFEngine
-from openppo.rollout.rollout import sample_trajectories
+from openppo.rollout.rollout import (
+    EngineSampler,
+    Sampler,
+    SamplerMaker,
+    SamplerParts,
+    by_episode,
+    episode_reward,
+    sample_trajectories,
+)
 from openppo.rollout.row_cache import check_cache
 from openppo.rollout.sampling import decoder, sampling_params, text_before_stop
 from openppo.strategy.comm import InferenceStrategy
-from openppo.tracking import progress_bar
+from openppo.tracking import Metrics, progress_bar
 from openppo.tracking.console import table_lines, write_line
 from openppo.tracking.report.run_data import short_names
 from openppo.trainer.engine_check import REQUESTS, check_sampling
 from openppo.trainer.evaluation.evaluator import Grading, begin_scoring
 from openppo.trainer.startup import check_context, load_policy_tokenizer, tokenizing
-from openppo.types import Comm, StopCheck, Trajectory
+from openppo.types import Comm, Prompt, StopCheck, Trajectory
 
 
 class _Job:
     """Tokenizer, prompts and process group of a command; ``_load_policy`` adds model and engine."""
 
-    def __init__(self, options: PromptsConfig, output_path: str | None) -> None:
+    def __init__(self, options: PromptsConfig, output_path: str | None, maker: SamplerMaker | None = None) -> None:
         self.options, trust = options, options.trust_remote_code
         self.loading = {"bf16": options.bf16, "flash_attn": options.flash_attn, "trust_remote_code": trust}
         self.output = None if output_path is None else check_output(output_path)
@@ -47,13 +57,24 @@ class _Job:
         check_cache(model_config)
         attention_implementation(options.flash_attn, options.bf16)
         self.tokenizer = tokenizer = load_policy_tokenizer(options.pretrain, trust, options.chat_template_kwargs)
-        split = options.prompt_split
-        rows = load_mixed_rows(options, options.prompt_data, flag="--prompt_data", split=split, seed=seed)
-        self.prompts = load_prompts(rows, tokenizer, options, tokenizing(self.comm))
+        self.context = context_length(model_config)
+        if maker is not None:
+            maker.check(tokenizer)
+        self.prompts = self._load_prompts(maker)
         ids = [prompt.token_ids for prompt in self.prompts]
-        check_context(model_config, model, max(map(len, ids)), options.generate_max_len)
+        longest = max(map(len, ids)) if maker is None else options.prompt_max_len
+        check_context(model_config, model, longest, options.generate_max_len)
         check_token_ids(model_config, model, tokenizer, ids)
         self.sampling = self.prompts, sampling_params(options), options.n_samples_per_prompt, seed
+
+    def _load_prompts(self, maker: SamplerMaker | None) -> list[Prompt]:
+        """Rows of ``--prompt_data`` as prompts, or as tasks of what ``maker`` plays."""
+        options, flag, split = self.options, "--prompt_data", self.options.prompt_split
+        if not options.prompt_data:
+            return []
+        rows = load_mixed_rows(options, options.prompt_data, flag=flag, split=split, seed=options.seed)
+        load_rows = load_prompts if maker is None or maker.needs_prompts else load_tasks
+        return load_rows(rows, self.tokenizer, options, tokenizing(self.comm))
 
     def close(self) -> None:
         """Leave the process group."""
@@ -69,8 +90,8 @@ class _Job:
         if options.engine_check == "on":
             kind, checked = ("hf", not options.bf16), {"": HFEngine(policy, (), 0, len(REQUESTS))}
             check_sampling(options.pretrain, self.actor, checked, None, self.strategy.device, kind)
-        eos, pad = eos_token_ids(policy, self.tokenizer), pad_token_id(self.tokenizer)
-        self.engine = HFEngine(policy, eos, pad, options.micro_batch_size, show_progress=self.strategy.is_main)
+        self.eos, pad = eos_token_ids(policy, self.tokenizer), pad_token_id(self.tokenizer)
+        self.engine = HFEngine(policy, self.eos, pad, options.micro_batch_size, show_progress=self.strategy.is_main)
         self.engine.decode = decoder(self.tokenizer)
 
     def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
@@ -119,9 +140,12 @@ class GenerateJob(_Job):
 class EvaluateJob(_Job):
     """Generates responses to held-out prompts, scores them, and writes them if asked to."""
 
-    def __init__(self, config: EvaluateConfig) -> None:
-        """Load everything; ``ValueError`` names the flag to change."""
-        super().__init__(config, config.output_path)
+    def __init__(self, config: EvaluateConfig, source: SamplerMaker | None = None) -> None:
+        """Load everything, ``source`` to play episodes; ``ValueError`` names the flag to change."""
+        self.agents = config.agents
+        super().__init__(config, config.output_path, source)
+        if source is not None and not (config.rewards.names() or source.gives_rewards):
+            raise ValueError(NO_REWARD)
         setup = ScorerSetup(
             config.rewards,
             self.tokenizer,
@@ -134,9 +158,13 @@ class EvaluateJob(_Job):
             self.loading,
             config.value_head_prefix,
             input_template=config.input_template,
+            episodes=source is not None,
         )
-        self.scorer = setup.build()
+        self.scorer = setup.build() if config.rewards.names() else None
         self._load_policy()
+        self.sampler: Sampler = EngineSampler(self.engine, self.comm)
+        if source is not None:
+            self.sampler = source.make(self._parts())
         rewards = config.rewards
         self.grading = Grading(self.comm, rewards.pass_threshold(config.pass_reward), rewards.weights())
 
@@ -149,15 +177,44 @@ class EvaluateJob(_Job):
 
     def evaluate(self) -> dict[str, float]:
         """Generate, score, and write; the metrics, the same on all ranks."""
-        sampled = sample_trajectories(self.engine, *self.sampling, comm=self.comm)
+        sampled = self.sampler.sample(*self.sampling, 0, Metrics(), evaluation=True)
         responses = begin_scoring(self.scorer, sampled, self.grading.reward_weights, StopCheck(), prefix="eval_")
         if self.output is not None:
-            write_rows(self.output, [self._row(response, i) for i, response in enumerate(responses)], self.comm)
+            episodes = by_episode(list(responses))
+            write_rows(self.output, [self._episode_row(parts, i) for i, parts in enumerate(episodes)], self.comm)
         return self.grading.measure(responses)
 
-    def _row(self, response: Trajectory, number: int) -> dict[str, Any]:
-        reward = response.total_reward(self.grading.reward_weights)
-        row = super()._row(response, number) | {"rewards": response.scores, "reward": reward}
+    def close(self) -> None:
+        """End the sampler and leave the process group."""
+        self.sampler.close()
+        super().close()
+
+    def _load_prompts(self, maker: SamplerMaker | None) -> list[Prompt]:
+        prompts = super()._load_prompts(maker) or seed_prompts(self.agents.eval_n_envs)
+        if maker is not None:
+            maker.check_prompts(prompts)
+        return prompts
+
+    def _parts(self) -> SamplerParts:
+        """What an agent's sampler works with: its episodes end where the model's context does."""
+        longest = self.agents.episode_max_len or self.options.prompt_max_len + self.options.generate_max_len
+        longest, has_rewards = min(longest, self.context or longest), self.scorer is not None
+        engine, tokenizer, comm = self.engine, self.tokenizer, self.comm
+        return SamplerParts(
+            *(engine, tokenizer, self.eos, comm, StopCheck(), longest, self.context), has_rewards=has_rewards
+        )
+
+    def _episode_row(self, parts: Sequence[Trajectory], number: int) -> dict[str, Any]:
+        """What is written of a response, or of an episode of that number on this rank."""
+        response, reward = parts[-1], episode_reward(parts, self.grading.reward_weights)
+        row = self._row(response, number) | {"rewards": response.scores, "reward": reward}
+        if (episode := response.episode) is not None:
+            row |= {
+                "response": answer_text(response, self.tokenizer),
+                "n_tokens": sum(sum(t.action_mask) for t in parts),
+            }
+            row |= {"ending": episode.ending.value, "turns": episode.n_turns, "messages": episode.messages}
+            row |= {"error": episode.error, "output": episode.output}
         return row if self.grading.pass_reward is None else row | {"passed": self.grading.passes(reward)}
 
 
@@ -171,6 +228,8 @@ def evaluation_table(metrics: Mapping[str, float], sources: Sequence[str]) -> li
     counts = {"all": len(sources), **Counter(names[source] for source in sources)}
     rows = [["", *columns], ["prompts", *(str(counts[column]) for column in columns)]]
     for name in [name.removeprefix("eval_") for name in metrics if name.startswith("eval_")]:
+        if name.startswith("agent/") and metrics[f"eval_{name}"] == 0:
+            continue  # an ending that no episode has
         values = [metrics.get(prefix + name) for prefix in columns.values()]
         rows.append([name, *("-" if value is None else f"{value:.4f}" for value in values)])
     return table_lines(rows, stream=sys.stdout)

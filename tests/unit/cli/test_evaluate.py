@@ -1,10 +1,13 @@
 """The evaluate command: its table, its lines, and what it says of input that cannot work."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from openppo.cli.evaluate import build
 from openppo.cli.options import parse_options
 from openppo.config import EvaluateConfig
 from openppo.trainer.evaluation.generation import EvaluateJob, evaluation_table
@@ -54,3 +57,90 @@ def test_the_table_has_a_line_for_each_metric_and_a_column_for_each_source():
     ]
     alone = {name: value for name, value in metrics.items() if name.startswith("eval_")}
     assert evaluation_table(alone, ["math"] * 2)[:2] == ["              all", "prompts       2"]
+
+
+AGENT = """
+async def solve(task, session):
+    first = await session.chat(task.messages)
+    await session.chat([*task.messages, first.message, {"role": "user", "content": "b"}])
+    if task["answer"] == "2":
+        raise RuntimeError("broken")
+    return {"won": 1.0}
+"""
+GAME = """
+class Game:
+    def reset(self, *, seed=None, options=None):
+        self.seed = seed
+        return "a", {}
+    def step(self, action):
+        return "b", self.seed, True, False, {}
+    def close(self):
+        pass
+"""
+CHAT = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}"
+
+
+@pytest.fixture
+def evaluate(models, tmp_path):
+    """Evaluates with the flags of an agent; metrics and lines."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "game.py").write_text(GAME)
+    shutil.copytree(models / "actor", tmp_path / "chat")
+    (tmp_path / "chat/chat_template.jinja").write_text(CHAT)
+
+    def run(flags: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        common = f"--pretrain {tmp_path}/chat --generate_max_len 5 --prompt_max_len 40 --output_path {tmp_path}/out"
+        config = parse_options(EvaluateConfig, f"{common} {flags}".format(d=tmp_path).split())
+        config.validate()
+        job = build(config)
+        metrics = job.evaluate()
+        job.close()
+        return metrics, [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+
+    return run
+
+
+def test_episodes_of_an_agent_are_evaluated_and_written(evaluate, tmp_path):
+    write_rows(tmp_path / "a" / "test.jsonl", ["1", "2", "3"])
+    metrics, lines = evaluate("--agent {d}/agent.py:solve --prompt_data {d}/a/test.jsonl")
+    expected = {
+        "reward": 2 / 3,
+        "pass@1": 2 / 3,
+        "agent/turns": 2,
+        "agent/completed": 2 / 3,
+        "agent/agent_error": 1 / 3,
+    }
+    assert {name: metrics[f"eval_{name}"] for name in expected} == pytest.approx(expected)
+    assert [line["ending"] for line in lines] == ["completed", "agent_error", "completed"]
+    assert [(line["row"], line["turns"], line["passed"]) for line in lines] == [
+        (0, 2, True),
+        (1, 2, False),
+        (2, 2, True),
+    ]
+    assert (lines[0]["rewards"], lines[1]["error"]) == ({"won": 1.0}, "RuntimeError: broken")
+    for line in lines:
+        assert [message["role"] for message in line["messages"]] == ["user", "assistant", "user", "assistant"]
+    assert lines[0]["response"] == lines[0]["messages"][-1]["content"]
+    table = [row.split() for row in evaluation_table(metrics, [line["source"] for line in lines])]
+    assert [row for row in table if "_error" in row[0]] == [["agent/agent_error", "0.3333"]]
+
+
+def test_an_environment_is_evaluated_without_data(evaluate):
+    metrics, lines = evaluate("--environment {d}/game.py:Game --eval_n_envs 3 --eval_seed 5 --pass_reward 6")
+    assert [line["reward"] for line in lines] == [5, 6, 7]
+    assert (metrics["eval_reward"], metrics["eval_reward_max"]) == (6, 7)
+    assert metrics["eval_pass@1"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--agent a.py:f", "No prompts are given: pass --prompt_data FILE."),
+        ("--environment a.py:f", "has no rows to count: give --eval_n_envs"),
+        ("--environment a.py:f --eval_n_envs 3 --n_envs 3", "give --eval_n_envs instead"),
+        ("--prompt_data d.jsonl", "No reward is given"),
+    ],
+)
+def test_what_an_evaluation_lacks_is_named(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_options(EvaluateConfig, ["--pretrain", "m", *flags.split()]).validate()
