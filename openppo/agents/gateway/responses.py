@@ -108,9 +108,8 @@ def _events(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "function_call_arguments.done", {**place, "name": item["name"], "arguments": item["arguments"]}
         for part in item.get("content", ()):
             kind, place = part["type"], place | {"content_index": 0}
-            no_probs, probs = (
-                {"logprobs": probs} if "logprobs" in part else {} for probs in ([], part.get("logprobs"))
-            )
+            probs: dict[str, Any] = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            no_probs: dict[str, Any] = {name: [] for name in probs}
             yield "content_part.added", {**place, "part": part | {"text": ""} | no_probs}
             for word in words(part["text"]):
                 yield f"{kind}.delta", {**place, "delta": word, **no_probs}

@@ -50,6 +50,7 @@ class _Answer:
     digest: bytes
     asked: Asked
     work: asyncio.Task[list[Turn]]
+    number: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
     waiting: int = 0
     delivered: bool = False
@@ -78,12 +79,11 @@ class _Answer:
         """A client has its answer, or has hung up; the last one that hangs up frees the rows."""
         self.waiting -= 1
         self.delivered |= delivered
-        if not self.work.done():
-            if self.waiting == 0:
-                self.work.cancel()
-        elif not self.failed:
+        if self.waiting == 0:
+            self.work.cancel()  # which nothing comes of once it is done
+        if self.delivered:
             for turn in self.work.result():
-                turn.trained = self.delivered
+                turn.trained = True
 
 
 @dataclass(eq=False)
@@ -95,10 +95,10 @@ class _Client:
     answers: dict[str, _Answer] = field(default_factory=dict)
     """By the numbers in their ids."""
 
-    def repeated(self, digest: bytes) -> tuple[str, _Answer] | None:
+    def repeated(self, digest: bytes) -> _Answer | None:
         """The answer to an equal request, if possible one that nobody has received."""
-        equal = [(number, each) for number, each in self.answers.items() if each.digest == digest and not each.failed]
-        return min(reversed(equal), key=lambda pair: pair[1].delivered, default=None)
+        equal = [answer for answer in self.answers.values() if answer.digest == digest and not answer.failed]
+        return min(reversed(equal), key=lambda answer: answer.delivered, default=None)
 
     def answered(self, number: str) -> _Answer:
         """The answer of an id."""
@@ -135,7 +135,7 @@ class Gateway:
         routes = [web.get("/healthz", _health)]
         for base in ("/v1", "/s/{key}/v1"):
             routes += [web.post(f"{base}/{at}", partial(self._answer, each)) for at, each in _ENDPOINTS.items()]
-            routes += [web.get(f"{base}/models", self._models), web.get(f"{base}/models/{{name:.+}}", self._models)]
+            routes += [web.get(f"{base}/models", self._models)]
         for base in ("/v1", "/s/{key}/v1", "/sessions/{key}"):
             routes += [web.post(f"{base}/{end}", self._take_reward) for end in ("reward", "complete")]
         app.add_routes(routes)
@@ -182,23 +182,19 @@ class Gateway:
     async def _answer(self, endpoint: ModuleType, request: web.Request) -> web.StreamResponse:
         """Turns for a request; those of an equal one where an SDK repeats it."""
         raw = await request.read()
-        client, digest, repeated = self._client(request), sha256(request.path.encode() + raw).digest(), None
+        client, digest, answer = self._client(request), sha256(request.path.encode() + raw).digest(), None
         if request.headers.get("x-stainless-retry-count", "0") != "0":
             client.session.counts["retries"] += 1
-            repeated = client.repeated(digest)
-        if repeated is None:
-            body = read_body(raw)
-            asked: Asked = endpoint.read(body, client.conversation)
+            answer = client.repeated(digest)
+        if answer is None:
+            asked = endpoint.read(read_body(raw), client.conversation)
             self._say_what_has_no_effect(client.session, asked)
             answer = _Answer(digest, asked, asyncio.ensure_future(_turns(client.session, asked)))
-            number = secrets.token_hex(12)
-            client.answers[number] = answer
-        else:
-            number, answer = repeated
+            client.answers[answer.number] = answer
         answer.waiting += 1
         delivered, sent = False, web.StreamResponse()
         try:
-            sent = await _send(endpoint, request, number, answer, client.session.setup.renderer)
+            sent = await _send(endpoint, request, answer, client.session.setup.renderer)
             delivered = True
         except ConnectionResetError:
             pass  # the client has hung up
@@ -218,10 +214,8 @@ class Gateway:
         """Take a reward, of the episode or of one answer, or the word that the episode is complete."""
         body, completes = read_body(await request.read()), request.path.endswith("/complete")
         client = self._client(request)
-        given = body.get("reward")
+        given = body.get("reward", {} if completes else None)
         named: dict[str, Any] = given if isinstance(given, dict) else {"reward": given}
-        if completes and given is None:
-            named = {}
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in named.values()):
             raise Refused(f'reward {shortened(given)}: send {{"reward": NUMBER}}, or numbers by name.')
         if (number := body.get("turn")) is not None:
@@ -235,15 +229,19 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._client(request)
-        name = request.match_info.get("name")
-        model = {"id": name or "openppo", "object": "model", "created": 0, "owned_by": "openppo"}
-        return web.json_response(model if name else {"object": "list", "data": [model]})
+        model = {"id": "openppo", "object": "model", "created": 0, "owned_by": "openppo"}
+        return web.json_response({"object": "list", "data": [model]})
 
 
 async def _turns(session: Session, asked: Asked) -> list[Turn]:
-    """The ``n`` turns that are asked for, sampled together."""
-    chats = [session.chat(asked.messages, asked.tools, **asked.limits) for _ in range(asked.n)]
-    tasks = list(map(asyncio.ensure_future, chats))
+    """The ``n`` turns that are asked for, sampled together; not trained on until a client has them."""
+
+    async def turn() -> Turn:
+        made = await session.chat(asked.messages, asked.tools, **asked.limits)
+        made.trained = False
+        return made
+
+    tasks = [asyncio.ensure_future(turn()) for _ in range(asked.n)]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -251,38 +249,28 @@ async def _turns(session: Session, asked: Asked) -> list[Turn]:
             task.cancel()  # where one of them failed
 
 
-async def _send(
-    endpoint: ModuleType, request: web.Request, number: str, answer: _Answer, renderer: Renderer
-) -> web.StreamResponse:
+async def _send(endpoint: ModuleType, request: web.Request, answer: _Answer, renderer: Renderer) -> web.StreamResponse:
     """Wait for the turns and write the answer."""
-    streams, sent = bool(answer.asked.body.get("stream")), None
+    streams, stream = bool(answer.asked.body.get("stream")), web.StreamResponse()
+    stream.headers.update({"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     while not answer.work.done():
         await asyncio.wait([answer.work], timeout=KEEP_ALIVE)
         if streams and not answer.work.done():
-            sent = sent or await _begin_stream(request)
-            await sent.write(b": keep-alive\n\n")
+            await stream.prepare(request)
+            await stream.write(b": keep-alive\n\n")
     try:
-        whole = endpoint.whole(answer.asked, answer.turns(), renderer, number, answer.created)
+        whole = endpoint.whole(answer.asked, answer.turns(), renderer, answer.number, answer.created)
         text = "".join(endpoint.lines(whole, answer.asked)) if streams else ""
     except Refused as refused:
-        if sent is None:
+        if not stream.prepared:
             raise
         text = f"event: error\ndata: {json.dumps(refused.json)}\n\n"
-    if not streams:
-        complete = web.json_response(whole)
-        await complete.prepare(request)
-        await complete.write_eof()
-        return complete
-    sent = sent or await _begin_stream(request)
-    await sent.write(text.encode())
+    sent: web.StreamResponse = stream if streams else web.json_response(whole)
+    await sent.prepare(request)
+    if streams:
+        await stream.write(text.encode())
     await sent.write_eof()
     return sent
-
-
-async def _begin_stream(request: web.Request) -> web.StreamResponse:
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await stream.prepare(request)
-    return stream
 
 
 async def _health(request: web.Request) -> web.Response:

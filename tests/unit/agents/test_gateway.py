@@ -13,7 +13,6 @@ import pytest
 from openppo.agents.driver import EngineDriver
 from openppo.agents.gateway import server
 from openppo.agents.gateway.server import Gateway
-from openppo.agents.parsers import PARSERS, Parsed, ToolCall
 from openppo.agents.renderer import Renderer
 from openppo.agents.session import Session, SessionSetup, Task
 from openppo.config.agents import AgentConfig
@@ -74,18 +73,6 @@ class Client:
 
     async def chat(self, messages: list[Any] = HELLO, **more: Any) -> Any:
         return await self.post("chat/completions", {"model": "any", "messages": messages, **more})
-
-
-@pytest.fixture(autouse=True)
-def _hermes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def parse(text: str, tools: Any) -> Parsed:
-        before, mark, call = text.partition("<tool_call>")
-        if not mark:
-            return Parsed(text, [])
-        read = json.loads(call.partition("</tool_call>")[0])
-        return Parsed(before, [ToolCall(read["name"], read["arguments"])])
-
-    monkeypatch.setitem(PARSERS, "hermes", parse)
 
 
 @pytest.fixture
@@ -313,16 +300,15 @@ def test_keys_are_those_of_open_episodes(world):
     assert closed[0] == 401
 
 
-def test_models_have_any_name(world):
+def test_models_are_listed_to_those_with_a_key(world):
     async def play(client: Client) -> Any:
-        found = []
-        for end in ("models", "models/org/name-7b"):
-            async with client.http.get(f"{client.gateway.base_url(client.key)}/{end}") as got:
-                found.append(await got.json())
-        return found
+        async with client.http.get(f"{client.gateway.base_url(client.key)}/models") as got:
+            listed = await got.json()
+        async with client.http.get(f"{client.gateway.base_url('sk-other')}/models") as got:
+            return listed, got.status
 
-    listed, named = world().run(play)
-    assert listed["data"][0]["object"] == "model" and named["id"] == "org/name-7b"
+    listed, status = world().run(play)
+    assert [model["object"] for model in listed["data"]] == ["model"] and status == 401
 
 
 def test_an_ended_episode_answers_no_more(world):
@@ -407,7 +393,7 @@ def test_a_retry_is_answered_from_the_record(world):
 def test_a_turn_that_nobody_received_is_not_trained_on(world, monkeypatch):
     send = server._send
 
-    async def lose(endpoint: Any, request: Any, number: str, answer: Any, renderer: Any) -> Any:
+    async def lose(endpoint: Any, request: Any, answer: Any, renderer: Any) -> Any:
         await asyncio.wait([answer.work])
         raise ConnectionResetError
 
@@ -441,6 +427,26 @@ def test_a_client_that_hangs_up_frees_its_row(world, monkeypatch):
 
     session = here.run(play)
     assert not session.turns and not here.engine.journal, "no row ran to its end"
+
+
+def test_of_several_choices_none_is_trained_on_unless_all_are_received(world, monkeypatch):
+    here = endless(world, monkeypatch)
+    lengths = iter([1, 60_000])
+    here.engine.script = lambda prompt: "a" * next(lengths)
+
+    async def play(client: Client) -> Any:
+        client.session = here.session(longest=10**6, max_new_tokens=10**5)
+        client.key = client.gateway.open(client.session)
+        asked = asyncio.ensure_future(client.chat(n=2))
+        while not client.session.turns:
+            await asyncio.sleep(0.001)
+        asked.cancel()
+        while here.engine.running:
+            await asyncio.sleep(0.001)
+        return client.session.turns
+
+    [turn] = here.run(play)
+    assert not turn.trained
 
 
 def test_a_stream_that_waits_gets_comments(world, monkeypatch):
