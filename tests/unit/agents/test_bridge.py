@@ -3,7 +3,6 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ LAST = "Xq9"
 """Ends the answers, so that their place in a rendering can be found."""
 TURN_ENDS = (
     "<|im_end|> <|eot_id|> <|eom_id|> <|end|> <|call|> <|return|> </s> <｜end▁of▁sentence｜> <end_of_turn> <turn|> "
-    "<|END_OF_TURN_TOKEN|> <|user|> <|observation|> <|tool_response> <eos>"
+    "<|END_OF_TURN_TOKEN|> <|user|> <|observation|> <|tool_response> <|eot|> <|eom|> <eos>"
 ).split()
 """Tokens after which a model stops, by the documentation of their models."""
 SPECIAL = re.compile(r"<[|｜][^<>|｜'\s{}]+[|｜]?>|<[a-z_]+\|>|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_\w+>|</?s>")
@@ -157,8 +156,94 @@ def outcome(tokenizer: PreTrainedTokenizerBase, case: Scenario) -> str:
     sampled = tokenizer("sampled", add_special_tokens=False)["input_ids"]
     reason = FinishReason.LENGTH if case.cut else FinishReason.STOP
     completion = Completion(sampled if case.cut else [*sampled, end_id], [], reason)
-    eos = [tokenizer.convert_tokens_to_ids(token) for token in TURN_ENDS if token in tokenizer.get_vocab()]
+    written = [token for token in TURN_ENDS if token in str(tokenizer.chat_template)]
+    eos = tokenizer.convert_tokens_to_ids([*written, tokenizer.eos_token])
     bridge = Renderer(tokenizer, "json", eos).bridge(case.before, case.answer, completion, case.new, case.tools or ())
     if bridge is None:
         return "refused"
     return "exact" if bridge == ids[at if case.cut else at + 1 :] else "wrong"
+
+
+def outcomes(tokenizer: PreTrainedTokenizerBase, template: str) -> dict[str, str]:
+    """By scenario."""
+    tokenizer = with_template(tokenizer, template)
+    return {name: outcome(tokenizer, case) for name, case in SCENARIOS.items()}
+
+
+def check_matrix(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Nothing is wrong, and 85 % of what the templates render are exact; run with -rP to see the table."""
+    table = {name: outcomes(tokenizer, template) for name, template in sorted(trl_templates().items())}
+    for name, row in table.items():
+        others = {case: what for case, what in row.items() if what != "exact"}
+        print(f"{name:40}{Counter(row.values())['exact']:3} of {len(row)} exact; {others}")
+    counts = Counter(what for row in table.values() for what in row.values())
+    print(counts)
+    assert counts["wrong"] == counts["without end"] == 0
+    assert counts["exact"] >= 0.85 * (sum(counts.values()) - counts["not rendered"]) and counts["exact"] >= 700
+    assert {what for name in UNSEEN for what in table[name].values()} <= {"exact", "not rendered"}
+
+
+def test_bridges_of_many_templates_are_exact():
+    check_matrix(byte_tokenizer())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2.5", "mistral-v3", "phi3-mini", "gpt2"])
+def test_bridges_are_exact_in_real_tokens(assets: Path, name):
+    check_matrix(AutoTokenizer.from_pretrained(assets / "tokenizers" / name))
+
+
+@pytest.mark.parametrize(("name", "n_exact"), [("qwen2.5", 16), ("mistral-v3", 15), ("phi3-mini", 6)])
+def test_bridges_of_real_tokenizers_are_exact(assets: Path, name, n_exact):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "tokenizers" / name)
+    found = Counter(outcomes(tokenizer, str(tokenizer.chat_template)).values())
+    assert found == Counter({"exact": n_exact, "not rendered": len(SCENARIOS) - n_exact})
+
+
+def bridge(tokenizer: PreTrainedTokenizerBase, case: Scenario, end: str | None, before: Any = None) -> str | None:
+    """Text that follows a sampled answer that ``end`` ended."""
+    eos = tokenizer.convert_tokens_to_ids([token for token in TURN_ENDS if token in str(tokenizer.chat_template)])
+    sampled = [5] if end is None else [5, tokenizer.convert_tokens_to_ids(end)]
+    completion = Completion(sampled, [], FinishReason.STOP)
+    renderer = Renderer(tokenizer, "json", [*eos, tokenizer.eos_token_id])
+    ids = renderer.bridge(before or case.before, case.answer, completion, case.new, case.tools or ())
+    return None if ids is None else renderer.decode(ids)
+
+
+def test_an_end_that_the_template_does_not_write_is_refused():
+    templates = trl_templates()
+    glm = with_template(byte_tokenizer(), templates["glm4moe"])
+    assert bridge(glm, SCENARIOS["tool result"], "<|observation|>") == (
+        "\n<tool_response>\n4 apples\n</tool_response><|assistant|>"
+    )
+    assert bridge(glm, SCENARIOS["tool result"], "<|user|>") is None
+    assert bridge(glm, SCENARIOS["follow-up"], "<|observation|>") is None
+    llama = with_template(byte_tokenizer(), templates["llama3_1"])
+    assert bridge(llama, SCENARIOS["tool result"], "<|eot_id|>") is not None
+    assert bridge(llama, SCENARIOS["tool result"], "<|eom_id|>") is None
+    gpt = with_template(byte_tokenizer(), templates["gptoss"])
+    assert bridge(gpt, SCENARIOS["follow-up"], "<|return|>") is None  # the template has <|end|> in its place
+
+
+def test_what_came_before_decides_what_follows():
+    """The control of the matrix: with another history its templates write something else."""
+    deepseek = with_template(byte_tokenizer(), trl_templates()["deepseekv3"])
+    case, end = SCENARIOS["again"], "<｜end▁of▁sentence｜>"
+    assert bridge(deepseek, case, end) != bridge(deepseek, case, end, before=[says("user", "-")])
+
+
+def test_a_turn_that_the_template_refuses_can_be_continued(assets: Path):
+    """Whole, these conversations cannot be rendered."""
+    llama = with_template(byte_tokenizer(), trl_templates()["llama3_1"])
+    two = bridge(llama, SCENARIOS["two results"], "<|eot_id|>")
+    assert two is not None and two.index("4 apples") < two.index("none")
+    mistral = AutoTokenizer.from_pretrained(assets / "tokenizers" / "mistral-v3")
+    assert bridge(mistral, SCENARIOS["text, call"], "</s>") == (
+        '[TOOL_RESULTS] {"content": "4 apples", "call_id": "call00000"}[/TOOL_RESULTS]'
+    )
+
+
+def test_an_answer_that_was_cut_gets_the_end_of_a_turn(chat_tokenizer):
+    answer = bridge(chat_tokenizer, SCENARIOS["cut"], None)
+    assert answer == "<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    assert bridge(chat_tokenizer, SCENARIOS["cut"], "<|im_end|>") == answer.removeprefix("<|im_end|>")
